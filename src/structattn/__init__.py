@@ -1,0 +1,33 @@
+"""structattn: softmax attention whose inductive bias is chosen by the structure of its score.
+
+An attention variant is a *scoring* (how features become queries and keys) and a *layout* (which dimensions a pair at a given
+distance shares); one op, ``structured_attention``, computes them all. Importing the package needs torch alone.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from structattn import errors, matrices, ops
+from structattn.layers import scoring
+from structattn.layers.attention import Attention
+from structattn.layout import GlobalWindowLayout, LevelLayout
+from structattn.ops import structured_attention
+from structattn.spec import AttentionSpec, parse_spec
+
+try:
+    __version__ = version("structattn")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+source"
+
+__all__ = [
+    "Attention",
+    "AttentionSpec",
+    "GlobalWindowLayout",
+    "LevelLayout",
+    "__version__",
+    "errors",
+    "matrices",
+    "ops",
+    "parse_spec",
+    "scoring",
+    "structured_attention",
+]

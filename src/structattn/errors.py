@@ -1,0 +1,62 @@
+"""The exceptions and warnings of structattn.
+
+Every mistake that a user can make raises one of these, with what was expected, what came and what to do. ``assert`` is
+kept for our own invariants.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class StructAttnError(Exception):
+    """Base of every error that structattn raises on purpose."""
+
+
+class ConfigError(StructAttnError, ValueError):
+    """A setting has a value that cannot work, or names something that does not exist."""
+
+
+class ShapeError(StructAttnError, ValueError):
+    """A tensor has the wrong shape, dtype or device for the place where it was given."""
+
+
+class BackendUnavailableError(StructAttnError, RuntimeError):
+    """A backend was asked for by name and cannot run here; the message says why."""
+
+
+class DataError(StructAttnError, ValueError):
+    """A data file is missing, unreadable, or holds values that the task cannot use."""
+
+
+class CheckpointError(StructAttnError, RuntimeError):
+    """A checkpoint is missing, truncated, changed since it was written, or belongs to other settings."""
+
+
+class TrainingDivergedError(StructAttnError, RuntimeError):
+    """The training loss stopped being a finite number."""
+
+
+class MissingDependencyError(StructAttnError, ImportError):
+    """An optional library is not installed; the message names the extra that brings it."""
+
+
+class StructAttnWarning(UserWarning):
+    """Base of structattn's warnings."""
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """A hint that names the closest known name and lists them all, for an error message.
+
+    Args:
+        name: what the user wrote.
+        known: the names that would have been accepted.
+
+    Returns:
+        ``"did you mean 'x'? Known: 'x', 'y'"``, or only the list when nothing is close.
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    listing = "known: " + ", ".join(repr(n) for n in names)
+    return f"did you mean {close[0]!r}? {listing[0].upper()}{listing[1:]}" if close else listing

@@ -1,0 +1,1 @@
+"""Modules: scoring, attention, transformer blocks."""

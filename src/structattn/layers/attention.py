@@ -1,0 +1,286 @@
+"""``Attention``: one module for every variant, from a scoring, a layout and a window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, arange, nn
+
+from structattn.errors import ConfigError, ShapeError
+from structattn.layers.scoring import HeadShape, LowRank, Scoring
+from structattn.layout import Layout, LevelLayout, visible_pairs
+from structattn.ops import Backend, structured_attention
+from structattn.spec import AttentionSpec, parse_spec
+
+Rotary = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCost:
+    """FLOPs of one forward pass for one example, 2 per multiply-add, and what was chosen. Softmax and norms not counted.
+
+    Attributes:
+        contraction: ``factored``, ``formed_left`` or ``formed_right`` (see ``matrices.Contraction``).
+        score_dim: dimension of the queries and keys.
+        projection_flops: hidden states to queries and keys.
+        score_flops: scores of visible pairs, each at its shared rank.
+        value_flops: value projection and weighted sum.
+        output_flops: output projection.
+        key_cache_numbers: numbers that a key cache holds at this length, all key heads.
+    """
+
+    contraction: str
+    score_dim: int
+    projection_flops: int
+    score_flops: int
+    value_flops: int
+    output_flops: int
+    key_cache_numbers: int
+
+    @property
+    def flops(self) -> int:
+        """The sum of the four."""
+        return self.projection_flops + self.score_flops + self.value_flops + self.output_flops
+
+
+class Attention(nn.Module):
+    """Multi-head attention with a structured score.
+
+        out = W_O concat_h( softmax_j( score_h(i, j) ) W_V x_j ), score_h from the scoring, shared by the layout.
+
+    Args:
+        embed_dim: E.
+        num_heads: H; divides E.
+        num_kv_heads: G, key and value heads; divides H. Default: H.
+        scoring: ``scoring.LowRank``, ``BTT`` or ``MLR``. Default: ``LowRank()``, standard attention.
+        layout: ``LevelLayout`` or ``GlobalWindowLayout`` whose ranks sum to the feature dimension of the scoring (E / H,
+            E for BTT, sum r_l p_l for MLR). Its scaling replaces the scoring's. Default ``None``: plain.
+        window: sliding window in positions, with any layout of levels. Default ``None``.
+        is_causal: default ``True``.
+        qk_norm: layer norm of queries and keys (per level for MLR). Default ``True``.
+        rotary: called as ``rotary(x, positions)`` on q and k (B, heads, length, D) with int positions (length,).
+        bias: bias of the value and output projections and of the norms. Default ``False``.
+        dropout: dropout of attention weights in training. Default 0.
+        backend: backend of ``structured_attention``.
+
+    Raises:
+        ConfigError: heads do not divide, ranks do not sum to the feature dimension, or an option is out of range.
+
+    Cost: see ``cost``. Source: Kuang et al. 2025, sections 3 to 5.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        scoring: Scoring | None = None,
+        layout: Layout | None = None,
+        is_causal: bool = True,
+        qk_norm: bool = True,
+        rotary: Rotary | None = None,
+        bias: bool = False,
+        *,
+        window: int | None = None,
+        dropout: float = 0.0,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive int, got {value!r}")
+        if embed_dim % num_heads:
+            raise ConfigError(f"num_heads must divide embed_dim: got {num_heads} heads and embed_dim {embed_dim}")
+        if num_heads % num_kv_heads:
+            raise ConfigError(f"num_kv_heads must divide num_heads: got {num_kv_heads} and {num_heads}")
+        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+            raise ConfigError(f"window must be None or an int of at least 1, got {window!r}")
+        if not 0.0 <= dropout < 1.0:
+            raise ConfigError(f"dropout must lie in [0, 1), got {dropout}")
+        scoring = LowRank() if scoring is None else scoring
+        feature_dim = scoring.feature_dim(embed_dim, num_heads)
+        if layout is not None and layout.head_dim != feature_dim:
+            raise ConfigError(_rank_mismatch(layout, feature_dim, scoring))
+        if window is not None and not isinstance(layout, LevelLayout | None):
+            raise ConfigError("a global-window layout has its own window: leave window at None")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.layout = layout
+        self.window = window
+        self.is_causal = is_causal
+        self.dropout = dropout
+        self.backend: Backend = backend
+        self.rotary = rotary
+        self.scoring = scoring.build(
+            HeadShape(
+                embed_dim=embed_dim,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                norm=qk_norm,
+                bias=bias,
+                fixed_features=layout is not None or rotary is not None,
+            )
+        )
+        self.value_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        for linear in (self.value_proj, self.out_proj):
+            nn.init.normal_(linear.weight, std=1 / math.sqrt(embed_dim))
+            if bias:
+                nn.init.zeros_(linear.bias)
+
+    @classmethod
+    def from_spec(
+        cls, spec: str | AttentionSpec, *, embed_dim: int, num_heads: int, context_length: int, **options: Any
+    ) -> Attention:
+        """The module of a text form such as ``"mlr:32|16|8|8"``.
+
+        Args:
+            spec: see ``structattn.spec``; a number of heads in it overrides ``num_heads``.
+            embed_dim, num_heads: as the class.
+            context_length: length in positions from which MLR blocks are halved.
+            **options: further arguments of the class, except scoring, layout and window.
+
+        Raises:
+            ConfigError: the spec is unknown or does not fit the sizes.
+        """
+        value = parse_spec(spec) if isinstance(spec, str) else spec
+        if value.num_heads is not None:
+            num_heads = value.num_heads
+        return cls(
+            embed_dim,
+            num_heads,
+            scoring=value.scoring,
+            layout=value.layout_for(context_length),
+            window=value.window,
+            **options,
+        )
+
+    def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, float | None]:
+        """Queries, keys and values as ``structured_attention`` takes them, and the scale to give it.
+
+        Args:
+            x: (B, T, E).
+            context: where keys and values come from, (B, S, E). Default: x.
+
+        Returns:
+            q (B, H, T, D), k (B, G or H, S, D), v likewise, and ``scale`` (``None``: the layout's own).
+        """
+        source = x if context is None else context
+        for name, states in (("x", x), ("context", source)):
+            if states.dim() != 3 or states.shape[-1] != self.embed_dim:
+                raise ShapeError(
+                    f"{name} must have shape (batch, length, {self.embed_dim}), got {tuple(states.shape)}"
+                )
+        q, k = self.scoring(x, source)
+        num_queries, num_keys = x.shape[1], source.shape[1]
+        v = self.value_proj(source).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+        if self.rotary is not None:
+            q = self.rotary(q, arange(num_keys - num_queries, num_keys, device=x.device))
+            k = self.rotary(k, arange(num_keys, device=x.device))
+        if k.shape[1] < v.shape[1]:
+            k = k.expand(-1, v.shape[1], -1, -1)
+        elif v.shape[1] < k.shape[1]:
+            v = v.repeat_interleave(k.shape[1] // v.shape[1], dim=1)
+        if self.layout is not None:
+            return q, k, v, None
+        scale = self.scoring.score_scale()
+        if isinstance(scale, Tensor):
+            return q * scale.to(q.dtype), k, v, 1.0
+        return q, k, v, scale
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        attn_bias: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        left_padding: Tensor | None = None,
+    ) -> Tensor:
+        """Attends.
+
+        Args:
+            x: (B, T, E).
+            context: (B, S, E), where keys and values come from; the queries are its last T positions. Default: x.
+            attn_bias, cu_seqlens, left_padding: see ``structured_attention``.
+
+        Returns:
+            (B, T, E).
+
+        Raises:
+            ShapeError: a shape does not fit.
+        """
+        q, k, v, scale = self.project(x, context)
+        out = structured_attention(
+            q,
+            k,
+            v,
+            self.layout,
+            is_causal=self.is_causal,
+            scale=scale,
+            window=self.window,
+            attn_bias=attn_bias,
+            dropout_p=self.dropout if self.training else 0.0,
+            cu_seqlens=cu_seqlens,
+            left_padding=left_padding,
+            backend=self.backend,
+        )
+        projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(-2))
+        return projected
+
+    def cost(self, num_queries: int, num_keys: int | None = None) -> AttentionCost:
+        """What one forward pass of T queries costs for one example, counted from the structure.
+
+        Args:
+            num_queries: T.
+            num_keys: S. Default: T. With T != S, layouts are counted at the S x S rate.
+
+        Returns:
+            ``AttentionCost``.
+        """
+        num_keys = num_queries if num_keys is None else num_keys
+        dim = self.scoring.score_dim(num_queries, num_keys)
+        heads, groups, width = self.num_heads, self.num_kv_heads, self.embed_dim
+        pairs = visible_pairs(num_queries, num_keys, self.window, self.is_causal)
+        if self.layout is None:
+            per_head = 2 * dim * pairs
+        else:
+            full = visible_pairs(num_keys, num_keys, None, self.is_causal)
+            per_head = round(self.layout.score_flops(num_keys, self.is_causal) * pairs / full)
+        softmaxes = 1 if isinstance(self.layout, LevelLayout | None) else 2
+        order = self.scoring.order(num_queries, num_keys)
+        key_heads = {"factored": groups, "formed_left": 1}.get(order, heads)
+        keys = dim * num_keys if self.layout is None else self.layout.key_cache_size(num_keys)
+        value_projection = 2 * num_keys * width * groups * self.head_dim
+        return AttentionCost(
+            contraction=order,
+            score_dim=dim,
+            projection_flops=self.scoring.projection_flops(num_queries, num_keys),
+            score_flops=heads * per_head,
+            value_flops=value_projection + softmaxes * heads * 2 * pairs * self.head_dim,
+            output_flops=2 * num_queries * width * width,
+            key_cache_numbers=key_heads * keys,
+        )
+
+    def extra_repr(self) -> str:
+        """The layout and the window, for ``repr``."""
+        return f"layout={self.layout}, window={self.window}, is_causal={self.is_causal}"
+
+
+def _rank_mismatch(layout: Layout, feature_dim: int, scoring: Scoring) -> str:
+    """The error text for a layout whose ranks do not sum to the feature dimension, with a fitting one if scaling works."""
+    given = "|".join(map(str, layout.ranks))
+    text = (
+        f"the ranks of the layout must sum to the feature dimension of {type(scoring).__name__}: expected {feature_dim}, "
+        f"got {given} = {layout.head_dim}"
+    )
+    scaled = [rank * feature_dim / layout.head_dim for rank in layout.ranks]
+    if all(value >= 1 and value == int(value) for value in scaled):
+        text += f"; in the same proportions: {'|'.join(str(int(value)) for value in scaled)}"
+    return text

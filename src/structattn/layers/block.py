@@ -1,0 +1,72 @@
+"""The pre-norm transformer block around an attention module."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from structattn.layers.attention import Attention
+
+
+class MLP(nn.Module):
+    """Two linear layers with a GELU: W_2 gelu(W_1 x).
+
+    Args:
+        embed_dim: E.
+        ratio: width of the hidden layer over E. Default 4.
+        bias: default ``False``.
+        dropout: of the output. Default 0.
+
+    Cost: 2 ratio E^2 parameters, twice that in FLOPs per token.
+    """
+
+    def __init__(self, embed_dim: int, *, ratio: int = 4, bias: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(embed_dim, ratio * embed_dim, bias=bias)
+        self.down = nn.Linear(ratio * embed_dim, embed_dim, bias=bias)
+        self.activation = nn.GELU()
+        self.dropout = nn.Dropout(dropout)
+        for linear in (self.up, self.down):
+            nn.init.normal_(linear.weight, std=1 / math.sqrt(linear.in_features))
+            if bias:
+                nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., E) to (..., E)."""
+        out: Tensor = self.dropout(self.down(self.activation(self.up(x))))
+        return out
+
+    def flops(self, num_tokens: int) -> int:
+        """Forward FLOPs for one example of that many tokens."""
+        return 4 * num_tokens * self.up.in_features * self.up.out_features
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Args:
+        attention: the attention module; its ``embed_dim`` is the width.
+        mlp_ratio, bias, dropout: see ``MLP``; dropout is also applied to the attention's output.
+    """
+
+    def __init__(
+        self, attention: Attention, *, mlp_ratio: int = 4, bias: bool = False, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        width = attention.embed_dim
+        self.attention_norm = nn.LayerNorm(width, bias=bias)
+        self.attention = attention
+        self.mlp_norm = nn.LayerNorm(width, bias=bias)
+        self.mlp = MLP(width, ratio=mlp_ratio, bias=bias, dropout=dropout)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, E) to (B, T, E)."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+    def flops(self, num_tokens: int) -> int:
+        """Forward FLOPs for one example of that many tokens."""
+        return self.attention.cost(num_tokens).flops + self.mlp.flops(num_tokens)

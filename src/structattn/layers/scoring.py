@@ -1,0 +1,339 @@
+"""Scoring: the structure of M in the score x^T M x', that is, how hidden states become queries and keys.
+
+``LowRank``, ``BTT`` and ``MLR`` are values: they say which structure. ``build`` makes the module with the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from structattn.errors import ConfigError
+from structattn.matrices import BlockTensorTrain, FactoredMatrix, LowRank as LowRankMatrix, MultiLevelLowRank
+
+ScoreScaling = Literal["variance", "mup"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """What a scoring needs to know of its attention layer.
+
+    Args:
+        embed_dim: E, the width of the hidden states.
+        num_heads: H, query heads.
+        num_kv_heads: G, key heads; divides H.
+        norm: layer norm of queries and keys.
+        bias: whether those norms have a bias.
+        fixed_features: the layout gives a meaning to single features, so the contraction order is not free.
+    """
+
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    norm: bool = True
+    bias: bool = False
+    fixed_features: bool = False
+
+
+class Scoring(Protocol):
+    """A value that says how queries and keys are made; ``LowRank``, ``BTT`` and ``MLR`` are the ones there are."""
+
+    def feature_dim(self, embed_dim: int, num_heads: int) -> int:
+        """The dimension D of queries and keys, which the ranks of a layout must sum to."""
+        ...
+
+    def build(self, shape: HeadShape) -> ScoringModule:
+        """The module with the weights."""
+        ...
+
+
+class ScoringModule(nn.Module):
+    """Queries and keys from hidden states, for all heads at once.
+
+    Attributes:
+        matrix: M for all heads, a ``FactoredMatrix`` of batch shape (G, H // G) with right factors of (G, 1).
+        shape: the layer it belongs to.
+    """
+
+    matrix: FactoredMatrix
+
+    def __init__(self, matrix: FactoredMatrix, shape: HeadShape) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.shape = shape
+
+    @property
+    @abstractmethod
+    def feature_dim(self) -> int:
+        """D of the norms and of a layout: see ``Scoring.feature_dim``."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        """Unscaled queries and keys.
+
+        Args:
+            x: hidden states of the queries, (B, T, E).
+            context: hidden states of the keys, (B, S, E).
+
+        Returns:
+            q (B, H, T, D) and k (B, 1, G or H heads, S, D with the head axis second); 1 head means that all heads share k.
+        """
+
+    @abstractmethod
+    def order(self, num_queries: int, num_keys: int) -> str:
+        """The contraction order used for T queries and S keys: factored, formed_left or formed_right."""
+
+    @abstractmethod
+    def score_scale(self) -> float | Tensor:
+        """The scale of the scores when no layout gives one: a number, or (D,) one per feature."""
+
+    def projection_flops(self, num_queries: int, num_keys: int) -> int:
+        """FLOPs of ``forward`` for one example, 2 per multiply-add, norms not counted."""
+        matrix, heads = self.matrix, self.shape.num_heads
+        match self.order(num_queries, num_keys):
+            case "factored":
+                left = num_queries * heads * matrix.left_flops
+                return left + num_keys * self.shape.num_kv_heads * matrix.right_flops
+            case "formed_left":
+                return num_queries * heads * matrix.flops
+            case _:
+                right = num_keys * self.shape.num_kv_heads * matrix.right_flops
+                return right + num_keys * heads * matrix.left_flops
+
+    def score_dim(self, num_queries: int, num_keys: int) -> int:
+        """The dimension of the queries and keys that ``forward`` returns for these lengths."""
+        return self.matrix.inner_dim if self.order(num_queries, num_keys) == "factored" else self.shape.embed_dim
+
+    def _left_heads(self, x: Tensor) -> Tensor:
+        """w = L^T x for all query heads: (B, T, E) to (B, H, T, F)."""
+        return self.matrix.left_features(x[:, None, None]).flatten(1, 2)
+
+    def _right_heads(self, y: Tensor) -> Tensor:
+        """u = R^T y for all key heads: (B, S, E) to (B, G, S, F)."""
+        return self.matrix.right_features(y[:, None, None]).flatten(1, 2)
+
+    def _free_order(self, num_queries: int, num_keys: int) -> str:
+        """The cheapest order by counting where every order gives the same scores, else the structure's own."""
+        return self.matrix.contraction(num_queries, num_keys).order
+
+    def _formed(self, x: Tensor, context: Tensor, order: str) -> tuple[Tensor, Tensor]:
+        """Queries and keys of dimension E: M^T x against the hidden state, or x against M x'."""
+        if order == "formed_left":
+            return self.matrix.rmatmul(x[:, None, None]).flatten(1, 2), context[:, None]
+        query = x[:, None].expand(-1, self.shape.num_heads, -1, -1)
+        return query, self.matrix.matmul(context[:, None, None]).flatten(1, 2)
+
+
+class _LowRankScoring(ScoringModule):
+    """Standard attention: q = norm(W_Q x), k = norm(W_K x')."""
+
+    def __init__(self, matrix: LowRankMatrix, shape: HeadShape, scaling: ScoreScaling) -> None:
+        super().__init__(matrix, shape)
+        self.scaling = scaling
+        self.q_norm = nn.LayerNorm(matrix.rank, bias=shape.bias) if shape.norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(matrix.rank, bias=shape.bias) if shape.norm else nn.Identity()
+
+    @property
+    def feature_dim(self) -> int:
+        return self.matrix.inner_dim
+
+    def order(self, num_queries: int, num_keys: int) -> str:
+        fixed = self.shape.norm or self.shape.fixed_features
+        return "factored" if fixed else self._free_order(num_queries, num_keys)
+
+    def score_scale(self) -> float:
+        return 1 / math.sqrt(self.feature_dim) if self.scaling == "variance" else 8 / self.feature_dim
+
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        order = self.order(x.shape[1], context.shape[1])
+        if order != "factored":
+            return self._formed(x, context, order)
+        return self.q_norm(self._left_heads(x)), self.k_norm(self._right_heads(context))
+
+
+class _BTTScoring(ScoringModule):
+    """Bilinear BTT: q = norm(x), k_h = norm(M_h x'), both of dimension E. Without norms and levels the order is free."""
+
+    def __init__(self, matrix: BlockTensorTrain, shape: HeadShape, scaling: ScoreScaling) -> None:
+        super().__init__(matrix, shape)
+        self.scaling = scaling
+        self.q_norm = nn.LayerNorm(shape.embed_dim, bias=shape.bias) if shape.norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(shape.embed_dim, bias=shape.bias) if shape.norm else nn.Identity()
+
+    @property
+    def feature_dim(self) -> int:
+        return self.shape.embed_dim
+
+    def order(self, num_queries: int, num_keys: int) -> str:
+        fixed = self.shape.norm or self.shape.fixed_features
+        return "formed_right" if fixed else self._free_order(num_queries, num_keys)
+
+    def score_scale(self) -> float:
+        return 1 / math.sqrt(self.feature_dim) if self.scaling == "variance" else 1 / self.feature_dim
+
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        order = self.order(x.shape[1], context.shape[1])
+        if order == "factored":
+            return self._left_heads(x), self._right_heads(context)
+        q, k = self._formed(self.q_norm(x), context, order)
+        return q, self.k_norm(k)
+
+
+class _MLRScoring(ScoringModule):
+    """Bilinear MLR: the features of each level, each level with a norm and a scale of its own."""
+
+    matrix: MultiLevelLowRank
+
+    def __init__(
+        self, matrix: MultiLevelLowRank, shape: HeadShape, scaling: ScoreScaling, divide_by_levels: bool
+    ) -> None:
+        super().__init__(matrix, shape)
+        sizes = matrix.feature_sizes if shape.norm else ()
+        self.q_norms = nn.ModuleList(nn.LayerNorm(size, bias=shape.bias) for size in sizes)
+        self.k_norms = nn.ModuleList(nn.LayerNorm(size, bias=shape.bias) for size in sizes)
+        share = 1 / len(matrix.ranks) if divide_by_levels else 1.0
+        per_level = [share * (size**-0.5 if scaling == "variance" else 8 / size) for size in matrix.feature_sizes]
+        repeated = torch.tensor(per_level).repeat_interleave(torch.tensor(matrix.feature_sizes))
+        self.register_buffer("level_scale", repeated, persistent=False)
+        self.level_scale: Tensor
+
+    @property
+    def feature_dim(self) -> int:
+        return self.matrix.inner_dim
+
+    def order(self, num_queries: int, num_keys: int) -> str:
+        # Each level has a scale of its own, which the formed orders could not tell apart: the features are the definition.
+        return "factored"
+
+    def score_scale(self) -> Tensor:
+        return self.level_scale
+
+    def _norm(self, features: Tensor, norms: nn.ModuleList) -> Tensor:
+        if not norms:
+            return features
+        parts = features.split(self.matrix.feature_sizes, dim=-1)
+        return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
+
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        query = self._norm(self._left_heads(x), self.q_norms)
+        return query, self._norm(self._right_heads(context), self.k_norms)
+
+
+def _batch(shape: HeadShape) -> dict[str, tuple[int, ...]]:
+    groups = shape.num_kv_heads
+    return {"batch_shape": (groups, shape.num_heads // groups), "right_batch_shape": (groups, 1)}
+
+
+def _check_scaling(scaling: str) -> None:
+    if scaling not in ("variance", "mup"):
+        raise ConfigError(f"the scaling of a scoring is 'variance' or 'mup', got {scaling!r}")
+
+
+def _check_rank(name: str, rank: object) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ConfigError(f"{name} must be a positive int, got {rank!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """Standard attention: score_h = <W_Q x, W_K x'> / sqrt(D), rank D in every head.
+
+    Args:
+        rank: D; ``None`` is embed_dim / num_heads.
+        scaling: ``"variance"`` 1/sqrt(D) or ``"mup"`` 8/D, used when no layout gives the scaling.
+        rms_cap: see ``FactoredMatrix``.
+    """
+
+    rank: int | None = None
+    scaling: ScoreScaling = "variance"
+    rms_cap: bool = False
+
+    def __post_init__(self) -> None:
+        _check_scaling(self.scaling)
+        if self.rank is not None:
+            _check_rank("LowRank rank", self.rank)
+
+    def feature_dim(self, embed_dim: int, num_heads: int) -> int:
+        """The rank, or embed_dim / num_heads."""
+        return embed_dim // num_heads if self.rank is None else self.rank
+
+    def build(self, shape: HeadShape) -> ScoringModule:
+        """The module with W_Q for every query head and W_K for every key head."""
+        rank = self.feature_dim(shape.embed_dim, shape.num_heads)
+        matrix = LowRankMatrix(shape.embed_dim, shape.embed_dim, rank, rms_cap=self.rms_cap, **_batch(shape))
+        return _LowRankScoring(matrix, shape, self.scaling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BTT:
+    """Bilinear BTT: score_h = <norm(x), norm(M_h x')> / sqrt(E) with M_h a block tensor train; full rank in every head.
+
+    Args:
+        rank: s of ``BlockTensorTrain``; the paper uses 1 and 2.
+        scaling: ``"variance"`` 1/sqrt(E) or ``"mup"`` 1/E, used when no layout gives the scaling.
+        rms_cap: see ``FactoredMatrix``.
+
+    Source: Kuang et al. 2025, section 4.
+    """
+
+    rank: int = 1
+    scaling: ScoreScaling = "variance"
+    rms_cap: bool = False
+
+    def __post_init__(self) -> None:
+        _check_scaling(self.scaling)
+        _check_rank("BTT rank", self.rank)
+
+    def feature_dim(self, embed_dim: int, num_heads: int) -> int:
+        """E."""
+        return embed_dim
+
+    def build(self, shape: HeadShape) -> ScoringModule:
+        """The module with one block tensor train per query head, right factors shared by key head."""
+        matrix = BlockTensorTrain(
+            shape.embed_dim, shape.embed_dim, self.rank, rms_cap=self.rms_cap, **_batch(shape)
+        )
+        return _BTTScoring(matrix, shape, self.scaling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLR:
+    """Bilinear MLR: score_h = sum over levels of <norm(L_l^T x), norm(R_l^T x')> / sqrt(r_l p_l), p_l = 2^(l-1).
+
+    Args:
+        ranks: r_l, level 1 first. With sum r_l = E / H it costs as much as standard attention, at rank sum r_l p_l.
+        scaling: ``"variance"`` 1/sqrt(r_l p_l) or ``"mup"`` 8/(r_l p_l), used when no layout gives the scaling.
+        divide_by_levels: divide the sum by the number of levels. Default ``False``.
+        rms_cap: see ``FactoredMatrix``.
+
+    Source: Kuang et al. 2025, section 4.
+    """
+
+    ranks: tuple[int, ...]
+    scaling: ScoreScaling = "variance"
+    divide_by_levels: bool = False
+    rms_cap: bool = False
+
+    def __post_init__(self) -> None:
+        _check_scaling(self.scaling)
+        if not isinstance(self.ranks, tuple | list) or not self.ranks:
+            raise ConfigError(f"MLR ranks must be a tuple with one positive int per level, got {self.ranks!r}")
+        object.__setattr__(self, "ranks", tuple(self.ranks))
+        for level, rank in enumerate(self.ranks, start=1):
+            _check_rank(f"MLR rank of level {level}", rank)
+
+    def feature_dim(self, embed_dim: int, num_heads: int) -> int:
+        """sum r_l 2^(l-1)."""
+        return sum(rank * 2**level for level, rank in enumerate(self.ranks))
+
+    def build(self, shape: HeadShape) -> ScoringModule:
+        """The module with one multi-level low-rank matrix per query head, right factors shared by key head."""
+        matrix = MultiLevelLowRank(
+            shape.embed_dim, shape.embed_dim, self.ranks, rms_cap=self.rms_cap, **_batch(shape)
+        )
+        return _MLRScoring(matrix, shape, self.scaling, self.divide_by_levels)

@@ -1,0 +1,351 @@
+"""The contract of a structured matrix.
+
+A structure supplies the products of ONE vector family with its matrix and its transpose, on inputs in a canonical shape;
+everything else (batches, heads, dense form, bilinear form, choice of contraction) is here.
+
+Axes: P matrices (all heads), R rows of input vectors, M x N the shape of one matrix, F inner dimension of the factors.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from structattn.errors import ConfigError, ShapeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contraction:
+    """How a bilinear form over T x S pairs is computed, and what each way costs (FLOPs, all matrices of the batch).
+
+    Attributes:
+        order: ``"factored"`` <w(x), u(y)> of the inner dimension; ``"formed_left"`` (M^T x) against y;
+            ``"formed_right"`` x against (M y).
+        flops: cost of the chosen order.
+        alternatives: cost of every order that the structure has.
+    """
+
+    order: Literal["factored", "formed_left", "formed_right"]
+    flops: int
+    alternatives: dict[str, int]
+
+
+def check_dims(name: str, *sizes: int) -> None:
+    """Raises ``ConfigError`` unless every size is a positive int."""
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name}: sizes must be positive ints, got {size!r}")
+
+
+class StructuredMatrix(nn.Module, ABC):
+    """A differentiable matrix M of shape (num_rows, num_cols), or a batch of them, that is never stored densely.
+
+    A structure implements ``_matmul``, ``_rmatmul``, ``matmul_flops``, ``rank_bound`` and ``reset_parameters``.
+
+    Args:
+        num_rows: rows of one matrix.
+        num_cols: columns of one matrix.
+        batch_shape: leading dimensions of a batch of matrices, such as ``(num_heads,)``. Default ``()``: one matrix.
+
+    Raises:
+        ConfigError: a size is not a positive int.
+    """
+
+    def __init__(self, num_rows: int, num_cols: int, *, batch_shape: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        check_dims(type(self).__name__, num_rows, num_cols, *batch_shape)
+        self.num_rows = num_rows
+        self.num_cols = num_cols
+        self.batch_shape = tuple(batch_shape)
+
+    @abstractmethod
+    def reset_parameters(self) -> None:
+        """Draws every factor from a normal of standard deviation 1/sqrt(fan-in of one block)."""
+
+    @abstractmethod
+    def _matmul(self, x: Tensor) -> Tensor:
+        """M x for x (1 or P, R, N): (P, R, M). With a leading 1 every matrix gets the same vectors."""
+
+    @abstractmethod
+    def _rmatmul(self, x: Tensor) -> Tensor:
+        """M^T x for x (1 or P, R, M): (P, R, N)."""
+
+    @property
+    @abstractmethod
+    def flops(self) -> int:
+        """FLOPs of M x for one vector and one matrix, 2 per multiply-add; M^T x costs the same."""
+
+    @property
+    @abstractmethod
+    def rank_bound(self) -> int:
+        """The largest rank that one matrix of this structure can have; random factors reach it."""
+
+    @property
+    def num_matrices(self) -> int:
+        """The number of matrices in the batch, 1 without batch dimensions."""
+        return math.prod(self.batch_shape)
+
+    @property
+    def num_params(self) -> int:
+        """The number of parameters of all the matrices of the batch."""
+        return sum(p.numel() for p in self.parameters())
+
+    def _on_rows(self, product: str, x: Tensor, size: int, batch_shape: tuple[int, ...]) -> Tensor:
+        """Brings x (..., T, size) to the canonical shape, applies the named product, and brings the result back.
+
+        Dimensions of x before T broadcast against ``batch_shape``; vectors that all matrices share are not repeated.
+        """
+        if x.dim() < 1 or x.shape[-1] != size:
+            raise ShapeError(
+                f"{type(self).__name__} {self.num_rows} x {self.num_cols}: expected vectors of {size} numbers in the last "
+                f"dimension, got shape {tuple(x.shape)}"
+            )
+        apply = getattr(self, product)
+        depth = len(batch_shape)
+        if depth == 0:
+            out: Tensor = apply(x.reshape(1, -1, size))
+            return out.reshape(*x.shape[:-1], out.shape[-1])
+        vector = x.dim() == 1
+        tokens = x[None] if vector else x
+        lead = (1,) * max(0, depth - (tokens.dim() - 2)) + tuple(tokens.shape[:-2])
+        outer, inner = lead[: len(lead) - depth], lead[len(lead) - depth :]
+        if any(a not in (1, b) for a, b in zip(inner, batch_shape, strict=True)):
+            raise ShapeError(
+                f"{type(self).__name__} with batch_shape {batch_shape}: the dimensions of x before the last two must "
+                f"broadcast to it, got shape {tuple(x.shape)}"
+            )
+        num_tokens, num_outer = tokens.shape[-2], len(outer)
+        if all(a == 1 for a in inner):
+            rows = tokens.reshape(1, -1, size)
+        else:
+            full = tokens.reshape(*lead, num_tokens, size).expand(*outer, *batch_shape, num_tokens, size)
+            order = [*range(num_outer, num_outer + depth), *range(num_outer), num_outer + depth, num_outer + depth + 1]
+            rows = full.permute(order).reshape(math.prod(batch_shape), -1, size)
+        out = apply(rows)
+        out = out.reshape(*batch_shape, *outer, num_tokens, out.shape[-1])
+        order = [*range(depth, depth + num_outer), *range(depth), depth + num_outer, depth + num_outer + 1]
+        out = out.permute(order)
+        return out.squeeze(-2) if vector else out
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """M x.
+
+        Args:
+            x: (..., T, num_cols), or one vector (num_cols,); dimensions before T broadcast against ``batch_shape``.
+
+        Returns:
+            (..., *batch_shape, T, num_rows).
+
+        Raises:
+            ShapeError: the last dimension or the batch dimensions do not fit.
+
+        Cost: ``flops`` for each vector and matrix.
+        """
+        return self._on_rows("_matmul", x, self.num_cols, self.batch_shape)
+
+    def rmatmul(self, x: Tensor) -> Tensor:
+        """M^T x, for x (..., T, num_rows); see ``matmul``."""
+        return self._on_rows("_rmatmul", x, self.num_rows, self.batch_shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """M x; see ``matmul``."""
+        return self.matmul(x)
+
+    def to_dense(self) -> Tensor:
+        """M as a dense tensor (*batch_shape, num_rows, num_cols), differentiable. Cost: ``num_cols`` products."""
+        parameter = next(self.parameters())
+        eye = torch.eye(self.num_cols, dtype=parameter.dtype, device=parameter.device)
+        return self.matmul(eye).transpose(-2, -1)
+
+    def _costs(self, num_left: int, num_right: int) -> dict[str, int]:
+        """FLOPs per matrix of each order of contraction for T left and S right vectors."""
+        return {
+            "formed_left": num_left * self.flops + 2 * num_left * num_right * self.num_cols,
+            "formed_right": num_right * self.flops + 2 * num_left * num_right * self.num_rows,
+        }
+
+    def contraction(self, num_left: int, num_right: int) -> Contraction:
+        """The cheapest way to compute the bilinear form of ``num_left`` x ``num_right`` pairs, by counting FLOPs.
+
+        On a tie the first of factored, formed_left, formed_right wins (the first keeps both sides small; the second lets all
+        matrices of a batch share y).
+        """
+        costs = {order: self.num_matrices * cost for order, cost in self._costs(num_left, num_right).items()}
+        order = min(costs, key=lambda name: costs[name])
+        return Contraction(order=order, flops=costs[order], alternatives=costs)  # type: ignore[arg-type]
+
+    def bilinear(self, x: Tensor, y: Tensor) -> Tensor:
+        """x^T M y for every pair of vectors.
+
+        Args:
+            x: (..., T, num_rows); dimensions before T broadcast against ``batch_shape``.
+            y: (..., S, num_cols), likewise.
+
+        Returns:
+            (..., *batch_shape, T, S).
+
+        Raises:
+            ShapeError: a shape does not fit.
+
+        Cost: that of ``contraction(T, S)``.
+        """
+        for name, vectors, size in (("x", x, self.num_rows), ("y", y, self.num_cols)):
+            if vectors.dim() < 2 or vectors.shape[-1] != size:
+                raise ShapeError(
+                    f"bilinear: {name} must have shape (..., tokens, {size}), got {tuple(vectors.shape)}"
+                )
+        if self.contraction(x.shape[-2], y.shape[-2]).order == "formed_left":
+            return self.rmatmul(x) @ y.transpose(-2, -1)
+        return x @ self.matmul(y).transpose(-2, -1)
+
+    def extra_repr(self) -> str:
+        """The shape, for ``repr``."""
+        batch = f", batch_shape={self.batch_shape}" if self.batch_shape else ""
+        return f"{self.num_rows}, {self.num_cols}{batch}"
+
+
+class FactoredMatrix(StructuredMatrix):
+    """A structured matrix M = L R^T of two structured factors: its bilinear form is <L^T x, R^T y>.
+
+    The right factors may be shared between matrices of the batch, as grouped key/value heads are: ``right_batch_shape``
+    broadcasts to ``batch_shape``, for example ``batch_shape=(G, H // G)`` and ``right_batch_shape=(G, 1)``.
+
+    A structure implements the four half products on canonical shapes, and ``left_flops``/``right_flops``.
+
+    Args:
+        num_rows, num_cols, batch_shape: see ``StructuredMatrix``.
+        right_batch_shape: batch dimensions of the right factors. Default: ``batch_shape``.
+        rms_cap: divide each factor W by max(1, rms(W) / sigma) before use, one rms per matrix of the batch, with
+            sigma^2 = min(f_in, f_out) / f_in^2 and f_in, f_out the sizes of one block. Default ``False``.
+
+    Raises:
+        ConfigError: a size is wrong, or ``right_batch_shape`` does not broadcast to ``batch_shape``.
+
+    Source: Kuang et al. 2025, section 3; the cap is the weight normalisation of their structured factors.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_cols: int,
+        *,
+        batch_shape: tuple[int, ...] = (),
+        right_batch_shape: tuple[int, ...] | None = None,
+        rms_cap: bool = False,
+    ) -> None:
+        super().__init__(num_rows, num_cols, batch_shape=batch_shape)
+        right = self.batch_shape if right_batch_shape is None else tuple(right_batch_shape)
+        if len(right) != len(self.batch_shape) or any(
+            a not in (1, b) for a, b in zip(right, self.batch_shape, strict=True)
+        ):
+            raise ConfigError(f"right_batch_shape {right} does not broadcast to batch_shape {self.batch_shape}")
+        self.right_batch_shape = right
+        self.rms_cap = rms_cap
+
+    @property
+    @abstractmethod
+    def inner_dim(self) -> int:
+        """F, the number of features of each side."""
+
+    @property
+    @abstractmethod
+    def left_flops(self) -> int:
+        """FLOPs of L^T x (or L u) for one vector and one matrix."""
+
+    @property
+    @abstractmethod
+    def right_flops(self) -> int:
+        """FLOPs of R^T y (or R w) for one vector and one matrix."""
+
+    @abstractmethod
+    def _left_features(self, x: Tensor) -> Tensor:
+        """L^T x for x (1 or P, R, M): (P, R, F)."""
+
+    @abstractmethod
+    def _left_expand(self, u: Tensor) -> Tensor:
+        """L u for u (P, R, F): (P, R, M)."""
+
+    @abstractmethod
+    def _right_features(self, y: Tensor) -> Tensor:
+        """R^T y for y (1 or P', R, N): (P', R, F), with P' the number of right factors."""
+
+    @abstractmethod
+    def _right_expand(self, w: Tensor) -> Tensor:
+        """R w for w (P, R, F): (P, R, N)."""
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of M x for one vector and one matrix: both factors."""
+        return self.left_flops + self.right_flops
+
+    def _costs(self, num_left: int, num_right: int) -> dict[str, int]:
+        # Shared right factors are applied once per group when their features are all that is needed.
+        shared = math.prod(self.right_batch_shape) / self.num_matrices
+        right = round(num_right * self.right_flops * shared)
+        factored = num_left * self.left_flops + right + 2 * num_left * num_right * self.inner_dim
+        return {"factored": factored, **super()._costs(num_left, num_right)}
+
+    def _spread_right(self, x: Tensor) -> Tensor:
+        """Repeats (P', ...) over the matrices that share a right factor: (P, ...)."""
+        if self.right_batch_shape == self.batch_shape:
+            return x
+        tail = x.shape[1:]
+        wide = x.reshape(*self.right_batch_shape, *tail).expand(*self.batch_shape, *tail)
+        return wide.reshape(self.num_matrices, *tail)
+
+    def left_features(self, x: Tensor) -> Tensor:
+        """w = L^T x, for x (..., T, num_rows): (..., *batch_shape, T, inner_dim)."""
+        return self._on_rows("_left_features", x, self.num_rows, self.batch_shape)
+
+    def right_features(self, y: Tensor) -> Tensor:
+        """u = R^T y, for y (..., S, num_cols): (..., *right_batch_shape, S, inner_dim)."""
+        return self._on_rows("_right_features", y, self.num_cols, self.right_batch_shape)
+
+    def _matmul(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1 or self.right_batch_shape == self.batch_shape:
+            return self._left_expand(self._spread_right(self._right_features(x)))
+        group = x.reshape(*self.batch_shape, *x.shape[1:])
+        # Vectors differ between matrices that share a right factor: fold the shared dimensions into the rows.
+        return self._left_expand(self._per_group(group, self._right_features))
+
+    def _per_group(self, x: Tensor, apply: object) -> Tensor:
+        depth = len(self.batch_shape)
+        shared = [d for d in range(depth) if self.right_batch_shape[d] != self.batch_shape[d]]
+        kept = [d for d in range(depth) if d not in shared]
+        rows, size = x.shape[-2:]
+        folded = x.permute(*kept, *shared, depth, depth + 1).reshape(
+            math.prod(self.right_batch_shape), -1, size
+        )
+        out = apply(folded)  # type: ignore[operator]
+        dims = [self.batch_shape[d] for d in (*kept, *shared)]
+        out = out.reshape(*dims, rows, out.shape[-1])
+        back = [(*kept, *shared).index(d) for d in range(depth)]
+        result: Tensor = out.permute(*back, depth, depth + 1).reshape(self.num_matrices, rows, out.shape[-1])
+        return result
+
+    def _rmatmul(self, x: Tensor) -> Tensor:
+        return self._right_expand(self._left_features(x))
+
+    def bilinear(self, x: Tensor, y: Tensor) -> Tensor:
+        """x^T M y for every pair of vectors, in the cheapest order; see ``StructuredMatrix.bilinear``."""
+        if (
+            x.dim() >= 2
+            and y.dim() >= 2
+            and self.contraction(x.shape[-2], y.shape[-2]).order == "factored"
+        ):
+            return self.left_features(x) @ self.right_features(y).transpose(-2, -1)
+        return super().bilinear(x, y)
+
+    def _capped(self, weight: Tensor, num_batch: int, f_in: int, f_out: int) -> Tensor:
+        """The factor that is used: ``weight``, or with ``rms_cap`` divided by max(1, rms / sigma), per matrix."""
+        if not self.rms_cap:
+            return weight
+        rms = weight.reshape(num_batch, -1).square().mean(dim=-1).sqrt()
+        sigma = math.sqrt(min(f_in, f_out)) / f_in
+        shrink = (rms / sigma).clamp(min=1.0)
+        return weight / shrink.reshape(num_batch, *(1,) * (weight.dim() - 1))

@@ -1,0 +1,341 @@
+"""``structured_attention``: the checks of its arguments and the only place where a backend is chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from structattn.errors import BackendUnavailableError, ConfigError, ShapeError, nearest_name
+from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
+from structattn.ops import reference
+
+Backend = Literal["auto", "reference", "blocked", "triton"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One checked call: what a backend needs besides q, k and v."""
+
+    layout: LevelLayout
+    is_causal: bool
+    scale: float | None
+    window: int | None
+    attn_bias: Tensor | None
+    dropout_p: float
+    cu_seqlens: Tensor | None
+    left_padding: Tensor | None
+
+
+def _one_level_scale(layout: LevelLayout, scale: float | None) -> float:
+    """The scale of a layout with one level, where every scaling is one number."""
+    if scale is not None:
+        return scale
+    rank = layout.ranks[0]
+    match layout.scaling:
+        case "variance":
+            return 1 / math.sqrt(rank)
+        case "mup":
+            return 8 / rank
+        case "paper" | "paper_sum":
+            return 1 / rank
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+    """One level by PyTorch's own kernels; a mask is built only where ``is_causal`` cannot say it."""
+    num_queries, num_keys = q.shape[-2], k.shape[-2]
+    plain_causal = call.is_causal and num_queries == num_keys
+    one_query = num_queries == 1 and call.is_causal  # the last position sees every key
+    simple = call.window is None and call.cu_seqlens is None and call.left_padding is None
+    mask: Tensor | None = None
+    is_causal = False
+    if simple and call.attn_bias is None and plain_causal:
+        is_causal = True
+    elif not (simple and (one_query or not call.is_causal)):
+        i, j, same = reference.positions(num_queries, num_keys, call.cu_seqlens, call.left_padding, q.device)
+        seen = reference.visible(i, j, call.is_causal, call.window, same)
+        mask = None if seen is None else seen[:, None]
+    if call.attn_bias is not None:
+        bias = call.attn_bias.to(q.dtype)
+        mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
+        mask = mask.expand(*torch.broadcast_shapes(mask.shape, (1, 1, num_queries, num_keys)))
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=call.dropout_p,
+        is_causal=is_causal,
+        scale=_one_level_scale(call.layout, call.scale),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    return reference.attention(
+        q,
+        k,
+        v,
+        call.layout,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        window=call.window,
+        attn_bias=call.attn_bias,
+        dropout_p=call.dropout_p,
+        cu_seqlens=call.cu_seqlens,
+        left_padding=call.left_padding,
+    )
+
+
+# A backend by its public name, and the reason why it cannot run, or None. Faster backends are added here.
+_WHY_NOT: dict[str, Callable[[], str | None]] = {
+    "reference": lambda: None,
+    "blocked": lambda: "this version of structattn does not contain it; use backend='auto' or 'reference'",
+    "triton": lambda: "this version of structattn does not contain it; use backend='auto' or 'reference'",
+}
+
+
+def why_not(backend: str) -> str | None:
+    """The reason why a named backend cannot run on this machine, or ``None`` when it can.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+    if backend not in _WHY_NOT:
+        raise ConfigError(f"unknown backend {backend!r}: {nearest_name(backend, get_args(Backend))}")
+    return _WHY_NOT[backend]()
+
+
+def explain(layout: Layout | None, *, return_lse: bool = False) -> str:
+    """Which code ``backend="auto"`` runs for such a call, and why, in one line."""
+    if isinstance(layout, GlobalWindowLayout):
+        return "scaled_dot_product_attention twice: a global and a windowed softmax, added"
+    if (layout is None or layout.num_levels == 1) and not return_lse:
+        return "scaled_dot_product_attention: one level needs nothing else"
+    reason = "the log-sum-exp was asked for" if layout is None or layout.num_levels == 1 else "several levels"
+    return f"reference: {reason}, and no faster backend is in this version"
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ShapeError(message)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _require(
+            x.dim() == 4, f"{name} must be 4-dimensional (batch, heads, length, dim), got shape {tuple(x.shape)}"
+        )
+        _require(x.is_floating_point(), f"{name} must be floating point, got {x.dtype}")
+        _require(min(x.shape) >= 1, f"{name} has an empty dimension: shape {tuple(x.shape)}")
+        _require(
+            x.dtype == q.dtype and x.device == q.device,
+            f"q, k and v need one dtype and device: q is {q.dtype} on {q.device}, {name} is {x.dtype} on {x.device}",
+        )
+    _require(
+        q.shape[0] == k.shape[0] == v.shape[0],
+        f"batch sizes differ: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}",
+    )
+    _require(k.shape[1] == v.shape[1], f"k has {k.shape[1]} heads but v has {v.shape[1]}")
+    _require(
+        q.shape[1] % k.shape[1] == 0,
+        f"the query heads must be a multiple of the key/value heads, got {q.shape[1]} and {k.shape[1]}",
+    )
+    _require(k.shape[2] == v.shape[2], f"k has {k.shape[2]} positions but v has {v.shape[2]}")
+    _require(q.shape[3] == k.shape[3], f"head dimensions differ: q {q.shape[3]}, k {k.shape[3]}")
+
+
+def _check_ints(name: str, x: Tensor) -> None:
+    _require(
+        x.dim() == 1 and x.dtype in (torch.int32, torch.int64),
+        f"{name} must be a 1-dimensional int32 or int64 tensor, got {x.dtype} of shape {tuple(x.shape)}",
+    )
+
+
+def _check_sequences(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, left_padding: Tensor | None) -> None:
+    batch, num_queries, num_keys = q.shape[0], q.shape[2], k.shape[2]
+    if cu_seqlens is not None and left_padding is not None:
+        raise ConfigError("give cu_seqlens (packed sequences) or left_padding (padded batch), not both")
+    if cu_seqlens is not None:
+        _check_ints("cu_seqlens", cu_seqlens)
+        _require(
+            batch == 1 and num_queries == num_keys,
+            f"cu_seqlens needs batch 1 and as many queries as keys, got batch {batch}, {num_queries} and {num_keys}",
+        )
+        ends = [int(end) for end in cu_seqlens]
+        ascending = all(a < b for a, b in zip(ends[:-1], ends[1:], strict=True))
+        _require(
+            len(ends) >= 2 and ends[0] == 0 and ends[-1] == num_keys and ascending,
+            f"cu_seqlens must rise from 0 to the length {num_keys}, one entry per sequence end, got {ends[:8]}",
+        )
+    if left_padding is not None:
+        _check_ints("left_padding", left_padding)
+        _require(
+            left_padding.shape[0] == batch,
+            f"left_padding needs one count per batch row: expected {batch}, got {left_padding.shape[0]}",
+        )
+        low, high = int(left_padding.min()), int(left_padding.max())
+        _require(
+            low >= 0 and high <= num_keys, f"left_padding must lie in [0, {num_keys}], got {low} to {high}"
+        )
+
+
+def _check_options(
+    q: Tensor, k: Tensor, window: int | None, attn_bias: Tensor | None, dropout_p: float
+) -> None:
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ConfigError(f"window must be None or an int of at least 1, got {window!r}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ConfigError(f"dropout_p must lie in [0, 1), got {dropout_p}")
+    if attn_bias is not None:
+        target = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        if not attn_bias.is_floating_point():
+            raise ShapeError(
+                f"attn_bias is added to the scores and must be floating point, got {attn_bias.dtype}; write a bool mask "
+                "as zeros with -inf where a pair is hidden"
+            )
+        shape = tuple(attn_bias.shape)
+        fits = len(shape) <= 4 and all(
+            a in (1, b) for a, b in zip(reversed(shape), reversed(target), strict=False)
+        )
+        _require(fits, f"attn_bias of shape {shape} does not broadcast to (B, H, T, S) = {target}")
+
+
+@overload
+def structured_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    attn_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    left_padding: Tensor | None = None,
+    backend: Backend = "auto",
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def structured_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    attn_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    left_padding: Tensor | None = None,
+    backend: Backend = "auto",
+    *,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def structured_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    attn_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    left_padding: Tensor | None = None,
+    backend: Backend = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention whose score matrix has the structure of a layout.
+
+        out_i = sum_j softmax_j(score(i, j) + bias(i, j)) v_j, with score(i, j) as ``LevelLayout`` defines it.
+
+    Args:
+        q: queries, (B, H, T, D), floating point. When T < S they are the last T of the S positions (decoding); when
+            T > S the first T - S queries stand before the first key.
+        k: keys, (B, G, S, D); G divides H, and query head h reads key head h // (H // G).
+        v: values, (B, G, S, V).
+        layout: ``LevelLayout`` or ``GlobalWindowLayout``; ``None`` is one level: plain attention.
+        is_causal: hide keys later than the query. Default ``True``.
+        scale: a number that replaces the layout's scaling: scale * (sum over shared levels of q.k). Default ``None``.
+        window: key j is visible to query i when 0 <= i - j < window (causal) or |i - j| < window (not causal).
+        attn_bias: added to the scaled scores, broadcastable to (B, H, T, S), floating point; -inf hides a pair.
+        dropout_p: probability of dropping an attention weight, from torch's global generator. Default 0.
+        cu_seqlens: (N + 1,) int32 or int64, the borders of N packed sequences (B = 1, T = S): pairs of different
+            sequences are hidden and blocks start anew in each.
+        left_padding: (B,) int32 or int64, the number of leading padding positions of each row: they are hidden, and
+            blocks are counted from the first real token.
+        backend: ``"auto"`` chooses (see ``explain``); a named backend runs or raises.
+        return_lse: also return the log-sum-exp of each row's scores, with its gradient. Default ``False``.
+
+    Returns:
+        out (B, H, T, V) in q's dtype; with ``return_lse`` also lse (B, H, T), base e, float32 for 16-bit inputs. A query
+        that sees no key has output 0 and lse -inf.
+
+    Raises:
+        ShapeError: shapes, dtypes or devices do not fit; the message has both values.
+        ConfigError: an option is out of its range, or two exclude each other.
+        BackendUnavailableError: the named backend cannot run here; the message says why.
+
+    Cost: ``layout.score_flops(T)`` + 2 V (visible pairs) FLOPs per head are needed; the ``reference`` backend spends
+    2 T S (D + V) per head and memory for T x S scores.
+
+    Source: Kuang et al. 2025, section 5. Windows, ragged lengths, grouped heads and the variance scaling are ours.
+    """
+    _check_tensors(q, k, v)
+    _check_options(q, k, window, attn_bias, dropout_p)
+    _check_sequences(q, k, cu_seqlens, left_padding)
+    if layout is not None and layout.head_dim != q.shape[3]:
+        raise ShapeError(
+            f"the ranks of the layout must sum to the head dimension: expected {q.shape[3]}, got "
+            f"{'|'.join(map(str, layout.ranks))} = {layout.head_dim}"
+        )
+    if backend != "auto":
+        reason = why_not(backend)
+        if reason is not None:
+            raise BackendUnavailableError(f"backend {backend!r} cannot run: {reason}")
+    if isinstance(layout, GlobalWindowLayout):
+        if return_lse:
+            raise ConfigError("a global-window layout adds two softmaxes and has no single log-sum-exp")
+        if scale is not None or window is not None:
+            raise ConfigError("a global-window layout has its own scale and window: leave scale and window at None")
+        split = layout.ranks[0]
+        parts = [(slice(None, split), None), (slice(split, None), layout.window)]
+        far, near = (
+            structured_attention(
+                q[..., part],
+                k[..., part],
+                v,
+                is_causal=is_causal,
+                window=part_window,
+                attn_bias=attn_bias,
+                dropout_p=dropout_p,
+                cu_seqlens=cu_seqlens,
+                left_padding=left_padding,
+                backend=backend,
+            )
+            for part, part_window in parts
+        )
+        return far + near
+    call = _Call(
+        layout=layout or LevelLayout((q.shape[3],), (max(q.shape[2], k.shape[2]),)),
+        is_causal=is_causal,
+        scale=scale,
+        window=window,
+        attn_bias=attn_bias,
+        dropout_p=dropout_p,
+        cu_seqlens=cu_seqlens,
+        left_padding=left_padding,
+    )
+    if backend == "auto" and call.layout.num_levels == 1 and not return_lse:
+        return _sdpa(q, k, v, call)
+    out, lse = _reference(q, k, v, call)
+    return (out, lse) if return_lse else out

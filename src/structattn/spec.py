@@ -1,0 +1,266 @@
+"""The one-line text form of an attention variant: scoring + layout, to and from objects.
+
+    standard   standard:1   bilinear-btt:2   bilinear-mlr:16|8|4|4   mlr:32|16|8|8   mlr:32|32@512|64
+    window:512   global-window:32|32@512   bilinear-btt:1+mlr:32|16|8|8+window:256
+
+Options follow after commas: ``mlr:32|16|8|8,scaling=paper``, ``bilinear-btt:1,rms_cap=true``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from structattn.errors import ConfigError, nearest_name
+from structattn.layers.scoring import BTT, MLR, LowRank
+from structattn.layout import SCALINGS, GlobalWindowLayout, LevelLayout, Scaling
+
+Form = LowRank | BTT | MLR
+
+
+@dataclass(frozen=True)
+class Halving:
+    """MLR blocks that are halved from a context length that is known only when a model is built.
+
+    Args:
+        ranks: dimensions per level, level 1 first.
+        scaling: as ``LevelLayout``.
+    """
+
+    ranks: tuple[int, ...]
+    scaling: Scaling = "variance"
+
+    def resolve(self, context_length: int) -> LevelLayout:
+        """``LevelLayout.halving`` for that context length."""
+        return LevelLayout.halving(self.ranks, context_length, self.scaling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """An attention variant as a value: what ``parse_spec`` reads and ``str`` writes.
+
+    Args:
+        scoring: structure of M. Default: standard low rank.
+        layout: structure of the score matrix; ``None`` is plain.
+        window: sliding window in positions, ``None`` for none.
+        num_heads: overrides the model's number of heads (``standard:1``); ``None`` keeps it.
+    """
+
+    scoring: Form = field(default_factory=LowRank)
+    layout: LevelLayout | GlobalWindowLayout | Halving | None = None
+    window: int | None = None
+    num_heads: int | None = None
+
+    def layout_for(self, context_length: int) -> LevelLayout | GlobalWindowLayout | None:
+        """The layout for a model of that context length (in positions)."""
+        return self.layout.resolve(context_length) if isinstance(self.layout, Halving) else self.layout
+
+    def __str__(self) -> str:
+        return format_spec(self)
+
+
+@dataclass(frozen=True)
+class SpecForm:
+    """One form of the language, for help texts: how it is written, an example, and what it means."""
+
+    syntax: str
+    example: str
+    meaning: str
+
+
+FORMS: dict[str, SpecForm] = {
+    "standard": SpecForm("standard[:HEADS]", "standard:1", "softmax attention; HEADS overrides the heads of the model"),
+    "bilinear-btt": SpecForm("bilinear-btt:S", "bilinear-btt:1", "score x^T M x' with M a block tensor train of rank S"),
+    "bilinear-mlr": SpecForm(
+        "bilinear-mlr:R|R|...", "bilinear-mlr:16|8|4|4", "score x^T M x' with M multi-level low rank, level 1 first"
+    ),
+    "mlr": SpecForm(
+        "mlr:R|R|...[@B|B|...]",
+        "mlr:32|16|8|8",
+        "MLR attention: near pairs share more levels; ranks sum to the feature dimension, block sizes are halved",
+    ),
+    "window": SpecForm("window:W", "window:512", "each query sees the last W positions"),
+    "global-window": SpecForm(
+        "global-window:R|R@W", "global-window:32|32@512", "a global and a windowed softmax, added"
+    ),
+}
+
+
+def _fail(term: str, problem: str) -> ConfigError:
+    forms = "; ".join(form.syntax for form in FORMS.values())
+    return ConfigError(f"attention spec {term!r}: {problem}. The forms are: {forms}; joined by +")
+
+
+def _int(text: str, term: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise _fail(term, f"expected a positive whole number, got {text!r}")
+    return int(text)
+
+
+def _ints(text: str, term: str) -> tuple[int, ...]:
+    return tuple(_int(part, term) for part in text.split("|"))
+
+
+def _bool(text: str, term: str) -> bool:
+    if text not in ("true", "false"):
+        raise _fail(term, f"expected true or false, got {text!r}")
+    return text == "true"
+
+
+def _scoring_options(options: dict[str, str], term: str, allowed: tuple[str, ...]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in options.items():
+        if key not in allowed:
+            raise _fail(term, f"unknown option {key!r}: {nearest_name(key, allowed)}")
+        if key == "rank":
+            out[key] = _int(value, term)
+        elif key == "scaling":
+            out[key] = value
+        else:
+            out[key] = _bool(value, term)
+    return out
+
+
+def _layout_scaling(options: dict[str, str], term: str) -> Scaling:
+    unknown = set(options) - {"scaling"}
+    if unknown:
+        raise _fail(term, f"unknown option {sorted(unknown)[0]!r}: known: 'scaling'")
+    text = options.get("scaling", "variance")
+    for scaling in SCALINGS:
+        if scaling == text:
+            return scaling
+    raise _fail(term, f"scaling must be one of {', '.join(SCALINGS)}, got {text!r}")
+
+
+def _standard(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
+    known = _scoring_options(options, term, ("rank", "scaling", "rms_cap"))
+    heads = {"num_heads": _int(args, term)} if args else {}
+    return {**({"scoring": LowRank(**known)} if known else {}), **heads}
+
+
+def _bilinear_btt(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
+    known = _scoring_options(options, term, ("scaling", "rms_cap"))
+    return {"scoring": BTT(rank=_int(args, term), **known)}
+
+
+def _bilinear_mlr(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
+    known = _scoring_options(options, term, ("scaling", "rms_cap", "divide_by_levels"))
+    return {"scoring": MLR(ranks=_ints(args, term), **known)}
+
+
+def _mlr(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
+    ranks, at, blocks = args.partition("@")
+    scaling = _layout_scaling(options, term)
+    if not at:
+        return {"layout": Halving(_ints(ranks, term), scaling)}
+    return {"layout": LevelLayout(_ints(ranks, term), _ints(blocks, term), scaling)}
+
+
+def _no_options(options: dict[str, str], term: str) -> None:
+    if options:
+        raise _fail(term, f"this form has no options, got {sorted(options)[0]!r}")
+
+
+def _window(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
+    _no_options(options, term)
+    return {"window": _int(args, term)}
+
+
+def _global_window(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
+    _no_options(options, term)
+    ranks, at, window = args.partition("@")
+    values = _ints(ranks, term)
+    if not at or len(values) != 2:
+        raise _fail(term, "expected two ranks and a window, such as 32|32@512")
+    return {"layout": GlobalWindowLayout((values[0], values[1]), _int(window, term))}
+
+
+_PARSERS: dict[str, Callable[[str, dict[str, str], str], dict[str, Any]]] = {
+    "standard": _standard,
+    "bilinear-btt": _bilinear_btt,
+    "bilinear-mlr": _bilinear_mlr,
+    "mlr": _mlr,
+    "window": _window,
+    "global-window": _global_window,
+}
+
+
+def parse_spec(text: str) -> AttentionSpec:
+    """Reads the text form of an attention variant.
+
+    Args:
+        text: terms joined by ``+``: at most one scoring, one layout and one window (see ``FORMS``).
+
+    Returns:
+        The value; ``parse_spec(str(spec)) == spec``.
+
+    Raises:
+        ConfigError: an unknown form (all are listed), a wrong number, or two terms for the same thing.
+    """
+    fields: dict[str, Any] = {}
+    for term in text.strip().split("+"):
+        head, *option_texts = term.strip().split(",")
+        name, _, args = head.partition(":")
+        if name not in _PARSERS:
+            raise _fail(text, f"unknown form {name!r}: {nearest_name(name, FORMS)}")
+        options: dict[str, str] = {}
+        for option in option_texts:
+            key, equals, value = option.partition("=")
+            if not equals or key in options:
+                raise _fail(term, f"options are written once, as key=value, got {option!r}")
+            options[key] = value
+        found = _PARSERS[name](args, options, term)
+        twice = set(found) & set(fields)
+        if twice:
+            raise _fail(text, f"two terms give the {sorted(twice)[0]}")
+        fields.update(found)
+    spec = AttentionSpec(**fields)
+    if isinstance(spec.layout, GlobalWindowLayout) and spec.window is not None:
+        raise _fail(text, "global-window has its own window")
+    if spec.num_heads is not None and not isinstance(spec.scoring, LowRank):
+        raise _fail(text, "standard and a bilinear scoring exclude each other")
+    return spec
+
+
+def _options(value: Form) -> str:
+    """The options of a scoring that are not at their defaults, as text."""
+    texts = []
+    for item in dataclasses.fields(value):
+        current = getattr(value, item.name)
+        positional = item.name in ("rank", "ranks") and not isinstance(value, LowRank)
+        if positional or current == item.default:
+            continue
+        texts.append(f",{item.name}={str(current).lower() if isinstance(current, bool) else current}")
+    return "".join(texts)
+
+
+def _bars(values: tuple[int, ...]) -> str:
+    return "|".join(map(str, values))
+
+
+def format_spec(spec: AttentionSpec) -> str:
+    """The canonical text form of a variant; see ``parse_spec``."""
+    terms = []
+    match spec.scoring:
+        case LowRank() as low_rank:
+            heads = "" if spec.num_heads is None else f":{spec.num_heads}"
+            if heads or _options(low_rank):
+                terms.append(f"standard{heads}{_options(low_rank)}")
+        case BTT() as btt:
+            terms.append(f"bilinear-btt:{btt.rank}{_options(btt)}")
+        case MLR() as mlr:
+            terms.append(f"bilinear-mlr:{_bars(mlr.ranks)}{_options(mlr)}")
+    match spec.layout:
+        case GlobalWindowLayout() as both:
+            terms.append(f"global-window:{_bars(both.ranks)}@{both.window}")
+        case LevelLayout() | Halving() as layout:
+            scaling = "" if layout.scaling == "variance" else f",scaling={layout.scaling}"
+            blocks = f"@{_bars(layout.block_sizes)}" if isinstance(layout, LevelLayout) else ""
+            terms.append(f"mlr:{_bars(layout.ranks)}{blocks}{scaling}")
+        case None:
+            pass
+    if spec.window is not None:
+        terms.append(f"window:{spec.window}")
+    return "+".join(terms) or "standard"

@@ -1,0 +1,1 @@
+"""Tasks: the data, the loss, the evaluation and the baselines of each experiment."""

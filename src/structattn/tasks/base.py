@@ -1,0 +1,64 @@
+"""The contract between a task and everything above it: the training loop, the comparison, the report."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+Split = Literal["validation", "test"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """A method without attention, in the same table: its name, its scores (metric name to value) and how it works."""
+
+    name: str
+    metrics: dict[str, float]
+    note: str
+
+
+class Task(ABC):
+    """Data, loss and evaluation of one experiment. Lower scores are better, always.
+
+    Attributes:
+        name: the word used on the command line.
+        metric: the key of ``evaluate`` that ranks methods and stops training early.
+        metric_label: the metric in words with its unit, for axes and table heads.
+        question: what the comparison answers, one sentence for the report.
+    """
+
+    name: ClassVar[str]
+    metric: ClassVar[str]
+    metric_label: ClassVar[str]
+    question: ClassVar[str]
+
+    @abstractmethod
+    def build_model(self, spec: str) -> nn.Module:
+        """The model of this task with the attention ``spec``; draws its weights from torch's global generator.
+
+        The module has ``flops_per_example() -> int``, the forward FLOPs of one example (2 per multiply-add).
+        """
+
+    @abstractmethod
+    def batch(self, seed: int, step: int, batch_size: int) -> Batch:
+        """Training examples on the CPU, a pure function of the three arguments: that makes resuming exact."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
+        """The scalar training loss, a mean over the batch."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
+        """Scores on held-out examples, the same for every model; contains ``metric``. ``model`` is in eval mode."""
+
+    @abstractmethod
+    def baselines(self) -> list[Baseline]:
+        """Scores of the methods without attention, on the test split."""
+
+    def details(self, model: nn.Module) -> dict[str, Any]:
+        """What the task's own figures need from a trained model (lists and numbers only); empty by default."""
+        return {}

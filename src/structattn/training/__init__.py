@@ -1,0 +1,1 @@
+"""The training loop on accelerate, and its checkpoints."""

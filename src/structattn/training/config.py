@@ -1,0 +1,66 @@
+"""The settings of a training run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from structattn.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How one model is trained, the same for every method of a comparison.
+
+    Args:
+        steps: optimiser steps (at most, when ``patience`` is set).
+        batch_size: examples per step over all processes.
+        learning_rate: peak AdamW learning rate.
+        schedule: ``"constant"`` after the warm-up, ``"cosine"`` to zero after it, or ``"one-cycle"`` (up and down again).
+        warmup_steps: linear warm-up of ``constant`` and ``cosine``.
+        weight_decay: decoupled weight decay on parameters of two or more dimensions.
+        betas: AdamW's decay rates of the moments.
+        gradient_clip: largest global gradient norm; ``None`` leaves gradients alone.
+        eval_every: steps between validations (and TensorBoard entries of the validation score).
+        patience: validations without a better score before training stops; ``None`` always runs all steps. When
+            set, the weights of the best validation are the result.
+        checkpoint_every: steps between checkpoints; the last step always writes one.
+        precision: ``"no"`` (float32) or ``"bf16"`` autocast.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    schedule: Literal["constant", "cosine", "one-cycle"] = "constant"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    gradient_clip: float | None = 1.0
+    eval_every: int = 100
+    patience: int | None = None
+    checkpoint_every: int = 200
+    precision: Literal["no", "bf16"] = "no"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "eval_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"training.{name} must be at least 1, got {getattr(self, name)}")
+        if not self.learning_rate > 0:
+            raise ConfigError(f"training.learning_rate must be positive, got {self.learning_rate}")
+        if not 0 <= self.warmup_steps < self.steps:
+            raise ConfigError(
+                f"training.warmup_steps must lie in [0, steps) = [0, {self.steps}), got {self.warmup_steps}"
+            )
+        if self.gradient_clip is not None and not self.gradient_clip > 0:
+            raise ConfigError(f"training.gradient_clip must be positive or none, got {self.gradient_clip}")
+        if self.patience is not None and self.patience < 1:
+            raise ConfigError(f"training.patience must be at least 1 or none, got {self.patience}")
+        if self.weight_decay < 0:
+            raise ConfigError(f"training.weight_decay must not be negative, got {self.weight_decay}")
+        if self.schedule not in ("constant", "cosine", "one-cycle"):
+            raise ConfigError(f"training.schedule: {self.schedule!r} is not constant, cosine or one-cycle")
+        if self.precision not in ("no", "bf16"):
+            raise ConfigError(f"training.precision: {self.precision!r} is not no or bf16")

@@ -1,0 +1,292 @@
+import hashlib
+import sys
+from importlib.resources import files
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from structattn.errors import ConfigError, DataError, MissingDependencyError
+from structattn.tasks.series import Series, WindowedSeries, read_series, split_points
+
+SHA256 = "f18de3ad269cef59bb07b5438d79bb3042d3be49bdeecf01c1cd6d29695ee066"
+
+
+def hourly(n, values=None, start="2020-01-01"):
+    times = np.datetime64(start, "us") + np.arange(n) * np.timedelta64(1, "h")
+    values = np.random.default_rng(0).normal(size=n) if values is None else np.asarray(values, float)
+    return Series(values=values, times=times, name="y", step="1 hour")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(times, values=None, header="t,y"):
+        values = range(len(times)) if values is None else values
+        path = tmp_path / "data.csv"
+        path.write_text("\n".join([header, *(f"{t},{v}" for t, v in zip(times, values, strict=True))]) + "\n")
+        return path
+
+    return write
+
+
+HOURS = [f"2020-01-01 {h:02d}:00:00" for h in range(6)]
+
+
+def test_packaged_file_is_unmodified():
+    data = files("structattn.tasks").joinpath("data", "ETTh1.csv").read_bytes()
+    assert hashlib.sha256(data).hexdigest() == SHA256
+    assert b"NoDerivatives" in files("structattn.tasks").joinpath("data", "ETTh1-LICENSE").read_bytes()
+
+
+def test_packaged_series():
+    series = read_series(None, "date", "OT")
+    assert len(series.values) == len(series.times) == 17420
+    assert series.values.dtype == np.float64
+    assert series.values[0] == 30.5310001373291
+    assert series.times[0] == np.datetime64("2016-07-01")
+    assert (series.name, series.step, series.is_ett) == ("OT", "1 hour", True)
+
+
+def test_window_counts_of_etth1():
+    data = WindowedSeries(read_series(None, "date", "OT"), 336, 96)
+    assert data.bounds == (8640, 11520, 14400)
+    for split, count in (("train", 8209), ("validation", 2785), ("test", 2785)):
+        X, Y = data.windows(split)
+        assert X.shape == (count, 336)
+        assert Y.shape == (count, 96)
+        assert X.dtype == Y.dtype == torch.float32
+        assert len(data.starts(split)) == count
+
+
+def test_windows_hold_the_rows_they_say_and_share_memory():
+    series = hourly(200, np.arange(200.0))
+    data = WindowedSeries(series, 7, 5)
+    for split in ("train", "validation", "test"):
+        X, Y = data.windows(split)
+        for i, start in enumerate(data.starts(split)):
+            torch.testing.assert_close(data.to_units(X[i]), torch.arange(start - 7.0, start))
+            torch.testing.assert_close(data.to_units(Y[i]), torch.arange(float(start), start + 5))
+            before, after = data.times_at(split, i)
+            assert (before == series.times[start - 7 : start]).all()
+            assert (after == series.times[start : start + 5]).all()
+        assert X.untyped_storage().data_ptr() == Y.untyped_storage().data_ptr()
+
+
+def test_each_split_keeps_its_targets_and_uses_all_of_them():
+    data = WindowedSeries(hourly(203), 7, 5)
+    edges = (7, *data.bounds)
+    assert edges == (7, 121, 162, 203)
+    for i, split in enumerate(("train", "validation", "test")):
+        starts = data.starts(split)
+        assert starts[0] == edges[i]
+        assert starts[-1] + 5 == edges[i + 1]
+
+
+def test_no_leakage_into_scaler_and_train_windows():
+    series = hourly(200)
+    changed = series.values.copy()
+    changed[120:] = 1e3
+    a = WindowedSeries(series, 7, 5)
+    b = WindowedSeries(hourly(200, changed), 7, 5)
+    assert a.mean == b.mean == pytest.approx(series.values[:120].mean())
+    assert a.std == b.std == pytest.approx(series.values[:120].std())
+    for x, y in zip(a.windows("train"), b.windows("train"), strict=True):
+        assert torch.equal(x, y)
+    assert a.starts("train")[-1] + a.horizon <= 120
+
+
+def test_split_points():
+    assert split_points(1000, is_ett=False) == (600, 800, 1000)
+    assert split_points(17420, is_ett=True) == (8640, 11520, 14400)
+    with pytest.raises(DataError, match="at least 14400 rows for the ETT split, got 100"):
+        split_points(100, is_ett=True)
+
+
+@pytest.mark.parametrize(("look_back", "horizon", "need"), [(7, 5, 23), (20, 5, 42), (1, 1, 4), (3, 8, 38)])
+def test_rows_needed_are_exact(look_back, horizon, need):
+    WindowedSeries(hourly(need), look_back, horizon)
+    with pytest.raises(DataError, match=f"at least {need} rows .* got {need - 1}"):
+        WindowedSeries(hourly(need - 1), look_back, horizon)
+
+
+def test_windows_longer_than_the_ett_split():
+    series = read_series(None, "date", "OT")
+    with pytest.raises(DataError, match="at most 8640 .* at most 2880 .* got look_back 336 and horizon 2881"):
+        WindowedSeries(series, 336, 2881)
+
+
+def test_constant_target():
+    values = np.full(100, 0.1)
+    values[60:] = 3.0
+    with pytest.raises(DataError, match="vary in its training rows, got the constant 0.1 in all 60"):
+        WindowedSeries(hourly(100, values), 7, 5)
+
+
+@pytest.mark.parametrize(("look_back", "horizon"), [(0, 5), (7, 0)])
+def test_bad_lengths(look_back, horizon):
+    with pytest.raises(ConfigError, match="of at least 1, got 0"):
+        WindowedSeries(hourly(100), look_back, horizon)
+
+
+def test_unknown_split():
+    with pytest.raises(ConfigError, match="got 'tests'.*did you mean 'test'"):
+        WindowedSeries(hourly(100), 7, 5).starts("tests")
+
+
+@pytest.mark.parametrize(
+    ("times", "step"),
+    [
+        (pd.date_range("2020-01-01", periods=30, freq="MS"), "1 month"),
+        (pd.date_range("2020-01-01", periods=30, freq="ME"), "1 month"),
+        (pd.date_range("2020-01-01", periods=12, freq="QS"), "3 months"),
+        (pd.date_range("2020-01-15", periods=30, freq="MS") + pd.Timedelta(days=14), "1 month"),
+        (pd.date_range("2001-01-01", periods=9, freq="YS"), "12 months"),
+        (pd.date_range("2020-01-01", periods=30, freq="B"), "1 business day"),
+        (pd.date_range("2020-01-01", periods=30, freq="15min"), "15 minutes"),
+        (pd.date_range("2020-01-01", periods=30, freq="7D"), "7 days"),
+        (pd.date_range("2020-01-01", periods=30, freq="90s"), "90 seconds"),
+    ],
+)
+def test_regular_times(write, times, step):
+    series = read_series(write(times), "t", "y")
+    assert series.step == step
+    assert (series.times == times.to_numpy()).all()
+    assert not series.is_ett
+
+
+def test_offsets_become_utc(write):
+    times = ["2020-03-29T00:00:00+01:00", "2020-03-29T01:00:00+01:00", "2020-03-29T03:00:00+02:00"]
+    series = read_series(write(times), "t", "y")
+    assert series.step == "1 hour"
+    assert series.times[0] == np.datetime64("2020-03-28T23:00")
+
+
+def test_day_first_when_that_is_the_only_reading(write):
+    series = read_series(write([f"{d:02d}/01/2020" for d in range(1, 31)]), "t", "y")
+    assert series.step == "1 day"
+    assert series.times[-1] == np.datetime64("2020-01-30")
+
+
+def test_blank_lines_at_the_end_and_a_byte_order_mark(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(("\ufefft,y\n" + "\n".join(f"{t}, 1.5" for t in HOURS) + "\n\n\n").encode())
+    assert read_series(path, "t", "y").values.tolist() == [1.5] * 6
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(
+        DataError, match="expected a CSV file at .*nothing.csv, got no such file. Check the path"
+    ):
+        read_series(tmp_path / "nothing.csv", "t", "y")
+
+
+def test_unreadable_file(tmp_path):
+    with pytest.raises(DataError, match="expected a readable CSV file .* Check that it is a file"):
+        read_series(tmp_path, "t", "y")
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\n"])
+def test_empty_file(tmp_path, content):
+    path = tmp_path / "a.csv"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="got an empty file"):
+        read_series(path, "t", "y")
+
+
+@pytest.mark.parametrize("content", [b"t,y\n1,2\n1,2,3,4\n", b"t,y\n\xff\xfe,1\n", b'"t,y\n'])
+def test_not_a_csv_file(tmp_path, content):
+    path = tmp_path / "a.csv"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="a.csv: expected"):
+        read_series(path, "t", "y")
+
+
+def test_header_only(write):
+    with pytest.raises(DataError, match="got only a header row"):
+        read_series(write([]), "t", "y")
+
+
+def test_rows_longer_than_the_header(write):
+    with pytest.raises(DataError, match="got 1 names and longer rows"):
+        read_series(write(HOURS, header="y"), "t", "y")
+
+
+def test_too_few_rows(write):
+    with pytest.raises(DataError, match="at least 3 data rows, got 2"):
+        read_series(write(HOURS[:2]), "t", "y")
+
+
+def test_missing_columns(write):
+    path = write(HOURS, header="time,value")
+    with pytest.raises(DataError, match="time column 'tim', .*did you mean 'time'"):
+        read_series(path, "tim", "value")
+    with pytest.raises(DataError, match="target column 'OT', .*known: 'time', 'value'"):
+        read_series(path, "time", "OT")
+
+
+@pytest.mark.parametrize("cell", ["abc", "1_000", "12 C", "--"])
+def test_value_that_is_no_number(write, cell):
+    with pytest.raises(DataError, match=f"expected numbers in column 'y', got '{cell}' in row 4 of the file"):
+        read_series(write(HOURS, [1, 2, cell, 4, 5, 6]), "t", "y")
+
+
+@pytest.mark.parametrize("cell", ["", "NaN", "inf", "-Infinity", "NA", "1e999"])
+def test_missing_values(write, cell):
+    with pytest.raises(
+        DataError, match="got 2 empty, NaN or infinite cells, the first one in row 4 of the file"
+    ):
+        read_series(write(HOURS, [1, 2, cell, 4, cell, 6]), "t", "y")
+
+
+def test_blank_line_inside_the_file_keeps_row_numbers(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(f"t,y\n{HOURS[0]},1\n\n{HOURS[1]},x\n")
+    with pytest.raises(DataError, match="got 'x' in row 4"):
+        read_series(path, "t", "y")
+
+
+@pytest.mark.parametrize("cell", ["soon", "", "2020-13-01 00:00:00"])
+def test_unparsable_time(write, cell):
+    times = [*HOURS[:3], cell, *HOURS[4:]]
+    with pytest.raises(
+        DataError, match=f"a time in every row of column 't', got '{cell}' in row 5 of the file"
+    ):
+        read_series(write(times), "t", "y")
+
+
+def test_time_in_two_readings(write):
+    with pytest.raises(DataError, match="got '01/02/2020', which can put the day or the month first"):
+        read_series(write(["01/02/2020", "01/03/2020", "01/04/2020"]), "t", "y")
+
+
+def test_duplicate_time(write):
+    message = "the same time twice: 2020-01-01 01:00:00 .* row 4 of the file. Remove the double row"
+    with pytest.raises(DataError, match=message):
+        read_series(write([HOURS[0], HOURS[1], HOURS[1], HOURS[2]]), "t", "y")
+
+
+def test_decreasing_time(write):
+    with pytest.raises(DataError, match="a time before the one above it: .*row 5 .*Sort the file by time"):
+        read_series(write([*HOURS[:3], HOURS[1]]), "t", "y")
+
+
+def test_gap(write):
+    message = (
+        "1 irregular steps; the usual step is 1 hour, .* 2020-01-01 02:00:00 to 2020-01-01 04:00:00 .row 5"
+    )
+    with pytest.raises(DataError, match=message):
+        read_series(write([*HOURS[:3], *HOURS[4:]]), "t", "y")
+
+
+def test_gap_in_months(write):
+    times = pd.date_range("2020-01-01", periods=12, freq="MS").delete(5)
+    message = "usual step is 1 month, and the first gap is from 2020-05-01 00:00:00 to 2020-07-01 00:00:00"
+    with pytest.raises(DataError, match=message):
+        read_series(write(times), "t", "y")
+
+
+def test_pandas_is_optional(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'structattn\[train\]'"):
+        read_series(None, "date", "OT")

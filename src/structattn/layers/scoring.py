@@ -198,8 +198,8 @@ class _MLRScoring(ScoringModule):
         self.k_norms = nn.ModuleList(nn.LayerNorm(size, bias=shape.bias) for size in sizes)
         share = 1 / len(matrix.ranks) if divide_by_levels else 1.0
         per_level = [share * (size**-0.5 if scaling == "variance" else 8 / size) for size in matrix.feature_sizes]
-        repeated = torch.tensor(per_level).repeat_interleave(torch.tensor(matrix.feature_sizes))
-        self.register_buffer("level_scale", repeated, persistent=False)
+        per_feature = [c for c, size in zip(per_level, matrix.feature_sizes, strict=True) for _ in range(size)]
+        self.register_buffer("level_scale", torch.tensor(per_feature), persistent=False)
         self.level_scale: Tensor
 
     @property

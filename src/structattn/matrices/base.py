@@ -333,8 +333,11 @@ class FactoredMatrix(StructuredMatrix):
 
     def bilinear(self, x: Tensor, y: Tensor) -> Tensor:
         """x^T M y for every pair of vectors, in the cheapest order; see ``StructuredMatrix.bilinear``."""
+        # Vectors that differ between matrices with one right factor have no features of that factor's batch.
+        fits = all(a in (1, b) for a, b in zip(y.shape[-3::-1], self.right_batch_shape[::-1], strict=False))
         if (
-            x.dim() >= 2
+            fits
+            and x.dim() >= 2
             and y.dim() >= 2
             and self.contraction(x.shape[-2], y.shape[-2]).order == "factored"
         ):

@@ -62,3 +62,7 @@ class Task(ABC):
     def details(self, model: nn.Module) -> dict[str, Any]:
         """What the task's own figures need from a trained model (lists and numbers only); empty by default."""
         return {}
+
+    def baseline_details(self) -> dict[str, dict[str, Any]]:
+        """The same for baselines, by name; empty by default."""
+        return {}

@@ -1,0 +1,280 @@
+"""The ``structattn`` command: parses, calls, prints. The only file that prints."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import importlib.metadata
+import logging
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from structattn.errors import BackendUnavailableError, ConfigError, MissingDependencyError, StructAttnError
+
+try:
+    import tyro
+except ImportError as error:  # the library itself needs torch alone
+    raise SystemExit(
+        f"structattn: the command line needs the extra 'train': pip install 'structattn[train]' ({error})"
+    ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Train attention variants on one task and write a table, figures and a report."""
+
+    task: tyro.conf.Positional[str]
+    """nearest-neighbor, forecast or icl-regression."""
+    attention: tuple[str, ...] = ()
+    """Specs to compare, each in quotes (see `structattn specs`). Default: the preset's."""
+    preset: str = "default"
+    """Named settings of the task (see `structattn presets`)."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A setting, as section.field=value, such as training.steps=500; may be repeated."""
+    seeds: int | None = None
+    """Runs per variant. Default: the preset's."""
+    out: Path | None = None
+    """Output folder. Default: runs/TASK-DATE-TIME."""
+    resume: bool = False
+    """Continue what --out already holds."""
+    data: Path | None = None
+    """forecast: a CSV file of your own."""
+    time: str | None = None
+    """forecast: its time column. Default: date."""
+    target: str | None = None
+    """forecast: the column to forecast. Default: OT."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train one attention variant; the folder can be evaluated and resumed."""
+
+    task: tyro.conf.Positional[str]
+    """nearest-neighbor, forecast or icl-regression."""
+    attention: str = "standard"
+    """The spec to train (see `structattn specs`)."""
+    preset: str = "default"
+    """Named settings of the task (see `structattn presets`)."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A setting, as section.field=value; may be repeated."""
+    seed: int = 0
+    """Seed of weights, data order and dropout."""
+    out: Path | None = None
+    """Run folder. Default: runs/TASK-DATE-TIME."""
+    resume: bool = False
+    """Continue the run in --out from its last checkpoint."""
+    data: Path | None = None
+    """forecast: a CSV file of your own."""
+    time: str | None = None
+    """forecast: its time column. Default: date."""
+    target: str | None = None
+    """forecast: the column to forecast. Default: OT."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Score a finished run on the test split."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder that `structattn train` wrote."""
+
+
+@dataclass(frozen=True)
+class Info:
+    """Versions, devices, and which backends can run here (and why not)."""
+
+
+@dataclass(frozen=True)
+class Specs:
+    """The text forms of attention variants, with parameters and cost."""
+
+
+@dataclass(frozen=True)
+class Presets:
+    """The presets of every task."""
+
+
+Command = (
+    Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Info, tyro.conf.subcommand("info")]
+    | Annotated[Specs, tyro.conf.subcommand("specs")]
+    | Annotated[Presets, tyro.conf.subcommand("presets")]
+)
+
+
+def _require_extra() -> None:
+    """Says which extra is missing instead of a bare ImportError deep inside a run."""
+    for name in ("accelerate", "matplotlib", "pandas", "tensorboard", "tqdm"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"{name} is not installed: pip install 'structattn[train]' brings all that training needs"
+            ) from error
+
+
+def _default_folder(task: str) -> Path:
+    return Path("runs") / f"{task}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}"
+
+
+def _recipe(command: Compare | Train) -> Any:
+    """The preset's recipe with the settings of the command line."""
+    from structattn.experiments.recipes import recipe_for
+    from structattn.experiments.settings import apply_overrides
+
+    overrides = list(command.set)
+    for name, value in (("path", command.data), ("time", command.time), ("target", command.target)):
+        if value is not None:
+            if command.task != "forecast":
+                raise ConfigError(f"--data, --time and --target belong to forecast, not to {command.task}")
+            overrides.append(f"task.data.{name}={value}")
+    return apply_overrides(recipe_for(command.task, command.preset), tuple(overrides))
+
+
+def _compare(command: Compare, line: str) -> None:
+    _require_extra()
+    from structattn.experiments.compare import compare
+    from structattn.reports.table import format_table, verdict
+
+    recipe = _recipe(command)
+    if command.attention:
+        recipe = replace(recipe, attention=command.attention)
+    if command.seeds is not None:
+        recipe = replace(recipe, seeds=command.seeds)
+    out = _default_folder(command.task) if command.out is None else command.out
+    done = compare(command.task, recipe, out, preset=command.preset, command=line, resume=command.resume)
+    print(f"\n{format_table(done.results)}\n\n{verdict(done.results)}\n")
+    print(f"results  {done.folder / 'results.json'}")
+    print(f"figures  {done.folder / 'figures'}")
+    print(f"report   {done.report}")
+
+
+def _train(command: Train) -> None:
+    _require_extra()
+    from structattn.experiments.compare import open_folder
+    from structattn.experiments.recipes import task_entry
+    from structattn.training.loop import train
+
+    recipe = _recipe(command)
+    task = task_entry(command.task).make(recipe.task)
+    out = _default_folder(command.task) if command.out is None else command.out
+    open_folder(out, resume=True)
+    result = train(
+        task, command.attention, recipe.training, seed=command.seed, run_dir=out, resume=command.resume
+    )
+    result.model.eval()
+    _print_metrics(task.evaluate(result.model, "test"))
+    print(f"run      {out}")
+
+
+def _evaluate(command: Evaluate) -> None:
+    _require_extra()
+    from structattn.experiments.evaluate import load_run
+
+    run = load_run(command.run)
+    print(f"{run.task.name}  {run.spec}  seed {run.seed}")
+    _print_metrics(run.task.evaluate(run.model, "test"))
+
+
+def _print_metrics(metrics: dict[str, float]) -> None:
+    for name, value in metrics.items():
+        print(f"test {name:<20} {value:.6g}")
+
+
+def _info() -> None:
+    from structattn.experiments.compare import hardware, versions
+    from structattn.ops.attention import Backend, why_not
+
+    for name, value in versions().items():
+        print(f"{name:<13} {value}")
+    for extra in ("accelerate", "matplotlib", "tensorboard", "tyro", "triton", "transformers", "neuralforecast"):
+        try:
+            found = importlib.metadata.version(extra)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
+        print(f"{extra:<13} {found}")
+    for name, value in hardware().items():
+        print(f"{name:<13} {value}")
+    print("backends")
+    for backend in Backend.__args__:
+        if backend == "auto":
+            continue
+        try:
+            reason = why_not(backend)
+        except BackendUnavailableError as error:
+            reason = str(error)
+        print(f"  {backend:<11} {'runs' if reason is None else f'cannot run: {reason}'}")
+
+
+def _specs() -> None:
+    from structattn.layers.attention import Attention
+    from structattn.spec import FORMS
+
+    width, heads, length = 256, 4, 1024
+    print(f"{'form':<28} {'example':<26} {'params':>9} {'MFLOP':>8} {'keys':>9}  meaning")
+    for form in FORMS.values():
+        with torch.device("meta"):
+            layer = Attention.from_spec(form.example, embed_dim=width, num_heads=heads, context_length=length)
+        cost = layer.cost(length)
+        params = sum(p.numel() for p in layer.parameters())
+        print(
+            f"{form.syntax:<28} {form.example:<26} {params:>9,} {cost.flops / 1e6:>8,.0f} "
+            f"{cost.key_cache_numbers:>9,}  {form.meaning}"
+        )
+    print(f"\nOne layer of width {width}, {heads} heads, causal, {length:,} tokens; keys: numbers in its key cache.")
+    print("Terms are joined by +, as in 'bilinear-btt:1+mlr:128|64|32|32+window:512'; options follow commas,")
+    print("as in 'mlr:32|16|8|8,scaling=paper'. Quote a spec in the shell: | is a pipe there.")
+
+
+def _presets() -> None:
+    from structattn.experiments.recipes import TASKS
+
+    for task, entry in TASKS.items():
+        for name, preset in entry.presets.items():
+            print(f"{task:<18} {name:<9} {preset.about}: {', '.join(preset.recipe.attention)}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        arguments: without the program's name. Default: ``sys.argv``.
+
+    Returns:
+        The exit status: 0, or 2 after an error of the user's, printed in one line to stderr.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    command = tyro.cli(Command, args=arguments, prog="structattn", description=__package__)  # type: ignore[call-overload]
+    try:
+        match command:
+            case Compare():
+                _compare(command, shlex.join(["structattn", *arguments]))
+            case Train():
+                _train(command)
+            case Evaluate():
+                _evaluate(command)
+            case Info():
+                _info()
+            case Specs():
+                _specs()
+            case Presets():
+                _presets()
+    except StructAttnError as error:
+        print(f"structattn: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("structattn: interrupted; --resume continues from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Recipes (which settings) and the comparison that runs them."""

@@ -1,0 +1,171 @@
+"""Recipes: for each task, named settings with the attention variants they compare and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from structattn.errors import ConfigError, nearest_name
+from structattn.tasks.base import Task
+from structattn.tasks.forecast import ForecastConfig, ForecastTask
+from structattn.tasks.icl_regression import Curriculum, ICLRegressionConfig, ICLRegressionTask
+from structattn.tasks.nearest_neighbor import NearestNeighborConfig, NearestNeighborTask
+from structattn.training.config import TrainingConfig
+
+TaskConfig = NearestNeighborConfig | ForecastConfig | ICLRegressionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that a comparison needs, so that it can be repeated.
+
+    Args:
+        task: settings of data and model.
+        training: settings of one run, the same for every variant.
+        attention: specs to compare.
+        seeds: runs per variant, with seeds 0 ... seeds - 1.
+        learning_rates: when more than one, each variant is first trained at every rate with seed 0, and its best rate on
+            the validation split is used for the other seeds: equal tuning effort. Empty: ``training.learning_rate``.
+
+    Raises:
+        ConfigError: no seeds, or a learning rate that is not positive.
+    """
+
+    task: TaskConfig
+    training: TrainingConfig
+    attention: tuple[str, ...]
+    seeds: int = 1
+    learning_rates: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise ConfigError(f"seeds must be at least 1, got {self.seeds}")
+        if any(not rate > 0 for rate in self.learning_rates):
+            raise ConfigError(f"learning_rates must be positive, got {self.learning_rates}")
+
+
+_NEAREST = TrainingConfig(
+    steps=1000,
+    batch_size=256,
+    learning_rate=2e-2,
+    schedule="one-cycle",
+    betas=(0.9, 0.999),
+    eval_every=100,
+    checkpoint_every=250,
+)
+_NEAREST_SPECS = ("standard", "standard:1", "bilinear-btt:1", "bilinear-mlr:4|2|1|1", "bilinear-mlr:1|1|1|5")
+_FORECAST = TrainingConfig(
+    steps=640,
+    batch_size=128,
+    learning_rate=3e-4,
+    warmup_steps=32,
+    weight_decay=1e-2,
+    betas=(0.9, 0.999),
+    eval_every=32,
+    patience=5,
+    checkpoint_every=160,
+)
+_FORECAST_MODEL = ForecastConfig(embed_dim=32, num_heads=2, dropout=0.3)
+_FORECAST_SPECS = ("standard", "mlr:8|4|2|2", "window:8", "bilinear-btt:1+mlr:16|8|4|4")
+_ICL_SPECS = ("standard", "standard:1", "bilinear-btt:1", "bilinear-mlr:8|4|2|2")
+
+
+def _nearest(seeds: int, specs: tuple[str, ...] = _NEAREST_SPECS) -> Recipe:
+    return Recipe(task=NearestNeighborConfig(), training=_NEAREST, attention=specs, seeds=seeds)
+
+
+def _forecast(task: ForecastConfig, seeds: int) -> Recipe:
+    return Recipe(task=task, training=_FORECAST, attention=_FORECAST_SPECS, seeds=seeds)
+
+
+def _icl(steps: int, dim: int, width: int) -> Recipe:
+    return Recipe(
+        task=ICLRegressionConfig(
+            dim=dim, embed_dim=width, curriculum=Curriculum(start_dim=min(2, dim), end_step=steps // 2)
+        ),
+        training=TrainingConfig(
+            steps=steps,
+            batch_size=64,
+            learning_rate=1e-3,
+            warmup_steps=steps // 10,
+            eval_every=max(1, steps // 10),
+            checkpoint_every=max(1, steps // 5),
+        ),
+        attention=_ICL_SPECS,
+    )
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A recipe by name, with what it is for and its time on 2 CPU cores."""
+
+    recipe: Recipe
+    about: str
+
+
+@dataclass(frozen=True)
+class TaskEntry:
+    """A task by name: how to make it, the class of its settings, and its presets."""
+
+    make: Callable[[Any], Task]
+    config: type
+    presets: dict[str, Preset]
+
+
+TASKS: dict[str, TaskEntry] = {
+    "nearest-neighbor": TaskEntry(
+        NearestNeighborTask,
+        NearestNeighborConfig,
+        {
+            "default": Preset(_nearest(2), "d = 64, 16 points, two seeds"),
+            "demo": Preset(_nearest(1), "the same with one seed"),
+            "ranks": Preset(
+                _nearest(
+                    3,
+                    (
+                        "standard",
+                        "standard:4",
+                        "standard:2",
+                        "standard:1",
+                        *_NEAREST_SPECS[2:],
+                        "bilinear-mlr:2|2|2|2",
+                        "bilinear-btt:2",
+                    ),
+                ),
+                "error against rank, nine variants, three seeds",
+            ),
+        },
+    ),
+    "forecast": TaskEntry(
+        ForecastTask,
+        ForecastConfig,
+        {
+            "default": Preset(_forecast(_FORECAST_MODEL, 3), "ETTh1 OT, 336 to 96, three seeds"),
+            "demo": Preset(_forecast(_FORECAST_MODEL, 1), "the same with one seed"),
+        },
+    ),
+    "icl-regression": TaskEntry(
+        ICLRegressionTask,
+        ICLRegressionConfig,
+        {
+            "default": Preset(_icl(4000, 8, 64), "d = 8, 16 points, 4,000 steps"),
+            "smoke": Preset(_icl(300, 4, 32), "d = 4, 300 steps: shows that it trains, not what it learns"),
+        },
+    ),
+}
+
+
+def task_entry(name: str) -> TaskEntry:
+    """The entry of a task; raises ``ConfigError`` with the nearest name."""
+    if name not in TASKS:
+        raise ConfigError(f"unknown task {name!r}: {nearest_name(name, TASKS)}")
+    return TASKS[name]
+
+
+def recipe_for(task: str, preset: str) -> Recipe:
+    """The recipe of a preset; raises ``ConfigError`` with the nearest name."""
+    presets = task_entry(task).presets
+    if preset not in presets:
+        raise ConfigError(f"unknown preset {preset!r} of {task}: {nearest_name(preset, presets)}")
+    return presets[preset].recipe

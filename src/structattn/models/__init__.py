@@ -1,0 +1,1 @@
+"""Models of the tasks, all around the one attention module."""

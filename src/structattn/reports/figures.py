@@ -1,0 +1,356 @@
+"""The figures of a report, drawn with matplotlib's object interface; no pyplot, no window, no state."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from structattn.errors import MissingDependencyError
+from structattn.reports._common import (
+    Results,
+    Row,
+    finite,
+    finite_list,
+    ranked_rows,
+    score_of,
+    standard_row,
+    write_whole,
+)
+from structattn.reports._plotting import (
+    GREY,
+    LINES,
+    OKABE_ITO,
+    STYLE,
+    baselines_in_view,
+    curve,
+    dimension,
+    lowest,
+    place_labels,
+    seed_words,
+    spread,
+    wide,
+)
+
+try:
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as MplFigure
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+except ImportError as error:
+    raise MissingDependencyError(
+        "figures need matplotlib, which is not installed; pip install 'structattn[train]'"
+    ) from error
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure on disk.
+
+    Attributes:
+        name: short name, also the stem of both files.
+        path_png: the figure as pixels, 160 per inch.
+        path_svg: the figure as vectors.
+        caption: one sentence on what is shown and how far it can be trusted.
+        alt: a description for readers who do not see the figure.
+    """
+
+    name: str
+    path_png: Path
+    path_svg: Path
+    caption: str
+    alt: str
+
+
+_Drawing = tuple[MplFigure, str, str]
+
+
+def draw_figures(results: Results, folder: Path) -> list[Figure]:
+    """Draws the figures that fit the task; a figure without any data is left out.
+
+    Args:
+        results: what ``results.json`` holds.
+        folder: where the files go; made when missing.
+
+    Returns:
+        The figures in reading order.
+    """
+    plans: list[tuple[str, Callable[[Results], _Drawing | None]]] = [("scores", _scores)]
+    if results["task"] == "nearest-neighbor":
+        plans.append(("error-against-rank", _rank))
+    if results["task"] == "forecast":
+        plans += [("examples", _examples), ("error-by-lead", _by_lead)]
+    if results["task"] == "icl-regression":
+        plans.append(("error-by-point", _by_point))
+    plans.append(("learning-curves", _curves))
+    figures = []
+    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    for name, draw in plans:
+        style: Any = {**STYLE, "svg.hashsalt": f"structattn-{name}"}
+        with matplotlib.rc_context(style):
+            drawing = draw(results)
+            if drawing is None:
+                continue
+            canvas, caption, alt = drawing
+            paths = []
+            for kind in ("png", "svg"):
+                buffer = io.BytesIO()
+                options: Any = {"metadata": no_metadata} if kind == "svg" else {}
+                canvas.savefig(buffer, format=kind, dpi=160, **options)
+                paths.append(write_whole(Path(folder) / f"{name}.{kind}", buffer.getvalue()))
+        figures.append(Figure(name, paths[0], paths[1], caption, alt))
+    return figures
+
+
+def _new(height: float, width: float = 7.2) -> MplFigure:
+    figure = MplFigure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _style(results: Results, row: Row) -> dict[str, Any]:
+    """Colour and dashes of a row: the same in every figure, and told apart without colour past seven rows."""
+    index = next(i for i, r in enumerate(results["rows"]) if r is row)
+    return {"color": OKABE_ITO[index % 7], "linestyle": LINES[index // 7 % 4]}
+
+
+def _log(ax: Axes, which: str) -> None:
+    """Makes an axis logarithmic, with plain numbers at 1, 2 and 5 (or at powers of ten over a wide range)."""
+    (ax.set_xscale if which == "x" else ax.set_yscale)("log")
+    low, high = sorted(ax.get_xlim() if which == "x" else ax.get_ylim())
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 2000 else (1.0,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _end_labels(ax: Axes, ends: Sequence[tuple[float, float, str, str]], height: float) -> None:
+    """Names lines to the right of their ends ``(x, y, name, colour)``, moved apart, with thin leaders."""
+    ax.set_xlim(ax.get_xlim())
+    ax.set_ylim(ax.get_ylim())
+    to_axes = ax.transScale + ax.transLimits
+    points = [to_axes.transform((x, y)) for x, y, _, _ in ends]
+    places = spread([float(p[1]) for p in points], 12 / 72 / height)
+    for (x, y, name, colour), place in zip(ends, places, strict=True):
+        leader = {"arrowstyle": "-", "color": colour, "lw": 0.6, "alpha": 0.6, "shrinkA": 0, "shrinkB": 1}
+        ax.annotate(
+            name, (x, y), (1.03, place), textcoords="axes fraction", va="center", color=colour, fontsize=8,
+            arrowprops=leader, annotation_clip=False,
+        )  # fmt: skip
+
+
+def _scores(results: Results) -> _Drawing | None:
+    rows = list(reversed(ranked_rows(results)))
+    if not rows:
+        return None
+    values = [v for row in rows for v in [*finite_list(row.get("scores")), score_of(row)] if v is not None]
+    lines, away = baselines_in_view(results, values)
+    height = 0.34 * len(rows) + 1.0 + (0.8 if lines else 0)
+    figure = _new(height)
+    ax = figure.add_subplot()
+    for place, row in enumerate(rows):
+        colour = _style(results, row)["color"]
+        seeds = finite_list(row.get("scores"))
+        ax.plot(seeds, [place] * len(seeds), "|", color=colour, ms=11, mew=1.3, alpha=0.75)
+        ax.plot([score_of(row) or 0.0], [place], "o", color=colour, ms=6.5)
+    everything = values + [value for value, _ in lines]
+    if wide(everything):
+        _log(ax, "x")
+    else:
+        low, high = min(0.0, *everything), max(everything)
+        ax.set_xlim(low, high + 0.06 * (high - low or 1.0))
+    ax.set_yticks(range(len(rows)), [str(row["spec"]) for row in rows])
+    ax.set_ylim(-0.6, len(rows) - 0.4)
+    ax.grid(False, axis="y")
+    ax.set_xlabel(f"{results['metric_label']} (lower is better)")
+    for value, _ in lines:
+        ax.axvline(value, color=GREY, lw=1.0, ls=(0, (4, 3)), zorder=1)
+    ax.set_xlim(ax.get_xlim())
+    at = [float((ax.transScale + ax.transLimits).transform((value, 0.0))[0]) for value, _ in lines]
+    for (value, name), top in zip(lines, spread(at, 0.05), strict=True):
+        ax.annotate(
+            name, (value, 1.0), (top, 1 + 0.12 / height), xycoords=ax.get_xaxis_transform(),
+            textcoords="axes fraction", rotation=30 if top < 0.7 else -30, rotation_mode="anchor",
+            ha="left" if top < 0.7 else "right", va="bottom", fontsize=8, color=GREY,
+            arrowprops={"arrowstyle": "-", "color": GREY, "lw": 0.6, "shrinkA": 0, "shrinkB": 0},
+        )  # fmt: skip
+    caption = f"Every seed's score (bar) and their mean (dot), {seed_words(results)}"
+    dashed = "; dashed lines are the baselines" if lines else ""
+    alt = f"Dot plot of the score of {len(rows)} attentions{lowest(results)}."
+    return figure, f"{caption}{dashed}{away}.", alt
+
+
+def _curves(results: Results) -> _Drawing | None:
+    curves = [(row, *curve(results, row)) for row in results["rows"]]
+    curves = [found for found in curves if found[1]]
+    if not curves:
+        return None
+    figure = _new(3.6)
+    ax = figure.add_subplot()
+    ends = []
+    for row, steps, values in curves:
+        means = [sum(v) / len(v) for v in values]
+        style = _style(results, row)
+        ax.plot(steps, means, lw=1.6, marker="o" if len(steps) == 1 else None, **style)
+        ax.fill_between(
+            steps, [min(v) for v in values], [max(v) for v in values], color=style["color"], alpha=0.15, lw=0
+        )
+        ends.append((steps[-1], means[-1], str(row["spec"]), style["color"]))
+    if wide(v for _, _, values in curves for vs in values for v in vs):
+        _log(ax, "y")
+    ax.margins(x=0.01)
+    ax.set_xlabel("training step")
+    ax.set_ylabel(f"validation {results['metric']}")
+    _end_labels(ax, ends, 3.0)
+    several = max(len(vs) for _, _, values in curves for vs in values) > 1
+    band = "mean over seeds, band from lowest to highest" if several else "one seed, so no spread is shown"
+    caption = f"Error on validation data during training ({band})."
+    return figure, caption, f"Learning curves{lowest(results)}."
+
+
+def _rank(results: Results) -> _Drawing | None:
+    points = [(row, finite(row.get("rank")), score_of(row)) for row in results["rows"]]
+    known = [(row, x, y) for row, x, y in points if x is not None and y is not None]
+    if not known:
+        return None
+    ranks = sorted({x for _, x, _ in known})
+    top = max(dimension(results.get("config")) or 0.0, ranks[-1])
+    figure = _new(4.0)
+    ax = figure.add_subplot()
+    for row, x, y in known:
+        ax.plot([x], [y], "o", ms=7, color=_style(results, row)["color"])
+    if wide(y for *_, y in known):
+        _log(ax, "y")
+    else:
+        ax.set_ylim(0, 1.12 * max(1.0, *(y for *_, y in known)))
+    if ranks[0] > 0 and top / ranks[0] > 8:
+        ax.set_xscale("log", base=2)
+        ax.set_xlim(ranks[0] / 1.25, top * 1.25)
+    else:
+        ax.set_xlim(0, top * 1.06)
+    scale = ax.transScale + ax.transLimits
+    ticks: list[float] = []
+    for x in [top, *ranks]:
+        if all(abs(float(scale.transform((x, 1.0))[0] - scale.transform((t, 1.0))[0])) > 0.04 for t in ticks):
+            ticks.append(x)
+    ax.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
+    ax.xaxis.set_minor_locator(FixedLocator([]))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    if "1 = knows nothing" in str(results["metric_label"]):
+        ax.axhline(1.0, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
+        ax.annotate("1 = knows nothing", (0.01, 1.0), (0, 3), xycoords=ax.get_yaxis_transform(),
+                    textcoords="offset points", fontsize=8, color=GREY)  # fmt: skip
+    ax.set_xlabel(f"rank of the score matrix (axis ends at {top:g})")
+    ax.set_ylabel(str(results["metric"]))
+    _point_labels(
+        figure, ax, [(x, y, str(row["spec"]), _style(results, row)["color"]) for row, x, y in known]
+    )
+    caption = (
+        f"Error against the rank of the score matrix M ({seed_words(results)}); other differences remain."
+    )
+    return figure, caption, f"Scatter plot of error against rank{lowest(results)}."
+
+
+def _examples(results: Results) -> _Drawing | None:
+    ranked, standard = ranked_rows(results), standard_row(results)
+    shown = [row for row in ranked[:1] if (row.get("details") or {}).get("examples")]
+    if standard is not None and standard not in shown and (standard.get("details") or {}).get("examples"):
+        shown.append(standard)
+    if not shown:
+        return None
+    count = min(3, *(len(row["details"]["examples"]) for row in shown), 3)
+    figure = _new(1.75 * count + 0.7)
+    axes = [figure.add_subplot(count, 1, i + 1) for i in range(count)]
+    for index, ax in enumerate(axes):
+        example = shown[0]["details"]["examples"][index]
+        history, truth = list(example["history"])[-168:], list(example["truth"])
+        ax.plot(range(-len(history) + 1, 1), history, color="#9a9a9a", lw=1.0, label="history")
+        ahead = range(1, len(truth) + 1)
+        ax.plot(ahead, truth, color="black", lw=1.4, label="truth")
+        for place, row in enumerate(shown):
+            forecast = list(row["details"]["examples"][index]["forecast"])
+            style = {**_style(results, row), "linestyle": ("-", (0, (4, 1.5)))[place]}
+            name = f"{row['spec']} (lowest error)" if row is ranked[0] else str(row["spec"])
+            ax.plot(range(1, len(forecast) + 1), forecast, lw=1.4, label=name, **style)
+        ax.axvline(0, color=GREY, lw=0.8)
+        ax.margins(x=0.01)
+        ax.set_title(f"forecast from {example.get('start', '?')}", fontsize=8.5, loc="left", color="#444444")
+        ax.set_ylabel("°C")
+    axes[-1].set_xlabel("hours from the start of the forecast")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
+    names = " and ".join(str(row["spec"]) for row in shown)
+    caption = f"{count} forecasts by {names}, after at most 168 hours of history: examples, not evidence."
+    return figure, caption, f"Temperature, truth and forecasts of {names} in {count} panels."
+
+
+def _by_position(results: Results, key: str, xlabel: str) -> MplFigure | None:
+    """One line per attention and baseline of a list under ``details[key]``."""
+    lines: list[tuple[str, list[float], dict[str, Any]]] = []
+    for row in results["rows"]:
+        if values := finite_list((row.get("details") or {}).get(key)):
+            lines.append((str(row["spec"]), values, {**_style(results, row), "lw": 1.6}))
+    bound = [v for _, values, _ in lines for v in values]
+    if not lines:
+        return None
+    for index, baseline in enumerate(results.get("baselines") or []):
+        if values := finite_list((baseline.get("details") or {}).get(key)):
+            style: dict[str, Any] = {
+                "color": GREY,
+                "linestyle": ((0, (4, 3)), ":", "-.")[index % 3],
+                "lw": 1.2,
+            }
+            lines.append((str(baseline["name"]), values, style))
+    height = max(3.7, 0.19 * len(lines) + 0.7)
+    figure = _new(height)
+    ax = figure.add_subplot()
+    for _, values, style in lines:
+        ax.plot(range(1, len(values) + 1), values, **style)
+    if min(bound) > 0 and wide(v for _, values, _ in lines for v in values if v > 0):
+        ax.set_yscale("log")
+        low, high = ax.get_ylim()
+        ax.set_ylim(max(low, min(bound) / 5), min(high, max(bound) * 1.5))
+        _log(ax, "y")
+    ax.margins(x=0.01)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(str(results["metric"]))
+    low, high = ax.get_ylim()
+    ends = [
+        (float(len(v)), min(max(v[-1], low), high), name, str(style["color"])) for name, v, style in lines
+    ]
+    _end_labels(ax, ends, height - 0.6)
+    return figure
+
+
+def _by_lead(results: Results) -> _Drawing | None:
+    figure = _by_position(results, "error_by_lead", "hours ahead")
+    caption = "Error against how far ahead the forecast looks; baselines in grey."
+    return None if figure is None else (figure, caption, f"Error by forecast lead{lowest(results)}.")
+
+
+def _by_point(results: Results) -> _Drawing | None:
+    figure = _by_position(results, "error_by_point", "examples in the prompt")
+    caption = "Error against the examples seen in the prompt; baselines in grey, cut off at the frame."
+    return None if figure is None else (figure, caption, f"Error by prompt length{lowest(results)}.")
+
+
+def _point_labels(figure: MplFigure, ax: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
+    """Names points ``(x, y, name, colour)``, each label at the nearest free place around its point."""
+    figure.draw_without_rendering()
+    unit = figure.dpi / 72
+    pixels = [ax.transData.transform((x, y)) for x, y, _, _ in points]
+    frame = [float(v) / unit for v in ax.get_window_extent().extents]
+    places = place_labels(
+        [(float(p[0]) / unit, float(p[1]) / unit) for p in pixels],
+        [5.2 * len(name) for _, _, name, _ in points],
+        (frame[0], frame[1], frame[2], frame[3]),
+    )
+    for (x, y, name, colour), (side, dy) in zip(points, places, strict=True):
+        leader = {"arrowstyle": "-", "color": colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 3}
+        ax.annotate(
+            name, (x, y), (8 * side, dy), textcoords="offset points", fontsize=8, color=colour, va="center",
+            ha=("center", "left", "right")[side], arrowprops=leader if abs(dy) > 12 else None,
+        ).set_in_layout(False)  # fmt: skip

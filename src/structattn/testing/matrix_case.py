@@ -1,0 +1,131 @@
+"""The inherited test case of structured matrices: a structure supplies ``make`` and a loop-written ``dense``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from structattn.errors import ShapeError
+from structattn.matrices import StructuredMatrix
+from structattn.testing.tolerances import assert_close
+
+
+class MatrixCase(ABC):
+    """Subclass it as ``class TestX(MatrixCase)`` and pytest runs everything below against ``dense``.
+
+    ``shapes`` are (num_rows, num_cols); ``make(rows, cols, **options)`` builds a matrix, with ``batch_shape`` among the options;
+    ``dense(m)`` builds *batch_shape, rows, cols from its parameters by loops from the definition.
+    """
+
+    shapes: tuple[tuple[int, int], ...] = ((12, 8), (8, 12), (16, 16))
+
+    @abstractmethod
+    def make(self, num_rows: int, num_cols: int, **options: Any) -> StructuredMatrix:
+        """A matrix with random factors."""
+
+    @abstractmethod
+    def dense(self, m: StructuredMatrix) -> Tensor:
+        """The same matrix written out by loops."""
+
+    def cases(self) -> list[StructuredMatrix]:
+        """Every shape, alone and in a batch, in float64."""
+        torch.manual_seed(0)
+        batches: tuple[tuple[int, ...], ...] = ((), (3,), (2, 2))
+        return [self.make(r, c, batch_shape=b).double() for r, c in self.shapes for b in batches]
+
+    def test_dense_form(self) -> None:
+        """``to_dense`` is the definition."""
+        for m in self.cases():
+            assert m.to_dense().shape == (*m.batch_shape, m.num_rows, m.num_cols)
+            assert_close(m.to_dense(), self.dense(m))
+
+    def test_products(self) -> None:
+        """``matmul``, ``rmatmul`` and ``bilinear`` are those of the dense matrix, shared and separate inputs."""
+        for m in self.cases():
+            d = self.dense(m)
+            for lead in ((), (4,), (5, *(1,) * len(m.batch_shape)), (5, *m.batch_shape)):
+                if len(lead) == 1 and m.batch_shape and lead != m.batch_shape:
+                    lead = (*lead, *(1,) * len(m.batch_shape))
+                x = torch.randn(*lead, 3, m.num_rows, dtype=torch.float64)
+                y = torch.randn(*lead, 7, m.num_cols, dtype=torch.float64)
+                assert_close(m.matmul(y), y @ d.transpose(-2, -1))
+                assert_close(m.rmatmul(x), x @ d)
+                assert_close(m.bilinear(x, y), x @ d @ y.transpose(-2, -1))
+            v = torch.randn(m.num_cols, dtype=torch.float64)
+            assert_close(m(v), d @ v)
+
+    def test_adjoint(self) -> None:
+        """<x, M y> = <M^T x, y>."""
+        for m in self.cases():
+            x = torch.randn(1, m.num_rows, dtype=torch.float64)
+            y = torch.randn(1, m.num_cols, dtype=torch.float64)
+            assert_close((x * m.matmul(y)).sum(-1), (m.rmatmul(x) * y).sum(-1))
+
+    def test_gradients(self) -> None:
+        """Gradients of every parameter and of the input equal those through the dense form."""
+        for m in self.cases():
+            y = torch.randn(3, m.num_cols, dtype=torch.float64, requires_grad=True)
+            parameters = [*m.parameters(), y]
+            out = m.matmul(y)
+            weight = torch.randn_like(out)
+            actual = torch.autograd.grad((out * weight).sum(), parameters)
+            expected = torch.autograd.grad(((y @ self.dense(m).transpose(-2, -1)) * weight).sum(), parameters)
+            for a, e in zip(actual, expected, strict=True):
+                assert_close(a, e, gradient=True)
+
+    def test_gradcheck(self) -> None:
+        """Finite differences agree, for the input of ``matmul`` and ``rmatmul``."""
+        rows, cols = self.shapes[0]
+        m = self.make(rows, cols, batch_shape=(2,)).double()
+        y = torch.randn(2, cols, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(2, rows, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(m.matmul, (y,))
+        assert torch.autograd.gradcheck(m.rmatmul, (x,))
+
+    def test_rank_bound(self) -> None:
+        """Random factors reach the bound, and none passes it."""
+        for m in self.cases():
+            ranks = torch.linalg.matrix_rank(m.to_dense())
+            assert bool((ranks == m.rank_bound).all()), (ranks, m.rank_bound)
+
+    def test_counts(self) -> None:
+        """``num_params`` counts the parameters; ``flops`` is what a product on the meta device executes."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        for m in self.cases():
+            assert m.num_params == sum(p.numel() for p in m.parameters())
+            meta = m.to("meta")
+            with FlopCounterMode(display=False) as counter:
+                meta.matmul(torch.empty(5, m.num_cols, device="meta", dtype=torch.float64))
+            assert counter.get_total_flops() == 5 * m.flops * m.num_matrices
+
+    def test_dtypes_and_state(self) -> None:
+        """float32 agrees with float64, and a saved state restores the same matrix."""
+        rows, cols = self.shapes[0]
+        m, other = self.make(rows, cols, batch_shape=(2,)), self.make(rows, cols, batch_shape=(2,))
+        other.load_state_dict(m.state_dict())
+        y = torch.randn(3, cols)
+        assert torch.equal(m.matmul(y), other.matmul(y))
+        assert_close(m.matmul(y), m.double().matmul(y.double()))
+
+    def test_contraction_is_the_cheapest(self) -> None:
+        """The chosen order costs no more than any other, at square and at lopsided numbers of pairs."""
+        for m in self.cases():
+            for t, s in ((1, 1), (1, 100), (100, 1), (64, 64)):
+                choice = m.contraction(t, s)
+                assert choice.flops == min(choice.alternatives.values())
+                assert choice.alternatives[choice.order] == choice.flops
+
+    def test_bad_shapes(self) -> None:
+        """Wrong vectors are named."""
+        m = self.make(*self.shapes[0], batch_shape=(2,))
+        for call in (m.matmul, m.rmatmul):
+            try:
+                call(torch.randn(3, 999))
+            except ShapeError as error:
+                assert "999" in str(error)
+            else:
+                raise AssertionError("a vector of the wrong size was accepted")

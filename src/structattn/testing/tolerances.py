@@ -1,0 +1,26 @@
+"""The only place with numerical tolerances: relative Frobenius errors by dtype, for outputs and for gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FORWARD = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+GRADIENT = {torch.float64: 1e-10, torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """||actual - expected|| / ||expected|| in float64; the absolute error where ``expected`` is zero; inf for a NaN."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    if actual.shape != expected.shape or not bool(actual.isfinite().all()):
+        return float("inf")
+    size = float(expected.norm())
+    error = float((actual - expected).norm())
+    return error / size if size > 0 else error
+
+
+def assert_close(actual: Tensor, expected: Tensor, *, gradient: bool = False) -> None:
+    """Asserts that ``actual`` is ``expected`` to the tolerance of its dtype."""
+    limit = (GRADIENT if gradient else FORWARD)[actual.dtype]
+    error = relative_error(actual, expected)
+    assert error <= limit, f"relative error {error:.2e} is above {limit:.0e} for {actual.dtype}"

@@ -1,0 +1,248 @@
+"""``structured_attention`` against a definition written as Python loops, that shares no code with it."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import structattn as sa
+from structattn.errors import BackendUnavailableError, ConfigError, ShapeError
+from structattn.ops import explain
+from structattn.testing.tolerances import assert_close
+
+
+def loops(q, k, v, ranks, sizes, scaling, *, is_causal=True, scale=None, window=None, bias=None, offset=None):
+    """One head after another, one pair after another. q (B,H,T,D), k, v (B,G,S,·). Returns out, lse."""
+    B, H, T, _ = q.shape
+    G, S = k.shape[1], k.shape[2]
+    shift = S - T if offset is None else offset
+    outs, lses = [], []
+    for b in range(B):
+        for h in range(H):
+            g = h // (H // G)
+            for t in range(T):
+                i, row, cols = t + shift, [], []
+                for j in range(S):
+                    if is_causal and j > i:
+                        continue
+                    if window is not None and abs(i - j) >= window:
+                        continue
+                    dots, start = [], 0
+                    for level, (rank, size) in enumerate(zip(ranks, sizes, strict=True)):
+                        if level == 0 or math.floor(i / size) == math.floor(j / size):
+                            dots.append((q[b, h, t, start : start + rank] @ k[b, g, j, start : start + rank], rank))
+                        start += rank
+                    shared = sum(rank for _, rank in dots)
+                    total = sum(dot for dot, _ in dots)
+                    if scale is not None:
+                        s = scale * total
+                    elif scaling == "variance":
+                        s = total / math.sqrt(shared)
+                    elif scaling == "mup":
+                        s = total * 8 / shared
+                    else:
+                        s = sum(dot / rank for dot, rank in dots)
+                        s = s / len(dots) if scaling == "paper" else s
+                    row.append(s + (0 if bias is None else bias[b, h, t, j]))
+                    cols.append(j)
+                if row:
+                    scores = torch.stack(row)
+                    outs.append(torch.softmax(scores, 0) @ v[b, g, cols])
+                    lses.append(torch.logsumexp(scores, 0))
+                else:
+                    outs.append(torch.zeros(v.shape[-1], dtype=v.dtype))
+                    lses.append(torch.tensor(-torch.inf, dtype=v.dtype))
+    return torch.stack(outs).reshape(B, H, T, -1), torch.stack(lses).reshape(B, H, T)
+
+
+def make(B, H, G, T, S, D, V, seed=0, grad=True):
+    g = torch.Generator().manual_seed(seed)
+    shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, V))
+    return [torch.randn(s, generator=g, dtype=torch.float64).requires_grad_(grad) for s in shapes]
+
+
+nested = st.integers(1, 3).flatmap(
+    lambda levels: st.tuples(
+        st.lists(st.integers(1, 3), min_size=levels, max_size=levels),
+        st.lists(st.sampled_from([1, 2, 3]), min_size=levels, max_size=levels),
+    )
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    structure=nested,
+    scaling=st.sampled_from(["variance", "mup", "paper", "paper_sum"]),
+    T=st.integers(1, 7),
+    S=st.integers(1, 7),
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+    is_causal=st.booleans(),
+    window=st.sampled_from([None, 1, 3]),
+    scale=st.sampled_from([None, 0.7]),
+    with_bias=st.booleans(),
+)
+def test_outputs_and_all_gradients_equal_the_definition(
+    structure, scaling, T, S, heads, is_causal, window, scale, with_bias
+) -> None:
+    ranks, steps = structure
+    sizes, size = [], 1
+    for step in reversed(steps):
+        size *= step
+        sizes.insert(0, size)
+    layout = sa.LevelLayout(tuple(ranks), tuple(sizes), scaling=scaling)
+    H, G = heads
+    q, k, v = make(2, H, G, T, S, sum(ranks), 3)
+    bias = torch.randn(2, H, T, S, dtype=torch.float64).requires_grad_() if with_bias else None
+    inputs = [q, k, v] + ([bias] if with_bias else [])
+    expected, expected_lse = loops(
+        q, k, v, ranks, sizes, scaling, is_causal=is_causal, scale=scale, window=window, bias=bias
+    )
+    weight, lse_weight = torch.randn_like(expected), torch.randn_like(expected_lse)
+    seen = expected_lse.isfinite()
+    goal = (expected * weight).sum() + (expected_lse[seen] * lse_weight[seen]).sum()
+    for return_lse in (True, False):
+        result = sa.structured_attention(
+            q, k, v, layout, is_causal=is_causal, scale=scale, window=window, attn_bias=bias, return_lse=return_lse
+        )
+        out = result[0] if return_lse else result
+        assert_close(out, expected)
+        loss = (out * weight).sum()
+        target = goal
+        if return_lse:
+            assert torch.equal(result[1].isfinite(), seen)
+            assert_close(result[1][seen], expected_lse[seen])
+            loss = loss + (result[1][seen] * lse_weight[seen]).sum()
+        else:
+            target = (expected * weight).sum()
+        actual_grads = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
+        # A loop that sees no pair at all has no graph: then every gradient is zero.
+        if target.requires_grad:
+            wanted = torch.autograd.grad(target, inputs, retain_graph=True, allow_unused=True)
+        else:
+            wanted = [None] * len(inputs)
+        for actual, goal_grad, leaf in zip(actual_grads, wanted, inputs, strict=True):
+            assert actual is not None
+            expected_grad = torch.zeros_like(leaf) if goal_grad is None else goal_grad
+            torch.testing.assert_close(actual, expected_grad, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_no_layout_is_scaled_dot_product_attention(is_causal: bool) -> None:
+    q, k, v = make(2, 4, 4, 9, 9, 8, 5)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    for backend in ("auto", "reference"):
+        assert_close(sa.structured_attention(q, k, v, is_causal=is_causal, backend=backend), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precision(dtype: torch.dtype) -> None:
+    q, k, v = (x.detach().to(dtype) for x in make(2, 2, 2, 33, 33, 8, 4))
+    layout = sa.LevelLayout.halving((4, 2, 2), 32)
+    out, lse = sa.structured_attention(q, k, v, layout, return_lse=True)
+    exact, exact_lse = sa.structured_attention(q.double(), k.double(), v.double(), layout, return_lse=True)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    assert_close(out, exact)
+    assert_close(lse, exact_lse)
+
+
+def test_the_future_cannot_change_the_past() -> None:
+    layout = sa.LevelLayout.halving((4, 2, 2), 16)
+    q, k, v = make(1, 2, 2, 16, 16, 8, 4, grad=False)
+    before = sa.structured_attention(q, k, v, layout)
+    k2, v2 = k.clone(), v.clone()
+    k2[:, :, 9:] += 5
+    v2[:, :, 9:] -= 5
+    after = sa.structured_attention(q, k2, v2, layout)
+    assert torch.equal(before[:, :, :9], after[:, :, :9])
+    assert not torch.equal(before[:, :, 9:], after[:, :, 9:])
+
+
+@pytest.mark.parametrize("layout", [None, sa.LevelLayout((4, 2, 2), (8, 4, 2)), sa.GlobalWindowLayout((4, 4), 3)])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_packed_sequences_equal_each_alone(layout, is_causal: bool) -> None:
+    q, k, v = make(1, 4, 2, 16, 16, 8, 3, grad=False)
+    borders = [0, 1, 6, 16]
+    packed = sa.structured_attention(
+        q, k, v, layout, is_causal=is_causal, cu_seqlens=torch.tensor(borders, dtype=torch.int32)
+    )
+    for a, b in zip(borders[:-1], borders[1:], strict=True):
+        alone = sa.structured_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], layout, is_causal=is_causal)
+        assert_close(packed[:, :, a:b], alone)
+
+
+@pytest.mark.parametrize("layout", [None, sa.LevelLayout((4, 2, 2), (8, 4, 2))])
+@pytest.mark.parametrize("T", [10, 2])
+@pytest.mark.parametrize("window", [None, 3])
+def test_left_padding_equals_rows_without_it(layout, T: int, window) -> None:
+    q, k, v = make(3, 4, 2, T, 10, 8, 3, grad=False)
+    padding = torch.tensor([0, 3, 10])
+    out = sa.structured_attention(q, k, v, layout, left_padding=padding, window=window)
+    for row, pad in enumerate([0, 3]):
+        real = min(T, 10 - pad)
+        alone = sa.structured_attention(
+            q[row : row + 1, :, T - real :], k[row : row + 1, :, pad:], v[row : row + 1, :, pad:], layout, window=window
+        )
+        assert_close(out[row : row + 1, :, T - real :], alone)
+        assert bool((out[row, :, : T - real] == 0).all())
+    assert bool((out[2] == 0).all())
+
+
+def test_global_window_adds_two_softmaxes() -> None:
+    q, k, v = make(2, 2, 2, 9, 9, 8, 3, grad=False)
+    far, _ = loops(q[..., :5], k[..., :5], v, [5], [99], "variance")
+    near, _ = loops(q[..., 5:], k[..., 5:], v, [3], [99], "variance", window=2)
+    assert_close(sa.structured_attention(q, k, v, sa.GlobalWindowLayout((5, 3), 2)), far + near)
+
+
+def test_dropout_is_reproducible_and_unbiased() -> None:
+    q, k, v = make(1, 1, 1, 12, 12, 4, 3, grad=False)
+    layout = sa.LevelLayout((2, 2), (12, 6))
+    torch.manual_seed(3)
+    first = sa.structured_attention(q, k, v, layout, dropout_p=0.5)
+    torch.manual_seed(3)
+    assert torch.equal(first, sa.structured_attention(q, k, v, layout, dropout_p=0.5))
+    many = [sa.structured_attention(q, k, v, layout, dropout_p=0.5) for _ in range(4000)]
+    torch.testing.assert_close(
+        torch.stack(many).mean(0), sa.structured_attention(q, k, v, layout), atol=0.1, rtol=0.1
+    )
+
+
+def test_explain_names_what_runs() -> None:
+    assert "scaled_dot_product_attention" in explain(None)
+    assert explain(sa.LevelLayout((2, 2), (4, 2))).startswith("reference")
+
+
+def call(**changes):
+    q, k, v = make(2, 4, 2, 6, 6, 8, 3, grad=False)
+    arguments = {"q": q, "k": k, "v": v, **changes}
+    return sa.structured_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"layout": sa.LevelLayout((4, 3), (8, 4))}, ShapeError, r"expected 8, got 4\|3 = 7"),
+        ({"q": torch.zeros(2, 4, 6)}, ShapeError, "4-dimensional"),
+        ({"q": torch.zeros(2, 3, 6, 8, dtype=torch.float64)}, ShapeError, "multiple"),
+        ({"q": torch.zeros(2, 4, 6, 8)}, ShapeError, "one dtype"),
+        ({"q": torch.zeros(2, 4, 6, 9, dtype=torch.float64)}, ShapeError, "head dimensions differ"),
+        ({"window": 0}, ConfigError, "window"),
+        ({"dropout_p": 1.0}, ConfigError, "dropout_p"),
+        ({"attn_bias": torch.ones(6, 6, dtype=torch.bool)}, ShapeError, "bool mask"),
+        ({"attn_bias": torch.ones(5, 6, dtype=torch.float64)}, ShapeError, "broadcast"),
+        ({"backend": "cuda"}, ConfigError, "unknown backend"),
+        ({"backend": "triton"}, BackendUnavailableError, "cannot run"),
+        ({"cu_seqlens": torch.tensor([0, 6])}, ShapeError, "batch 1"),
+        ({"left_padding": torch.tensor([0, 7])}, ShapeError, "left_padding"),
+        ({"left_padding": torch.tensor([0])}, ShapeError, "expected 2, got 1"),
+        ({"layout": sa.GlobalWindowLayout((4, 4), 2), "return_lse": True}, ConfigError, "log-sum-exp"),
+        ({"layout": sa.GlobalWindowLayout((4, 4), 2), "window": 2}, ConfigError, "own scale and window"),
+    ],
+)
+def test_bad_input_is_named(changes, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(**changes)

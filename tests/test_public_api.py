@@ -1,0 +1,65 @@
+"""The public names are frozen: whoever changes one changes this file, on purpose."""
+
+import inspect
+import subprocess
+import sys
+
+import structattn as sa
+
+
+def test_public_names() -> None:
+    assert set(sa.__all__) == {
+        "Attention",
+        "AttentionSpec",
+        "GlobalWindowLayout",
+        "LevelLayout",
+        "__version__",
+        "errors",
+        "matrices",
+        "ops",
+        "parse_spec",
+        "scoring",
+        "structured_attention",
+    }
+    assert all(hasattr(sa, name) for name in sa.__all__)
+    assert {"LowRank", "BTT", "MLR"} <= set(dir(sa.scoring))
+    assert {"Dense", "LowRank", "BlockTensorTrain", "MultiLevelLowRank"} <= set(sa.matrices.__all__)
+
+
+def test_signatures() -> None:
+    assert list(inspect.signature(sa.structured_attention).parameters) == [
+        "q",
+        "k",
+        "v",
+        "layout",
+        "is_causal",
+        "scale",
+        "window",
+        "attn_bias",
+        "dropout_p",
+        "cu_seqlens",
+        "left_padding",
+        "backend",
+        "return_lse",
+    ]
+    assert list(inspect.signature(sa.Attention).parameters)[:9] == [
+        "embed_dim",
+        "num_heads",
+        "num_kv_heads",
+        "scoring",
+        "layout",
+        "is_causal",
+        "qk_norm",
+        "rotary",
+        "bias",
+    ]
+    assert list(inspect.signature(sa.LevelLayout).parameters) == ["ranks", "block_sizes", "scaling"]
+
+
+def test_import_needs_torch_alone() -> None:
+    code = (
+        "import sys, structattn;"
+        "bad = {'accelerate', 'matplotlib', 'pandas', 'tyro', 'tensorboard', 'transformers'} & set(sys.modules);"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -165,3 +165,9 @@ def baselines_in_view(results: Results, values: Sequence[float]) -> tuple[list[t
         else:
             away += f"; {name} ({fmt_score(value)}) lies outside the axis"
     return shown, away
+
+
+def row_style(results: Results, row: Row) -> dict[str, Any]:
+    """Colour and dashes of a row: the same in every figure, and told apart without colour past seven rows."""
+    index = next(i for i, r in enumerate(results["rows"]) if r is row)
+    return {"color": OKABE_ITO[index % 7], "linestyle": LINES[index // 7 % 4]}

@@ -11,7 +11,6 @@ from typing import Any
 from structattn.errors import MissingDependencyError
 from structattn.reports._common import (
     Results,
-    Row,
     finite,
     finite_list,
     ranked_rows,
@@ -21,14 +20,13 @@ from structattn.reports._common import (
 )
 from structattn.reports._plotting import (
     GREY,
-    LINES,
-    OKABE_ITO,
     STYLE,
     baselines_in_view,
     curve,
     dimension,
     lowest,
     place_labels,
+    row_style,
     seed_words,
     spread,
     wide,
@@ -39,7 +37,7 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as MplFigure
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MultipleLocator, NullFormatter
 except ImportError as error:
     raise MissingDependencyError(
         "figures need matplotlib, which is not installed; pip install 'structattn[train]'"
@@ -111,12 +109,6 @@ def _new(height: float, width: float = 7.2) -> MplFigure:
     return figure
 
 
-def _style(results: Results, row: Row) -> dict[str, Any]:
-    """Colour and dashes of a row: the same in every figure, and told apart without colour past seven rows."""
-    index = next(i for i, r in enumerate(results["rows"]) if r is row)
-    return {"color": OKABE_ITO[index % 7], "linestyle": LINES[index // 7 % 4]}
-
-
 def _log(ax: Axes, which: str) -> None:
     """Makes an axis logarithmic, with plain numbers at 1, 2 and 5 (or at powers of ten over a wide range)."""
     (ax.set_xscale if which == "x" else ax.set_yscale)("log")
@@ -152,7 +144,7 @@ def _scores(results: Results) -> _Drawing | None:
     figure = _new(height)
     ax = figure.add_subplot()
     for place, row in enumerate(rows):
-        colour = _style(results, row)["color"]
+        colour = row_style(results, row)["color"]
         seeds = finite_list(row.get("scores"))
         ax.plot(seeds, [place] * len(seeds), "|", color=colour, ms=11, mew=1.3, alpha=0.75)
         ax.plot([score_of(row) or 0.0], [place], "o", color=colour, ms=6.5)
@@ -193,7 +185,7 @@ def _curves(results: Results) -> _Drawing | None:
     ends = []
     for row, steps, values in curves:
         means = [sum(v) / len(v) for v in values]
-        style = _style(results, row)
+        style = row_style(results, row)
         ax.plot(steps, means, lw=1.6, marker="o" if len(steps) == 1 else None, **style)
         ax.fill_between(
             steps, [min(v) for v in values], [max(v) for v in values], color=style["color"], alpha=0.15, lw=0
@@ -221,7 +213,7 @@ def _rank(results: Results) -> _Drawing | None:
     figure = _new(4.0)
     ax = figure.add_subplot()
     for row, x, y in known:
-        ax.plot([x], [y], "o", ms=7, color=_style(results, row)["color"])
+        ax.plot([x], [y], "o", ms=7, color=row_style(results, row)["color"])
     if wide(y for *_, y in known):
         _log(ax, "y")
     else:
@@ -246,7 +238,7 @@ def _rank(results: Results) -> _Drawing | None:
     ax.set_xlabel(f"rank of the score matrix (axis ends at {top:g})")
     ax.set_ylabel(str(results["metric"]))
     _point_labels(
-        figure, ax, [(x, y, str(row["spec"]), _style(results, row)["color"]) for row, x, y in known]
+        figure, ax, [(x, y, str(row["spec"]), row_style(results, row)["color"]) for row, x, y in known]
     )
     caption = (
         f"Error against the rank of the score matrix M ({seed_words(results)}); other differences remain."
@@ -272,13 +264,14 @@ def _examples(results: Results) -> _Drawing | None:
         ax.plot(ahead, truth, color="black", lw=1.4, label="truth")
         for place, row in enumerate(shown):
             forecast = list(row["details"]["examples"][index]["forecast"])
-            style = {**_style(results, row), "linestyle": ("-", (0, (4, 1.5)))[place]}
+            style = {**row_style(results, row), "linestyle": ("-", (0, (4, 1.5)))[place]}
             name = f"{row['spec']} (lowest error)" if row is ranked[0] else str(row["spec"])
             ax.plot(range(1, len(forecast) + 1), forecast, lw=1.4, label=name, **style)
         ax.axvline(0, color=GREY, lw=0.8)
         ax.margins(x=0.01)
         ax.set_title(f"forecast from {example.get('start', '?')}", fontsize=8.5, loc="left", color="#444444")
         ax.set_ylabel("°C")
+        ax.xaxis.set_major_locator(MultipleLocator(24))
     axes[-1].set_xlabel("hours from the start of the forecast")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
@@ -292,7 +285,7 @@ def _by_position(results: Results, key: str, xlabel: str) -> MplFigure | None:
     lines: list[tuple[str, list[float], dict[str, Any]]] = []
     for row in results["rows"]:
         if values := finite_list((row.get("details") or {}).get(key)):
-            lines.append((str(row["spec"]), values, {**_style(results, row), "lw": 1.6}))
+            lines.append((str(row["spec"]), values, {**row_style(results, row), "lw": 1.6}))
     bound = [v for _, values, _ in lines for v in values]
     if not lines:
         return None

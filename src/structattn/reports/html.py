@@ -208,7 +208,7 @@ def _notes(results: Results) -> str:
         f"The score is {results['metric']}: {results['metric_label']}. Lower is better.",
         "± is the standard deviation over seeds." if several else "One seed was run, so no spread is known.",
         "FLOPs are those of the forward pass of one example, 2 per multiply-add, counted on the structure.",
-        "Peak memory is the resident set of the process; seconds are wall-clock time and depend on the machine.",
+        "Peak memory is the resident set of the process; seconds are wall-clock on this machine.",
         "Baselines are computed without attention on the same data; their costs were not measured.",
     ]
     return (

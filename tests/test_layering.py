@@ -46,7 +46,9 @@ def imported(path: Path):
             base = node.module.removeprefix("structattn").lstrip(".")
             for alias in node.names:
                 joined = f"{base}.{alias.name}".lstrip(".")
-                is_module = (ROOT / (joined.replace(".", "/") + ".py")).exists() or (ROOT / joined.replace(".", "/")).is_dir()
+                is_module = (ROOT / (joined.replace(".", "/") + ".py")).exists() or (
+                    ROOT / joined.replace(".", "/")
+                ).is_dir()
                 yield joined if is_module else base
         elif isinstance(node, ast.Import):
             for alias in node.names:

@@ -55,7 +55,12 @@ def test_halving_rounds_up_what_does_not_divide() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(T=st.integers(1, 12), S=st.integers(1, 12), window=st.one_of(st.none(), st.integers(1, 14)), causal=st.booleans())
+@given(
+    T=st.integers(1, 12),
+    S=st.integers(1, 12),
+    window=st.one_of(st.none(), st.integers(1, 14)),
+    causal=st.booleans(),
+)
 def test_visible_pairs_by_brute_force(T, S, window, causal) -> None:
     count = 0
     for t in range(T):
@@ -69,7 +74,10 @@ def test_visible_pairs_by_brute_force(T, S, window, causal) -> None:
     ("make", "message"),
     [
         (lambda: sa.LevelLayout((4, 0), (8, 4)), "level 2 must be a positive int, got 0"),
-        (lambda: sa.LevelLayout((4, 4), (8, 3)), "level 2 must divide level 1: expected a divisor of 8, got 3"),
+        (
+            lambda: sa.LevelLayout((4, 4), (8, 3)),
+            "level 2 must divide level 1: expected a divisor of 8, got 3",
+        ),
         (lambda: sa.LevelLayout((4, 4), (8,)), "one block size per rank"),
         (lambda: sa.LevelLayout((), ()), "ranks"),
         (lambda: sa.LevelLayout((4,), (8,), scaling="paper2"), "scaling must be one of"),

@@ -10,7 +10,7 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import torch
 
@@ -166,9 +166,7 @@ def _train(command: Train) -> None:
     task = task_entry(command.task).make(recipe.task)
     out = _default_folder(command.task) if command.out is None else command.out
     open_folder(out, resume=True)
-    result = train(
-        task, command.attention, recipe.training, seed=command.seed, run_dir=out, resume=command.resume
-    )
+    result = train(task, command.attention, recipe.training, seed=command.seed, run_dir=out, resume=command.resume)
     result.model.eval()
     _print_metrics(task.evaluate(result.model, "test"))
     print(f"run      {out}")
@@ -194,7 +192,15 @@ def _info() -> None:
 
     for name, value in versions().items():
         print(f"{name:<13} {value}")
-    for extra in ("accelerate", "matplotlib", "tensorboard", "tyro", "triton", "transformers", "neuralforecast"):
+    for extra in (
+        "accelerate",
+        "matplotlib",
+        "tensorboard",
+        "tyro",
+        "triton",
+        "transformers",
+        "neuralforecast",
+    ):
         try:
             found = importlib.metadata.version(extra)
         except importlib.metadata.PackageNotFoundError:
@@ -203,7 +209,7 @@ def _info() -> None:
     for name, value in hardware().items():
         print(f"{name:<13} {value}")
     print("backends")
-    for backend in Backend.__args__:
+    for backend in get_args(Backend):
         if backend == "auto":
             continue
         try:
@@ -252,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    command = tyro.cli(Command, args=arguments, prog="structattn", description=__package__)  # type: ignore[call-overload]
+    command = tyro.cli(Command, args=arguments, prog="structattn", description=__package__)
     try:
         match command:
             case Compare():

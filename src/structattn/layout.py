@@ -73,9 +73,7 @@ class LevelLayout:
             raise ConfigError(f"scaling must be one of {', '.join(SCALINGS)}; got {self.scaling!r}")
 
     @classmethod
-    def halving(
-        cls, ranks: tuple[int, ...], context_length: int, scaling: Scaling = "variance"
-    ) -> LevelLayout:
+    def halving(cls, ranks: tuple[int, ...], context_length: int, scaling: Scaling = "variance") -> LevelLayout:
         """The paper's blocks: 2^(l-1) blocks at level l.
 
         Args:

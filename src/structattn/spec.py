@@ -72,9 +72,13 @@ class SpecForm:
 
 FORMS: dict[str, SpecForm] = {
     "standard": SpecForm("standard[:HEADS]", "standard:1", "softmax attention; HEADS overrides the heads of the model"),
-    "bilinear-btt": SpecForm("bilinear-btt:S", "bilinear-btt:1", "score x^T M x' with M a block tensor train of rank S"),
+    "bilinear-btt": SpecForm(
+        "bilinear-btt:S", "bilinear-btt:1", "score x^T M x' with M a block tensor train of rank S"
+    ),
     "bilinear-mlr": SpecForm(
-        "bilinear-mlr:R|R|...", "bilinear-mlr:16|8|4|4", "score x^T M x' with M multi-level low rank, level 1 first"
+        "bilinear-mlr:R|R|...",
+        "bilinear-mlr:16|8|4|4",
+        "score x^T M x' with M multi-level low rank, level 1 first",
     ),
     "mlr": SpecForm(
         "mlr:R|R|...[@B|B|...]",

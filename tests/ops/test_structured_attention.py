@@ -105,7 +105,15 @@ def test_outputs_and_all_gradients_equal_the_definition(
     goal = (expected * weight).sum() + (expected_lse[seen] * lse_weight[seen]).sum()
     for return_lse in (True, False):
         result = sa.structured_attention(
-            q, k, v, layout, is_causal=is_causal, scale=scale, window=window, attn_bias=bias, return_lse=return_lse
+            q,
+            k,
+            v,
+            layout,
+            is_causal=is_causal,
+            scale=scale,
+            window=window,
+            attn_bias=bias,
+            return_lse=return_lse,
         )
         out = result[0] if return_lse else result
         assert_close(out, expected)
@@ -184,7 +192,11 @@ def test_left_padding_equals_rows_without_it(layout, T: int, window) -> None:
     for row, pad in enumerate([0, 3]):
         real = min(T, 10 - pad)
         alone = sa.structured_attention(
-            q[row : row + 1, :, T - real :], k[row : row + 1, :, pad:], v[row : row + 1, :, pad:], layout, window=window
+            q[row : row + 1, :, T - real :],
+            k[row : row + 1, :, pad:],
+            v[row : row + 1, :, pad:],
+            layout,
+            window=window,
         )
         assert_close(out[row : row + 1, :, T - real :], alone)
         assert bool((out[row, :, : T - real] == 0).all())
@@ -206,9 +218,7 @@ def test_dropout_is_reproducible_and_unbiased() -> None:
     torch.manual_seed(3)
     assert torch.equal(first, sa.structured_attention(q, k, v, layout, dropout_p=0.5))
     many = [sa.structured_attention(q, k, v, layout, dropout_p=0.5) for _ in range(4000)]
-    torch.testing.assert_close(
-        torch.stack(many).mean(0), sa.structured_attention(q, k, v, layout), atol=0.1, rtol=0.1
-    )
+    torch.testing.assert_close(torch.stack(many).mean(0), sa.structured_attention(q, k, v, layout), atol=0.1, rtol=0.1)
 
 
 def test_explain_names_what_runs() -> None:

@@ -77,9 +77,7 @@ def made_up(task: str, seeds: int = 2) -> dict[str, Any]:
             }
         )
     baselines: list[dict[str, Any]] = {
-        "nearest-neighbor": [
-            {"name": "mean of the values", "metrics": {"nmse": 1.0}, "note": "ignores keys"}
-        ],
+        "nearest-neighbor": [{"name": "mean of the values", "metrics": {"nmse": 1.0}, "note": "ignores keys"}],
         "forecast": [
             {
                 "name": name,
@@ -169,9 +167,7 @@ def test_missing_and_diverged_numbers_leave_no_nan(tmp_path: Path) -> None:
     figures = pytest.importorskip("structattn.reports.figures")
     results = made_up("forecast")
     bad = results["rows"][0]
-    bad.update(
-        score=float("nan"), score_std=None, scores=[float("nan")], seconds=None, peak_memory_bytes=None
-    )
+    bad.update(score=float("nan"), score_std=None, scores=[float("nan")], seconds=None, peak_memory_bytes=None)
     bad["metrics"] = {"mae": float("inf")}
     bad["details"] = {}
     bad["histories"] = [[{"step": 1, "validation_mse": float("nan")}]]

@@ -175,9 +175,7 @@ def test_blank_lines_at_the_end_and_a_byte_order_mark(tmp_path):
 
 
 def test_missing_file(tmp_path):
-    with pytest.raises(
-        DataError, match="expected a CSV file at .*nothing.csv, got no such file. Check the path"
-    ):
+    with pytest.raises(DataError, match="expected a CSV file at .*nothing.csv, got no such file. Check the path"):
         read_series(tmp_path / "nothing.csv", "t", "y")
 
 
@@ -233,9 +231,7 @@ def test_value_that_is_no_number(write, cell):
 
 @pytest.mark.parametrize("cell", ["", "NaN", "inf", "-Infinity", "NA", "1e999"])
 def test_missing_values(write, cell):
-    with pytest.raises(
-        DataError, match="got 2 empty, NaN or infinite cells, the first one in row 4 of the file"
-    ):
+    with pytest.raises(DataError, match="got 2 empty, NaN or infinite cells, the first one in row 4 of the file"):
         read_series(write(HOURS, [1, 2, cell, 4, cell, 6]), "t", "y")
 
 
@@ -249,9 +245,7 @@ def test_blank_line_inside_the_file_keeps_row_numbers(tmp_path):
 @pytest.mark.parametrize("cell", ["soon", "", "2020-13-01 00:00:00"])
 def test_unparsable_time(write, cell):
     times = [*HOURS[:3], cell, *HOURS[4:]]
-    with pytest.raises(
-        DataError, match=f"a time in every row of column 't', got '{cell}' in row 5 of the file"
-    ):
+    with pytest.raises(DataError, match=f"a time in every row of column 't', got '{cell}' in row 5 of the file"):
         read_series(write(times), "t", "y")
 
 
@@ -272,9 +266,7 @@ def test_decreasing_time(write):
 
 
 def test_gap(write):
-    message = (
-        "1 irregular steps; the usual step is 1 hour, .* 2020-01-01 02:00:00 to 2020-01-01 04:00:00 .row 5"
-    )
+    message = "1 irregular steps; the usual step is 1 hour, .* 2020-01-01 02:00:00 to 2020-01-01 04:00:00 .row 5"
     with pytest.raises(DataError, match=message):
         read_series(write([*HOURS[:3], *HOURS[4:]]), "t", "y")
 

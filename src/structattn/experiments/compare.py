@@ -227,9 +227,7 @@ def compare(
         "versions": versions(),
         "hardware": hardware(),
         "rows": rows,
-        "baselines": [
-            {**dataclasses.asdict(row), "details": extra.get(row.name, {})} for row in task.baselines()
-        ],
+        "baselines": [{**dataclasses.asdict(row), "details": extra.get(row.name, {})} for row in task.baselines()],
     }
     try:
         write_atomic(out / "results.json", json.dumps(results, indent=1))

@@ -44,6 +44,13 @@ def load_run(folder: Path) -> Run:
         task = entry.make(from_plain(entry.config, data["task_config"]))
         model = task.build_model(data["spec"])
         model.load_state_dict(load_file(weights), strict=True)
-    except (json.JSONDecodeError, KeyError, TypeError, ConfigError, RuntimeError, safetensors.SafetensorError) as error:
+    except (
+        json.JSONDecodeError,
+        KeyError,
+        TypeError,
+        ConfigError,
+        RuntimeError,
+        safetensors.SafetensorError,
+    ) as error:
         raise CheckpointError(f"the run in {folder} is damaged: {error}; train it again") from error
     return Run(task=task, spec=data["spec"], seed=data["seed"], model=model.eval())

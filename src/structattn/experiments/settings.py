@@ -92,7 +92,7 @@ def from_plain(kind: type[T], data: dict[str, Any]) -> T:
         raise ConfigError(
             f"{kind.__name__}: unknown field {sorted(unknown)[0]!r}: {nearest_name(sorted(unknown)[0], hints)}"
         )
-    values = {}
+    values: dict[str, Any] = {}
     for name, value in data.items():
         if dataclasses.is_dataclass(hints[name]) and isinstance(value, dict):
             values[name] = from_plain(typing.cast(type, hints[name]), value)

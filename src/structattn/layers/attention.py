@@ -90,7 +90,11 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        for name, value in (
+            ("embed_dim", embed_dim),
+            ("num_heads", num_heads),
+            ("num_kv_heads", num_kv_heads),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a positive int, got {value!r}")
         if embed_dim % num_heads:
@@ -174,9 +178,7 @@ class Attention(nn.Module):
         source = x if context is None else context
         for name, states in (("x", x), ("context", source)):
             if states.dim() != 3 or states.shape[-1] != self.embed_dim:
-                raise ShapeError(
-                    f"{name} must have shape (batch, length, {self.embed_dim}), got {tuple(states.shape)}"
-                )
+                raise ShapeError(f"{name} must have shape (batch, length, {self.embed_dim}), got {tuple(states.shape)}")
         q, k = self.scoring(x, source)
         num_queries, num_keys = x.shape[1], source.shape[1]
         v = self.value_proj(source).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
@@ -189,9 +191,7 @@ class Attention(nn.Module):
             v = v.repeat_interleave(k.shape[1] // v.shape[1], dim=1)
         if self.layout is not None:
             return q, k, v, None
-        scale = self.scoring.score_scale()
-        if isinstance(scale, Tensor):
-            return q * scale.to(q.dtype), k, v, 1.0
+        q, scale = self.scoring.scaled(q)
         return q, k, v, scale
 
     def forward(

@@ -50,9 +50,7 @@ class TransformerBlock(nn.Module):
         mlp_ratio, bias, dropout: see ``MLP``; dropout is also applied to the attention's output.
     """
 
-    def __init__(
-        self, attention: Attention, *, mlp_ratio: int = 4, bias: bool = False, dropout: float = 0.0
-    ) -> None:
+    def __init__(self, attention: Attention, *, mlp_ratio: int = 4, bias: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         width = attention.embed_dim
         self.attention_norm = nn.LayerNorm(width, bias=bias)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from structattn.errors import ConfigError
-from structattn.matrices import BlockTensorTrain, FactoredMatrix, LowRank as LowRankMatrix, MultiLevelLowRank
+from structattn.matrices import BlockTensorTrain, FactoredMatrix, MultiLevelLowRank
+from structattn.matrices import LowRank as LowRankMatrix
 
 ScoreScaling = Literal["variance", "mup"]
 
@@ -81,7 +82,7 @@ class ScoringModule(nn.Module):
             context: hidden states of the keys, (B, S, E).
 
         Returns:
-            q (B, H, T, D) and k (B, 1, G or H heads, S, D with the head axis second); 1 head means that all heads share k.
+            q (B, H, T, D) and k (B, 1 or G or H, S, D); 1 head means that all heads share k.
         """
 
     @abstractmethod
@@ -89,8 +90,8 @@ class ScoringModule(nn.Module):
         """The contraction order used for T queries and S keys: factored, formed_left or formed_right."""
 
     @abstractmethod
-    def score_scale(self) -> float | Tensor:
-        """The scale of the scores when no layout gives one: a number, or (D,) one per feature."""
+    def scaled(self, query: Tensor) -> tuple[Tensor, float]:
+        """The query and the scale to give to the op when no layout scales the scores; the query may be scaled here."""
 
     def projection_flops(self, num_queries: int, num_keys: int) -> int:
         """FLOPs of ``forward`` for one example, 2 per multiply-add, norms not counted."""
@@ -146,8 +147,8 @@ class _LowRankScoring(ScoringModule):
         fixed = self.shape.norm or self.shape.fixed_features
         return "factored" if fixed else self._free_order(num_queries, num_keys)
 
-    def score_scale(self) -> float:
-        return 1 / math.sqrt(self.feature_dim) if self.scaling == "variance" else 8 / self.feature_dim
+    def scaled(self, query: Tensor) -> tuple[Tensor, float]:
+        return query, 1 / math.sqrt(self.feature_dim) if self.scaling == "variance" else 8 / self.feature_dim
 
     def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         order = self.order(x.shape[1], context.shape[1])
@@ -173,8 +174,8 @@ class _BTTScoring(ScoringModule):
         fixed = self.shape.norm or self.shape.fixed_features
         return "formed_right" if fixed else self._free_order(num_queries, num_keys)
 
-    def score_scale(self) -> float:
-        return 1 / math.sqrt(self.feature_dim) if self.scaling == "variance" else 1 / self.feature_dim
+    def scaled(self, query: Tensor) -> tuple[Tensor, float]:
+        return query, 1 / math.sqrt(self.feature_dim) if self.scaling == "variance" else 1 / self.feature_dim
 
     def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         order = self.order(x.shape[1], context.shape[1])
@@ -197,10 +198,9 @@ class _MLRScoring(ScoringModule):
         self.q_norms = nn.ModuleList(nn.LayerNorm(size, bias=shape.bias) for size in sizes)
         self.k_norms = nn.ModuleList(nn.LayerNorm(size, bias=shape.bias) for size in sizes)
         share = 1 / len(matrix.ranks) if divide_by_levels else 1.0
-        per_level = [share * (size**-0.5 if scaling == "variance" else 8 / size) for size in matrix.feature_sizes]
-        per_feature = [c for c, size in zip(per_level, matrix.feature_sizes, strict=True) for _ in range(size)]
-        self.register_buffer("level_scale", torch.tensor(per_feature), persistent=False)
-        self.level_scale: Tensor
+        self.level_scales = [
+            share * (size**-0.5 if scaling == "variance" else 8 / size) for size in matrix.feature_sizes
+        ]
 
     @property
     def feature_dim(self) -> int:
@@ -210,8 +210,9 @@ class _MLRScoring(ScoringModule):
         # Each level has a scale of its own, which the formed orders could not tell apart: the features are the definition.
         return "factored"
 
-    def score_scale(self) -> Tensor:
-        return self.level_scale
+    def scaled(self, query: Tensor) -> tuple[Tensor, float]:
+        parts = query.split(self.matrix.feature_sizes, dim=-1)
+        return torch.cat([part * c for part, c in zip(parts, self.level_scales, strict=True)], dim=-1), 1.0
 
     def _norm(self, features: Tensor, norms: nn.ModuleList) -> Tensor:
         if not norms:
@@ -224,7 +225,13 @@ class _MLRScoring(ScoringModule):
         return query, self._norm(self._right_heads(context), self.k_norms)
 
 
-def _batch(shape: HeadShape) -> dict[str, tuple[int, ...]]:
+class _HeadBatch(TypedDict):
+    batch_shape: tuple[int, int]
+    right_batch_shape: tuple[int, int]
+
+
+def _batch(shape: HeadShape) -> _HeadBatch:
+    """One matrix per query head, grouped; one right factor per key head."""
     groups = shape.num_kv_heads
     return {"batch_shape": (groups, shape.num_heads // groups), "right_batch_shape": (groups, 1)}
 
@@ -295,9 +302,7 @@ class BTT:
 
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with one block tensor train per query head, right factors shared by key head."""
-        matrix = BlockTensorTrain(
-            shape.embed_dim, shape.embed_dim, self.rank, rms_cap=self.rms_cap, **_batch(shape)
-        )
+        matrix = BlockTensorTrain(shape.embed_dim, shape.embed_dim, self.rank, rms_cap=self.rms_cap, **_batch(shape))
         return _BTTScoring(matrix, shape, self.scaling)
 
 
@@ -333,7 +338,5 @@ class MLR:
 
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with one multi-level low-rank matrix per query head, right factors shared by key head."""
-        matrix = MultiLevelLowRank(
-            shape.embed_dim, shape.embed_dim, self.ranks, rms_cap=self.rms_cap, **_batch(shape)
-        )
+        matrix = MultiLevelLowRank(shape.embed_dim, shape.embed_dim, self.ranks, rms_cap=self.rms_cap, **_batch(shape))
         return _MLRScoring(matrix, shape, self.scaling, self.divide_by_levels)

@@ -124,7 +124,12 @@ class StructuredMatrix(nn.Module, ABC):
             rows = tokens.reshape(1, -1, size)
         else:
             full = tokens.reshape(*lead, num_tokens, size).expand(*outer, *batch_shape, num_tokens, size)
-            order = [*range(num_outer, num_outer + depth), *range(num_outer), num_outer + depth, num_outer + depth + 1]
+            order = [
+                *range(num_outer, num_outer + depth),
+                *range(num_outer),
+                num_outer + depth,
+                num_outer + depth + 1,
+            ]
             rows = full.permute(order).reshape(math.prod(batch_shape), -1, size)
         out = apply(rows)
         out = out.reshape(*batch_shape, *outer, num_tokens, out.shape[-1])
@@ -196,9 +201,7 @@ class StructuredMatrix(nn.Module, ABC):
         """
         for name, vectors, size in (("x", x, self.num_rows), ("y", y, self.num_cols)):
             if vectors.dim() < 2 or vectors.shape[-1] != size:
-                raise ShapeError(
-                    f"bilinear: {name} must have shape (..., tokens, {size}), got {tuple(vectors.shape)}"
-                )
+                raise ShapeError(f"bilinear: {name} must have shape (..., tokens, {size}), got {tuple(vectors.shape)}")
         if self.contraction(x.shape[-2], y.shape[-2]).order == "formed_left":
             return self.rmatmul(x) @ y.transpose(-2, -1)
         return x @ self.matmul(y).transpose(-2, -1)
@@ -318,9 +321,7 @@ class FactoredMatrix(StructuredMatrix):
         shared = [d for d in range(depth) if self.right_batch_shape[d] != self.batch_shape[d]]
         kept = [d for d in range(depth) if d not in shared]
         rows, size = x.shape[-2:]
-        folded = x.permute(*kept, *shared, depth, depth + 1).reshape(
-            math.prod(self.right_batch_shape), -1, size
-        )
+        folded = x.permute(*kept, *shared, depth, depth + 1).reshape(math.prod(self.right_batch_shape), -1, size)
         out = apply(folded)  # type: ignore[operator]
         dims = [self.batch_shape[d] for d in (*kept, *shared)]
         out = out.reshape(*dims, rows, out.shape[-1])
@@ -335,12 +336,7 @@ class FactoredMatrix(StructuredMatrix):
         """x^T M y for every pair of vectors, in the cheapest order; see ``StructuredMatrix.bilinear``."""
         # Vectors that differ between matrices with one right factor have no features of that factor's batch.
         fits = all(a in (1, b) for a, b in zip(y.shape[-3::-1], self.right_batch_shape[::-1], strict=False))
-        if (
-            fits
-            and x.dim() >= 2
-            and y.dim() >= 2
-            and self.contraction(x.shape[-2], y.shape[-2]).order == "factored"
-        ):
+        if fits and x.dim() >= 2 and y.dim() >= 2 and self.contraction(x.shape[-2], y.shape[-2]).order == "factored":
             return self.left_features(x) @ self.right_features(y).transpose(-2, -1)
         return super().bilinear(x, y)
 

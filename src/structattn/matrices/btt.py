@@ -63,7 +63,10 @@ class BlockTensorTrain(FactoredMatrix):
         # Larger factor first on both sides: then b c = E for a square matrix, so no feature is lost.
         self.row_dims = factor_pair(num_rows)[::-1] if row_dims is None else tuple(row_dims)
         self.col_dims = factor_pair(num_cols)[::-1] if col_dims is None else tuple(col_dims)
-        for name, dims, size in (("row_dims", self.row_dims, num_rows), ("col_dims", self.col_dims, num_cols)):
+        for name, dims, size in (
+            ("row_dims", self.row_dims, num_rows),
+            ("col_dims", self.col_dims, num_cols),
+        ):
             check_dims(f"BlockTensorTrain {name}", *dims)
             if len(dims) != 2 or dims[0] * dims[1] != size:
                 raise ConfigError(f"{name} must be two numbers with product {size}, got {dims}")

@@ -129,7 +129,8 @@ def _require(condition: bool, message: str) -> None:
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         _require(
-            x.dim() == 4, f"{name} must be 4-dimensional (batch, heads, length, dim), got shape {tuple(x.shape)}"
+            x.dim() == 4,
+            f"{name} must be 4-dimensional (batch, heads, length, dim), got shape {tuple(x.shape)}",
         )
         _require(x.is_floating_point(), f"{name} must be floating point, got {x.dtype}")
         _require(min(x.shape) >= 1, f"{name} has an empty dimension: shape {tuple(x.shape)}")
@@ -180,14 +181,10 @@ def _check_sequences(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, left_paddi
             f"left_padding needs one count per batch row: expected {batch}, got {left_padding.shape[0]}",
         )
         low, high = int(left_padding.min()), int(left_padding.max())
-        _require(
-            low >= 0 and high <= num_keys, f"left_padding must lie in [0, {num_keys}], got {low} to {high}"
-        )
+        _require(low >= 0 and high <= num_keys, f"left_padding must lie in [0, {num_keys}], got {low} to {high}")
 
 
-def _check_options(
-    q: Tensor, k: Tensor, window: int | None, attn_bias: Tensor | None, dropout_p: float
-) -> None:
+def _check_options(q: Tensor, k: Tensor, window: int | None, attn_bias: Tensor | None, dropout_p: float) -> None:
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ConfigError(f"window must be None or an int of at least 1, got {window!r}")
     if not 0.0 <= dropout_p < 1.0:
@@ -200,9 +197,7 @@ def _check_options(
                 "as zeros with -inf where a pair is hidden"
             )
         shape = tuple(attn_bias.shape)
-        fits = len(shape) <= 4 and all(
-            a in (1, b) for a, b in zip(reversed(shape), reversed(target), strict=False)
-        )
+        fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(target), strict=False))
         _require(fits, f"attn_bias of shape {shape} does not broadcast to (B, H, T, S) = {target}")
 
 

@@ -61,7 +61,12 @@ def visible(
 
 
 def scores(
-    q: Tensor, k: Tensor, layout: LevelLayout, scale: float | None, query_positions: Tensor, key_positions: Tensor
+    q: Tensor,
+    k: Tensor,
+    layout: LevelLayout,
+    scale: float | None,
+    query_positions: Tensor,
+    key_positions: Tensor,
 ) -> Tensor:
     """The scaled scores (B, H, T, S), level by level as in ``LevelLayout``; q and k have equal numbers of heads."""
     i, j = query_positions[:, None, :, None], key_positions[:, None, None, :]

@@ -79,9 +79,7 @@ def _overlap(a: Box, b: Box) -> float:
     return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
 
 
-def place_labels(
-    centres: Sequence[tuple[float, float]], widths: Sequence[float], frame: Box
-) -> list[tuple[int, int]]:
+def place_labels(centres: Sequence[tuple[float, float]], widths: Sequence[float], frame: Box) -> list[tuple[int, int]]:
     """Finds the nearest free place for the name of every point.
 
     Args:

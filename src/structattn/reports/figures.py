@@ -237,12 +237,8 @@ def _rank(results: Results) -> _Drawing | None:
                     textcoords="offset points", fontsize=8, color=GREY)  # fmt: skip
     ax.set_xlabel(f"rank of the score matrix (axis ends at {top:g})")
     ax.set_ylabel(str(results["metric"]))
-    _point_labels(
-        figure, ax, [(x, y, str(row["spec"]), row_style(results, row)["color"]) for row, x, y in known]
-    )
-    caption = (
-        f"Error against the rank of the score matrix M ({seed_words(results)}); other differences remain."
-    )
+    _point_labels(figure, ax, [(x, y, str(row["spec"]), row_style(results, row)["color"]) for row, x, y in known])
+    caption = f"Error against the rank of the score matrix M ({seed_words(results)}); other differences remain."
     return figure, caption, f"Scatter plot of error against rank{lowest(results)}."
 
 
@@ -311,9 +307,7 @@ def _by_position(results: Results, key: str, xlabel: str) -> MplFigure | None:
     ax.set_xlabel(xlabel)
     ax.set_ylabel(str(results["metric"]))
     low, high = ax.get_ylim()
-    ends = [
-        (float(len(v)), min(max(v[-1], low), high), name, str(style["color"])) for name, v, style in lines
-    ]
+    ends = [(float(len(v)), min(max(v[-1], low), high), name, str(style["color"])) for name, v, style in lines]
     _end_labels(ax, ends, height - 0.6)
     return figure
 

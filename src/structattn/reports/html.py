@@ -76,8 +76,7 @@ def write_report(results: Results, figures: Iterable[Figure], path: Path) -> Pat
     body = [
         f"<h1>{_text(title)}</h1>",
         f'<p class="question">{_text(results["question"])}</p>',
-        f'<p class="dim">preset {_text(results["preset"])} · {_text(results["created"])} · '
-        f"{_seeds(results)}</p>",
+        f'<p class="dim">preset {_text(results["preset"])} · {_text(results["created"])} · {_seeds(results)}</p>',
         f'<div class="verdict"><b>Verdict</b>{_text(verdict(results))}</div>',
         f"<h2>Results</h2>{_table(results)}",
         f'<p class="dim">Score: {_text(results["metric"])}, {_text(results["metric_label"])}; '
@@ -89,9 +88,7 @@ def write_report(results: Results, figures: Iterable[Figure], path: Path) -> Pat
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{_CSS}</style></head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
+        f"<title>{_text(title)}</title><style>{_CSS}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
     )
     return write_whole(Path(path), page.encode("utf-8", "replace"))
 
@@ -125,12 +122,9 @@ def _table(results: Results) -> str:
 
     names = header(results)
     head = "".join(f'<th scope="col">{_text(name)}</th>' for name in names)
-    rows = "".join(
-        line(row_cells(results, r), score_of(r), "best" if r is best else "") for r in results["rows"]
-    )
+    rows = "".join(line(row_cells(results, r), score_of(r), "best" if r is best else "") for r in results["rows"])
     base = "".join(
-        line(baseline_cells(results, b), baseline_score(results, b), note=str(b.get("note") or ""))
-        for b in baselines
+        line(baseline_cells(results, b), baseline_score(results, b), note=str(b.get("note") or "")) for b in baselines
     )
     if base:
         label = f'<tr><th scope="rowgroup" colspan="{len(names)}">Baselines without attention</th></tr>'
@@ -167,19 +161,13 @@ def inline_svg(svg: str, prefix: str, alt: str) -> str:
 def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
     """Nested settings as dotted names and values."""
     if isinstance(value, Mapping) and value:
-        return [
-            pair
-            for key, child in value.items()
-            for pair in _flat(child, f"{name}.{key}" if name else str(key))
-        ]
+        return [pair for key, child in value.items() for pair in _flat(child, f"{name}.{key}" if name else str(key))]
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     return [(name, text)]
 
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
-    rows = "".join(
-        f'<tr><th scope="row">{_text(name)}</th><td>{_text(value)}</td></tr>' for name, value in pairs
-    )
+    rows = "".join(f'<tr><th scope="row">{_text(name)}</th><td>{_text(value)}</td></tr>' for name, value in pairs)
     return f'<div class="wide"><table class="plain"><tbody>{rows}</tbody></table></div>'
 
 
@@ -212,7 +200,5 @@ def _notes(results: Results) -> str:
         "Baselines are computed without attention on the same data; their costs were not measured.",
     ]
     return (
-        '<h2>What is measured</h2><ul class="notes">'
-        + "".join(f"<li>{_text(note)}</li>" for note in notes)
-        + "</ul>"
+        '<h2>What is measured</h2><ul class="notes">' + "".join(f"<li>{_text(note)}</li>" for note in notes) + "</ul>"
     )

@@ -74,9 +74,7 @@ def format_table(results: Results) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
 
     def render(line: list[str]) -> str:
-        cells = [
-            c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-        ]
+        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
         return (cells[0] + " " + "  ".join(cells[1:])).rstrip()
 
     rule = "─" * (sum(widths) + 2 * (len(widths) - 2) + 1)
@@ -113,9 +111,7 @@ def verdict(results: Results) -> str:
     best_score = score_of(ranked[0])
     assert best_score is not None
     if _KNOWS_NOTHING in str(results["metric_label"]) and best_score > 0.95:
-        sentences.append(
-            "No attention got clearly below 1, where nothing is known: none of them learned the task."
-        )
+        sentences.append("No attention got clearly below 1, where nothing is known: none of them learned the task.")
     sentences.extend(_baseline_sentence(results, best_score))
     return " ".join(sentences)
 
@@ -168,9 +164,7 @@ def _against(best: Row, other: Row) -> str:
 def _baseline_sentence(results: Results, best_score: float) -> list[str]:
     """A sentence when a baseline beats all attention rows, or when all baselines were beaten."""
     scored = [
-        (s, str(b["name"]))
-        for b in results.get("baselines") or []
-        if (s := baseline_score(results, b)) is not None
+        (s, str(b["name"])) for b in results.get("baselines") or [] if (s := baseline_score(results, b)) is not None
     ]
     if not scored:
         return []
@@ -178,10 +172,7 @@ def _baseline_sentence(results: Results, best_score: float) -> list[str]:
     if low < best_score:
         more = sum(1 for s, _ in scored if s < best_score) - 1
         also = f" ({more} more baseline{'s' if more > 1 else ''} too)" if more else ""
-        return [
-            f"Attention loses here: the baseline {name} reaches {fmt_score(low)}, "
-            f"below every attention row{also}."
-        ]
+        return [f"Attention loses here: the baseline {name} reaches {fmt_score(low)}, below every attention row{also}."]
     if low == best_score:
         return [f"The baseline {name} ties with the best attention."]
     return [f"The best baseline, {name}, reaches {fmt_score(low)}."]

@@ -116,9 +116,7 @@ def _fit_ridge(data: WindowedSeries) -> tuple[Tensor, float]:
     size = data.look_back + 1
     gram = X.new_zeros(size, size)
     moment = X.new_zeros(size, data.horizon)
-    for x, y in zip(
-        torch.split(X, _CHUNK), torch.split(Y, _CHUNK), strict=True
-    ):  # the views would be large as copies
+    for x, y in zip(torch.split(X, _CHUNK), torch.split(Y, _CHUNK), strict=True):  # the views would be large as copies
         features = _features(x)
         gram += features.T @ features
         moment += features.T @ (y - x[:, -1:])

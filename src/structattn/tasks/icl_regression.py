@@ -131,7 +131,8 @@ class ICLRegressionTask(Task):
         device = next(model.parameters()).device
         with torch.no_grad():
             predicted = model(examples["xs"].to(device), examples["ys"].to(device)).cpu()
-        return (predicted - examples["ys"]).square().mean(dim=0) / self.config.dim
+        errors: Tensor = (predicted - examples["ys"]).square().mean(dim=0) / self.config.dim
+        return errors
 
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
         """``last_point_error`` and ``mean_error`` over d, on fresh prompts at full dimension."""

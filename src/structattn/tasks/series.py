@@ -131,9 +131,7 @@ class WindowedSeries:
         """
         for name, value in (("look_back", look_back), ("horizon", horizon)):
             if value < 1:
-                raise ConfigError(
-                    f"expected {name} of at least 1, got {value}. Give a positive number of steps."
-                )
+                raise ConfigError(f"expected {name} of at least 1, got {value}. Give a positive number of steps.")
         n = len(series.values)
         self.series = series
         self.look_back = look_back
@@ -163,9 +161,7 @@ class WindowedSeries:
             ConfigError: no such split.
         """
         if split not in _SPLITS:
-            raise ConfigError(
-                f"expected a split, got {split!r}. Use one of them: {nearest_name(split, _SPLITS)}"
-            )
+            raise ConfigError(f"expected a split, got {split!r}. Use one of them: {nearest_name(split, _SPLITS)}")
         edges = (self.look_back, *self.bounds)
         i = _SPLITS.index(split)
         first = edges[0] if i == 0 else edges[i]
@@ -240,8 +236,7 @@ def _read_bytes(path: Path | None) -> bytes:
         raise DataError(f"expected a CSV file at {path}, got no such file. Check the path.") from None
     except OSError as error:
         raise DataError(
-            f"expected a readable CSV file at {path}, got: {error}. Check that it is a file and its "
-            "permissions."
+            f"expected a readable CSV file at {path}, got: {error}. Check that it is a file and its permissions."
         ) from error
 
 
@@ -280,9 +275,7 @@ def _read_table(content: bytes, source: str) -> Any:
         )
     filled = np.flatnonzero((frame != "").any(axis=1).to_numpy())
     if len(filled) == 0:
-        raise DataError(
-            f"{source}: expected data rows, got only a header row. Check how the file was written."
-        )
+        raise DataError(f"{source}: expected data rows, got only a header row. Check how the file was written.")
     return frame.iloc[: filled[-1] + 1]
 
 

@@ -123,9 +123,9 @@ class MatrixCase(ABC):
         """Wrong vectors are named."""
         m = self.make(*self.shapes[0], batch_shape=(2,))
         for call in (m.matmul, m.rmatmul):
+            message = ""
             try:
                 call(torch.randn(3, 999))
             except ShapeError as error:
-                assert "999" in str(error)
-            else:
-                raise AssertionError("a vector of the wrong size was accepted")
+                message = str(error)
+            assert "999" in message

@@ -57,7 +57,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_synced(temporary, data)
-        os.replace(temporary, path)
+        temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
@@ -102,7 +102,7 @@ def save_checkpoint(
         _sync_folder(temporary)
         if final.exists():
             shutil.rmtree(final)
-        os.replace(temporary, final)
+        temporary.replace(final)
         _sync_folder(root)
         for old in sorted(root.glob(f"{_PREFIX}*"))[:-keep]:
             shutil.rmtree(old, ignore_errors=True)

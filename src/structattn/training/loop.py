@@ -112,7 +112,10 @@ class _Run:
         torch.manual_seed(seed)
         model = task.build_model(spec)
         optimizer = torch.optim.AdamW(
-            parameter_groups(model, config.weight_decay), lr=config.learning_rate, betas=config.betas, foreach=True
+            parameter_groups(model, config.weight_decay),
+            lr=config.learning_rate,
+            betas=config.betas,
+            foreach=True,
         )
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.model: nn.Module = self.accelerator.unwrap_model(self.wrapped)
@@ -263,7 +266,11 @@ def _loop(run: _Run, show_progress: bool) -> None:
     memory.start()
     before, started = progress.seconds, time.perf_counter()
     bar = tqdm(
-        total=config.steps, initial=progress.step, desc=run.spec, unit="step", disable=not (show_progress and main)
+        total=config.steps,
+        initial=progress.step,
+        desc=run.spec,
+        unit="step",
+        disable=not (show_progress and main),
     )
     run.model.train()
     try:

@@ -1,0 +1,161 @@
+"""The command line as a user meets it: results, resume, and one clear line for every mistake."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from structattn.cli import main
+from structattn.errors import ConfigError
+from structattn.experiments.recipes import TASKS, recipe_for
+from structattn.experiments.settings import apply_overrides, from_plain, to_plain
+
+SMALL = {
+    "nearest-neighbor": ["task.dim=8", "task.num_points=4", "task.num_heads=2", "task.eval_examples=64"],
+    "forecast": ["task.look_back=48", "task.horizon=12", "task.embed_dim=8", "task.num_heads=1", "task.num_layers=1"],
+    "icl-regression": ["task.dim=4", "task.embed_dim=8", "task.num_heads=2", "task.num_layers=1"],
+}
+
+
+def small(task: str, *more: str) -> list[str]:
+    changes = [
+        *SMALL[task],
+        "training.steps=6",
+        "training.batch_size=8",
+        "training.warmup_steps=0",
+        "training.eval_every=3",
+    ]
+    return [part for change in [*changes, *more] for part in ("--set", change)]
+
+
+@pytest.mark.parametrize(
+    ("task", "specs"),
+    [
+        ("nearest-neighbor", ["standard", "bilinear-mlr:2|1|1"]),
+        ("forecast", ["standard", "mlr:4|2|2"]),
+        ("icl-regression", ["standard:1", "bilinear-btt:1"]),
+    ],
+)
+def test_compare_writes_everything(task: str, specs: list[str], tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out"
+    assert main(["compare", task, "--attention", *specs, "--seeds", "2", "--out", str(out), *small(task)]) == 0
+    printed = capsys.readouterr().out
+    assert str(out / "report.html") in printed
+    results = json.loads((out / "results.json").read_text())
+    assert {"task", "metric", "config", "versions", "rows"} <= set(results)
+    assert [row["spec"] for row in results["rows"]] == specs
+    for row in results["rows"]:
+        assert len(row["scores"]) == 2
+        assert row["scores"][0] != row["scores"][1]
+        assert row["score"] == pytest.approx(sum(row["scores"]) / 2)
+        assert row["score_std"] > 0
+        assert row["num_params"] > 0
+        assert row["flops_per_example"] > 0
+        assert row["seconds"] > 0
+        assert row["peak_memory_bytes"] > 2**20
+    assert (out / "report.html").read_text().startswith("<!")
+    assert len(list((out / "figures").glob("*.png"))) == len(list((out / "figures").glob("*.svg"))) >= 2
+    assert main(["compare", task, "--attention", *specs, "--seeds", "2", "--out", str(out), *small(task)]) == 2
+    assert "--resume" in capsys.readouterr().err
+    again = ["compare", task, "--attention", *specs, "--seeds", "2", "--resume", "--out", str(out), *small(task)]
+    assert main(again) == 0
+    repeated = json.loads((out / "results.json").read_text())
+    assert [row["scores"] for row in repeated["rows"]] == [row["scores"] for row in results["rows"]]
+
+
+def test_learning_rates_are_chosen_on_validation(tmp_path: Path) -> None:
+    rates = ["--set", "learning_rates=0.0001,0.01"]
+    main(
+        [
+            "compare",
+            "nearest-neighbor",
+            "--attention",
+            "standard",
+            "--out",
+            str(tmp_path),
+            *small("nearest-neighbor"),
+            *rates,
+        ]
+    )
+    row = json.loads((tmp_path / "results.json").read_text())["rows"][0]
+    assert row["learning_rate"] in (0.0001, 0.01)
+    assert len(list((tmp_path / "runs").glob("*/seed-0-*"))) == 2
+
+
+def test_train_then_evaluate(tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    task = "nearest-neighbor"
+    assert main(["train", task, "--attention", "bilinear-btt:1", "--out", str(run), *small(task)]) == 0
+    trained = [line for line in capsys.readouterr().out.splitlines() if line.startswith("test")]
+    assert main(["evaluate", str(run)]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("test")] == trained
+    weights = run / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
+    assert main(["evaluate", str(run)]) == 2
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
+    data = tmp_path / "my.csv"
+    rows = [f"2024-01-{1 + i // 24:02d} {i % 24:02d}:00,{(i * 37) % 24}" for i in range(24 * 30)]
+    data.write_text("when,y\n" + "\n".join(rows) + "\n")
+    arguments = ["compare", "forecast", "--attention", "standard", "--data", str(data), "--time", "when"]
+    assert main([*arguments, "--target", "y", "--out", str(tmp_path / "a"), *small("forecast")]) == 0
+    assert main([*arguments, "--target", "z", "--out", str(tmp_path / "b"), *small("forecast")]) == 2
+    assert "'y'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "nearest-neighbour"], "did you mean 'nearest-neighbor'"),
+        (["compare", "forecast", "--preset", "demmo"], "did you mean 'demo'"),
+        (["compare", "forecast", "--attention", "mrl:4|4"], "did you mean 'mlr'"),
+        (["compare", "forecast", "--attention", "mlr:4|4|4"], "ranks of the layout must sum"),
+        (["compare", "forecast", "--attention", "standard", "standard"], "once"),
+        (["compare", "forecast", "--set", "training.stps=4"], "did you mean 'steps'"),
+        (["compare", "forecast", "--set", "training.steps=four"], "expected int, got 'four'"),
+        (["compare", "forecast", "--set", "training"], "section.field=value"),
+        (["compare", "forecast", "--set", "task.embed_dim=33"], "num_heads must divide"),
+        (["compare", "nearest-neighbor", "--data", "x.csv"], "belong to forecast"),
+        (["compare", "forecast", "--data", "missing.csv"], "missing.csv"),
+        (["evaluate", "nowhere"], "no finished run"),
+        (["compare", "forecast", "--seeds", "0"], "seeds must be at least 1"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(arguments, message: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_unwritable_folder_is_named(tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    for command in (["compare", "nearest-neighbor"], ["train", "nearest-neighbor"]):
+        assert main([*command, "--out", str(tmp_path / "file" / "out")]) == 2
+        assert "cannot write to the output folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "word"), [("info", "backends"), ("specs", "global-window"), ("presets", "demo")])
+def test_listings(command: str, word: str, capsys) -> None:
+    assert main([command]) == 0
+    assert word in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_settings_survive_plain_data(task: str) -> None:
+    for name in TASKS[task].presets:
+        config = recipe_for(task, name).task
+        assert from_plain(type(config), json.loads(json.dumps(to_plain(config)))) == config
+
+
+def test_settings_from_text() -> None:
+    recipe = recipe_for("forecast", "demo")
+    changed = apply_overrides(recipe, ("training.patience=none", "task.data.target=HUFL", "learning_rates=0.1,0.2"))
+    assert changed.training.patience is None
+    assert changed.task.data.target == "HUFL"
+    assert changed.learning_rates == (0.1, 0.2)
+    with pytest.raises(ConfigError, match="is a section"):
+        apply_overrides(recipe, ("task.data=3",))

@@ -53,7 +53,7 @@ class Tiny(Task):
 
     def evaluate(self, model, split):
         assert not model.training
-        return {"mse": float(self.loss(model, self.batch(10**6, 0, 64), 0))}
+        return {"mse": self.loss(model, self.batch(10**6, 0, 64), 0).item()}
 
     def baselines(self):
         return []

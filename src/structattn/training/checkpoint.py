@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -59,7 +60,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         _write_synced(temporary, data)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import nn
 
 from structattn.errors import CheckpointError, ConfigError
@@ -40,10 +41,17 @@ def load_run(folder: Path) -> Run:
         )
     try:
         data = json.loads(record.read_text())
+        content = weights.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != data["model_sha256"]:
+            raise CheckpointError(
+                f"{weights} was changed since it was written: expected sha256 {data['model_sha256'][:12]}, got {digest[:12]}; "
+                "the run is damaged, train it again"
+            )
         entry = task_entry(data["task"])
         task = entry.make(from_plain(entry.config, data["task_config"]))
         model = task.build_model(data["spec"])
-        model.load_state_dict(load_file(weights), strict=True)
+        model.load_state_dict(load(content), strict=True)
     except (
         json.JSONDecodeError,
         KeyError,

@@ -36,43 +36,48 @@ def _convert(text: str, kind: Any, name: str) -> Any:
         raise ConfigError(f"{name}: expected {kind.__name__}, got {text!r}") from error
 
 
-def replace_field(config: T, path: list[str], text: str, name: str) -> T:
-    """A copy of a nested dataclass with one field set from text.
+Change = tuple[
+    list[str], str, str
+]  # names of the fields from the outside in, the new value as text, what the user wrote
 
-    Args:
-        config: a frozen dataclass.
-        path: names of the fields from the outside in.
-        text: the new value.
-        name: what the user wrote, for messages.
 
-    Raises:
-        ConfigError: no such field (nearest named), a section in place of a field, or a value of the wrong type.
-    """
+def _changed(config: T, changes: list[Change]) -> T:
+    """A copy with all changes made at once, so that two settings that only fit together can be changed together."""
     hints = typing.get_type_hints(type(config))
-    head, *rest = path
-    if head not in hints:
-        raise ConfigError(f"unknown setting {name!r}: {nearest_name(head, hints)}")
-    current = getattr(config, head)
-    if dataclasses.is_dataclass(current) and not isinstance(current, type):
-        if not rest:
-            fields = ", ".join(f.name for f in dataclasses.fields(current))
-            raise ConfigError(f"{name!r} is a section; set one of its fields: {fields}")
-        value: Any = replace_field(current, rest, text, name)
-    elif rest:
-        raise ConfigError(f"unknown setting {name!r}: {head!r} has no fields")
-    else:
-        value = _convert(text, hints[head], name)
-    return dataclasses.replace(config, **{head: value})  # type: ignore[type-var]
+    values: dict[str, Any] = {}
+    inner: dict[str, list[Change]] = {}
+    for (head, *rest), text, name in changes:
+        if head not in hints:
+            raise ConfigError(f"unknown setting {name!r}: {nearest_name(head, hints)}")
+        current = getattr(config, head)
+        if dataclasses.is_dataclass(current):
+            if not rest:
+                fields = ", ".join(field.name for field in dataclasses.fields(current))
+                raise ConfigError(f"{name!r} is a section; set one of its fields: {fields}")
+            inner.setdefault(head, []).append((rest, text, name))
+        elif rest:
+            raise ConfigError(f"unknown setting {name!r}: {head!r} has no fields")
+        else:
+            values[head] = _convert(text, hints[head], name)
+    for head, deeper in inner.items():
+        values[head] = _changed(getattr(config, head), deeper)
+    return dataclasses.replace(config, **values)  # type: ignore[type-var]
 
 
 def apply_overrides(config: T, overrides: tuple[str, ...]) -> T:
-    """A copy of ``config`` with every ``section.field=value`` applied in order; raises ``ConfigError`` as above."""
+    """A copy of a nested frozen dataclass with every ``section.field=value`` applied; a later one wins.
+
+    Raises:
+        ConfigError: no such field (nearest named), a section in place of a field, a value of the wrong type, or values
+            that do not fit together.
+    """
+    changes: list[Change] = []
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals:
             raise ConfigError(f"a setting is written section.field=value, got {override!r}")
-        config = replace_field(config, name.strip().split("."), text.strip(), name.strip())
-    return config
+        changes.append((name.strip().split("."), text.strip(), name.strip()))
+    return _changed(config, changes)
 
 
 def to_plain(config: Any) -> dict[str, Any]:

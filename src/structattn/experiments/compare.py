@@ -226,6 +226,7 @@ def compare(
         "config": json.loads(json.dumps(to_plain(recipe))),
         "versions": versions(),
         "hardware": hardware(),
+        "axis_labels": task.axis_labels(),
         "rows": rows,
         "baselines": [{**dataclasses.asdict(row), "details": extra.get(row.name, {})} for row in task.baselines()],
     }

@@ -118,8 +118,8 @@ TASKS: dict[str, TaskEntry] = {
         NearestNeighborTask,
         NearestNeighborConfig,
         {
-            "default": Preset(_nearest(2), "d = 64, 16 points, two seeds"),
-            "demo": Preset(_nearest(1), "the same with one seed"),
+            "default": Preset(_nearest(1), "d = 64, 16 points, five variants, one seed"),
+            "demo": Preset(_nearest(1), "the same"),
             "ranks": Preset(
                 _nearest(
                     3,

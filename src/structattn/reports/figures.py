@@ -242,7 +242,13 @@ def _rank(results: Results) -> _Drawing | None:
     return figure, caption, f"Scatter plot of error against rank{lowest(results)}."
 
 
+def _axis_labels(results: Results) -> dict[str, str]:
+    """What a value and a step of the series are, in words: the task says, or they stay nameless."""
+    return {"value": "value", "step": "steps"} | dict(results.get("axis_labels", {}))
+
+
 def _examples(results: Results) -> _Drawing | None:
+    labels_of = _axis_labels(results)
     ranked, standard = ranked_rows(results), standard_row(results)
     shown = [row for row in ranked[:1] if (row.get("details") or {}).get("examples")]
     if standard is not None and standard not in shown and (standard.get("details") or {}).get("examples"):
@@ -266,14 +272,14 @@ def _examples(results: Results) -> _Drawing | None:
         ax.axvline(0, color=GREY, lw=0.8)
         ax.margins(x=0.01)
         ax.set_title(f"forecast from {example.get('start', '?')}", fontsize=8.5, loc="left", color="#444444")
-        ax.set_ylabel("°C")
+        ax.set_ylabel(labels_of["value"])
         ax.xaxis.set_major_locator(MultipleLocator(24))
-    axes[-1].set_xlabel("hours from the start of the forecast")
+    axes[-1].set_xlabel(f"{labels_of['step']} from the start of the forecast")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
     names = " and ".join(str(row["spec"]) for row in shown)
-    caption = f"{count} forecasts by {names}, after at most 168 hours of history: examples, not evidence."
-    return figure, caption, f"Temperature, truth and forecasts of {names} in {count} panels."
+    caption = f"{count} forecasts by {names}, after at most 168 {labels_of['step']} of history: examples, not evidence."
+    return figure, caption, f"History, truth and forecasts of {names} in {count} panels."
 
 
 def _by_position(results: Results, key: str, xlabel: str) -> MplFigure | None:
@@ -313,7 +319,7 @@ def _by_position(results: Results, key: str, xlabel: str) -> MplFigure | None:
 
 
 def _by_lead(results: Results) -> _Drawing | None:
-    figure = _by_position(results, "error_by_lead", "hours ahead")
+    figure = _by_position(results, "error_by_lead", f"{_axis_labels(results)['step']} ahead")
     caption = "Error against how far ahead the forecast looks; baselines in grey."
     return None if figure is None else (figure, caption, f"Error by forecast lead{lowest(results)}.")
 

@@ -23,7 +23,7 @@ _CSS = """
 --box:#18293a;
 --edge:#56b4e9;--bar:#2d6a94;--mark:#1f2c1d;--base:#1d2126}}
 *{box-sizing:border-box}
-body{margin:0 auto;max-width:62rem;padding:1.5rem 1rem 3rem;background:var(--bg);color:var(--fg);
+body{margin:0 auto;max-width:74rem;padding:1.5rem 1rem 3rem;background:var(--bg);color:var(--fg);
 font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;overflow-wrap:break-word}
 h1{font-size:1.6rem;line-height:1.25;margin:.2rem 0 .4rem}h2{font-size:1.15rem;margin:2.2rem 0 .6rem}
 .question{font-size:1.08rem;margin:.2rem 0 1rem}.dim,figcaption,.notes{color:var(--dim);font-size:.88rem}

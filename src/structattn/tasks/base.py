@@ -63,6 +63,10 @@ class Task(ABC):
         """What the task's own figures need from a trained model (lists and numbers only); empty by default."""
         return {}
 
+    def axis_labels(self) -> dict[str, str]:
+        """What a ``value`` and a ``step`` of the data are, in words for figures; empty by default."""
+        return {}
+
     def baseline_details(self) -> dict[str, dict[str, Any]]:
         """The same for baselines, by name; empty by default."""
         return {}

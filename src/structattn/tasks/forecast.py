@@ -149,6 +149,13 @@ class ForecastTask(Task):
         """Last value, seasonal and ridge regression."""
         return [row.baseline for row in self.baseline_forecasts]
 
+    def axis_labels(self) -> dict[str, str]:
+        """The packaged series is in degrees Celsius and hours; of another one only the column is known."""
+        packaged = self.config.data.path is None
+        target = self.config.data.target
+        value = "oil temperature (°C)" if packaged and target == "OT" else target
+        return {"value": value, "step": "hours" if packaged else "steps"}
+
     def baseline_details(self) -> dict[str, dict[str, Any]]:
         """``error_by_lead`` by the name of the baseline."""
         return {row.baseline.name: {"error_by_lead": row.error_by_lead} for row in self.baseline_forecasts}

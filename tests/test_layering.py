@@ -11,6 +11,7 @@ FLOORS = {
     "errors": 1,
     "layout": 2,
     "matrices": 2,
+    "mup": 2,
     "ops": 3,
     "layers.scoring": 4,
     "spec": 5,

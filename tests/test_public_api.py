@@ -13,17 +13,29 @@ def test_public_names() -> None:
         "AttentionSpec",
         "GlobalWindowLayout",
         "LevelLayout",
+        "StructuredLinear",
         "__version__",
         "errors",
         "matrices",
         "ops",
         "parse_spec",
+        "replace_linears",
         "scoring",
         "structured_attention",
     }
     assert all(hasattr(sa, name) for name in sa.__all__)
-    assert {"LowRank", "BTT", "MLR"} <= set(dir(sa.scoring))
-    assert {"Dense", "LowRank", "BlockTensorTrain", "MultiLevelLowRank"} <= set(sa.matrices.__all__)
+    assert {"LowRank", "BTT", "MLR", "Matrix"} <= set(dir(sa.scoring))
+    assert set(sa.matrices.__all__) >= {
+        "BlockTensorTrain",
+        "Butterfly",
+        "Dense",
+        "Kaleidoscope",
+        "Kronecker",
+        "LowRank",
+        "MLBTC",
+        "Monarch",
+        "MultiLevelLowRank",
+    }
 
 
 def test_signatures() -> None:

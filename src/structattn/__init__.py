@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from structattn import errors, matrices, ops
 from structattn.layers import scoring
 from structattn.layers.attention import Attention
+from structattn.layers.linear import StructuredLinear, replace_linears
 from structattn.layout import GlobalWindowLayout, LevelLayout
 from structattn.ops import structured_attention
 from structattn.spec import AttentionSpec, parse_spec
@@ -23,11 +24,13 @@ __all__ = [
     "AttentionSpec",
     "GlobalWindowLayout",
     "LevelLayout",
+    "StructuredLinear",
     "__version__",
     "errors",
     "matrices",
     "ops",
     "parse_spec",
+    "replace_linears",
     "scoring",
     "structured_attention",
 ]

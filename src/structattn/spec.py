@@ -1,6 +1,6 @@
 """The one-line text form of an attention variant: scoring + layout, to and from objects.
 
-    standard   standard:1   bilinear-btt:2   bilinear-mlr:16|8|4|4   mlr:32|16|8|8   mlr:32|32@512|64
+    standard   standard:1   bilinear-btt:2   bilinear-mlr:16|8|4|4   bilinear-monarch   mlr:32|16|8|8   mlr:32|32@512|64
     window:512   global-window:32|32@512   bilinear-btt:1+mlr:32|16|8|8+window:256
 
 Options follow after commas: ``mlr:32|16|8|8,scaling=paper``, ``bilinear-btt:1,rms_cap=true``.
@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from structattn.errors import ConfigError, nearest_name
-from structattn.layers.scoring import BTT, MLR, LowRank
+from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
 from structattn.layout import SCALINGS, GlobalWindowLayout, LevelLayout, Scaling
+from structattn.matrices import FAMILIES, Structure
 
-Form = LowRank | BTT | MLR
+Form = LowRank | BTT | MLR | Matrix
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,13 @@ FORMS: dict[str, SpecForm] = {
         "bilinear-mlr:16|8|4|4",
         "score x^T M x' with M multi-level low rank, level 1 first",
     ),
+    **{
+        f"bilinear-{name}": SpecForm(
+            f"bilinear-{family.syntax}", f"bilinear-{family.example}", f"score x^T M x' with M {family.meaning}"
+        )
+        for name, family in FAMILIES.items()
+        if name not in ("btt", "mlr")
+    },
     "mlr": SpecForm(
         "mlr:R|R|...[@B|B|...]",
         "mlr:32|16|8|8",
@@ -154,6 +162,16 @@ def _bilinear_mlr(args: str, options: dict[str, str], term: str) -> dict[str, An
     return {"scoring": MLR(ranks=_ints(args, term), **known)}
 
 
+def _bilinear(family: str) -> Callable[[str, dict[str, str], str], dict[str, Any]]:
+    """The reader of ``bilinear-FAMILY``, for the families that have no scoring of their own."""
+
+    def read(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
+        known = _scoring_options(options, term, ("scaling", "rms_cap"))
+        return {"scoring": Matrix(matrix=Structure.parse(f"{family}:{args}" if args else family), **known)}
+
+    return read
+
+
 def _mlr(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
     ranks, at, blocks = args.partition("@")
     scaling = _layout_scaling(options, term)
@@ -185,6 +203,7 @@ _PARSERS: dict[str, Callable[[str, dict[str, str], str], dict[str, Any]]] = {
     "standard": _standard,
     "bilinear-btt": _bilinear_btt,
     "bilinear-mlr": _bilinear_mlr,
+    **{f"bilinear-{name}": _bilinear(name) for name in FAMILIES if name not in ("btt", "mlr")},
     "mlr": _mlr,
     "window": _window,
     "global-window": _global_window,
@@ -233,7 +252,7 @@ def _options(value: Form) -> str:
     texts = []
     for item in dataclasses.fields(value):
         current = getattr(value, item.name)
-        positional = item.name in ("rank", "ranks") and not isinstance(value, LowRank)
+        positional = item.name in ("rank", "ranks", "matrix") and not isinstance(value, LowRank)
         if positional or current == item.default:
             continue
         texts.append(f",{item.name}={str(current).lower() if isinstance(current, bool) else current}")
@@ -256,6 +275,12 @@ def format_spec(spec: AttentionSpec) -> str:
             terms.append(f"bilinear-btt:{btt.rank}{_options(btt)}")
         case MLR() as mlr:
             terms.append(f"bilinear-mlr:{_bars(mlr.ranks)}{_options(mlr)}")
+        case Matrix(matrix=Structure() as structure) as other:
+            terms.append(f"bilinear-{structure}{_options(other)}")
+        case Matrix():
+            raise ConfigError(
+                "a score with a matrix of one's own has no text form: give a Structure, or keep the object"
+            )
     match spec.layout:
         case GlobalWindowLayout() as both:
             terms.append(f"global-window:{_bars(both.ranks)}@{both.window}")

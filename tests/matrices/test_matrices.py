@@ -1,5 +1,6 @@
 """Every structured matrix against a loop-written dense form, by the inherited test case."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,7 +8,18 @@ import torch
 from torch import Tensor
 
 from structattn.errors import ConfigError
-from structattn.matrices import BlockTensorTrain, Dense, LowRank, MultiLevelLowRank
+from structattn.matrices import (
+    MLBTC,
+    BlockTensorTrain,
+    BlockTerm,
+    Butterfly,
+    Dense,
+    Kaleidoscope,
+    Kronecker,
+    LowRank,
+    Monarch,
+    MultiLevelLowRank,
+)
 from structattn.matrices.btt import factor_pair
 from structattn.testing.matrix_case import MatrixCase
 
@@ -25,6 +37,9 @@ class TestDense(MatrixCase):
     def dense(self, m):
         return m.weight
 
+    def expected_params(self, m):
+        return m.num_rows * m.num_cols
+
 
 class TestLowRank(MatrixCase):
     def make(self, num_rows, num_cols, **options):
@@ -37,6 +52,9 @@ class TestLowRank(MatrixCase):
             return sum(torch.outer(left[i, :, r], right[i, :, r]) for r in range(m.rank))
 
         return over_batch(m, one)
+
+    def expected_params(self, m):
+        return 3 * (m.num_rows + m.num_cols)
 
 
 class TestBlockTensorTrain(MatrixCase):
@@ -61,9 +79,231 @@ class TestBlockTensorTrain(MatrixCase):
 
         return over_batch(m, one)
 
+    def expected_params(self, m):
+        (_, b), (c, _) = m.row_dims, m.col_dims
+        return m.rank * (m.num_rows * c + m.num_cols * b)
+
 
 class TestBlockTensorTrainOfRank2(TestBlockTensorTrain):
     rank = 2
+
+
+class TestMonarch(MatrixCase):
+    """Blocks of both factors placed in full matrices, the permutations as matrices of ones."""
+
+    shapes = ((12, 8), (8, 12), (16, 16), (18, 10), (7, 4))
+
+    def make(self, num_rows, num_cols, **options):
+        blocks = (3, 2) if (num_rows, num_cols) == (18, 10) else None
+        return Monarch(num_rows, num_cols, num_blocks=blocks, **options)
+
+    def dense(self, m):
+        b, c = m.num_blocks
+        left = m.left.reshape(-1, b, m.num_rows // b, c)
+        right = m.right.reshape(-1, c, m.num_cols // c, b)
+        exchange = torch.zeros(b * c, c * b, dtype=left.dtype)
+        back = torch.zeros(m.num_rows, m.num_rows, dtype=left.dtype)
+        for i in range(b):
+            for j in range(c):
+                exchange[i * c + j, j * b + i] = 1
+            for j in range(m.num_rows // b):
+                back[j * b + i, i * (m.num_rows // b) + j] = 1
+
+        def one(i):
+            return back @ torch.block_diag(*left[i]) @ exchange @ torch.block_diag(*(r.T for r in right[i]))
+
+        return over_batch(m, one)
+
+    def expected_params(self, m):
+        b, c = m.num_blocks
+        return m.num_rows * c + m.num_cols * b
+
+
+class TestKronecker(MatrixCase):
+    shapes = ((12, 8), (8, 12), (16, 16), (6, 35), (7, 4), (5, 7))
+    dims = None
+
+    def make(self, num_rows, num_cols, **options):
+        if self.dims is not None:
+            options |= self.dims
+        return Kronecker(num_rows, num_cols, **options)
+
+    def dense(self, m):
+        (a, b), (c, d) = m.row_dims, m.col_dims
+        outer, inner = m.outer.reshape(-1, a, c), m.inner.reshape(-1, b, d)
+
+        def one(i):
+            out = torch.zeros(a * b, c * d, dtype=outer.dtype)
+            for i_a in range(a):
+                for i_c in range(c):
+                    out[i_a * b : (i_a + 1) * b, i_c * d : (i_c + 1) * d] = outer[i, i_a, i_c] * inner[i]
+            return out
+
+        return over_batch(m, one)
+
+    def expected_params(self, m):
+        (a, b), (c, d) = m.row_dims, m.col_dims
+        return a * c + b * d
+
+
+class TestKroneckerWithTheOuterFactorFirst(TestKronecker):
+    shapes = ((12, 18),)
+    dims: Any = {"row_dims": (2, 6), "col_dims": (9, 2)}  # noqa: RUF012
+
+    def test_which_factor_acts_first(self):
+        m = self.make(12, 18)
+        assert not m.inner_first
+        assert m.flops == 2 * (2 * 9 * 2 + 2 * 2 * 6)
+        assert Kronecker(12, 18, row_dims=(6, 2), col_dims=(2, 9)).inner_first
+
+
+class TestButterfly(MatrixCase):
+    """Every stage written out as a full matrix, entry by entry."""
+
+    shapes = ((16, 16), (12, 8), (8, 12), (10, 21), (5, 5), (1, 6))
+    rank = 1
+
+    def make(self, num_rows, num_cols, **options):
+        return Butterfly(num_rows, num_cols, self.rank, **options)
+
+    def dense(self, m):
+        k, s = m.num_stages, m.rank
+
+        def stage(t, weight):
+            outer, inner, height, width = weight.shape
+            ch_out, ch_in = (1 if t == 0 else s), (1 if t == k - 1 else s)
+            rows, cols = height // ch_out, width // ch_in
+            out = torch.zeros(outer * rows * inner * ch_out, outer * cols * inner * ch_in, dtype=weight.dtype)
+            for o in range(outer):
+                for i in range(inner):
+                    for h in range(height):
+                        for w in range(width):
+                            row = ((o * rows + h // ch_out) * inner + i) * ch_out + h % ch_out
+                            col = ((o * cols + w // ch_in) * inner + i) * ch_in + w % ch_in
+                            out[row, col] = weight[o, i, h, w]
+            return out
+
+        def one(i):
+            out = torch.eye(m.num_cols, dtype=torch.float64)
+            for t in reversed(range(k)):
+                out = stage(t, m.stages[t].reshape(-1, *m.stages[t].shape[-4:])[i].to(out.dtype)) @ out
+            return out
+
+        return over_batch(m, one)
+
+    def expected_params(self, m):
+        if m.num_rows == m.num_cols == 16:
+            inside = {1: 2 * 16 * 4, 2: 16 * 2 * (2 + 4 + 4 + 2)}
+            return inside[m.rank]
+        return sum(math.prod(stage.shape) for stage in m.stages)
+
+
+class TestButterflyOfRank2(TestButterfly):
+    rank = 2
+
+
+class TestButterflyOfGivenRadices(TestButterfly):
+    shapes = ((24, 30),)
+    rank = 3
+
+    def make(self, num_rows, num_cols, **options):
+        return Butterfly(num_rows, num_cols, self.rank, row_radices=(4, 1, 6), col_radices=(2, 5, 3), **options)
+
+
+class TestKaleidoscope(MatrixCase):
+    shapes = ((8, 8), (12, 8), (6, 10))
+    width = 1
+
+    def make(self, num_rows, num_cols, **options):
+        return Kaleidoscope(num_rows, num_cols, self.width, **options)
+
+    def dense(self, m):
+        case = TestButterfly()
+        out = None
+        for index, butterfly in enumerate(m.butterflies):
+            factor = case.dense(butterfly)
+            factor = factor if index % 2 == 0 else factor.transpose(-2, -1)
+            out = factor if out is None else out @ factor
+        return out
+
+    def expected_params(self, m):
+        if (m.num_rows, m.num_cols) == (8, 8):
+            return m.width * 2 * (2 * 8 * 3)
+        return sum(butterfly.num_params for butterfly in m.butterflies)
+
+
+class TestWideKaleidoscope(TestKaleidoscope):
+    width = 2
+
+
+def mixed_terms(num_rows, num_cols):
+    """Different blocks, inner dimensions and permutations, with free indices on both sides."""
+    generator = torch.Generator().manual_seed(3)
+    rows = tuple(torch.randperm(num_rows, generator=generator).tolist())
+    inner = tuple(torch.randperm(8, generator=generator).tolist())
+    return (
+        BlockTerm(left_blocks=1, right_blocks=1, inner_dim=2),
+        BlockTerm(left_blocks=2, right_blocks=4, inner_dim=8, left_permutation="stride", right_permutation="stride"),
+        BlockTerm(left_blocks=4, right_blocks=2, inner_dim=8, left_permutation=rows, right_permutation=inner),
+        BlockTerm(left_blocks=2, right_blocks=2, inner_dim=4, right_permutation="stride"),
+        BlockTerm(left_blocks=4, right_blocks=1, inner_dim=4, left_permutation="stride"),
+    )
+
+
+class TestMLBTC(MatrixCase):
+    """All permutations as matrices of ones, all factors as full matrices."""
+
+    shapes = ((12, 8), (8, 12), (16, 16))
+
+    def terms(self, num_rows, num_cols):
+        return mixed_terms(num_rows, num_cols)
+
+    def make(self, num_rows, num_cols, **options):
+        m = MLBTC(num_rows, num_cols, self.terms(num_rows, num_cols), **options)
+        with torch.no_grad():
+            m.alpha.normal_()
+        return m
+
+    def permutation(self, kind, n, blocks, groups):
+        out = torch.zeros(n, n, dtype=torch.float64)
+        for i in range(n):
+            if kind == "identity":
+                source = i
+            elif kind == "stride" and groups is None:  # rows: (i_a, i_b) is (i_b, i_a) of the blocks
+                source = i % blocks * (n // blocks) + i // blocks
+            elif kind == "stride":  # features: (k', k, s) is (k, k', s) of the right blocks
+                s = n // (blocks * groups)
+                source = (i // s % groups) * blocks * s + i // (s * groups) * s + i % s
+            else:
+                source = kind[i]
+            out[i, source] = 1
+        return out
+
+    def dense(self, m):
+        def one(i):
+            out = torch.zeros(m.num_rows, m.num_cols, dtype=torch.float64)
+            for level, term in enumerate(m.terms):
+                b, c = term.left_blocks, term.right_blocks
+                left = m.left[level].reshape(-1, *m.left[level].shape[-3:])[i]
+                right = m.right[level].reshape(-1, *m.right[level].shape[-3:])[i]
+                outer = self.permutation(term.left_permutation, m.num_rows, b, None)
+                inner = self.permutation(term.right_permutation, term.inner_dim, b, c)
+                product = outer @ torch.block_diag(*left) @ inner @ torch.block_diag(*(r.T for r in right))
+                out = out + m.alpha.reshape(-1, len(m.terms))[i, level] * product
+            return out
+
+        return over_batch(m, one)
+
+    def expected_params(self, m):
+        inner = [t.inner_dim * (m.num_rows // t.left_blocks + m.num_cols // t.right_blocks) for t in m.terms]
+        return sum(inner) + len(inner)
+
+
+class TestMLBTCOfOneTerm(TestMLBTC):
+    """One term with free permutations: the rank is below the size."""
+
+    def terms(self, num_rows, num_cols):
+        return mixed_terms(num_rows, num_cols)[2:3]
 
 
 class TestMultiLevelLowRank(MatrixCase):
@@ -88,6 +328,9 @@ class TestMultiLevelLowRank(MatrixCase):
 
         return over_batch(m, one)
 
+    def expected_params(self, m):
+        return (m.num_rows + m.num_cols) * sum(self.ranks)
+
 
 class TestDeepMultiLevelLowRank(TestMultiLevelLowRank):
     """Ranks above the block sides: the rank bound is not their sum."""
@@ -96,30 +339,14 @@ class TestDeepMultiLevelLowRank(TestMultiLevelLowRank):
     ranks = (1, 1, 3)
 
 
-@pytest.mark.parametrize("kind", [LowRank, BlockTensorTrain])
-def test_shared_right_factors_are_grouped_heads(kind: Any) -> None:
-    """Matrices of one group use one right factor: the dense forms equal those with the factor repeated."""
-    torch.manual_seed(1)
-    grouped = kind(12, 8, 2, batch_shape=(2, 3), right_batch_shape=(2, 1)).double()
-    full = kind(12, 8, 2, batch_shape=(2, 3)).double()
-    with torch.no_grad():
-        full.left.copy_(grouped.left)
-        full.right.copy_(grouped.right.expand_as(full.right))
-    torch.testing.assert_close(grouped.to_dense(), full.to_dense())
-    for lead in ((), (5, 1, 1), (5, 2, 3), (2, 1)):
-        x = torch.randn(*lead, 4, 12, dtype=torch.float64)
-        y = torch.randn(*lead, 6, 8, dtype=torch.float64)
-        torch.testing.assert_close(grouped.matmul(y), full.matmul(y))
-        torch.testing.assert_close(grouped.rmatmul(x), full.rmatmul(x))
-        torch.testing.assert_close(grouped.bilinear(x, y), full.bilinear(x, y))
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: LowRank(16, 16, 4, batch_shape=(2,), rms_cap=True),
         lambda: BlockTensorTrain(16, 16, 2, batch_shape=(2,), rms_cap=True),
         lambda: MultiLevelLowRank(16, 16, (2, 1), batch_shape=(2,), rms_cap=True),
+        lambda: Kronecker(16, 16, batch_shape=(2,), rms_cap=True),
+        lambda: Butterfly(16, 16, batch_shape=(2,), rms_cap=True),
     ],
 )
 def test_rms_cap_limits_large_factors_only(make: Any) -> None:

@@ -55,9 +55,9 @@ class Attention(nn.Module):
         embed_dim: E.
         num_heads: H; divides E.
         num_kv_heads: G, key and value heads; divides H. Default: H.
-        scoring: ``scoring.LowRank``, ``BTT`` or ``MLR``. Default: ``LowRank()``, standard attention.
+        scoring: ``scoring.LowRank``, ``BTT``, ``MLR`` or ``Matrix``. Default: ``LowRank()``, standard attention.
         layout: ``LevelLayout`` or ``GlobalWindowLayout`` whose ranks sum to the feature dimension of the scoring (E / H,
-            E for BTT, sum r_l p_l for MLR). Its scaling replaces the scoring's. Default ``None``: plain.
+            E for BTT and Matrix, sum r_l p_l for MLR). Its scaling replaces the scoring's. Default ``None``: plain.
         window: sliding window in positions, with any layout of levels. Default ``None``.
         is_causal: default ``True``.
         qk_norm: layer norm of queries and keys (per level for MLR). Default ``True``.
@@ -254,12 +254,11 @@ class Attention(nn.Module):
             full = visible_pairs(num_keys, num_keys, None, self.is_causal)
             per_head = round(self.layout.score_flops(num_keys, self.is_causal) * pairs / full)
         softmaxes = 1 if isinstance(self.layout, LevelLayout | None) else 2
-        order = self.scoring.order(num_queries, num_keys)
-        key_heads = {"factored": groups, "formed_left": 1}.get(order, heads)
+        key_heads = self.scoring.num_key_heads(num_queries, num_keys)
         keys = dim * num_keys if self.layout is None else self.layout.key_cache_size(num_keys)
         value_projection = 2 * num_keys * width * groups * self.head_dim
         return AttentionCost(
-            contraction=order,
+            contraction=self.scoring.order(num_queries, num_keys),
             score_dim=dim,
             projection_flops=self.scoring.projection_flops(num_queries, num_keys),
             score_flops=heads * per_head,

@@ -1,6 +1,6 @@
 """Scoring: the structure of M in the score x^T M x', that is, how hidden states become queries and keys.
 
-``LowRank``, ``BTT`` and ``MLR`` are values: they say which structure. ``build`` makes the module with the weights.
+``LowRank``, ``BTT``, ``MLR`` and ``Matrix`` are values: they say which structure. ``build`` makes the module with the weights.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from structattn.errors import ConfigError
-from structattn.matrices import BlockTensorTrain, FactoredMatrix, MultiLevelLowRank
+from structattn.matrices import BlockTensorTrain, FactoredMatrix, MultiLevelLowRank, Structure, StructuredMatrix
 from structattn.matrices import LowRank as LowRankMatrix
+from structattn.matrices.base import Order
 
 ScoreScaling = Literal["variance", "mup"]
 
@@ -42,7 +43,7 @@ class HeadShape:
 
 
 class Scoring(Protocol):
-    """A value that says how queries and keys are made; ``LowRank``, ``BTT`` and ``MLR`` are the ones there are."""
+    """A value that says how queries and keys are made; ``LowRank``, ``BTT``, ``MLR`` and ``Matrix`` are the ones there are."""
 
     def feature_dim(self, embed_dim: int, num_heads: int) -> int:
         """The dimension D of queries and keys, which the ranks of a layout must sum to."""
@@ -57,13 +58,13 @@ class ScoringModule(nn.Module):
     """Queries and keys from hidden states, for all heads at once.
 
     Attributes:
-        matrix: M for all heads, a ``FactoredMatrix`` of batch shape (G, H // G) with right factors of (G, 1).
+        matrix: M for all heads, of batch shape (G, H // G); right factors of (G, 1) where key heads share them.
         shape: the layer it belongs to.
     """
 
-    matrix: FactoredMatrix
+    matrix: StructuredMatrix
 
-    def __init__(self, matrix: FactoredMatrix, shape: HeadShape) -> None:
+    def __init__(self, matrix: StructuredMatrix, shape: HeadShape) -> None:
         super().__init__()
         self.matrix = matrix
         self.shape = shape
@@ -86,7 +87,7 @@ class ScoringModule(nn.Module):
         """
 
     @abstractmethod
-    def order(self, num_queries: int, num_keys: int) -> str:
+    def order(self, num_queries: int, num_keys: int) -> Order:
         """The contraction order used for T queries and S keys: factored, formed_left or formed_right."""
 
     @abstractmethod
@@ -95,34 +96,40 @@ class ScoringModule(nn.Module):
 
     def projection_flops(self, num_queries: int, num_keys: int) -> int:
         """FLOPs of ``forward`` for one example, 2 per multiply-add, norms not counted."""
-        matrix, heads = self.matrix, self.shape.num_heads
+        return self.matrix.projection_flops(self.order(num_queries, num_keys), num_queries, num_keys)
+
+    def num_key_heads(self, num_queries: int, num_keys: int) -> int:
+        """How many different keys a token has: 1 if all heads share them, else one per right factor or per query head."""
         match self.order(num_queries, num_keys):
-            case "factored":
-                left = num_queries * heads * matrix.left_flops
-                return left + num_keys * self.shape.num_kv_heads * matrix.right_flops
             case "formed_left":
-                return num_queries * heads * matrix.flops
-            case _:
-                right = num_keys * self.shape.num_kv_heads * matrix.right_flops
-                return right + num_keys * heads * matrix.left_flops
+                return 1
+            case "factored":
+                return math.prod(self._factored.right_batch_shape)
+            case "formed_right":
+                return self.shape.num_heads
 
     def score_dim(self, num_queries: int, num_keys: int) -> int:
         """The dimension of the queries and keys that ``forward`` returns for these lengths."""
-        return self.matrix.inner_dim if self.order(num_queries, num_keys) == "factored" else self.shape.embed_dim
+        return self.matrix.pair_dim(self.order(num_queries, num_keys))
+
+    @property
+    def _factored(self) -> FactoredMatrix:
+        assert isinstance(self.matrix, FactoredMatrix)  # only then there is a factored order
+        return self.matrix
 
     def _left_heads(self, x: Tensor) -> Tensor:
         """w = L^T x for all query heads: (B, T, E) to (B, H, T, F)."""
-        return self.matrix.left_features(x[:, None, None]).flatten(1, 2)
+        return self._factored.left_features(x[:, None, None]).flatten(1, 2)
 
     def _right_heads(self, y: Tensor) -> Tensor:
         """u = R^T y for all key heads: (B, S, E) to (B, G, S, F)."""
-        return self.matrix.right_features(y[:, None, None]).flatten(1, 2)
+        return self._factored.right_features(y[:, None, None]).flatten(1, 2)
 
-    def _free_order(self, num_queries: int, num_keys: int) -> str:
+    def _free_order(self, num_queries: int, num_keys: int) -> Order:
         """The cheapest order by counting where every order gives the same scores, else the structure's own."""
         return self.matrix.contraction(num_queries, num_keys).order
 
-    def _formed(self, x: Tensor, context: Tensor, order: str) -> tuple[Tensor, Tensor]:
+    def _formed(self, x: Tensor, context: Tensor, order: Order) -> tuple[Tensor, Tensor]:
         """Queries and keys of dimension E: M^T x against the hidden state, or x against M x'."""
         if order == "formed_left":
             return self.matrix.rmatmul(x[:, None, None]).flatten(1, 2), context[:, None]
@@ -132,6 +139,8 @@ class ScoringModule(nn.Module):
 
 class _LowRankScoring(ScoringModule):
     """Standard attention: q = norm(W_Q x), k = norm(W_K x')."""
+
+    matrix: LowRankMatrix
 
     def __init__(self, matrix: LowRankMatrix, shape: HeadShape, scaling: ScoreScaling) -> None:
         super().__init__(matrix, shape)
@@ -143,7 +152,7 @@ class _LowRankScoring(ScoringModule):
     def feature_dim(self) -> int:
         return self.matrix.inner_dim
 
-    def order(self, num_queries: int, num_keys: int) -> str:
+    def order(self, num_queries: int, num_keys: int) -> Order:
         fixed = self.shape.norm or self.shape.fixed_features
         return "factored" if fixed else self._free_order(num_queries, num_keys)
 
@@ -157,10 +166,10 @@ class _LowRankScoring(ScoringModule):
         return self.q_norm(self._left_heads(x)), self.k_norm(self._right_heads(context))
 
 
-class _BTTScoring(ScoringModule):
-    """Bilinear BTT: q = norm(x), k_h = norm(M_h x'), both of dimension E. Without norms and levels the order is free."""
+class _BilinearScoring(ScoringModule):
+    """Any M: q = norm(x), k_h = norm(M_h x'), both of dimension E. Without norms and levels the order is free."""
 
-    def __init__(self, matrix: BlockTensorTrain, shape: HeadShape, scaling: ScoreScaling) -> None:
+    def __init__(self, matrix: StructuredMatrix, shape: HeadShape, scaling: ScoreScaling) -> None:
         super().__init__(matrix, shape)
         self.scaling = scaling
         self.q_norm = nn.LayerNorm(shape.embed_dim, bias=shape.bias) if shape.norm else nn.Identity()
@@ -170,7 +179,7 @@ class _BTTScoring(ScoringModule):
     def feature_dim(self) -> int:
         return self.shape.embed_dim
 
-    def order(self, num_queries: int, num_keys: int) -> str:
+    def order(self, num_queries: int, num_keys: int) -> Order:
         fixed = self.shape.norm or self.shape.fixed_features
         return "formed_right" if fixed else self._free_order(num_queries, num_keys)
 
@@ -206,7 +215,7 @@ class _MLRScoring(ScoringModule):
     def feature_dim(self) -> int:
         return self.matrix.inner_dim
 
-    def order(self, num_queries: int, num_keys: int) -> str:
+    def order(self, num_queries: int, num_keys: int) -> Order:
         # Each level has a scale of its own, which the formed orders could not tell apart: the features are the definition.
         return "factored"
 
@@ -303,7 +312,7 @@ class BTT:
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with one block tensor train per query head, right factors shared by key head."""
         matrix = BlockTensorTrain(shape.embed_dim, shape.embed_dim, self.rank, rms_cap=self.rms_cap, **_batch(shape))
-        return _BTTScoring(matrix, shape, self.scaling)
+        return _BilinearScoring(matrix, shape, self.scaling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,3 +349,72 @@ class MLR:
         """The module with one multi-level low-rank matrix per query head, right factors shared by key head."""
         matrix = MultiLevelLowRank(shape.embed_dim, shape.embed_dim, self.ranks, rms_cap=self.rms_cap, **_batch(shape))
         return _MLRScoring(matrix, shape, self.scaling, self.divide_by_levels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """Any structured matrix as a score: score_h = <norm(x), norm(M_h x')> / sqrt(E), as ``BTT`` is for one family.
+
+    Without ``qk_norm``, layout and rotary embedding the score is x^T M_h x' / sqrt(E) exactly, and the order of contraction is
+    the one with the fewest FLOPs at the lengths given (``Attention.cost`` says which).
+
+    Args:
+        matrix: what M is. A ``Structure``, or its text (``"monarch"``, ``"mlbtc:1x1x16|16x16x256s"``): every head gets fresh
+            weights. Or a square ``StructuredMatrix`` of size E: without batch dimensions every head starts as a copy of it,
+            with batch_shape (num_heads,) head h as a copy of matrix h (then key heads share no factors).
+        scaling: ``"variance"`` 1/sqrt(E) or ``"mup"`` 1/E, used when no layout gives the scaling.
+        rms_cap: see ``FactoredMatrix``; of a StructuredMatrix it is that matrix's own.
+
+    Raises:
+        ConfigError: the text is no structure, or (when built) the sizes or batch dimensions do not fit.
+
+    Source: Kuang et al. 2025, section 3, where every member of the family is a candidate for M.
+    """
+
+    matrix: Structure | StructuredMatrix | str
+    scaling: ScoreScaling = "variance"
+    rms_cap: bool = False
+
+    def __post_init__(self) -> None:
+        _check_scaling(self.scaling)
+        if not isinstance(self.matrix, StructuredMatrix):
+            object.__setattr__(self, "matrix", Structure.of(self.matrix))
+
+    def feature_dim(self, embed_dim: int, num_heads: int) -> int:
+        """E."""
+        return embed_dim
+
+    def build(self, shape: HeadShape) -> ScoringModule:
+        """The module with one matrix per query head; right factors shared by key head where the structure has any."""
+        if isinstance(self.matrix, StructuredMatrix):
+            return _BilinearScoring(_copies(self.matrix, shape), shape, self.scaling)
+        structure = Structure.of(self.matrix)
+        matrix = structure.build(shape.embed_dim, shape.embed_dim, rms_cap=self.rms_cap, **_batch(shape))
+        matrix.reset_parameters(
+            matrix.product_fan_ins
+        )  # the score is a product M x' with x, whatever the family is for
+        return _BilinearScoring(matrix, shape, self.scaling)
+
+
+def _copies(matrix: StructuredMatrix, shape: HeadShape) -> StructuredMatrix:
+    """The given matrix, one copy per head."""
+    size, heads, groups = shape.embed_dim, shape.num_heads, shape.num_kv_heads
+    if (matrix.num_rows, matrix.num_cols) != (size, size) or matrix.batch_shape not in ((), (heads,)):
+        raise ConfigError(
+            f"the matrix of a score must be {size} x {size} with batch_shape () or ({heads},), got {matrix.num_rows} x "
+            f"{matrix.num_cols} with batch_shape {matrix.batch_shape}"
+        )
+    batch = (groups, heads // groups)
+    if isinstance(matrix, FactoredMatrix):
+        right = (groups, 1) if not matrix.batch_shape else batch
+        copies: StructuredMatrix = matrix.rebatched(batch, right)
+    else:
+        copies = matrix.rebatched(batch)
+    depth = len(matrix.batch_shape)
+    with torch.no_grad():
+        for name, value in copies.named_parameters():
+            given: Tensor = matrix.get_parameter(name)
+            if depth:  # right factors that the given heads share are one matrix wide
+                given = given.expand(heads, *given.shape[1:]).reshape(*batch, *given.shape[1:])
+            value.copy_(given.expand_as(value))
+    return copies

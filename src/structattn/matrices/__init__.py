@@ -1,16 +1,28 @@
 """Structured matrices as differentiable modules with batch dimensions for heads."""
 
 from structattn.matrices.base import Contraction, FactoredMatrix, StructuredMatrix
-from structattn.matrices.btt import BlockTensorTrain
-from structattn.matrices.elementary import Dense, LowRank
+from structattn.matrices.btt import BlockTensorTrain, Monarch
+from structattn.matrices.butterfly import Butterfly, Kaleidoscope
+from structattn.matrices.elementary import Dense, Kronecker, LowRank
+from structattn.matrices.mlbtc import MLBTC
 from structattn.matrices.mlr import MultiLevelLowRank
+from structattn.matrices.structure import FAMILIES, Structure
+from structattn.matrices.terms import BlockTerm
 
 __all__ = [
+    "FAMILIES",
+    "MLBTC",
     "BlockTensorTrain",
+    "BlockTerm",
+    "Butterfly",
     "Contraction",
     "Dense",
     "FactoredMatrix",
+    "Kaleidoscope",
+    "Kronecker",
     "LowRank",
+    "Monarch",
     "MultiLevelLowRank",
+    "Structure",
     "StructuredMatrix",
 ]

@@ -3,20 +3,25 @@
 A structure supplies the products of ONE vector family with its matrix and its transpose, on inputs in a canonical shape;
 everything else (batches, heads, dense form, bilinear form, choice of contraction) is here.
 
-Axes: P matrices (all heads), R rows of input vectors, M x N the shape of one matrix, F inner dimension of the factors.
+Axes: P matrices (all heads), R vectors, M x N the shape of one matrix, F inner dimension of the factors. The canonical
+shape holds vectors as columns, (P, size, R); ``columns.py`` says why.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from structattn.errors import ConfigError, ShapeError
+from structattn.matrices.columns import to_columns, to_rows
+
+Order = Literal["factored", "formed_left", "formed_right"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +35,9 @@ class Contraction:
         alternatives: cost of every order that the structure has.
     """
 
-    order: Literal["factored", "formed_left", "formed_right"]
+    order: Order
     flops: int
-    alternatives: dict[str, int]
+    alternatives: Mapping[Order, int]
 
 
 def check_dims(name: str, *sizes: int) -> None:
@@ -45,7 +50,7 @@ def check_dims(name: str, *sizes: int) -> None:
 class StructuredMatrix(nn.Module, ABC):
     """A differentiable matrix M of shape (num_rows, num_cols), or a batch of them, that is never stored densely.
 
-    A structure implements ``_matmul``, ``_rmatmul``, ``matmul_flops``, ``rank_bound`` and ``reset_parameters``.
+    A structure implements ``_matmul``, ``_rmatmul``, ``flops``, ``rank_bound`` and ``product_fan_ins``.
 
     Args:
         num_rows: rows of one matrix.
@@ -63,17 +68,51 @@ class StructuredMatrix(nn.Module, ABC):
         self.num_cols = num_cols
         self.batch_shape = tuple(batch_shape)
 
+    @property
     @abstractmethod
-    def reset_parameters(self) -> None:
-        """Draws every factor from a normal of standard deviation 1/sqrt(fan-in of one block)."""
+    def options(self) -> dict[str, Any]:
+        """The arguments of the structure besides sizes and batch: ``type(m)(num_rows, num_cols, **m.options)`` is its like."""
+
+    def rebatched(self, batch_shape: tuple[int, ...]) -> Self:
+        """A new matrix of the same structure and size, with fresh parameters of the same dtype and device.
+
+        Args:
+            batch_shape: its batch dimensions.
+        """
+        new = type(self)(self.num_rows, self.num_cols, batch_shape=batch_shape, **self.options)
+        return new.to(next(self.parameters()))
+
+    @property
+    @abstractmethod
+    def product_fan_ins(self) -> dict[str, int]:
+        """For every factor, by its parameter name: the numbers that one entry of its output sums over in M x.
+
+        This is the fan-in of one block, which sets the initial scale and, under muP, the learning rate. Parameters that are
+        no matrices (the weights of a sum of terms) are left out.
+        """
+
+    @property
+    def initial_fan_ins(self) -> dict[str, int]:
+        """The fan-ins that a new matrix is drawn with: ``product_fan_ins`` unless the structure says otherwise."""
+        return self.product_fan_ins
+
+    @torch.no_grad()
+    def reset_parameters(self, fan_ins: Mapping[str, int] | None = None) -> None:
+        """Draws every factor from a normal of standard deviation 1/sqrt(fan-in of one block).
+
+        Args:
+            fan_ins: by parameter name. Default: ``initial_fan_ins``.
+        """
+        for name, fan_in in (self.initial_fan_ins if fan_ins is None else fan_ins).items():
+            nn.init.normal_(self.get_parameter(name), std=1 / math.sqrt(fan_in))
 
     @abstractmethod
     def _matmul(self, x: Tensor) -> Tensor:
-        """M x for x (1 or P, R, N): (P, R, M). With a leading 1 every matrix gets the same vectors."""
+        """M x for columns x (1 or P, N, R): (P, M, R). With a leading 1 every matrix gets the same vectors."""
 
     @abstractmethod
     def _rmatmul(self, x: Tensor) -> Tensor:
-        """M^T x for x (1 or P, R, M): (P, R, N)."""
+        """M^T x for columns x (1 or P, M, R): (P, N, R)."""
 
     @property
     @abstractmethod
@@ -95,8 +134,8 @@ class StructuredMatrix(nn.Module, ABC):
         """The number of parameters of all the matrices of the batch."""
         return sum(p.numel() for p in self.parameters())
 
-    def _on_rows(self, product: str, x: Tensor, size: int, batch_shape: tuple[int, ...]) -> Tensor:
-        """Brings x (..., T, size) to the canonical shape, applies the named product, and brings the result back.
+    def _on_rows(self, apply: Callable[[Tensor], Tensor], x: Tensor, size: int, batch_shape: tuple[int, ...]) -> Tensor:
+        """Brings x (..., T, size) to the canonical shape, applies the product, and brings the result back.
 
         Dimensions of x before T broadcast against ``batch_shape``; vectors that all matrices share are not repeated.
         """
@@ -105,11 +144,7 @@ class StructuredMatrix(nn.Module, ABC):
                 f"{type(self).__name__} {self.num_rows} x {self.num_cols}: expected vectors of {size} numbers in the last "
                 f"dimension, got shape {tuple(x.shape)}"
             )
-        apply = getattr(self, product)
         depth = len(batch_shape)
-        if depth == 0:
-            out: Tensor = apply(x.reshape(1, -1, size))
-            return out.reshape(*x.shape[:-1], out.shape[-1])
         vector = x.dim() == 1
         tokens = x[None] if vector else x
         lead = (1,) * max(0, depth - (tokens.dim() - 2)) + tuple(tokens.shape[:-2])
@@ -119,23 +154,20 @@ class StructuredMatrix(nn.Module, ABC):
                 f"{type(self).__name__} with batch_shape {batch_shape}: the dimensions of x before the last two must "
                 f"broadcast to it, got shape {tuple(x.shape)}"
             )
-        num_tokens, num_outer = tokens.shape[-2], len(outer)
+        num_tokens, num_outer, num = tokens.shape[-2], len(outer), math.prod(batch_shape)
         if all(a == 1 for a in inner):
-            rows = tokens.reshape(1, -1, size)
+            columns = to_columns(tokens.reshape(-1, size))[None]
         else:
             full = tokens.reshape(*lead, num_tokens, size).expand(*outer, *batch_shape, num_tokens, size)
-            order = [
-                *range(num_outer, num_outer + depth),
-                *range(num_outer),
-                num_outer + depth,
-                num_outer + depth + 1,
-            ]
-            rows = full.permute(order).reshape(math.prod(batch_shape), -1, size)
-        out = apply(rows)
-        out = out.reshape(*batch_shape, *outer, num_tokens, out.shape[-1])
-        order = [*range(depth, depth + num_outer), *range(depth), depth + num_outer, depth + num_outer + 1]
-        out = out.permute(order)
-        return out.squeeze(-2) if vector else out
+            # The matrices stand between tokens and features, so one 2-D transposition serves all of them.
+            order = [*range(num_outer), num_outer + depth, *range(num_outer, num_outer + depth), num_outer + depth + 1]
+            columns = to_columns(full.permute(order).flatten(0, num_outer).flatten(1)).unflatten(0, (num, size))
+        out = apply(columns)
+        height = out.shape[1]
+        rows = to_rows(out.reshape(num * height, out.shape[2])).reshape(*outer, num_tokens, *batch_shape, height)
+        order = [*range(num_outer), *range(num_outer + 1, num_outer + 1 + depth), num_outer, num_outer + 1 + depth]
+        rows = rows.permute(order)
+        return rows.squeeze(-2) if vector else rows
 
     def matmul(self, x: Tensor) -> Tensor:
         """M x.
@@ -151,11 +183,11 @@ class StructuredMatrix(nn.Module, ABC):
 
         Cost: ``flops`` for each vector and matrix.
         """
-        return self._on_rows("_matmul", x, self.num_cols, self.batch_shape)
+        return self._on_rows(self._matmul, x, self.num_cols, self.batch_shape)
 
     def rmatmul(self, x: Tensor) -> Tensor:
         """M^T x, for x (..., T, num_rows); see ``matmul``."""
-        return self._on_rows("_rmatmul", x, self.num_rows, self.batch_shape)
+        return self._on_rows(self._rmatmul, x, self.num_rows, self.batch_shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """M x; see ``matmul``."""
@@ -167,12 +199,19 @@ class StructuredMatrix(nn.Module, ABC):
         eye = torch.eye(self.num_cols, dtype=parameter.dtype, device=parameter.device)
         return self.matmul(eye).transpose(-2, -1)
 
-    def _costs(self, num_left: int, num_right: int) -> dict[str, int]:
-        """FLOPs per matrix of each order of contraction for T left and S right vectors."""
-        return {
-            "formed_left": num_left * self.flops + 2 * num_left * num_right * self.num_cols,
-            "formed_right": num_right * self.flops + 2 * num_left * num_right * self.num_rows,
-        }
+    def projection_flops(self, order: Order, num_left: int, num_right: int) -> int:
+        """FLOPs of the two sides of the bilinear form before they meet, for T left and S right vectors, all matrices."""
+        num = num_left if order == "formed_left" else num_right
+        return self.num_matrices * num * self.flops
+
+    def pair_dim(self, order: Order) -> int:
+        """The dimension in which the two sides meet."""
+        return self.num_cols if order == "formed_left" else self.num_rows
+
+    @property
+    def orders(self) -> tuple[Order, ...]:
+        """The orders of contraction that the structure has, the preferred one first."""
+        return ("formed_left", "formed_right")
 
     def contraction(self, num_left: int, num_right: int) -> Contraction:
         """The cheapest way to compute the bilinear form of ``num_left`` x ``num_right`` pairs, by counting FLOPs.
@@ -180,9 +219,13 @@ class StructuredMatrix(nn.Module, ABC):
         On a tie the first of factored, formed_left, formed_right wins (the first keeps both sides small; the second lets all
         matrices of a batch share y).
         """
-        costs = {order: self.num_matrices * cost for order, cost in self._costs(num_left, num_right).items()}
-        order = min(costs, key=lambda name: costs[name])
-        return Contraction(order=order, flops=costs[order], alternatives=costs)  # type: ignore[arg-type]
+        costs = {
+            order: self.projection_flops(order, num_left, num_right)
+            + 2 * self.num_matrices * num_left * num_right * self.pair_dim(order)
+            for order in self.orders
+        }
+        order = min(self.orders, key=lambda name: costs[name])
+        return Contraction(order=order, flops=costs[order], alternatives=costs)
 
     def bilinear(self, x: Tensor, y: Tensor) -> Tensor:
         """x^T M y for every pair of vectors.
@@ -207,9 +250,9 @@ class StructuredMatrix(nn.Module, ABC):
         return x @ self.matmul(y).transpose(-2, -1)
 
     def extra_repr(self) -> str:
-        """The shape, for ``repr``."""
-        batch = f", batch_shape={self.batch_shape}" if self.batch_shape else ""
-        return f"{self.num_rows}, {self.num_cols}{batch}"
+        """The arguments, for ``repr``."""
+        options = {**self.options, **({"batch_shape": self.batch_shape} if self.batch_shape else {})}
+        return ", ".join([f"{self.num_rows}, {self.num_cols}", *(f"{name}={value}" for name, value in options.items())])
 
 
 class FactoredMatrix(StructuredMatrix):
@@ -218,7 +261,7 @@ class FactoredMatrix(StructuredMatrix):
     The right factors may be shared between matrices of the batch, as grouped key/value heads are: ``right_batch_shape``
     broadcasts to ``batch_shape``, for example ``batch_shape=(G, H // G)`` and ``right_batch_shape=(G, 1)``.
 
-    A structure implements the four half products on canonical shapes, and ``left_flops``/``right_flops``.
+    A structure implements the four half products on canonical shapes, ``left_flops``/``right_flops`` and ``inner_dim``.
 
     Args:
         num_rows, num_cols, batch_shape: see ``StructuredMatrix``.
@@ -267,31 +310,69 @@ class FactoredMatrix(StructuredMatrix):
 
     @abstractmethod
     def _left_features(self, x: Tensor) -> Tensor:
-        """L^T x for x (1 or P, R, M): (P, R, F)."""
+        """L^T x for columns x (1 or P, M, R): (P, F, R)."""
 
     @abstractmethod
     def _left_expand(self, u: Tensor) -> Tensor:
-        """L u for u (P, R, F): (P, R, M)."""
+        """L u for u (P, F, R): (P, M, R)."""
 
     @abstractmethod
     def _right_features(self, y: Tensor) -> Tensor:
-        """R^T y for y (1 or P', R, N): (P', R, F), with P' the number of right factors."""
+        """R^T y for columns y (1 or P', N, R): (P', F, R), with P' the number of right factors."""
 
     @abstractmethod
     def _right_expand(self, w: Tensor) -> Tensor:
-        """R w for w (P, R, F): (P, R, N)."""
+        """R w for w (P, F, R): (P, N, R)."""
+
+    @property
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """As ``StructuredMatrix.options``; a structure adds its own to this one, ``rms_cap``."""
+        return {"rms_cap": self.rms_cap} if self.rms_cap else {}
+
+    def rebatched(self, batch_shape: tuple[int, ...], right_batch_shape: tuple[int, ...] | None = None) -> Self:
+        """As ``StructuredMatrix.rebatched``, with ``right_batch_shape`` for shared right factors."""
+        new = type(self)(
+            self.num_rows,
+            self.num_cols,
+            batch_shape=batch_shape,
+            right_batch_shape=right_batch_shape,
+            **self.options,
+        )
+        return new.to(next(self.parameters()))
+
+    @property
+    def feature_fan_ins(self) -> dict[str, int]:
+        """``product_fan_ins`` for the use in a bilinear form, where BOTH factors are applied to inputs.
+
+        Default: the same. A structure whose left factor reads inputs rather than features says so here.
+        """
+        return self.product_fan_ins
 
     @property
     def flops(self) -> int:
         """FLOPs of M x for one vector and one matrix: both factors."""
         return self.left_flops + self.right_flops
 
-    def _costs(self, num_left: int, num_right: int) -> dict[str, int]:
-        # Shared right factors are applied once per group when their features are all that is needed.
-        shared = math.prod(self.right_batch_shape) / self.num_matrices
-        right = round(num_right * self.right_flops * shared)
-        factored = num_left * self.left_flops + right + 2 * num_left * num_right * self.inner_dim
-        return {"factored": factored, **super()._costs(num_left, num_right)}
+    @property
+    def orders(self) -> tuple[Order, ...]:
+        """All three."""
+        return ("factored", "formed_left", "formed_right")
+
+    def projection_flops(self, order: Order, num_left: int, num_right: int) -> int:
+        """FLOPs of the two sides before they meet; shared right factors are applied once per group where they come first."""
+        right = math.prod(self.right_batch_shape) * num_right * self.right_flops
+        match order:
+            case "factored":
+                return self.num_matrices * num_left * self.left_flops + right
+            case "formed_left":
+                return self.num_matrices * num_left * self.flops
+            case "formed_right":
+                return right + self.num_matrices * num_right * self.left_flops
+
+    def pair_dim(self, order: Order) -> int:
+        """The inner dimension of the factors, or that of the side that is not formed."""
+        return self.inner_dim if order == "factored" else super().pair_dim(order)
 
     def _spread_right(self, x: Tensor) -> Tensor:
         """Repeats (P', ...) over the matrices that share a right factor: (P, ...)."""
@@ -303,31 +384,31 @@ class FactoredMatrix(StructuredMatrix):
 
     def left_features(self, x: Tensor) -> Tensor:
         """w = L^T x, for x (..., T, num_rows): (..., *batch_shape, T, inner_dim)."""
-        return self._on_rows("_left_features", x, self.num_rows, self.batch_shape)
+        return self._on_rows(self._left_features, x, self.num_rows, self.batch_shape)
 
     def right_features(self, y: Tensor) -> Tensor:
         """u = R^T y, for y (..., S, num_cols): (..., *right_batch_shape, S, inner_dim)."""
-        return self._on_rows("_right_features", y, self.num_cols, self.right_batch_shape)
+        return self._on_rows(self._right_features, y, self.num_cols, self.right_batch_shape)
 
     def _matmul(self, x: Tensor) -> Tensor:
         if x.shape[0] == 1 or self.right_batch_shape == self.batch_shape:
             return self._left_expand(self._spread_right(self._right_features(x)))
-        group = x.reshape(*self.batch_shape, *x.shape[1:])
-        # Vectors differ between matrices that share a right factor: fold the shared dimensions into the rows.
-        return self._left_expand(self._per_group(group, self._right_features))
+        return self._left_expand(self._per_group(x, self._right_features))
 
-    def _per_group(self, x: Tensor, apply: object) -> Tensor:
+    def _per_group(self, x: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
+        """The right product of vectors that differ between matrices with one right factor: those dimensions join R."""
         depth = len(self.batch_shape)
         shared = [d for d in range(depth) if self.right_batch_shape[d] != self.batch_shape[d]]
         kept = [d for d in range(depth) if d not in shared]
-        rows, size = x.shape[-2:]
-        folded = x.permute(*kept, *shared, depth, depth + 1).reshape(math.prod(self.right_batch_shape), -1, size)
-        out = apply(folded)  # type: ignore[operator]
-        dims = [self.batch_shape[d] for d in (*kept, *shared)]
-        out = out.reshape(*dims, rows, out.shape[-1])
-        back = [(*kept, *shared).index(d) for d in range(depth)]
-        result: Tensor = out.permute(*back, depth, depth + 1).reshape(self.num_matrices, rows, out.shape[-1])
-        return result
+        size, tokens = x.shape[-2:]
+        group = x.reshape(*self.batch_shape, size, tokens)
+        folded = group.permute(*kept, depth, *shared, depth + 1).reshape(math.prod(self.right_batch_shape), size, -1)
+        out = apply(folded)
+        order = (*kept, depth, *shared)
+        dims = [out.shape[1] if d == depth else self.batch_shape[d] for d in order]
+        out = out.reshape(*dims, tokens)
+        back = [order.index(d) for d in range(depth)]
+        return out.permute(*back, order.index(depth), depth + 1).reshape(self.num_matrices, -1, tokens)
 
     def _rmatmul(self, x: Tensor) -> Tensor:
         return self._right_expand(self._left_features(x))

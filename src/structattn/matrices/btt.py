@@ -1,14 +1,15 @@
-"""Block tensor train (BTT): two block-diagonal factors with a permutation between them; full rank at E^1.5 parameters."""
+"""Block tensor train (BTT) and Monarch: two block-diagonal factors with a permutation between them; full rank at E^1.5 cost."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from structattn.errors import ConfigError
-from structattn.matrices.base import FactoredMatrix, check_dims
+from structattn.matrices.base import check_dims
+from structattn.matrices.terms import BlockTerm, BlockTermSum
 
 
 def factor_pair(size: int) -> tuple[int, int]:
@@ -17,15 +18,25 @@ def factor_pair(size: int) -> tuple[int, int]:
     return small, size // small
 
 
-class BlockTensorTrain(FactoredMatrix):
-    """M = P_L (L_1 + ... + L_b) P_R (R_1^T + ... + R_c^T), + the block diagonal; L_k': a x c s, R_k: d x b s.
+def check_pair(name: str, dims: tuple[int, int], size: int) -> tuple[int, int]:
+    """The pair as a tuple; raises ``ConfigError`` unless it is two positive ints with that product."""
+    check_dims(name, *dims)
+    if len(dims) != 2 or dims[0] * dims[1] != size:
+        raise ConfigError(
+            f"{name} must be two numbers with product {size}, got {tuple(dims)}; for example {factor_pair(size)}"
+        )
+    return dims[0], dims[1]
 
-    M y views y as (c, d), multiplies block k by R_k^T to (c, b, s), permutes to (b, c s), multiplies block k' by L_k' to
+
+class BlockTensorTrain(BlockTermSum):
+    """M = P_L (L_1 ⊕ ... ⊕ L_b) P_R (R_1ᵀ ⊕ ... ⊕ R_cᵀ), L_k': a x c s, R_k: d x b s, and stride permutations.
+
+    M y views y as (c, d), multiplies block k by R_kᵀ to (c, b, s), permutes to (b, c s), multiplies block k' by L_k' to
     (b, a), permutes to (a, b) and flattens. The features of its bilinear form have b c s numbers.
 
     Args:
-        num_rows: a * b.
-        num_cols: c * d.
+        num_rows: a * b. Any size works; a prime one leaves (num_rows, 1), at the cost of a dense matrix.
+        num_cols: c * d. Likewise.
         rank: s, the rank of the blocks that the two factors exchange.
         row_dims: (a, b). Default: the factor pair closest to the square root, the larger first.
         col_dims: (c, d). Default: likewise. So b c s >= min(num_rows, num_cols) for square matrices, and the rank is full.
@@ -55,97 +66,110 @@ class BlockTensorTrain(FactoredMatrix):
         right_batch_shape: tuple[int, ...] | None = None,
         rms_cap: bool = False,
     ) -> None:
-        super().__init__(
-            num_rows, num_cols, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
-        )
-        check_dims("BlockTensorTrain rank", rank)
-        self.rank = rank
+        check_dims(type(self).__name__, num_rows, num_cols)
+        check_dims(f"{type(self).__name__} rank", rank)
         # Larger factor first on both sides: then b c = E for a square matrix, so no feature is lost.
-        self.row_dims = factor_pair(num_rows)[::-1] if row_dims is None else tuple(row_dims)
-        self.col_dims = factor_pair(num_cols)[::-1] if col_dims is None else tuple(col_dims)
-        for name, dims, size in (
-            ("row_dims", self.row_dims, num_rows),
-            ("col_dims", self.col_dims, num_cols),
-        ):
-            check_dims(f"BlockTensorTrain {name}", *dims)
-            if len(dims) != 2 or dims[0] * dims[1] != size:
-                raise ConfigError(f"{name} must be two numbers with product {size}, got {dims}")
-        (a, b), (c, d) = self.row_dims, self.col_dims
-        self.left = nn.Parameter(torch.empty(*self.batch_shape, b, a, c * rank))
-        self.right = nn.Parameter(torch.empty(*self.right_batch_shape, c, d, b * rank))
+        row_dims = factor_pair(num_rows)[::-1] if row_dims is None else check_pair("row_dims", row_dims, num_rows)
+        col_dims = factor_pair(num_cols)[::-1] if col_dims is None else check_pair("col_dims", col_dims, num_cols)
+        b, c = row_dims[1], col_dims[0]
+        term = BlockTerm(
+            left_blocks=b,
+            right_blocks=c,
+            inner_dim=b * c * rank,
+            left_permutation="stride",
+            right_permutation="stride",
+        )
+        super().__init__(
+            num_rows,
+            num_cols,
+            [term],
+            batch_shape=batch_shape,
+            right_batch_shape=right_batch_shape,
+            rms_cap=rms_cap,
+        )
+        self.rank = rank
+        self.row_dims = row_dims
+        self.col_dims = col_dims
+        (self.left,), (self.right,) = self._empty_factors()
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Normal; fan-in of one block: c s for the left factor, d for the right one."""
+    def factors(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """The one term."""
+        return [(self.left, self.right)]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The rank and the dims of both sides."""
+        return {"rank": self.rank, "row_dims": self.row_dims, "col_dims": self.col_dims, **super().options}
+
+    @property
+    def product_fan_ins(self) -> dict[str, int]:
+        """c s for the left factor, d for the right one."""
         c, d = self.col_dims
-        nn.init.normal_(self.left, std=1 / math.sqrt(c * self.rank))
-        nn.init.normal_(self.right, std=1 / math.sqrt(d))
+        return {"left": c * self.rank, "right": d}
 
-    def _left(self) -> Tensor:
-        """(P, b, a, c s)."""
-        (a, b), (c, _) = self.row_dims, self.col_dims
-        weight = self.left.reshape(-1, b, a, c * self.rank)
-        return self._capped(weight, weight.shape[0], c * self.rank, a)
 
-    def _right(self) -> Tensor:
-        """(P', c, d, b s)."""
-        (_, b), (c, d) = self.row_dims, self.col_dims
-        weight = self.right.reshape(-1, c, d, b * self.rank)
-        return self._capped(weight, weight.shape[0], d, b * self.rank)
+class Monarch(BlockTensorTrain):
+    """M = Pᵀ (⊕ L) P (⊕ Rᵀ), P the stride permutation: a block tensor train of rank 1, said in numbers of blocks.
 
-    @staticmethod
-    def _blocks(x: Tensor, weight: Tensor) -> Tensor:
-        """Block-diagonal product: x (1 or P, R, K, A) with weight (P, K, A, C) gives (P, R, K, C)."""
-        num, num_blocks, size, width = weight.shape
-        if x.shape[0] == 1 and num > 1:
-            # All matrices share x: one product per block with the matrices side by side.
-            joined = weight.permute(1, 2, 0, 3).reshape(num_blocks, size, num * width)
-            out = x[0].transpose(0, 1) @ joined
-            return out.reshape(num_blocks, -1, num, width).permute(2, 1, 0, 3)
-        return (x.transpose(1, 2) @ weight).transpose(1, 2)
+    For num_blocks = (m, m) and size m² it is the Monarch matrix of Dao et al. 2022: their order-2 factors are
+    blkdiag(R_1ᵀ, ...) and blkdiag(L_1, ...). With s = 1 the order of the exchanged features leaves nothing to choose, so both
+    conventions name the same matrices.
 
-    def _right_features(self, y: Tensor) -> Tensor:
-        (_, b), (c, d), s = self.row_dims, self.col_dims, self.rank
-        u = self._blocks(y.reshape(y.shape[0], -1, c, d), self._right())  # (P', R, c, b s)
-        num, rows = u.shape[:2]
-        return u.reshape(num, rows, c, b, s).transpose(2, 3).reshape(num, rows, b * c * s)
+    Args:
+        num_rows: size of the outputs. Any size works; a prime one leaves one block, at the cost of a dense matrix.
+        num_cols: size of the inputs. Likewise.
+        num_blocks: (b, c), blocks of the left and of the right factor; b divides num_rows and c num_cols. Default: those of
+            ``BlockTensorTrain``, about the square roots.
+        batch_shape, right_batch_shape, rms_cap: see ``FactoredMatrix``.
 
-    def _right_expand(self, w: Tensor) -> Tensor:
-        (_, b), (c, d), s = self.row_dims, self.col_dims, self.rank
-        num, rows = w.shape[:2]
-        u = w.reshape(num, rows, b, c, s).transpose(2, 3).reshape(num, rows, c, b * s)
-        out = self._blocks(u, self._spread_right(self._right()).transpose(2, 3))  # (P, R, c, d)
-        return out.reshape(num, rows, c * d)
+    Attributes:
+        left: (*batch_shape, b, num_rows / b, c).
+        right: (*right_batch_shape, c, num_cols / c, b).
 
-    def _left_expand(self, u: Tensor) -> Tensor:
-        (a, b), (c, _), s = self.row_dims, self.col_dims, self.rank
-        num, rows = u.shape[:2]
-        out = self._blocks(u.reshape(num, rows, b, c * s), self._left().transpose(2, 3))  # (P, R, b, a)
-        return out.transpose(2, 3).reshape(num, rows, a * b)
+    Raises:
+        ConfigError: the numbers of blocks do not divide the sizes; the nearest sizes that work are named.
 
-    def _left_features(self, x: Tensor) -> Tensor:
-        (a, b), (c, _), s = self.row_dims, self.col_dims, self.rank
-        blocks = x.reshape(x.shape[0], -1, a, b).transpose(2, 3)
-        w = self._blocks(blocks, self._left())  # (P, R, b, c s)
-        return w.reshape(w.shape[0], w.shape[1], b * c * s)
+    Cost: num_rows c + num_cols b parameters, 2 E^1.5 for E x E; twice that in FLOPs per vector.
 
-    @property
-    def inner_dim(self) -> int:
-        """b c s."""
-        return self.row_dims[1] * self.col_dims[0] * self.rank
+    Source: Dao et al. 2022, Monarch: expressive structured matrices for efficient and accurate training.
+    """
 
-    @property
-    def left_flops(self) -> int:
-        """2 a b c s."""
-        return 2 * self.num_rows * self.col_dims[0] * self.rank
+    def __init__(
+        self,
+        num_rows: int,
+        num_cols: int,
+        *,
+        num_blocks: tuple[int, int] | None = None,
+        batch_shape: tuple[int, ...] = (),
+        right_batch_shape: tuple[int, ...] | None = None,
+        rms_cap: bool = False,
+    ) -> None:
+        check_dims("Monarch", num_rows, num_cols)
+        row_dims = col_dims = None
+        if num_blocks is not None:
+            if not isinstance(num_blocks, tuple | list) or len(num_blocks) != 2:
+                raise ConfigError(f"Monarch: num_blocks must be two numbers (left, right), got {num_blocks!r}")
+            b, c = num_blocks
+            check_dims("Monarch num_blocks", b, c)
+            BlockTerm(left_blocks=b, right_blocks=c, inner_dim=b * c).check_sizes(num_rows, num_cols)
+            row_dims, col_dims = (num_rows // b, b), (c, num_cols // c)
+        super().__init__(
+            num_rows,
+            num_cols,
+            row_dims=row_dims,
+            col_dims=col_dims,
+            batch_shape=batch_shape,
+            right_batch_shape=right_batch_shape,
+            rms_cap=rms_cap,
+        )
 
     @property
-    def right_flops(self) -> int:
-        """2 c d b s."""
-        return 2 * self.num_cols * self.row_dims[1] * self.rank
+    def options(self) -> dict[str, Any]:
+        """The numbers of blocks."""
+        return {"num_blocks": self.num_blocks, **({"rms_cap": True} if self.rms_cap else {})}
 
     @property
-    def rank_bound(self) -> int:
-        """min(b min(a, c s), c min(d, b s)): what the block-diagonal factors let through."""
-        (a, b), (c, d), s = self.row_dims, self.col_dims, self.rank
-        return min(b * min(a, c * s), c * min(d, b * s))
+    def num_blocks(self) -> tuple[int, int]:
+        """(b, c)."""
+        return self.row_dims[1], self.col_dims[0]

@@ -1,37 +1,42 @@
-"""Dense and low-rank matrices: the two structures that everybody knows."""
+"""Dense, low-rank and Kronecker matrices: the structures that everybody knows."""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from structattn.matrices.base import FactoredMatrix, StructuredMatrix, check_dims
+from structattn.matrices.btt import check_pair, factor_pair
+from structattn.matrices.columns import written_columns
 
 
-def heads_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x W for every matrix of a batch, as one product when all of them share x.
+def heads_matmul(weight: Tensor, x: Tensor) -> Tensor:
+    """W x for every matrix of a batch, as one product when all of them share x.
 
     Args:
-        x: (1 or P, R, A).
-        weight: (P, A, C).
+        weight: (P, C, A).
+        x: columns, (1 or P, A, R).
 
     Returns:
-        (P, R, C).
+        (P, C, R); of shared columns, a view that lies token by token, as linear layers have it.
     """
-    num, size, width = weight.shape
-    if x.shape[0] == 1 and num > 1:
-        joined = x[0] @ weight.permute(1, 0, 2).reshape(size, num * width)
-        return joined.reshape(-1, num, width).transpose(0, 1)
-    return x @ weight
+    num, height, size = weight.shape
+    if x.shape[0] == 1:
+        rows = x[0].t() @ weight.reshape(num * height, size).t()
+        return rows.t().unflatten(0, (num, height))
+    return weight @ x
 
 
 class Dense(StructuredMatrix):
-    """A dense matrix, the yardstick of the others: E^2 parameters, full rank.
+    """A dense matrix, the yardstick of the others: E² parameters, full rank.
 
     Args:
         num_rows, num_cols, batch_shape: see ``StructuredMatrix``.
+
+    Attributes:
+        weight: (*batch_shape, num_rows, num_cols).
 
     Cost: num_rows * num_cols parameters, 2 * num_rows * num_cols FLOPs per vector.
     """
@@ -41,15 +46,21 @@ class Dense(StructuredMatrix):
         self.weight = nn.Parameter(torch.empty(*self.batch_shape, num_rows, num_cols))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Normal with standard deviation 1/sqrt(num_cols)."""
-        nn.init.normal_(self.weight, std=1 / math.sqrt(self.num_cols))
-
     def _matmul(self, x: Tensor) -> Tensor:
-        return heads_matmul(x, self.weight.reshape(-1, self.num_rows, self.num_cols).transpose(1, 2))
+        return heads_matmul(self.weight.reshape(-1, self.num_rows, self.num_cols), x)
 
     def _rmatmul(self, x: Tensor) -> Tensor:
-        return heads_matmul(x, self.weight.reshape(-1, self.num_rows, self.num_cols))
+        return heads_matmul(self.weight.reshape(-1, self.num_rows, self.num_cols).transpose(1, 2), x)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    @property
+    def product_fan_ins(self) -> dict[str, int]:
+        """num_cols."""
+        return {"weight": self.num_cols}
 
     @property
     def flops(self) -> int:
@@ -63,7 +74,7 @@ class Dense(StructuredMatrix):
 
 
 class LowRank(FactoredMatrix):
-    """M = L R^T with L (num_rows x rank) and R (num_cols x rank): the score of standard attention, W_Q W_K^T.
+    """M = L Rᵀ with L (num_rows x rank) and R (num_cols x rank): the score of standard attention, W_Q W_Kᵀ.
 
     Args:
         num_rows, num_cols: shape of one matrix.
@@ -96,30 +107,45 @@ class LowRank(FactoredMatrix):
         self.right = nn.Parameter(torch.empty(*self.right_batch_shape, num_cols, rank))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Normal; both factors are applied to inputs, so the fan-in is the long side of each."""
-        nn.init.normal_(self.left, std=1 / math.sqrt(self.num_rows))
-        nn.init.normal_(self.right, std=1 / math.sqrt(self.num_cols))
+    @property
+    def options(self) -> dict[str, Any]:
+        """The rank."""
+        return {"rank": self.rank, **super().options}
 
-    def _left(self) -> Tensor:
-        weight = self.left.reshape(-1, self.num_rows, self.rank)
-        return self._capped(weight, weight.shape[0], self.num_rows, self.rank)
+    @property
+    def product_fan_ins(self) -> dict[str, int]:
+        """The rank for the left factor, num_cols for the right one."""
+        return {"left": self.rank, "right": self.num_cols}
 
-    def _right(self) -> Tensor:
-        weight = self.right.reshape(-1, self.num_cols, self.rank)
-        return self._capped(weight, weight.shape[0], self.num_cols, self.rank)
+    @property
+    def feature_fan_ins(self) -> dict[str, int]:
+        """Both factors read inputs: num_rows and num_cols."""
+        return {"left": self.num_rows, "right": self.num_cols}
+
+    @property
+    def initial_fan_ins(self) -> dict[str, int]:
+        """Those of the features: the structure is a score first of all."""
+        return self.feature_fan_ins
+
+    def used_factors(self) -> tuple[Tensor, Tensor]:
+        """The factors as they are used, (P, num_rows, rank) and (P', num_cols, rank), capped."""
+        left, right = self.left.reshape(-1, *self.left.shape[-2:]), self.right.reshape(-1, *self.right.shape[-2:])
+        return (
+            self._capped(left, left.shape[0], self.num_rows, self.rank),
+            self._capped(right, right.shape[0], self.num_cols, self.rank),
+        )
 
     def _left_features(self, x: Tensor) -> Tensor:
-        return heads_matmul(x, self._left())
+        return heads_matmul(self.used_factors()[0].transpose(1, 2), x)
 
     def _left_expand(self, u: Tensor) -> Tensor:
-        return heads_matmul(u, self._left().transpose(1, 2))
+        return heads_matmul(self.used_factors()[0], u)
 
     def _right_features(self, y: Tensor) -> Tensor:
-        return heads_matmul(y, self._right())
+        return heads_matmul(self.used_factors()[1].transpose(1, 2), y)
 
     def _right_expand(self, w: Tensor) -> Tensor:
-        return heads_matmul(w, self._spread_right(self._right()).transpose(1, 2))
+        return heads_matmul(self._spread_right(self.used_factors()[1]), w)
 
     @property
     def inner_dim(self) -> int:
@@ -140,3 +166,129 @@ class LowRank(FactoredMatrix):
     def rank_bound(self) -> int:
         """min(num_rows, num_cols, rank)."""
         return min(self.num_rows, self.num_cols, self.rank)
+
+
+class Kronecker(FactoredMatrix):
+    """M = A ⊗ B, M[(i_a, i_b), (i_c, i_d)] = A[i_a, i_c] B[i_b, i_d].
+
+    The two factors act one after the other, the one first that makes the whole product cheaper. It is the right factor of the
+    bilinear form, and the one that grouped heads share.
+
+    Args:
+        num_rows: a * b. Any size works; a prime one leaves (num_rows, 1), and with a prime num_cols a dense matrix.
+        num_cols: c * d. Likewise.
+        row_dims: (a, b). Default: the factor pair closest to the square root, the larger first.
+        col_dims: (c, d). Default: likewise.
+        batch_shape, right_batch_shape, rms_cap: see ``FactoredMatrix``.
+
+    Attributes:
+        outer: A, (*batch_shape, a, c); with right_batch_shape in front if A acts first.
+        inner: B, (*batch_shape, b, d); likewise.
+        inner_first: whether B acts first, as it does unless A is cheaper to have first.
+
+    Raises:
+        ConfigError: dims do not multiply to the sizes.
+
+    Cost: a c + b d parameters, 2E for square E x E; 2 min(c d b + a c b, a c d + a d b) FLOPs per vector, 4 E^1.5.
+
+    Source: Kuang et al. 2025, table 1; Van Loan 2000 for the algebra.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_cols: int,
+        *,
+        row_dims: tuple[int, int] | None = None,
+        col_dims: tuple[int, int] | None = None,
+        batch_shape: tuple[int, ...] = (),
+        right_batch_shape: tuple[int, ...] | None = None,
+        rms_cap: bool = False,
+    ) -> None:
+        super().__init__(
+            num_rows, num_cols, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
+        )
+        self.row_dims = factor_pair(num_rows)[::-1] if row_dims is None else check_pair("row_dims", row_dims, num_rows)
+        self.col_dims = factor_pair(num_cols)[::-1] if col_dims is None else check_pair("col_dims", col_dims, num_cols)
+        (a, b), (c, d) = self.row_dims, self.col_dims
+        self.inner_first = num_cols * b + num_rows * c <= num_cols * a + num_rows * d
+        first, last = self.right_batch_shape, self.batch_shape
+        self.outer = nn.Parameter(torch.empty(*(last if self.inner_first else first), a, c))
+        self.inner = nn.Parameter(torch.empty(*(first if self.inner_first else last), b, d))
+        self.reset_parameters()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The dims of both sides."""
+        return {"row_dims": self.row_dims, "col_dims": self.col_dims, **super().options}
+
+    @property
+    def product_fan_ins(self) -> dict[str, int]:
+        """c for A, d for B."""
+        return {"outer": self.col_dims[0], "inner": self.col_dims[1]}
+
+    def used_factors(self) -> tuple[Tensor, Tensor]:
+        """A (P or P', a, c) and B (P' or P, b, d) as they are used, capped."""
+        a, b = (w.reshape(-1, *w.shape[-2:]) for w in (self.outer, self.inner))
+        return self._capped(a, a.shape[0], a.shape[2], a.shape[1]), self._capped(b, b.shape[0], b.shape[2], b.shape[1])
+
+    def _on_outer(self, weight: Tensor, x: Tensor, size: int) -> Tensor:
+        """(W ⊗ I_size) x: weight (P, A, C), x (1 or P, C * size, R) to (P, A * size, R)."""
+        num, height, width = weight.shape
+        x = written_columns(x)
+        flat = x.reshape(x.shape[0], width, size * x.shape[2])
+        out = weight.reshape(num * height, width) @ flat[0] if x.shape[0] == 1 else weight @ flat
+        return out.reshape(num, height * size, x.shape[2])
+
+    def _on_inner(self, weight: Tensor, x: Tensor, size: int) -> Tensor:
+        """(I_size ⊗ W) x: weight (P, B, D), x (1 or P, size * D, R) to (P, size * B, R)."""
+        num, height, width = weight.shape
+        blocks = x.unflatten(1, (size, width))
+        if x.shape[0] == 1:
+            joined = weight.reshape(num * height, width).expand(size, -1, -1)
+            out = torch.bmm(joined, blocks[0]).unflatten(1, (num, height)).transpose(0, 1)
+        else:
+            out = torch.matmul(weight[:, None], blocks)
+        return out.flatten(1, 2)
+
+    def _left_features(self, x: Tensor) -> Tensor:
+        a, b = self.used_factors()
+        if self.inner_first:
+            return self._on_outer(a.transpose(1, 2), x, self.row_dims[1])
+        return self._on_inner(b.transpose(1, 2), x, self.row_dims[0])
+
+    def _left_expand(self, u: Tensor) -> Tensor:
+        a, b = self.used_factors()
+        return self._on_outer(a, u, self.row_dims[1]) if self.inner_first else self._on_inner(b, u, self.row_dims[0])
+
+    def _right_features(self, y: Tensor) -> Tensor:
+        a, b = self.used_factors()
+        return self._on_inner(b, y, self.col_dims[0]) if self.inner_first else self._on_outer(a, y, self.col_dims[1])
+
+    def _right_expand(self, w: Tensor) -> Tensor:
+        a, b = self.used_factors()
+        if self.inner_first:
+            return self._on_inner(self._spread_right(b).transpose(1, 2), w, self.col_dims[0])
+        return self._on_outer(self._spread_right(a).transpose(1, 2), w, self.col_dims[1])
+
+    @property
+    def inner_dim(self) -> int:
+        """c b with B first, a d with A first."""
+        (a, b), (c, d) = self.row_dims, self.col_dims
+        return c * b if self.inner_first else a * d
+
+    @property
+    def left_flops(self) -> int:
+        """2 a c b with B first, 2 a d b with A first."""
+        return 2 * self.num_rows * self.col_dims[0 if self.inner_first else 1]
+
+    @property
+    def right_flops(self) -> int:
+        """2 c d b with B first, 2 a c d with A first."""
+        return 2 * self.num_cols * self.row_dims[1 if self.inner_first else 0]
+
+    @property
+    def rank_bound(self) -> int:
+        """min(a, c) min(b, d): the product of the ranks of the factors."""
+        (a, b), (c, d) = self.row_dims, self.col_dims
+        return min(a, c) * min(b, d)

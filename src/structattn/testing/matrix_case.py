@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -9,15 +10,15 @@ import torch
 from torch import Tensor
 
 from structattn.errors import ShapeError
-from structattn.matrices import StructuredMatrix
-from structattn.testing.tolerances import assert_close
+from structattn.matrices import FactoredMatrix, StructuredMatrix
+from structattn.testing.tolerances import FORWARD, assert_close, relative_error
 
 
 class MatrixCase(ABC):
     """Subclass it as ``class TestX(MatrixCase)`` and pytest runs everything below against ``dense``.
 
     ``shapes`` are (num_rows, num_cols); ``make(rows, cols, **options)`` builds a matrix, with ``batch_shape`` among the options;
-    ``dense(m)`` builds *batch_shape, rows, cols from its parameters by loops from the definition.
+    ``dense(m)`` builds *batch_shape, rows, cols from its parameters by loops from the definition, and ``expected_params`` counts them.
     """
 
     shapes: tuple[tuple[int, int], ...] = ((12, 8), (8, 12), (16, 16))
@@ -29,6 +30,10 @@ class MatrixCase(ABC):
     @abstractmethod
     def dense(self, m: StructuredMatrix) -> Tensor:
         """The same matrix written out by loops."""
+
+    @abstractmethod
+    def expected_params(self, m: StructuredMatrix) -> int:
+        """The number of parameters by the closed formula of the structure, for one matrix."""
 
     def cases(self) -> list[StructuredMatrix]:
         """Every shape, alone and in a batch, in float64."""
@@ -76,14 +81,62 @@ class MatrixCase(ABC):
             for a, e in zip(actual, expected, strict=True):
                 assert_close(a, e, gradient=True)
 
+    def test_linearity(self) -> None:
+        """M (2 x + y) = 2 M x + M y, and M^T likewise."""
+        for m in self.cases():
+            for product, size in ((m.matmul, m.num_cols), (m.rmatmul, m.num_rows)):
+                x, y = torch.randn(2, 4, size, dtype=torch.float64)
+                assert_close(product(2 * x + y), 2 * product(x) + product(y))
+
     def test_gradcheck(self) -> None:
-        """Finite differences agree, for the input of ``matmul`` and ``rmatmul``."""
-        rows, cols = self.shapes[0]
+        """Finite differences agree, for the vectors of both products and for every parameter; second derivatives too."""
+        rows, cols = min(self.shapes, key=lambda shape: shape[0] * shape[1])
         m = self.make(rows, cols, batch_shape=(2,)).double()
-        y = torch.randn(2, cols, dtype=torch.float64, requires_grad=True)
+        y = torch.randn(2, 2, cols, dtype=torch.float64, requires_grad=True)
         x = torch.randn(2, rows, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradcheck(m.matmul, (y,))
+        names = [name for name, _ in m.named_parameters()]
+
+        def product(vectors: Tensor, *values: Tensor) -> Tensor:
+            out: Tensor = torch.func.functional_call(m, dict(zip(names, values, strict=True)), (vectors,))
+            return out
+
+        assert torch.autograd.gradcheck(product, (y, *m.parameters()))
         assert torch.autograd.gradcheck(m.rmatmul, (x,))
+        assert torch.autograd.gradgradcheck(m.matmul, (y.detach()[0, :1].requires_grad_(),))
+
+    def test_batch_is_many_matrices(self) -> None:
+        """Matrix i of a batch is the single matrix with slice i of every parameter."""
+        for rows, cols in self.shapes:
+            m = self.make(rows, cols, batch_shape=(3,)).double()
+            one = self.make(rows, cols).double()
+            for i in range(3):
+                one.load_state_dict({name: value[i] for name, value in m.state_dict().items()})
+                assert_close(one.to_dense(), m.to_dense()[i])
+
+    def test_shared_right_factors(self) -> None:
+        """Grouped heads: matrices of one group with one right factor equal those with the factor repeated."""
+        rows, cols = self.shapes[0]
+        if not isinstance(self.make(rows, cols), FactoredMatrix):
+            return  # there are no factors to share
+        grouped = self.make(rows, cols, batch_shape=(2, 3), right_batch_shape=(2, 1)).double()
+        full = self.make(rows, cols, batch_shape=(2, 3)).double()
+        with torch.no_grad():
+            for name, value in full.named_parameters():
+                value.copy_(grouped.get_parameter(name).expand_as(value))
+        assert grouped.num_params < full.num_params
+        d = full.to_dense()
+        assert_close(grouped.to_dense(), d)
+        for lead in ((), (5, 1, 1), (5, 2, 3), (2, 1)):
+            x = torch.randn(*lead, 4, rows, dtype=torch.float64)
+            y = torch.randn(*lead, 6, cols, dtype=torch.float64)
+            assert_close(grouped.matmul(y), y @ d.transpose(-2, -1))
+            assert_close(grouped.rmatmul(x), x @ d)
+            assert_close(grouped.bilinear(x, y), x @ d @ y.transpose(-2, -1))
+
+    def test_no_vectors(self) -> None:
+        """An empty batch of vectors gives an empty result."""
+        for m in self.cases():
+            assert m.matmul(torch.empty(0, m.num_cols, dtype=torch.float64)).shape == (*m.batch_shape, 0, m.num_rows)
 
     def test_rank_bound(self) -> None:
         """Random factors reach the bound, and none passes it."""
@@ -97,19 +150,33 @@ class MatrixCase(ABC):
 
         for m in self.cases():
             assert m.num_params == sum(p.numel() for p in m.parameters())
+            if not m.batch_shape:
+                assert m.num_params == self.expected_params(m)
             meta = m.to("meta")
             with FlopCounterMode(display=False) as counter:
                 meta.matmul(torch.empty(5, m.num_cols, device="meta", dtype=torch.float64))
             assert counter.get_total_flops() == 5 * m.flops * m.num_matrices
 
     def test_dtypes_and_state(self) -> None:
-        """float32 agrees with float64, and a saved state restores the same matrix."""
+        """A matrix saved to a file comes back bit for bit; float32 and bfloat16 agree with float64."""
+        import tempfile
+        from pathlib import Path
+
+        from safetensors.torch import load_file, save_file
+
         rows, cols = self.shapes[0]
         m, other = self.make(rows, cols, batch_shape=(2,)), self.make(rows, cols, batch_shape=(2,))
-        other.load_state_dict(m.state_dict())
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "matrix.safetensors"
+            save_file(m.state_dict(), path)
+            other.load_state_dict(load_file(path))
         y = torch.randn(3, cols)
         assert torch.equal(m.matmul(y), other.matmul(y))
-        assert_close(m.matmul(y), m.double().matmul(y.double()))
+        exact = copy.deepcopy(m).double()
+        assert_close(m.matmul(y), exact.matmul(y.double()))
+        half = copy.deepcopy(m).bfloat16()
+        rounded = copy.deepcopy(half).double().matmul(y.bfloat16().double())
+        assert relative_error(half.matmul(y.bfloat16()), rounded) < 4 * FORWARD[torch.bfloat16]
 
     def test_contraction_is_the_cheapest(self) -> None:
         """The chosen order costs no more than any other, at square and at lopsided numbers of pairs."""

@@ -1,0 +1,160 @@
+"""``StructuredLinear`` in the place of ``nn.Linear``, and ``replace_linears``, which puts it there in a finished model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from structattn.errors import ConfigError, ShapeError
+from structattn.matrices import Structure, StructuredMatrix
+from structattn.mup import Role
+
+Rule = Callable[[nn.Linear], Structure | StructuredMatrix | str | None]
+
+
+class StructuredLinear(nn.Module):
+    """y = M x + bias with M a structured matrix, a drop-in for ``nn.Linear``.
+
+    Args:
+        in_features, out_features: as ``nn.Linear``.
+        structure: a ``Structure``, its text (``"monarch"``, ``"btt:2"``), or a ready ``StructuredMatrix`` of shape
+            (out_features, in_features) without batch dimensions, which is used as it is (its weights are kept).
+        bias: add a learned bias, zero at first. Default ``True``.
+        device, dtype: as ``nn.Linear``; ``None`` keeps those of a ready matrix.
+
+    Attributes:
+        matrix: M.
+        bias: (out_features,) or ``None``.
+
+    Raises:
+        ConfigError: the structure does not exist at this size, or a ready matrix has another one.
+
+    Cost: ``matrix.flops`` per vector and ``matrix.num_params`` parameters, against 2 in out and in out.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        structure: Structure | StructuredMatrix | str,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(structure, StructuredMatrix):
+            found = (structure.num_rows, structure.num_cols, structure.batch_shape)
+            if found != (out_features, in_features, ()):
+                raise ConfigError(
+                    f"StructuredLinear {in_features} -> {out_features} needs one {out_features} x {in_features} matrix, got "
+                    f"{found[0]} x {found[1]} with batch_shape {found[2]}"
+                )
+            self.matrix = structure
+        else:
+            self.matrix = Structure.of(structure).build(out_features, in_features)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        like = next(self.matrix.parameters())
+        self.to(device=like.device if device is None else device, dtype=like.dtype if dtype is None else dtype)
+        if not isinstance(structure, StructuredMatrix):
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Factors by the fan-in of one block in the product M x, so that outputs keep the variance of inputs; zero bias."""
+        self.matrix.reset_parameters(self.matrix.product_fan_ins)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """M written out, (out_features, in_features), differentiable; for code that reads ``nn.Linear.weight``.
+
+        It is computed at every access, at the cost of ``in_features`` products.
+        """
+        return self.matrix.to_dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features); raises ``ShapeError`` when the last dimension differs."""
+        if x.dim() < 1 or x.shape[-1] != self.in_features:
+            raise ShapeError(f"StructuredLinear: expected (..., {self.in_features}), got {tuple(x.shape)}")
+        out = self.matrix.matmul(x)
+        return out if self.bias is None else out + self.bias
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """The muP role of every parameter: factors are hidden matrices with the fan-in of one block, the rest vectors."""
+        fan_ins = {f"matrix.{name}": fan_in for name, fan_in in self.matrix.product_fan_ins.items()}
+        return {
+            name: Role(kind="hidden", fan_in=fan_ins[name]) if name in fan_ins else Role(kind="vector")
+            for name, _ in self.named_parameters()
+        }
+
+    def extra_repr(self) -> str:
+        """As ``nn.Linear``."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
+    """Swaps linear layers of an existing model, in place, for ``StructuredLinear``.
+
+    The new layer takes over the bias, the dtype, the device and the training mode. A layer that occurs several times in the
+    model stays one layer.
+
+    Args:
+        model: any module that contains ``nn.Linear`` layers.
+        rule: called with every ``nn.Linear``; returns what to put there: a structure (fresh weights), a ready matrix such as
+            ``matrices.fit(layer.weight, like=...).matrix``, or ``None`` to keep the layer. It sees the module, not its name.
+
+    Returns:
+        The dotted names of the replaced layers, in the order of ``named_modules``.
+
+    Raises:
+        ConfigError: the model itself is the layer (there is no place to put another), a chosen layer shares its weight with
+            another module, or the structure does not exist at its size. The model is then unchanged.
+    """
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    new: dict[int, StructuredLinear] = {}
+    places: list[tuple[str, nn.Module, str, nn.Linear]] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, nn.Linear):
+            continue
+        if id(module) not in new:
+            structure = rule(module)
+            if structure is None:
+                continue
+            if len(owners[id(module.weight)]) > 1:
+                raise ConfigError(
+                    f"the weight of {name or 'the model'} is shared with another module: untie it first, or let the rule "
+                    "return None for it"
+                )
+            new[id(module)] = _like(module, structure)
+        parent, _, last = name.rpartition(".")
+        places.append((name, model.get_submodule(parent), last, module))
+    if any(not name for name, *_ in places):
+        raise ConfigError("the model is itself a linear layer: make a StructuredLinear of its sizes instead")
+    for _, parent_module, last, module in places:
+        setattr(parent_module, last, new[id(module)])
+    return tuple(name for name, *_ in places)
+
+
+def _like(layer: nn.Linear, structure: Structure | StructuredMatrix | str) -> StructuredLinear:
+    """The structured layer that stands in for a given one."""
+    new = StructuredLinear(
+        layer.in_features,
+        layer.out_features,
+        structure,
+        bias=layer.bias is not None,
+        device=layer.weight.device,
+        dtype=layer.weight.dtype,
+    )
+    if layer.bias is not None:
+        new.bias = layer.bias
+    return new.train(layer.training)

@@ -1,0 +1,441 @@
+"""Butterfly and Kaleidoscope: products of many sparse stages, E log E parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from structattn.errors import ConfigError
+from structattn.matrices.base import FactoredMatrix, check_dims
+from structattn.matrices.columns import written_columns
+
+_LARGEST_PRIME = 7
+
+
+def prime_factors(size: int) -> list[int]:
+    """The prime factors in ascending order; empty for 1."""
+    factors, divisor = [], 2
+    while divisor * divisor <= size:
+        while size % divisor == 0:
+            factors.append(divisor)
+            size //= divisor
+        divisor += 1
+    return [*factors, size] if size > 1 else factors
+
+
+def default_radices(num_rows: int, num_cols: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Row and column radices of equal number: prime factors, with ones where the shorter list would narrow the product.
+
+    Raises:
+        ConfigError: a size has a prime factor above 7; the nearest sizes that work are named.
+    """
+    for size in (num_rows, num_cols):
+        if max(prime_factors(size), default=1) > _LARGEST_PRIME:
+            low = next(n for n in range(size, 0, -1) if max(prime_factors(n), default=1) <= _LARGEST_PRIME)
+            high = next(n for n in range(size, 2 * size + 1) if max(prime_factors(n), default=1) <= _LARGEST_PRIME)
+            raise ConfigError(
+                f"Butterfly: the prime factors of a size must be at most {_LARGEST_PRIME}, got {size} = "
+                f"{' * '.join(map(str, prime_factors(size)))}; the nearest sizes that work are {low} and {high}, or give "
+                "row_radices and col_radices yourself"
+            )
+    rows, cols = prime_factors(num_rows) or [1], prime_factors(num_cols) or [1]
+    # The innermost index is transformed first: let it grow there, and let the outermost one shrink last.
+    rows = [1] * (len(cols) - len(rows)) + rows
+    cols = cols + [1] * (len(rows) - len(cols))
+    return tuple(rows), tuple(cols)
+
+
+class Butterfly(FactoredMatrix):
+    """A product of k stages; stage t mixes index t of the vector alone, with a matrix of its own for every value of the others.
+
+    A vector of num_cols numbers has indices (i_1, ..., i_k), i_t < n_t; one of num_rows has (o_1, ..., o_k), o_t < m_t.
+    Stage k acts first and stage 1 last; stage t turns i_t into o_t:
+
+        y[i_1 .. i_{t-1}, o_t, o_{t+1} .. o_k] = sum over i_t of W_t[outer, inner, o_t, i_t] x[i_1 .. i_t, o_{t+1} .. o_k]
+
+    with outer = (i_1 ... i_{t-1}), inner = (o_{t+1} ... o_k) flattened. With all radices 2 it is the butterfly matrix of Dao et
+    al. 2019; two stages are a block tensor train. With ``rank`` s neighbouring stages exchange s channels: the element
+    (o_t, channel) of a stage's output meets (i_{t-1}, channel) of the next, and the last stage ends, the first begins, with one.
+
+    Args:
+        num_rows, num_cols: shape of one matrix.
+        rank: s. Default 1.
+        row_radices: (m_1, ..., m_k) with product num_rows. Default: the prime factors, ascending.
+        col_radices: (n_1, ..., n_k) with product num_cols, as many as row_radices (1 is allowed). Default: likewise.
+        batch_shape, right_batch_shape, rms_cap: see ``FactoredMatrix``. The right factor is the half of the stages that acts first.
+
+    Attributes:
+        left, right: stages 1 ... k // 2 and k // 2 + 1 ... k, each (*batch, outer, inner, m_t s, n_t s), s = 1 at the two ends.
+
+    Raises:
+        ConfigError: radices do not fit the sizes, or by default a prime factor above 7; the nearest sizes that work are named.
+
+    Cost: 2 E log2 E parameters for E a power of two (s = 1), twice that in FLOPs per vector.
+
+    Source: Dao et al. 2019, Learning fast algorithms for linear transforms using butterfly factorizations; Li et al. 2015,
+    Butterfly factorization, for rank s.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_cols: int,
+        rank: int = 1,
+        *,
+        row_radices: tuple[int, ...] | None = None,
+        col_radices: tuple[int, ...] | None = None,
+        batch_shape: tuple[int, ...] = (),
+        right_batch_shape: tuple[int, ...] | None = None,
+        rms_cap: bool = False,
+    ) -> None:
+        super().__init__(
+            num_rows, num_cols, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
+        )
+        check_dims("Butterfly rank", rank)
+        if (row_radices is None) != (col_radices is None):
+            raise ConfigError("Butterfly: give row_radices and col_radices, or neither")
+        if row_radices is None or col_radices is None:
+            row_radices, col_radices = default_radices(num_rows, num_cols)
+        rows, cols = tuple(row_radices), tuple(col_radices)
+        check_dims("Butterfly radices", *rows, *cols)
+        if len(rows) != len(cols) or not rows or math.prod(rows) != num_rows or math.prod(cols) != num_cols:
+            raise ConfigError(
+                f"Butterfly: row_radices and col_radices must be equally many, with products {num_rows} and {num_cols}, got "
+                f"{rows} and {cols}"
+            )
+        self.rank = rank
+        self.row_radices, self.col_radices = rows, cols
+        self.split = len(rows) // 2
+        ranks = [1, *[rank] * (len(rows) - 1), 1]
+        self._grid = [
+            (math.prod(cols[:t]), math.prod(rows[t + 1 :]), rows[t] * ranks[t], cols[t] * ranks[t + 1])
+            for t in range(len(rows))
+        ]
+        self.left = nn.ParameterList(
+            nn.Parameter(torch.empty(*self.batch_shape, *grid)) for grid in self._grid[: self.split]
+        )
+        self.right = nn.ParameterList(
+            nn.Parameter(torch.empty(*self.right_batch_shape, *grid)) for grid in self._grid[self.split :]
+        )
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, fan_ins: Mapping[str, int] | None = None) -> None:
+        """Draws orthogonal blocks, scaled to the mean square 1/fan-in that every structure starts from.
+
+        A product of many independent normals has heavy tails; rotations keep the size of every vector.
+        """
+        for name, fan_in in (self.initial_fan_ins if fan_ins is None else fan_ins).items():
+            weight = self.get_parameter(name)
+            height, width = weight.shape[-2:]
+            tall = torch.randn(
+                *weight.shape[:-2], max(height, width), min(height, width), dtype=weight.dtype, device=weight.device
+            )
+            if weight.device.type == "meta":
+                continue
+            q, r = torch.linalg.qr(tall.to(torch.promote_types(weight.dtype, torch.float32)))
+            q = q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+            q = q if height >= width else q.transpose(-2, -1)
+            weight.copy_(q * math.sqrt(max(height, width) / fan_in))
+
+    @property
+    def num_stages(self) -> int:
+        """k."""
+        return len(self.row_radices)
+
+    @property
+    def stages(self) -> list[nn.Parameter]:
+        """All stages, stage 1 first."""
+        return [*self.left, *self.right]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The rank and the radices of both sides."""
+        return {
+            "rank": self.rank,
+            "row_radices": self.row_radices,
+            "col_radices": self.col_radices,
+            **super().options,
+        }
+
+    @property
+    def product_fan_ins(self) -> dict[str, int]:
+        """n_t s of every stage."""
+        names = [f"left.{t}" for t in range(self.split)]
+        names += [f"right.{t}" for t in range(self.num_stages - self.split)]
+        return {name: grid[3] for name, grid in zip(names, self._grid, strict=True)}
+
+    def used_stage(self, t: int) -> Tensor:
+        """Stage t (0-based) as it is used, (P or P', outer, inner, m s, n s), capped."""
+        weight = self.stages[t].reshape(-1, *self._grid[t])
+        return self._capped(weight, weight.shape[0], weight.shape[-1], weight.shape[-2])
+
+    def _channels(self, t: int) -> tuple[int, int]:
+        """Channels after and before stage t: its output side and its input side."""
+        return self._grid[t][2] // self.row_radices[t], self._grid[t][3] // self.col_radices[t]
+
+    def _forward_stages(self, x: Tensor, weights: Mapping[int, Tensor]) -> Tensor:
+        """Stages hi ... lo (0-based, descending) on columns in natural order, with channels innermost.
+
+        Between the stages the indices stand rotated: the next index leads and the product of a stage is one batched matrix
+        product that reads it strided and writes contiguous memory, so no stage copies anything (constant geometry). The
+        matrices of the batch stand behind the untouched indices.
+        """
+        hi, lo = max(weights), min(weights)
+        tokens = x.shape[-1]
+        channels = self._channels(hi)[1]
+        untouched, touched = self.col_radices[: hi + 1], self.row_radices[hi + 1 :]
+        # (p, i_1 .. i_hi, o_hi+1 .. o_k, ch, R) to (i_hi .. i_lo reversed, i_1 .. i_lo-1, p, o .., ch, R)
+        turned, kept = untouched[lo:], math.prod(untouched[:lo])
+        inner = math.prod(touched)
+        x = written_columns(x).reshape(x.shape[0], kept, *turned, inner, channels, tokens)
+        n = len(turned)
+        x = x.permute(*range(n + 1, 1, -1), 1, 0, n + 2, n + 3, n + 4)
+        outers = list(turned)  # sizes of i_lo .. i_t, not yet transformed
+        done: list[int] = []  # sizes of o_t+1 .. o_hi in the order of time: o_hi first
+        num = x.shape[n + 1]
+        for t in range(hi, lo - 1, -1):
+            weight = weights[t]  # (P, outer, inner, m s, n s)
+            height, width = weight.shape[-2:]
+            size = self.col_radices[t]
+            outers.pop()
+            ch_out, ch_in = self._channels(t)
+            shared = num == 1 and weight.shape[0] > 1
+            # memory: (i_t, [i_t-1 .. i_lo], kept, p, [inner], [o_hi .. o_t+1], ch, R)
+            rest = math.prod(outers) * kept
+            x = x.reshape(size, rest * num, inner * math.prod(done), ch_in, tokens)
+            # weights follow: outer (kept, i_lo .. i_t-1) reversed, inner (o_t+1 .. o_hi, inner) with o_hi .. reversed
+            w = weight.reshape(weight.shape[0], kept, *outers, *done[::-1], inner, height, width)
+            a, b = len(outers), len(done)
+            w = w.permute(*range(a + 1, 1, -1), 1, 0, 2 + a + b, *range(1 + a + b, 1 + a, -1), 3 + a + b, 4 + a + b)
+            if shared:
+                # All matrices read the same columns: their outputs stand side by side in one product.
+                count = weight.shape[0]
+                w = w.reshape(rest, count, inner * math.prod(done), height, width).transpose(1, 2)
+                w = w.reshape(-1, count * height, width)
+            else:
+                w = w.reshape(-1, height, width)
+            x = x.permute(1, 2, 0, 3, 4).reshape(w.shape[0], width, tokens)
+            x = torch.bmm(w, x)
+            if shared:
+                num = weight.shape[0]
+                x = x.reshape(rest, inner * math.prod(done), num, height, tokens).transpose(1, 2)
+            done.append(self.row_radices[t])
+            # (rest, p, inner, done.., o_t, ch, R): rest leads with i_t-1
+        ch_out = self._channels(lo)[0]
+        m = len(done)
+        x = x.reshape(kept, num, inner, *done, ch_out, tokens)
+        return x.permute(1, 0, *range(2 + m, 2, -1), 2, 3 + m, 4 + m).flatten(1, -2)
+
+    def _backward_stages(self, x: Tensor, weights: Mapping[int, Tensor]) -> Tensor:
+        """Transposed stages lo ... hi (ascending) on columns in natural order; the mirror image of ``_forward_stages``."""
+        lo, hi = min(weights), max(weights)
+        tokens = x.shape[-1]
+        num = x.shape[0]
+        kept = math.prod(self.col_radices[:lo])
+        inner = math.prod(self.row_radices[hi + 1 :])
+        # (p, kept, o_lo .. o_hi, inner, ch, R) to (o_lo .. o_hi, inner, p, kept, ch, R)
+        x = written_columns(x).reshape(
+            num, kept, math.prod(self.row_radices[lo : hi + 1]) * inner, self._channels(lo)[0], tokens
+        )
+        x = x.permute(2, 0, 1, 3, 4)
+        for t in range(lo, hi + 1):
+            weight = weights[t]
+            count, outer, rest, height, width = weight.shape
+            ch_out, _ = self._channels(t)
+            shared = num == 1 and count > 1
+            # memory: (o_t, [o_t+1 .. inner], p, [kept, i_lo .. i_t-1], ch, R)
+            x = x.reshape(self.row_radices[t], rest * num * outer, ch_out, tokens)
+            x = x.transpose(0, 1).reshape(rest * num * outer, height, tokens)
+            w = weight.permute(2, 1, 0, 4, 3) if shared else weight.permute(2, 0, 1, 4, 3)
+            if shared:
+                x = torch.bmm(w.reshape(rest * outer, count * width, height), x)
+                num = count
+                x = x.reshape(rest, outer, num, width, tokens).transpose(1, 2)
+            else:
+                x = torch.bmm(w.reshape(rest * num * outer, width, height), x)
+        # (inner, p, kept, i_lo .. i_hi, ch, R)
+        middle = math.prod(self.col_radices[: hi + 1])
+        x = x.reshape(inner, num, middle, self._channels(hi)[1], tokens).permute(1, 2, 0, 3, 4)
+        return x.flatten(1, -2)
+
+    def _range(self, lo: int, hi: int) -> dict[int, Tensor]:
+        return {t: self.used_stage(t) for t in range(lo, hi)}
+
+    def _spread_range(self, lo: int, hi: int) -> dict[int, Tensor]:
+        return {t: self._spread_right(w) for t, w in self._range(lo, hi).items()}
+
+    def _left_features(self, x: Tensor) -> Tensor:
+        if not self.split:
+            return x.expand(self.num_matrices, -1, -1)
+        return self._backward_stages(x, self._range(0, self.split))
+
+    def _left_expand(self, u: Tensor) -> Tensor:
+        return self._forward_stages(u, self._range(0, self.split)) if self.split else u
+
+    def _right_features(self, y: Tensor) -> Tensor:
+        return self._forward_stages(y, self._range(self.split, self.num_stages))
+
+    def _right_expand(self, w: Tensor) -> Tensor:
+        return self._backward_stages(w, self._spread_range(self.split, self.num_stages))
+
+    def _matmul(self, x: Tensor) -> Tensor:
+        if self.right_batch_shape != self.batch_shape:
+            return super()._matmul(x)
+        return self._forward_stages(x, self._range(0, self.num_stages))
+
+    def _rmatmul(self, x: Tensor) -> Tensor:
+        weights = {**self._range(0, self.split), **self._spread_range(self.split, self.num_stages)}
+        return self._backward_stages(x, weights)
+
+    @property
+    def inner_dim(self) -> int:
+        """The numbers between the two halves: n_1 ... n_{k // 2} s m_{k // 2 + 1} ... m_k."""
+        return math.prod(self.col_radices[: self.split]) * math.prod(self.row_radices[self.split :]) * self._middle_rank
+
+    @property
+    def _middle_rank(self) -> int:
+        return self.rank if 0 < self.split < self.num_stages else 1
+
+    @property
+    def left_flops(self) -> int:
+        """2 for every parameter of the left stages of one matrix."""
+        return sum(2 * math.prod(grid) for grid in self._grid[: self.split])
+
+    @property
+    def right_flops(self) -> int:
+        """2 for every parameter of the right stages of one matrix."""
+        return sum(2 * math.prod(grid) for grid in self._grid[self.split :])
+
+    @property
+    def rank_bound(self) -> int:
+        """The smallest number of values between any two stages, the ends included (see ``BlockTermSum.rank_bound``)."""
+        widths = [outer * inner * width for outer, inner, _, width in self._grid]
+        return min(self.num_rows, *widths)
+
+
+class Kaleidoscope(FactoredMatrix):
+    """M = A_1 B_1ᵀ ... A_w B_wᵀ with Butterfly matrices A_i, B_i of rank 1: the class (BB*)^w.
+
+    Every sparse or fast linear transform has a member of this class near its own cost; the price is twice the stages.
+
+    Args:
+        num_rows, num_cols: shape of one matrix.
+        width: w. Default 1.
+        inner_size: size between the butterflies. Default: max(num_rows, num_cols).
+        batch_shape, right_batch_shape, rms_cap: see ``FactoredMatrix``. The right factor is B_w.
+
+    Attributes:
+        left: A_1, B_1, ..., A_w, as ``Butterfly``.
+        right: B_w.
+
+    Raises:
+        ConfigError: as ``Butterfly``.
+
+    Cost: w times 4 E log2 E parameters for E a power of two, twice that in FLOPs per vector.
+
+    Source: Dao et al. 2020, Kaleidoscope: an efficient, learnable representation for all structured linear maps.
+    """
+
+    right: Butterfly
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_cols: int,
+        width: int = 1,
+        *,
+        inner_size: int | None = None,
+        batch_shape: tuple[int, ...] = (),
+        right_batch_shape: tuple[int, ...] | None = None,
+        rms_cap: bool = False,
+    ) -> None:
+        super().__init__(
+            num_rows, num_cols, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
+        )
+        check_dims("Kaleidoscope width", width)
+        self.width = width
+        self.inner_size = max(num_rows, num_cols) if inner_size is None else inner_size
+        check_dims("Kaleidoscope inner_size", self.inner_size)
+        heights = [num_rows, *[self.inner_size] * (2 * width - 2)]
+        self.left = nn.ModuleList(
+            Butterfly(height, self.inner_size, batch_shape=self.batch_shape, rms_cap=rms_cap) for height in heights
+        )
+        self.right = Butterfly(num_cols, self.inner_size, batch_shape=self.right_batch_shape, rms_cap=rms_cap)
+        self.reset_parameters()
+
+    @property
+    def _chain(self) -> list[Butterfly]:
+        return list(self.left)  # type: ignore[arg-type]
+
+    @property
+    def butterflies(self) -> list[Butterfly]:
+        """A_1, B_1, ..., A_w, B_w."""
+        return [*self._chain, self.right]
+
+    @torch.no_grad()
+    def reset_parameters(self, fan_ins: Mapping[str, int] | None = None) -> None:
+        """Draws every butterfly as ``Butterfly`` does, the transposed ones by the fan-in of their transposed stages."""
+        found = self.product_fan_ins if fan_ins is None else fan_ins
+        for prefix, butterfly in self._named_butterflies():
+            butterfly.reset_parameters({name: found[f"{prefix}.{name}"] for name in butterfly.product_fan_ins})
+
+    def _named_butterflies(self) -> list[tuple[str, Butterfly]]:
+        return [*((f"left.{i}", butterfly) for i, butterfly in enumerate(self._chain)), ("right", self.right)]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The width and the size inside."""
+        return {"width": self.width, "inner_size": self.inner_size, **super().options}
+
+    @property
+    def product_fan_ins(self) -> dict[str, int]:
+        """n_t of the stages of A, m_t of those of B, whose stages act transposed."""
+        out: dict[str, int] = {}
+        for index, (prefix, butterfly) in enumerate(self._named_butterflies()):
+            for name in butterfly.product_fan_ins:
+                height, width = butterfly.get_parameter(name).shape[-2:]
+                out[f"{prefix}.{name}"] = width if index % 2 == 0 else height
+        return out
+
+    def _left_features(self, x: Tensor) -> Tensor:
+        for index, butterfly in enumerate(self._chain):
+            x = butterfly._rmatmul(x) if index % 2 == 0 else butterfly._matmul(x)
+        return x
+
+    def _left_expand(self, u: Tensor) -> Tensor:
+        for index, butterfly in reversed(list(enumerate(self._chain))):
+            u = butterfly._matmul(u) if index % 2 == 0 else butterfly._rmatmul(u)
+        return u
+
+    def _right_features(self, y: Tensor) -> Tensor:
+        return self.right._rmatmul(y)
+
+    def _right_expand(self, w: Tensor) -> Tensor:
+        if self.right_batch_shape == self.batch_shape:
+            return self.right._matmul(w)
+        return self._per_group(w, self.right._matmul)
+
+    @property
+    def inner_dim(self) -> int:
+        """The size between the last two butterflies."""
+        return self.inner_size
+
+    @property
+    def left_flops(self) -> int:
+        """Those of all butterflies but the last."""
+        return sum(butterfly.flops for butterfly in self._chain)
+
+    @property
+    def right_flops(self) -> int:
+        """Those of the last butterfly."""
+        return self.right.flops
+
+    @property
+    def rank_bound(self) -> int:
+        """The smallest rank bound of its butterflies."""
+        return min(butterfly.rank_bound for butterfly in self.butterflies)

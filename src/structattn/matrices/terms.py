@@ -1,0 +1,316 @@
+"""Block terms: P_L (⊕ L) P_R (⊕ Rᵀ), the piece that low rank, MLR, BTT, Monarch and MLBTC are sums of.
+
+``BlockTerm`` is the shape of one term, ``BlockTermSum`` a structured matrix that is a sum of them. A permutation is a name
+or indices: ``"identity"``; ``"stride"``, which exchanges the block index with the index inside a block; or a tuple ``p`` with
+(P z)[i] = z[p[i]].
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from structattn.errors import ConfigError
+from structattn.matrices.base import FactoredMatrix, check_dims
+from structattn.matrices.columns import block_product, exchanged_block_product, written_columns
+
+Permutation = Literal["identity", "stride"] | tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTerm:
+    """The shape of one term P_L (⊕_{k'=1..b} L_{k'}) P_R (⊕_{k=1..c} R_kᵀ) of a num_rows x num_cols matrix.
+
+    L_{k'} is num_rows/b x F/b and R_k is num_cols/c x F/c, with F the inner dimension. Low rank: b = c = 1, F = r. A level
+    of MLR: b = c = p, F = p r. BTT: F = b c s and both permutations ``"stride"``.
+
+    Args:
+        left_blocks: b, divides num_rows and F.
+        right_blocks: c, divides num_cols and F.
+        inner_dim: F.
+        left_permutation: P_L, of num_rows. ``"stride"``: row (i_a, i_b) is (i_b, i_a) of the blocks.
+        right_permutation: P_R, of F. ``"stride"``: feature (k', k, i_s) is (k, k', i_s) of the right blocks, so b c divides F.
+
+    Raises:
+        ConfigError: a number is not a positive int, the blocks do not divide F, or indices are no permutation.
+
+    Source: Kuang et al. 2025, section 3 (multi-level block tensor contraction).
+    """
+
+    left_blocks: int
+    right_blocks: int
+    inner_dim: int
+    left_permutation: Permutation = "identity"
+    right_permutation: Permutation = "identity"
+
+    def __post_init__(self) -> None:
+        b, c, inner = self.left_blocks, self.right_blocks, self.inner_dim
+        check_dims("BlockTerm", b, c, inner)
+        unit = b * c if self.right_permutation == "stride" else None
+        for name, divisor in (("left_blocks", b), ("right_blocks", c), ("left_blocks * right_blocks", unit)):
+            if divisor is not None and inner % divisor:
+                low = inner // divisor * divisor
+                near = f"{low} or {low + divisor}" if low else str(divisor)
+                raise ConfigError(
+                    f"BlockTerm: inner_dim must be a multiple of {name} = {divisor}, got {inner}; use {near}"
+                )
+        for name in ("left_permutation", "right_permutation"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                if value not in ("identity", "stride"):
+                    raise ConfigError(f"{name} is 'identity', 'stride' or a tuple of indices, got {value!r}")
+                continue
+            indices = tuple(int(i) for i in value)
+            if sorted(indices) != list(range(len(indices))):
+                raise ConfigError(f"{name}: the indices must be a permutation of 0 ... n - 1, got {indices[:8]} ...")
+            object.__setattr__(self, name, indices)
+        if not isinstance(self.right_permutation, str) and len(self.right_permutation) != inner:
+            raise ConfigError(f"right_permutation must have {inner} indices, got {len(self.right_permutation)}")
+
+    def check_sizes(self, num_rows: int, num_cols: int) -> None:
+        """Raises ``ConfigError`` unless the blocks divide the sizes of the matrix."""
+        for name, blocks, size in (("rows", self.left_blocks, num_rows), ("columns", self.right_blocks, num_cols)):
+            if size % blocks:
+                low = size // blocks * blocks
+                near = f"{low} or {low + blocks}" if low else str(blocks)
+                raise ConfigError(
+                    f"{blocks} blocks must divide the number of {name}, got {num_rows} x {num_cols}; the nearest sizes that "
+                    f"work are {near}"
+                )
+        if not isinstance(self.left_permutation, str) and len(self.left_permutation) != num_rows:
+            raise ConfigError(f"left_permutation must have {num_rows} indices, got {len(self.left_permutation)}")
+
+    def row_index(self, num_rows: int) -> Tensor:
+        """P_L as indices p with (P_L z)[i] = z[p[i]], (num_rows,)."""
+        match self.left_permutation:
+            case "identity":
+                return torch.arange(num_rows)
+            case "stride":
+                return torch.arange(num_rows).reshape(self.left_blocks, -1).t().reshape(-1)
+            case indices:
+                return torch.tensor(indices)
+
+    def inner_index(self) -> Tensor:
+        """P_R as indices, (F,)."""
+        match self.right_permutation:
+            case "identity":
+                return torch.arange(self.inner_dim)
+            case "stride":
+                grid = torch.arange(self.inner_dim).reshape(self.right_blocks, self.left_blocks, -1)
+                return grid.transpose(0, 1).reshape(-1)
+            case indices:
+                return torch.tensor(indices)
+
+
+class _Term(nn.Module):
+    """A block term at work on columns; holds the indices of free permutations as buffers, so that they follow the device."""
+
+    rows: Tensor | None
+    rows_back: Tensor | None
+    inner: Tensor | None
+    inner_back: Tensor | None
+
+    def __init__(self, shape: BlockTerm, num_rows: int, num_cols: int) -> None:
+        super().__init__()
+        shape.check_sizes(num_rows, num_cols)
+        self.shape = shape
+        for name, named, index in (
+            ("rows", shape.left_permutation, shape.row_index(num_rows)),
+            ("inner", shape.right_permutation, shape.inner_index()),
+        ):
+            free = not isinstance(named, str)
+            self.register_buffer(name, index if free else None, persistent=False)
+            self.register_buffer(f"{name}_back", torch.argsort(index) if free else None, persistent=False)
+
+    def read(self, right: Tensor, y: Tensor) -> Tensor:
+        """P_R (⊕ Rᵀ) y in the groups of the left blocks: right (P, c, d, n), y (1 or P, N, R) to (P, b, F / b, R)."""
+        b = self.shape.left_blocks
+        blocks = y.unflatten(1, (self.shape.right_blocks, -1))
+        if self.shape.right_permutation == "stride":
+            return exchanged_block_product(right, blocks, b)
+        features = block_product(right.transpose(2, 3), blocks)
+        if self.inner is not None:
+            features = features.flatten(1, 2).index_select(1, self.inner)
+            return features.unflatten(1, (b, -1))
+        return features if b == self.shape.right_blocks else features.flatten(1, 2).unflatten(1, (b, -1))
+
+    def write(self, left: Tensor, u: Tensor) -> Tensor:
+        """P_L (⊕ L) u: left (P, b, a, m), u (P, b, m, R) to (P, M, R)."""
+        out = block_product(left, u)
+        if self.shape.left_permutation == "stride":
+            out = out.transpose(1, 2)
+        out = out.flatten(1, 2)
+        return out if self.rows is None else out.index_select(1, self.rows)
+
+    def read_left(self, left: Tensor, x: Tensor) -> Tensor:
+        """P_Rᵀ (⊕ Lᵀ) P_Lᵀ x in the groups of the right blocks: x (1 or P, M, R) to (P, c, F / c, R)."""
+        blocks = self._left_blocks(x)
+        c = self.shape.right_blocks
+        if self.shape.right_permutation == "stride":
+            return exchanged_block_product(left, blocks, c)
+        features = block_product(left.transpose(2, 3), blocks)
+        if self.inner_back is not None:
+            return features.flatten(1, 2).index_select(1, self.inner_back).unflatten(1, (c, -1))
+        return features if c == self.shape.left_blocks else features.flatten(1, 2).unflatten(1, (c, -1))
+
+    def write_right(self, right: Tensor, w: Tensor) -> Tensor:
+        """(⊕ R) w: right (P, c, d, n), w (P, c, n, R) to (P, N, R)."""
+        return block_product(right, w).flatten(1, 2)
+
+    def left_features(self, left: Tensor, x: Tensor) -> Tensor:
+        """(⊕ Lᵀ) P_Lᵀ x in the order of the inner dimension: (P, F, R)."""
+        return block_product(left.transpose(2, 3), self._left_blocks(x)).flatten(1, 2)
+
+    def to_right_groups(self, w: Tensor) -> Tensor:
+        """P_Rᵀ w: (P, F, R) to (P, c, F / c, R)."""
+        b, c = self.shape.left_blocks, self.shape.right_blocks
+        if self.shape.right_permutation == "stride":
+            return w.unflatten(1, (b, c, -1)).transpose(1, 2).flatten(2, 3)
+        if self.inner_back is not None:
+            w = w.index_select(1, self.inner_back)
+        return w.unflatten(1, (c, -1))
+
+    def _left_blocks(self, x: Tensor) -> Tensor:
+        b = self.shape.left_blocks
+        if self.shape.left_permutation == "stride":
+            return written_columns(x).unflatten(1, (-1, b)).transpose(1, 2)
+        if self.rows_back is not None:
+            x = written_columns(x).index_select(1, self.rows_back)
+        return x.unflatten(1, (b, -1))
+
+
+class BlockTermSum(FactoredMatrix):
+    """M = Σ_l P_L (⊕ L_l) P_R (⊕ R_lᵀ), a sum of block terms. A structure supplies the terms and ``_left``, ``_right``.
+
+    Args:
+        num_rows, num_cols, batch_shape, right_batch_shape, rms_cap: see ``FactoredMatrix``.
+        terms: the shapes of the terms.
+
+    Raises:
+        ConfigError: blocks do not divide the sizes; the nearest sizes that work are named.
+
+    Cost: Σ_l F_l (num_rows / b_l + num_cols / c_l) parameters, twice that in FLOPs per vector.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_cols: int,
+        terms: Sequence[BlockTerm],
+        *,
+        batch_shape: tuple[int, ...] = (),
+        right_batch_shape: tuple[int, ...] | None = None,
+        rms_cap: bool = False,
+    ) -> None:
+        super().__init__(
+            num_rows, num_cols, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
+        )
+        self._terms = nn.ModuleList(_Term(shape, num_rows, num_cols) for shape in terms)
+
+    @property
+    def terms(self) -> tuple[BlockTerm, ...]:
+        """The shapes of the terms."""
+        return tuple(term.shape for term in self._work)
+
+    @property
+    def _work(self) -> list[_Term]:
+        return list(self._terms)  # type: ignore[arg-type]
+
+    def _empty_factors(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Parameters of the right shapes: left (*batch_shape, b, num_rows / b, F / b), right (..., c, num_cols / c, F / c)."""
+        left, right = [], []
+        for term in self.terms:
+            b, c, inner = term.left_blocks, term.right_blocks, term.inner_dim
+            left.append(nn.Parameter(torch.empty(*self.batch_shape, b, self.num_rows // b, inner // b)))
+            right.append(nn.Parameter(torch.empty(*self.right_batch_shape, c, self.num_cols // c, inner // c)))
+        return left, right
+
+    @abstractmethod
+    def factors(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """The left and right parameter of every term, in the shapes of ``BlockTerm`` behind the batch dimensions."""
+
+    def used_factors(self) -> list[tuple[Tensor, Tensor]]:
+        """The factors as they are used: (P, b, a, m) and (P', c, d, n), capped."""
+        out = []
+        for left, right in self.factors():
+            flat_left, flat_right = left.reshape(-1, *left.shape[-3:]), right.reshape(-1, *right.shape[-3:])
+            out.append((self._cap_left(flat_left), self._cap_right(flat_right)))
+        return out
+
+    def _cap_left(self, weight: Tensor) -> Tensor:
+        return self._capped(weight, weight.shape[0], weight.shape[-1], weight.shape[-2])
+
+    def _cap_right(self, weight: Tensor) -> Tensor:
+        return self._capped(weight, weight.shape[0], weight.shape[-2], weight.shape[-1])
+
+    def _sum(self, parts: list[Tensor]) -> Tensor:
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def _matmul(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 1 and self.right_batch_shape != self.batch_shape:
+            return super()._matmul(x)
+        pairs = zip(self._work, self.used_factors(), strict=True)
+        return self._sum([t.write(left, self._spread_right(t.read(right, x))) for t, (left, right) in pairs])
+
+    def _rmatmul(self, x: Tensor) -> Tensor:
+        pairs = zip(self._work, self.used_factors(), strict=True)
+        return self._sum([t.write_right(self._spread_right(right), t.read_left(left, x)) for t, (left, right) in pairs])
+
+    def _left_features(self, x: Tensor) -> Tensor:
+        parts = [t.left_features(left, x) for t, (left, _) in zip(self._work, self.used_factors(), strict=True)]
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+    def _right_features(self, y: Tensor) -> Tensor:
+        parts = [t.read(right, y).flatten(1, 2) for t, (_, right) in zip(self._work, self.used_factors(), strict=True)]
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+    def _split(self, u: Tensor) -> tuple[Tensor, ...]:
+        return u.split(self.feature_sizes, dim=1)
+
+    def _left_expand(self, u: Tensor) -> Tensor:
+        pieces = zip(self._work, self.used_factors(), self._split(u), strict=True)
+        return self._sum([t.write(left, part.unflatten(1, (left.shape[1], -1))) for t, (left, _), part in pieces])
+
+    def _right_expand(self, w: Tensor) -> Tensor:
+        pieces = zip(self._work, self.used_factors(), self._split(w), strict=True)
+        return self._sum(
+            [t.write_right(self._spread_right(right), t.to_right_groups(part)) for t, (_, right), part in pieces]
+        )
+
+    @property
+    def feature_sizes(self) -> tuple[int, ...]:
+        """The number of features of each term, F_l."""
+        return tuple(term.inner_dim for term in self.terms)
+
+    @property
+    def inner_dim(self) -> int:
+        """Σ F_l."""
+        return sum(self.feature_sizes)
+
+    @property
+    def left_flops(self) -> int:
+        """2 num_rows Σ F_l / b_l."""
+        return sum(2 * self.num_rows * term.inner_dim // term.left_blocks for term in self.terms)
+
+    @property
+    def right_flops(self) -> int:
+        """2 num_cols Σ F_l / c_l."""
+        return sum(2 * self.num_cols * term.inner_dim // term.right_blocks for term in self.terms)
+
+    @property
+    def rank_bound(self) -> int:
+        """min(num_rows, num_cols, Σ F_l), which random factors reach.
+
+        The rank of a product of random sparse factors is the largest number of disjoint paths from rows through features to
+        columns. All blocks of a term are alike, so a flow that loads every feature of a term equally loads all rows and all
+        columns equally too, and only the three totals bind.
+        """
+        return min(self.num_rows, self.num_cols, self.inner_dim)

@@ -1,0 +1,173 @@
+"""``StructuredLinear`` and ``replace_linears``."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import structattn as sa
+from structattn.errors import ConfigError, ShapeError
+from structattn.matrices import FAMILIES, Dense, LowRank
+from structattn.mup import Role
+from structattn.testing.tolerances import assert_close
+
+TEXTS = [
+    "dense",
+    "lowrank:4",
+    "mlr:2|1|1",
+    "btt:2",
+    "kronecker",
+    "monarch",
+    "butterfly",
+    "kaleidoscope",
+    "mlbtc:1x1x2|4x4x16s",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_it_is_a_linear_layer(text, bias) -> None:
+    layer = sa.StructuredLinear(16, 12, text, bias=bias, dtype=torch.float64)
+    x = torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
+    if bias:
+        nn.init.normal_(layer.bias)
+    assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    assert layer(x[0, 0]).shape == (12,)
+    layer(x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in [x, *layer.parameters()])
+
+
+def test_all_families_are_tested() -> None:
+    assert {text.partition(":")[0] for text in TEXTS} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dense",
+        "lowrank:32",
+        "mlr:16|8|8",
+        "btt:1",
+        "btt:2",
+        "monarch",
+        "butterfly",
+        "kaleidoscope",
+        "mlbtc:1x1x16|16x16x256s",
+    ],
+)
+def test_outputs_start_at_the_size_of_inputs(text) -> None:
+    """The fan-in of one block is right: a random input of variance 1 gives outputs of variance 1."""
+    torch.manual_seed(0)
+    out = sa.StructuredLinear(256, 256, text)(torch.randn(512, 256))
+    assert 0.7 < float(out.detach().square().mean()) < 1.4
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_roles_name_every_parameter(text) -> None:
+    layer = sa.StructuredLinear(16, 16, text)
+    roles = layer.parameter_roles()
+    assert set(roles) == {name for name, _ in layer.named_parameters()}
+    for name, p in layer.named_parameters():
+        if roles[name].kind == "hidden":
+            # Every structure draws its factors at the scale of its role; alone the sign of an orthogonal 2 x 2 is left open.
+            assert 0.4 < float(p.detach().square().mean().sqrt()) / roles[name].init_std < 2, name
+        else:
+            assert name in ("bias", "matrix.alpha")
+
+
+def test_roles_of_known_structures() -> None:
+    assert sa.StructuredLinear(64, 64, "monarch").parameter_roles() == {
+        "bias": Role(kind="vector"),
+        "matrix.left": Role(kind="hidden", fan_in=8),
+        "matrix.right": Role(kind="hidden", fan_in=8),
+    }
+    mlr = sa.StructuredLinear(64, 32, "mlr:4|2", bias=False).parameter_roles()
+    assert {name: role.fan_in for name, role in mlr.items()} == {
+        "matrix.left.0": 6,
+        "matrix.left.1": 6,
+        "matrix.right.0": 64,
+        "matrix.right.1": 32,
+    }
+    assert Role(kind="hidden", fan_in=64).init_std == 1 / 8
+    assert Role(kind="hidden", fan_in=64).learning_rate(1e-3) == pytest.approx(1.2e-2)
+    assert Role(kind="vector").learning_rate(1e-3) == 1e-3
+    assert Role(kind="output", fan_in=768).init_std == 0
+    for wrong in ({"kind": "big"}, {"kind": "hidden", "fan_in": 0}):
+        with pytest.raises(ConfigError):
+            Role(**wrong)
+
+
+def big(layer):
+    return "monarch" if layer.in_features >= 16 else None
+
+
+def test_replacing_by_a_predicate_on_the_module() -> None:
+    torch.manual_seed(0)
+    shared = nn.Linear(16, 16)
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.GELU(), shared, nn.Sequential(shared, nn.Linear(16, 4, bias=False))
+    ).eval()
+    bias = shared.bias
+    assert sa.replace_linears(model, big) == ("2", "3.0", "3.1")
+    assert isinstance(model[0], nn.Linear)
+    assert model[2] is model[3][0]
+    assert model[2].bias is bias
+    assert model[3][1].bias is None
+    assert not model[2].training
+    assert model(torch.randn(3, 8)).shape == (3, 4)
+
+
+def test_a_fitted_layer_computes_the_same() -> None:
+    model = nn.Sequential(nn.Linear(12, 10).double())
+
+    def svd(layer):
+        m = LowRank(10, 12, 10).double()
+        u, s, v = torch.linalg.svd(layer.weight.detach(), full_matrices=False)
+        with torch.no_grad():
+            m.left.copy_(u * s)
+            m.right.copy_(v.T)
+        return m
+
+    x = torch.randn(4, 12).double()
+    before = model(x)
+    sa.replace_linears(model, svd)
+    assert_close(model(x), before)
+    assert next(model.parameters()).dtype == torch.float64
+
+
+def test_in_the_modules_of_torch() -> None:
+    """Code that reads ``weight`` works, eager and on the fast path of the encoder layer."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    names = sa.replace_linears(layer, lambda linear: "btt:1")
+    assert set(names) == {"self_attn.out_proj", "linear1", "linear2"}
+    x = torch.randn(2, 5, 16)
+    trained = layer(x)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x), trained.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_mistakes_are_named_and_change_nothing() -> None:
+    with pytest.raises(ConfigError, match="itself"):
+        sa.replace_linears(nn.Linear(4, 4), lambda layer: "dense")
+    tied = nn.ModuleDict(
+        {"embedding": nn.Embedding(16, 16), "hidden": nn.Linear(16, 16), "head": nn.Linear(16, 16, bias=False)}
+    )
+    tied["head"].weight = tied["embedding"].weight
+    with pytest.raises(ConfigError, match="head is shared"):
+        sa.replace_linears(tied, big)
+    assert isinstance(tied["hidden"], nn.Linear)
+    with pytest.raises(ConfigError, match="nearest sizes"):
+        sa.replace_linears(nn.Sequential(nn.Linear(11, 13)), lambda layer: "butterfly")
+    with pytest.raises(ConfigError, match="12 x 8"):
+        sa.StructuredLinear(8, 12, Dense(8, 12))
+    with pytest.raises(ShapeError, match=r"\(\.\.\., 8\)"):
+        sa.StructuredLinear(8, 12, "dense")(torch.randn(3, 9))
+
+
+def test_devices_and_dtypes_follow() -> None:
+    assert sa.StructuredLinear(8, 8, "monarch", device="meta").bias.device.type == "meta"
+    layer = sa.StructuredLinear(8, 8, Dense(8, 8).double())
+    assert layer.bias.dtype == torch.float64
+    assert math.isclose(layer.matrix.num_params, 64)

@@ -34,6 +34,8 @@ MEMBERS = {
     "butterfly of rank 2": lambda r, c, **o: Butterfly(r, c, 2, **o),
     "butterfly of one stage": lambda r, c, **o: Butterfly(r, c, row_radices=(r,), col_radices=(c,), **o),
     "kaleidoscope of one stage": lambda r, c, **o: _one_stage_kaleidoscope(r, c, **o),
+    "kaleidoscope of a narrow inside": lambda r, c, **o: Kaleidoscope(r, c, inner_size=2, **o),
+    "wide kaleidoscope of a narrow inside": lambda r, c, **o: Kaleidoscope(r, c, 2, inner_size=2, **o),
     "mlbtc": lambda r, c, **o: MLBTC(r, c, (BlockTerm(left_blocks=2, right_blocks=4, inner_dim=8),), **o),
 }
 
@@ -86,7 +88,7 @@ def test_the_copy_is_independent() -> None:
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_kaleidoscope_of_several_stages_is_refused_with_the_condition(width) -> None:
-    with pytest.raises(ConfigError, match="exactly if its butterflies have one stage"):
+    with pytest.raises(ConfigError, match="only if its butterflies have one stage"):
         MLBTC.from_matrix(Kaleidoscope(16, 16, width))
 
 
@@ -129,6 +131,26 @@ def test_one_level_mlr_is_low_rank() -> None:
         low_rank.left.copy_(mlr.left[0][0])
         low_rank.right.copy_(mlr.right[0][0])
     assert difference(mlr.to_dense(), low_rank.to_dense()) < 1e-14
+
+
+def test_low_rank_is_btt_with_one_block() -> None:
+    btt, low_rank = BlockTensorTrain(12, 8, 3, row_dims=(12, 1), col_dims=(1, 8)).double(), LowRank(12, 8, 3).double()
+    with torch.no_grad():
+        low_rank.left.copy_(btt.left[0])
+        low_rank.right.copy_(btt.right[0])
+    assert difference(btt.to_dense(), low_rank.to_dense()) < 1e-14
+
+
+@pytest.mark.parametrize("name", [name for name in MEMBERS if name != "dense"])
+def test_feature_fan_ins_are_those_of_the_features(name) -> None:
+    """With factors of variance 1/fan-in on both sides, both features of vectors of variance 1 have variance 1."""
+    torch.manual_seed(0)
+    m = MEMBERS[name](64, 128, batch_shape=(20,)).double()
+    m.reset_parameters(m.feature_fan_ins)
+    assert set(m.feature_fan_ins) == set(m.product_fan_ins)
+    for features, size in ((m.left_features, 64), (m.right_features, 128)):
+        variance = float(features(torch.randn(100, size, dtype=torch.float64)).detach().square().mean())
+        assert 0.6 < variance < 1.5
 
 
 def test_monarch_is_btt_of_rank_1_and_a_butterfly_of_two_stages() -> None:

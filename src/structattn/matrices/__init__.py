@@ -4,8 +4,10 @@ from structattn.matrices.base import Contraction, FactoredMatrix, StructuredMatr
 from structattn.matrices.btt import BlockTensorTrain, Monarch
 from structattn.matrices.butterfly import Butterfly, Kaleidoscope
 from structattn.matrices.elementary import Dense, Kronecker, LowRank
+from structattn.matrices.fit import Fit, fit
 from structattn.matrices.mlbtc import MLBTC
 from structattn.matrices.mlr import MultiLevelLowRank
+from structattn.matrices.rank_allocation import allocate_ranks
 from structattn.matrices.structure import FAMILIES, Structure
 from structattn.matrices.terms import BlockTerm
 
@@ -18,6 +20,7 @@ __all__ = [
     "Contraction",
     "Dense",
     "FactoredMatrix",
+    "Fit",
     "Kaleidoscope",
     "Kronecker",
     "LowRank",
@@ -25,4 +28,6 @@ __all__ = [
     "MultiLevelLowRank",
     "Structure",
     "StructuredMatrix",
+    "allocate_ranks",
+    "fit",
 ]

@@ -152,7 +152,7 @@ class Monarch(BlockTensorTrain):
                 raise ConfigError(f"Monarch: num_blocks must be two numbers (left, right), got {num_blocks!r}")
             b, c = num_blocks
             check_dims("Monarch num_blocks", b, c)
-            BlockTerm(left_blocks=b, right_blocks=c, inner_dim=b * c).check_sizes(num_rows, num_cols)
+            BlockTerm(left_blocks=b, right_blocks=c, inner_dim=b * c).check_sizes(num_rows, num_cols, "Monarch")
             row_dims, col_dims = (num_rows // b, b), (c, num_cols // c)
         super().__init__(
             num_rows,

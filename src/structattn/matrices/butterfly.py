@@ -27,20 +27,20 @@ def prime_factors(size: int) -> list[int]:
     return [*factors, size] if size > 1 else factors
 
 
-def default_radices(num_rows: int, num_cols: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def default_radices(num_rows: int, num_cols: int, owner: str = "Butterfly") -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Row and column radices of equal number: prime factors, with ones where the shorter list would narrow the product.
 
     Raises:
-        ConfigError: a size has a prime factor above 7; the nearest sizes that work are named.
+        ConfigError: a size has a prime factor above 7; the nearest sizes that work are named, for ``owner``.
     """
     for size in (num_rows, num_cols):
         if max(prime_factors(size), default=1) > _LARGEST_PRIME:
             low = next(n for n in range(size, 0, -1) if max(prime_factors(n), default=1) <= _LARGEST_PRIME)
             high = next(n for n in range(size, 2 * size + 1) if max(prime_factors(n), default=1) <= _LARGEST_PRIME)
             raise ConfigError(
-                f"Butterfly: the prime factors of a size must be at most {_LARGEST_PRIME}, got {size} = "
-                f"{' * '.join(map(str, prime_factors(size)))}; the nearest sizes that work are {low} and {high}, or give "
-                "row_radices and col_radices yourself"
+                f"{owner}: the prime factors of a size must be at most {_LARGEST_PRIME}, got {size} = "
+                f"{' * '.join(map(str, prime_factors(size)))}; the nearest sizes that work are {low} and {high}"
+                + (", or give row_radices and col_radices yourself" if owner == "Butterfly" else "")
             )
     rows, cols = prime_factors(num_rows) or [1], prime_factors(num_cols) or [1]
     # The innermost index is transformed first: let it grow there, and let the outermost one shrink last.
@@ -168,6 +168,12 @@ class Butterfly(FactoredMatrix):
         names = [f"left.{t}" for t in range(self.split)]
         names += [f"right.{t}" for t in range(self.num_stages - self.split)]
         return {name: grid[3] for name, grid in zip(names, self._grid, strict=True)}
+
+    @property
+    def feature_fan_ins(self) -> dict[str, int]:
+        """n_t s of the right stages, m_t s of the left ones, which act transposed."""
+        left = {f"left.{t}": self._grid[t][2] for t in range(self.split)}
+        return {**self.product_fan_ins, **left}
 
     def used_stage(self, t: int) -> Tensor:
         """Stage t (0-based) as it is used, (P or P', outer, inner, m s, n s), capped."""
@@ -334,7 +340,7 @@ class Kaleidoscope(FactoredMatrix):
         right: B_w.
 
     Raises:
-        ConfigError: as ``Butterfly``.
+        ConfigError: a size, or the size inside, has a prime factor above 7.
 
     Cost: w times 4 E log2 E parameters for E a power of two, twice that in FLOPs per vector.
 
@@ -361,6 +367,8 @@ class Kaleidoscope(FactoredMatrix):
         self.width = width
         self.inner_size = max(num_rows, num_cols) if inner_size is None else inner_size
         check_dims("Kaleidoscope inner_size", self.inner_size)
+        for size in (num_rows, num_cols, self.inner_size):
+            default_radices(size, size, "Kaleidoscope")
         heights = [num_rows, *[self.inner_size] * (2 * width - 2)]
         self.left = nn.ModuleList(
             Butterfly(height, self.inner_size, batch_shape=self.batch_shape, rms_cap=rms_cap) for height in heights
@@ -400,6 +408,16 @@ class Kaleidoscope(FactoredMatrix):
             for name in butterfly.product_fan_ins:
                 height, width = butterfly.get_parameter(name).shape[-2:]
                 out[f"{prefix}.{name}"] = width if index % 2 == 0 else height
+        return out
+
+    @property
+    def feature_fan_ins(self) -> dict[str, int]:
+        """Left butterflies act in the other direction than in a product."""
+        out = dict(self.product_fan_ins)
+        for index, (prefix, butterfly) in enumerate(self._named_butterflies()[:-1]):
+            for name in butterfly.product_fan_ins:
+                height, width = butterfly.get_parameter(name).shape[-2:]
+                out[f"{prefix}.{name}"] = height if index % 2 == 0 else width
         return out
 
     def _left_features(self, x: Tensor) -> Tensor:

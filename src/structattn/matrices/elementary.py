@@ -227,6 +227,12 @@ class Kronecker(FactoredMatrix):
         """c for A, d for B."""
         return {"outer": self.col_dims[0], "inner": self.col_dims[1]}
 
+    @property
+    def feature_fan_ins(self) -> dict[str, int]:
+        """The factor that acts last reads the other side's inputs: a for A, or b for B."""
+        last = {"outer": self.row_dims[0]} if self.inner_first else {"inner": self.row_dims[1]}
+        return {**self.product_fan_ins, **last}
+
     def used_factors(self) -> tuple[Tensor, Tensor]:
         """A (P or P', a, c) and B (P' or P, b, d) as they are used, capped."""
         a, b = (w.reshape(-1, *w.shape[-2:]) for w in (self.outer, self.inner))

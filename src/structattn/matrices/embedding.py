@@ -36,7 +36,8 @@ def block_terms(m: StructuredMatrix) -> list[Piece]:
     """The matrix as a sum of block terms, exactly; the factors are those in use (after ``rms_cap``), without gradient.
 
     Raises:
-        ConfigError: it is none of few parameters (a Kaleidoscope of several stages), or a structure of another package.
+        ConfigError: it is none smaller than a dense matrix (a Kaleidoscope of several stages, unless its inside is narrow), or a
+            structure of another package.
     """
     raise ConfigError(
         f"{type(m).__name__} has no block terms that are known here; write it as one of the family, or register it with "
@@ -126,16 +127,23 @@ def _butterfly(m: Butterfly) -> list[Piece]:
 @block_terms.register
 @torch.no_grad()
 def _kaleidoscope(m: Kaleidoscope) -> list[Piece]:
+    """One stage: a product of dense matrices. A narrow inside: low rank, everything but the last butterfly on the left."""
     mixing = max(
         sum(max(pair) > 1 for pair in zip(butterfly.row_radices, butterfly.col_radices, strict=True))
         for butterfly in m.butterflies
     )
+    if m.inner_size * (m.num_rows + m.num_cols) < m.num_rows * m.num_cols:
+        eye = torch.eye(m.inner_size, dtype=m.right.stages[0].dtype, device=m.right.stages[0].device)
+        left = m._left_expand(eye.expand(m.num_matrices, -1, -1)).reshape(*m.batch_shape, 1, m.num_rows, m.inner_size)
+        right = m.right._matmul(eye[None]).reshape(*m.right_batch_shape, 1, m.num_cols, m.inner_size)
+        return [Piece(term=BlockTerm(left_blocks=1, right_blocks=1, inner_dim=m.inner_size), left=left, right=right)]
     if mixing > 1:
         raise ConfigError(
             f"a Kaleidoscope whose butterflies have {mixing} stages is not one MLBTC term: its stages mix the indices 1, ..., "
             f"{mixing}, ..., 1 in turn, and a term holds two runs of stages of which each must leave some index alone, but "
-            "wherever the cut is, one run mixes them all and becomes one dense block. It is a term exactly if its butterflies "
-            "have one stage. Use MLBTC.from_matrix on each butterfly, or fit an MLBTC to to_dense()"
+            "wherever the cut is, one run mixes them all and becomes one dense block. It is a term smaller than a dense matrix "
+            "only if its butterflies have one stage, or its inner_size makes it low rank. Use MLBTC.from_matrix on each "
+            "butterfly, or fit an MLBTC to to_dense()"
         )
     dense = Dense(m.num_rows, m.num_cols, batch_shape=m.batch_shape)
     dense.weight = torch.nn.Parameter(m.to_dense())

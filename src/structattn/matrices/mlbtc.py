@@ -69,8 +69,8 @@ class MLBTC(BlockTermSum):
         into one dense-block term of rank s, exact but of E^1.5 rather than E log E parameters.
 
         Raises:
-            ConfigError: a Kaleidoscope of more than one stage, which is no one term of fewer parameters than a dense matrix;
-                the message gives the condition. Or a structure that is not of this package.
+            ConfigError: a Kaleidoscope that is no one term smaller than a dense matrix; the message gives the condition. Or a
+                structure that is not of this package.
         """
         pieces = block_terms(m)
         right_shape = pieces[0].right.shape[:-3]
@@ -111,12 +111,4 @@ class MLBTC(BlockTermSum):
     def product_fan_ins(self) -> dict[str, int]:
         """num_cols / c_l for right factors; Σ F_l / b_l for left ones, since every output sums over all terms."""
         total = sum(term.inner_dim // term.left_blocks for term in self.terms)
-        left = {f"left.{level}": total for level in range(len(self.terms))}
-        right = {f"right.{level}": self.num_cols // term.right_blocks for level, term in enumerate(self.terms)}
-        return {**left, **right}
-
-    @property
-    def feature_fan_ins(self) -> dict[str, int]:
-        """The side of a block on both sides: num_rows / b_l and num_cols / c_l."""
-        left = {f"left.{level}": self.num_rows // term.left_blocks for level, term in enumerate(self.terms)}
-        return {**self.product_fan_ins, **left}
+        return {**self.feature_fan_ins, **{f"left.{level}": total for level in range(len(self.terms))}}

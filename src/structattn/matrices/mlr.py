@@ -57,10 +57,7 @@ class MultiLevelLowRank(BlockTermSum):
         for level, (rank, blocks) in enumerate(zip(ranks, self_blocks, strict=True), start=1):
             check_dims(f"MultiLevelLowRank level {level}", rank, blocks)
             term = BlockTerm(left_blocks=blocks, right_blocks=blocks, inner_dim=blocks * rank)
-            try:
-                term.check_sizes(num_rows, num_cols)
-            except ConfigError as error:
-                raise ConfigError(f"MultiLevelLowRank level {level}: {error}, or use fewer levels") from None
+            term.check_sizes(num_rows, num_cols, f"MultiLevelLowRank level {level}")
             terms.append(term)
         super().__init__(
             num_rows,
@@ -90,17 +87,7 @@ class MultiLevelLowRank(BlockTermSum):
     def product_fan_ins(self) -> dict[str, int]:
         """The side of a block for right factors; sum r_l for left ones, since every output sums over all levels."""
         left = {f"left.{level}": sum(self.ranks) for level in range(len(self.ranks))}
-        return {**left, **self._right_fan_ins}
-
-    @property
-    def feature_fan_ins(self) -> dict[str, int]:
-        """The side of a block on both sides: num_rows / p_l and num_cols / p_l."""
-        left = {f"left.{level}": self.num_rows // blocks for level, blocks in enumerate(self.num_blocks)}
-        return {**left, **self._right_fan_ins}
-
-    @property
-    def _right_fan_ins(self) -> dict[str, int]:
-        return {f"right.{level}": self.num_cols // blocks for level, blocks in enumerate(self.num_blocks)}
+        return {**self.feature_fan_ins, **left}
 
     @property
     def initial_fan_ins(self) -> dict[str, int]:

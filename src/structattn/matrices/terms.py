@@ -72,18 +72,20 @@ class BlockTerm:
         if not isinstance(self.right_permutation, str) and len(self.right_permutation) != inner:
             raise ConfigError(f"right_permutation must have {inner} indices, got {len(self.right_permutation)}")
 
-    def check_sizes(self, num_rows: int, num_cols: int) -> None:
-        """Raises ``ConfigError`` unless the blocks divide the sizes of the matrix."""
+    def check_sizes(self, num_rows: int, num_cols: int, owner: str = "BlockTerm") -> None:
+        """Raises ``ConfigError``, in the name of ``owner``, unless the blocks divide the sizes of the matrix."""
         for name, blocks, size in (("rows", self.left_blocks, num_rows), ("columns", self.right_blocks, num_cols)):
             if size % blocks:
                 low = size // blocks * blocks
                 near = f"{low} or {low + blocks}" if low else str(blocks)
                 raise ConfigError(
-                    f"{blocks} blocks must divide the number of {name}, got {num_rows} x {num_cols}; the nearest sizes that "
+                    f"{owner}: {blocks} blocks must divide the number of {name}, got {num_rows} x {num_cols}; the nearest sizes that "
                     f"work are {near}"
                 )
         if not isinstance(self.left_permutation, str) and len(self.left_permutation) != num_rows:
-            raise ConfigError(f"left_permutation must have {num_rows} indices, got {len(self.left_permutation)}")
+            raise ConfigError(
+                f"{owner}: left_permutation must have {num_rows} indices, got {len(self.left_permutation)}"
+            )
 
     def row_index(self, num_rows: int) -> Tensor:
         """P_L as indices p with (P_L z)[i] = z[p[i]], (num_rows,)."""
@@ -284,6 +286,16 @@ class BlockTermSum(FactoredMatrix):
         return self._sum(
             [t.write_right(self._spread_right(right), t.to_right_groups(part)) for t, (_, right), part in pieces]
         )
+
+    @property
+    def feature_fan_ins(self) -> dict[str, int]:
+        """The side of a block on both sides: num_rows / b_l and num_cols / c_l."""
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        out = {}
+        for term, (left, right) in zip(self.terms, self.factors(), strict=True):
+            out[names[id(left)]] = self.num_rows // term.left_blocks
+            out[names[id(right)]] = self.num_cols // term.right_blocks
+        return out
 
     @property
     def feature_sizes(self) -> tuple[int, ...]:

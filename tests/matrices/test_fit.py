@@ -1,0 +1,318 @@
+"""Fits against optimal errors computed another way, exact recovery, and everything that a user can get wrong."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from structattn.errors import ConfigError, DataError, ShapeError
+from structattn.matrices import (
+    MLBTC,
+    BlockTensorTrain,
+    BlockTerm,
+    Butterfly,
+    Dense,
+    Kaleidoscope,
+    Kronecker,
+    LowRank,
+    Monarch,
+    MultiLevelLowRank,
+    Structure,
+    allocate_ranks,
+    fit,
+)
+from structattn.matrices.nearest import nearest_term
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small problems: threads cost more than they bring, and very much more where other processes hold the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+TEXTS = [
+    "dense",
+    "lowrank:3",
+    "mlr:2|1|1",
+    "btt:2",
+    "kronecker",
+    "monarch:2x4",
+    "butterfly",
+    "butterfly:2",
+    "kaleidoscope",
+    "kaleidoscope:2",
+    "mlbtc:1x1x2|4x4x16s",
+]
+
+
+def gaussian(rows=16, cols=16, seed=0):
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def relative(m, dense):
+    return float((m.to_dense().detach() - dense).norm() / dense.norm())
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("shape", [(16, 16), (12, 8), (8, 20)], ids=str)
+def test_what_is_of_the_structure_is_found(text, shape) -> None:
+    """A matrix of the structure is its own nearest one: exactly for the solvers that are exact, nearly for the descents."""
+    torch.manual_seed(1)
+    truth = Structure.parse(text).build(*shape).double().to_dense().detach()
+    found = fit(truth, text)
+    exact = not text.startswith(("mlr", "mlbtc", "kaleidoscope"))
+    assert found.relative_error < (1e-12 if exact else 0.5)
+    assert found.relative_error == pytest.approx(relative(found.matrix, truth), rel=1e-6, abs=1e-14)
+    assert found.relative_error <= found.initial_error + 1e-15
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_never_worse_than_where_it_starts(text) -> None:
+    """The given matrix is a candidate, refinement only improves, and the given matrix is left alone."""
+    dense = gaussian(12, 8)
+    for scale in (1.0, 1e-3):
+        like = Structure.parse(text).build(12, 8).double()
+        with torch.no_grad():
+            for p in like.parameters():
+                p.mul_(scale)
+        before = {name: value.clone() for name, value in like.state_dict().items()}
+        errors = [fit(dense, like, refine=refine).relative_error for refine in (0, 30)]
+        assert errors[1] <= errors[0] <= relative(like, dense)
+        assert all(torch.equal(value, before[name]) for name, value in like.state_dict().items())
+    near = fit(dense, like, refine=200).matrix
+    assert fit(dense, near, refine=0).relative_error <= relative(near, dense) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_same_seed_same_result(text) -> None:
+    a, b = (fit(gaussian(), text, seed=5).matrix for _ in range(2))
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_low_rank_is_eckart_young() -> None:
+    dense = gaussian(14, 9)
+    energy = np.linalg.svd(dense.numpy(), compute_uv=False) ** 2
+    for rank in (1, 4, 9, 12):
+        found = fit(dense, LowRank(14, 9, rank).double())
+        assert found.is_optimal
+        assert found.relative_error == pytest.approx(math.sqrt(energy[rank:].sum() / energy.sum()), abs=1e-12)
+
+
+def test_kronecker_is_van_loan() -> None:
+    """The optimal error from the singular values of the rearranged matrix, built entry by entry."""
+    dense = gaussian(12, 10)
+    (a, b), (c, d) = (4, 3), (5, 2)
+    rearranged = np.zeros((a * c, b * d))
+    for i in range(12):
+        for j in range(10):
+            rearranged[(i // b) * c + j // d, (i % b) * d + j % d] = dense[i, j]
+    energy = np.linalg.svd(rearranged, compute_uv=False) ** 2
+    found = fit(dense, Kronecker(12, 10, row_dims=(a, b), col_dims=(c, d)).double())
+    assert found.is_optimal
+    assert found.relative_error == pytest.approx(math.sqrt(1 - energy[0] / energy.sum()), abs=1e-12)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_btt_and_monarch_are_blockwise_svds(rank) -> None:
+    dense = gaussian(12, 20)
+    (a, b), (c, d) = (4, 3), (5, 4)
+    left_over = 0.0
+    for k_left in range(b):
+        for k in range(c):
+            block = dense.numpy()[k_left::b, k * d : (k + 1) * d]
+            left_over += (np.linalg.svd(block, compute_uv=False)[rank:] ** 2).sum()
+    expected = math.sqrt(left_over / float(dense.square().sum()))
+    likes = [BlockTensorTrain(12, 20, rank, row_dims=(a, b), col_dims=(c, d)).double()]
+    likes.append(Butterfly(12, 20, rank, row_radices=(a, b), col_radices=(c, d)).double())
+    if rank == 1:
+        likes.append(Monarch(12, 20, num_blocks=(b, c)).double())
+    for like in likes:
+        found = fit(dense, like)
+        assert found.is_optimal
+        assert found.relative_error == pytest.approx(expected, abs=1e-12)
+
+
+def test_no_descent_finds_anything_nearer_than_the_optimum() -> None:
+    """Gradient descent from random starts never beats a solver that calls itself optimal."""
+    dense = gaussian(12, 12)
+    for text in ("lowrank:2", "kronecker", "btt:1", "monarch"):
+        best = fit(dense, text)
+        assert best.is_optimal
+        assert fit(dense, text, refine=200).relative_error >= best.relative_error - 1e-9
+
+
+def test_free_permutations_are_optimal_too() -> None:
+    """A term with free permutations against the same problem solved pair by pair in loops."""
+    generator = torch.Generator().manual_seed(2)
+    rows = tuple(torch.randperm(12, generator=generator).tolist())
+    inner = tuple(torch.randperm(24, generator=generator).tolist())
+    term = BlockTerm(left_blocks=3, right_blocks=2, inner_dim=24, left_permutation=rows, right_permutation=inner)
+    dense = gaussian(12, 8)
+    z = torch.empty_like(dense)
+    for i in range(12):
+        z[rows[i]] = dense[i]
+    left_over = 0.0
+    for k_left in range(3):
+        for k in range(2):
+            count = sum(f // 8 == k_left and inner[f] // 12 == k for f in range(24))
+            block = z[k_left * 4 : k_left * 4 + 4, k * 4 : k * 4 + 4]
+            left_over += float(torch.linalg.svdvals(block)[count:].square().sum())
+    found = fit(dense, MLBTC(12, 8, (term,)).double())
+    assert found.is_optimal
+    assert found.relative_error == pytest.approx(math.sqrt(left_over / float(dense.square().sum())), abs=1e-10)
+    left, right = nearest_term(term, dense)
+    assert (left.shape, right.shape) == ((3, 4, 8), (2, 4, 12))
+
+
+def hadamard(levels):
+    h = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(levels):
+        h = torch.kron(h, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64))
+    return h
+
+
+def bit_reversal(levels):
+    return torch.tensor([int(format(i, f"0{levels}b")[::-1], 2) for i in range(2**levels)])
+
+
+def test_butterfly_finds_the_hadamard_transform() -> None:
+    found = fit(hadamard(5), "butterfly")
+    assert found.relative_error < 1e-14
+    assert found.matrix.num_params == 2 * 32 * 5
+    assert fit(hadamard(5), "kaleidoscope").relative_error < 1e-14
+
+
+def test_butterfly_of_rank_2_finds_the_cosine_transform_up_to_its_permutation() -> None:
+    """Even samples up, odd ones down (Makhoul 1980), bits reversed: then the DCT is the real part of a twiddled FFT."""
+    n = 64
+    k = torch.arange(n, dtype=torch.float64)
+    dct = torch.cos(math.pi * k[:, None] * (2 * k + 1) / (2 * n))
+    order = torch.cat([torch.arange(0, n, 2), torch.arange(n - 1, 0, -2)])[bit_reversal(6)]
+    assert fit(dct[:, order], "butterfly:2").relative_error < 1e-13
+    assert fit(dct, "butterfly:2", refine=0).relative_error > 0.5
+    assert fit(dct[:, order], "butterfly", refine=0).relative_error > 0.5
+
+
+def test_butterfly_of_rank_2_finds_the_fourier_transform() -> None:
+    """Real and imaginary part, with bits reversed."""
+    n = 32
+    k = torch.arange(n, dtype=torch.float64)
+    angle = 2 * math.pi * k[:, None] * k[bit_reversal(5)][None] / n
+    assert fit(angle.cos(), "butterfly:2").relative_error < 1e-13
+    assert fit(angle.sin(), "butterfly:2").relative_error < 1e-13
+
+
+def line_kernel(n=64):
+    x = torch.linspace(0, 1, n, dtype=torch.float64)
+    return torch.exp(-8 * (x[:, None] - x).abs())
+
+
+def test_mlr_beats_low_rank_where_near_pairs_matter() -> None:
+    dense = line_kernel()
+    low_rank = fit(dense, "lowrank:8").relative_error
+    mlr = fit(dense, "mlr:2|2|2|2")
+    assert mlr.matrix.num_params == fit(dense, "lowrank:8").matrix.num_params
+    assert mlr.relative_error < low_rank / 2
+    assert not mlr.is_optimal
+
+
+def test_a_sweep_never_raises_the_error() -> None:
+    from structattn.matrices.nearest import Descent
+
+    like = MultiLevelLowRank(32, 32, (2, 2, 2))
+    errors = []
+    Descent(line_kernel(32), like.terms).run(100, 1e-9, lambda what, error: errors.append(error))
+    assert len(errors) > 5
+    assert all(b <= a for a, b in zip(errors, errors[1:], strict=False))
+
+
+@pytest.mark.parametrize("dense", [line_kernel(32), gaussian(16, 24)], ids=["line", "gaussian"])
+def test_rank_allocation(dense) -> None:
+    found = allocate_ranks(dense, 8)
+    assert sum(found.matrix.ranks) == 8
+    assert found.relative_error <= fit(dense, "lowrank:8").relative_error + 1e-12
+    assert found.relative_error <= fit(dense, "mlr:2|2|2|2").relative_error + 1e-12
+    assert found.relative_error == pytest.approx(relative(found.matrix, dense), rel=1e-9)
+
+
+def test_rank_allocation_finds_where_the_rank_is() -> None:
+    """A matrix of known ranks (0, 3, 0, 1) per level: all others of the same total are worse."""
+    torch.manual_seed(0)
+    truth = MultiLevelLowRank(32, 32, (3, 1), num_blocks=(2, 8)).double().to_dense().detach()
+    found = allocate_ranks(truth, 4)
+    assert dict(zip(found.matrix.num_blocks, found.matrix.ranks, strict=True)) == {2: 3, 8: 1}
+    assert found.relative_error < 1e-3
+
+
+def test_batches_dtypes_and_arrays() -> None:
+    dense = torch.stack([gaussian(8, 8, seed) for seed in range(6)]).reshape(2, 3, 8, 8)
+    found = fit(dense, "monarch")
+    assert found.matrix.batch_shape == (2, 3)
+    each = [fit(one, "monarch").matrix.to_dense() for one in dense.reshape(6, 8, 8)]
+    torch.testing.assert_close(found.matrix.to_dense(), torch.stack(each).reshape(2, 3, 8, 8))
+    single = fit(dense[0, 0].float(), LowRank(8, 8, 8))
+    assert next(single.matrix.parameters()).dtype == torch.float32
+    assert 1e-9 < single.relative_error < 1e-5  # what float32 can hold, said honestly
+    assert fit(np.eye(4), "kronecker").relative_error < 1e-14
+    assert fit(torch.eye(4, dtype=torch.int64), "kronecker").relative_error < 1e-6
+    assert fit(torch.zeros(4, 4), "btt:1").relative_error == 0
+
+
+def test_a_structure_of_ones_own_is_fitted_by_descent() -> None:
+    class Scaled(Dense):
+        """A dense matrix times 3, which no solver here knows."""
+
+        def _matmul(self, x):
+            return 3 * super()._matmul(x)
+
+    from structattn.matrices.fit import _solver
+
+    like = Scaled(4, 4).double()
+    assert _solver(
+        like
+    ).is_optimal  # taken for its parent: the copy is wrong by a factor, and the start is kept instead
+    assert fit(gaussian(4, 4), like).relative_error <= relative(like, gaussian(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: fit(torch.randn(4), "dense"), ShapeError, r"\(4,\)"),
+        (lambda: fit(torch.randn(0, 4), "dense"), ShapeError, r"\(0, 4\)"),
+        (lambda: fit(torch.randn(4, 4), LowRank(4, 5, 1)), ShapeError, r"\(4, 5\)"),
+        (lambda: fit(torch.randn(4, 4), LowRank(4, 4, 1, batch_shape=(2,))), ShapeError, r"\(2, 4, 4\)"),
+        (lambda: fit(torch.tensor([[1.0, float("nan")]]), "dense"), DataError, r"first at \(0, 1\): nan"),
+        (lambda: fit(torch.tensor([[1.0, float("inf")]]), "dense"), DataError, "inf"),
+        (lambda: fit(torch.randn(4, 4, dtype=torch.complex64), "dense"), DataError, "complex"),
+        (lambda: fit(torch.randn(4, 4), LowRank(4, 4, 1, rms_cap=True)), ConfigError, "rms_cap"),
+        (
+            lambda: fit(torch.randn(2, 4, 4), LowRank(4, 4, 1, batch_shape=(2,), right_batch_shape=(1,))),
+            ConfigError,
+            "right factors of its own",
+        ),
+        (lambda: fit(torch.randn(4, 4), "lowrnk:1"), ConfigError, "did you mean 'lowrank'"),
+        (lambda: fit(torch.randn(11, 11), "butterfly"), ConfigError, "10 and 12"),
+        (lambda: fit(torch.randn(6, 6), "mlr:1|1|1"), ConfigError, "4 or 8"),
+        (lambda: fit(torch.randn(4, 4), "dense", refine=-1), ConfigError, "refine"),
+        (lambda: allocate_ranks(torch.randn(6, 6), 4), ConfigError, "level 3"),
+        (lambda: allocate_ranks(torch.randn(8, 8), 0), ConfigError, "positive"),
+        (lambda: allocate_ranks(torch.randn(8, 8), 4, ()), ConfigError, "ranks"),
+        (lambda: allocate_ranks(torch.randn(8, 8), 4, (2, 2)), ConfigError, "differ"),
+        (lambda: allocate_ranks(torch.randn(2, 8, 8), 4), ConfigError, "one matrix"),
+        (lambda: allocate_ranks(torch.full((8, 8), float("nan")), 4), DataError, "64 values"),
+    ],
+)
+def test_bad_input_is_named(call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_the_progress_bar_is_shown_on_request(capsys) -> None:
+    fit(gaussian(8, 8), Kaleidoscope(8, 8).double(), progress=True)
+    assert "fit Kaleidoscope" in capsys.readouterr().err
+    fit(gaussian(8, 8), Kaleidoscope(8, 8).double())
+    assert capsys.readouterr().err == ""

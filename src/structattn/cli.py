@@ -25,19 +25,13 @@ except ImportError as error:  # the library itself needs torch alone
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare:
-    """Train attention variants on one task and write a table, figures and a report."""
-
+class _TaskCommand:
     task: tyro.conf.Positional[str]
     """nearest-neighbor, forecast or icl-regression."""
-    attention: tuple[str, ...] = ()
-    """Specs to compare, each in quotes (see `structattn specs`). Default: the preset's."""
     preset: str = "default"
     """Named settings of the task (see `structattn presets`)."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A setting, as section.field=value, such as training.steps=500; may be repeated."""
-    seeds: int | None = None
-    """Runs per variant. Default: the preset's."""
     out: Path | None = None
     """Output folder. Default: runs/TASK-DATE-TIME."""
     resume: bool = False
@@ -51,29 +45,23 @@ class Compare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class Compare(_TaskCommand):
+    """Train attention variants on one task and write a table, figures and a report."""
+
+    attention: tuple[str, ...] = ()
+    """Specs to compare, each in quotes (see `structattn specs`). Default: the preset's."""
+    seeds: int | None = None
+    """Runs per variant. Default: the preset's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(_TaskCommand):
     """Train one attention variant; the folder can be evaluated and resumed."""
 
-    task: tyro.conf.Positional[str]
-    """nearest-neighbor, forecast or icl-regression."""
     attention: str = "standard"
     """The spec to train (see `structattn specs`)."""
-    preset: str = "default"
-    """Named settings of the task (see `structattn presets`)."""
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A setting, as section.field=value; may be repeated."""
     seed: int = 0
     """Seed of weights, data order and dropout."""
-    out: Path | None = None
-    """Run folder. Default: runs/TASK-DATE-TIME."""
-    resume: bool = False
-    """Continue the run in --out from its last checkpoint."""
-    data: Path | None = None
-    """forecast: a CSV file of your own."""
-    time: str | None = None
-    """forecast: its time column. Default: date."""
-    target: str | None = None
-    """forecast: the column to forecast. Default: OT."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +70,30 @@ class Evaluate:
 
     run: tyro.conf.Positional[Path]
     """Folder that `structattn train` wrote."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Fit structured matrices to dense ones and write a table, a figure and a report."""
+
+    matrices: tyro.conf.Positional[tuple[str, ...]] = ("gaussian", "hadamard", "line", "etth1")
+    """What to fit: .npy files; folders of finished runs (RUN or RUN@LAYER.HEAD: the score matrix of a head); examples by name
+    (gaussian, hadamard, line, etth1)."""
+    structures: tuple[str, ...] = ()
+    """Structures, each in quotes (see `structattn structures`), or mlr-allocated:R. Default: a sweep over every family."""
+    size: int = 64
+    """Rows and columns of the examples."""
+    refine: int | None = None
+    """L-BFGS iterations after the first fit. Default: 100 where the first fit is not optimal."""
+    seed: int = 0
+    """Seed of the refinement."""
+    out: Path | None = None
+    """Output folder. Default: runs/fit-DATE-TIME."""
+
+
+@dataclass(frozen=True)
+class Structures:
+    """The text forms of structured matrices, with parameters and cost."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +115,10 @@ Command = (
     Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Fit, tyro.conf.subcommand("fit")]
     | Annotated[Info, tyro.conf.subcommand("info")]
     | Annotated[Specs, tyro.conf.subcommand("specs")]
+    | Annotated[Structures, tyro.conf.subcommand("structures")]
     | Annotated[Presets, tyro.conf.subcommand("presets")]
 )
 
@@ -179,6 +193,41 @@ def _evaluate(command: Evaluate) -> None:
     run = load_run(command.run)
     print(f"{run.task.name}  {run.spec}  seed {run.seed}")
     _print_metrics(run.task.evaluate(run.model, "test"))
+
+
+def _fit(command: Fit, line: str) -> None:
+    _require_extra()
+    from structattn.experiments.fit_matrices import fit_matrices
+    from structattn.experiments.matrix_examples import load_matrix
+    from structattn.reports.fits import fit_verdict, format_fits
+
+    done = fit_matrices(
+        [load_matrix(text, command.size) for text in command.matrices],
+        command.structures,
+        _default_folder("fit") if command.out is None else command.out,
+        refine=command.refine,
+        seed=command.seed,
+        command=line,
+    )
+    print(f"\n{format_fits(done.results)}\n\n{fit_verdict(done.results)}\n")
+    print(f"results  {done.folder / 'results.json'}")
+    print(f"figures  {done.folder / 'figures'}")
+    print(f"report   {done.report}")
+
+
+def _structures() -> None:
+    from structattn.matrices import FAMILIES, Structure
+
+    size = 256
+    print(f"{'form':<24} {'example':<26} {'params':>9} {'FLOPs':>9} {'rank':>5}  meaning")
+    for family in FAMILIES.values():
+        with torch.device("meta"):
+            m = Structure.parse(family.example).build(size, size)
+        counts = f"{m.num_params:>9,} {m.flops:>9,} {m.rank_bound:>5}"
+        print(f"{family.syntax:<24} {family.example:<26} {counts}  {family.meaning}")
+    print(
+        f"\nOne {size} x {size} matrix; FLOPs of one product, 2 per multiply-add. Quote a form in the shell: | is a pipe there."
+    )
 
 
 def _print_metrics(metrics: dict[str, float]) -> None:
@@ -267,6 +316,10 @@ def main(arguments: list[str] | None = None) -> int:
                 _train(command)
             case Evaluate():
                 _evaluate(command)
+            case Fit():
+                _fit(command, shlex.join(["structattn", *arguments]))
+            case Structures():
+                _structures()
             case Info():
                 _info()
             case Specs():

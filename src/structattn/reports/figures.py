@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Figure:
     alt: str
 
 
-_Drawing = tuple[MplFigure, str, str]
+Drawing = tuple[MplFigure, str, str]
 
 
 def draw_figures(results: Results, folder: Path) -> list[Figure]:
@@ -76,7 +77,7 @@ def draw_figures(results: Results, folder: Path) -> list[Figure]:
     Returns:
         The figures in reading order.
     """
-    plans: list[tuple[str, Callable[[Results], _Drawing | None]]] = [("scores", _scores)]
+    plans: list[tuple[str, Callable[[Results], Drawing | None]]] = [("scores", _scores)]
     if results["task"] == "nearest-neighbor":
         plans.append(("error-against-rank", _rank))
     if results["task"] == "forecast":
@@ -84,32 +85,42 @@ def draw_figures(results: Results, folder: Path) -> list[Figure]:
     if results["task"] == "icl-regression":
         plans.append(("error-by-point", _by_point))
     plans.append(("learning-curves", _curves))
-    figures = []
+    drawn = [write_figure(name, functools.partial(draw, results), folder) for name, draw in plans]
+    return [figure for figure in drawn if figure is not None]
+
+
+def write_figure(name: str, draw: Callable[[], Drawing | None], folder: Path) -> Figure | None:
+    """Draws one figure in the house's style and writes it as PNG and SVG, the same bytes for the same data.
+
+    Args:
+        name: stem of both files.
+        draw: makes the drawing, with its caption and its description; ``None`` when there is nothing to show.
+        folder: where the files go; made when missing.
+    """
+    style: Any = {**STYLE, "svg.hashsalt": f"structattn-{name}"}
     no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    for name, draw in plans:
-        style: Any = {**STYLE, "svg.hashsalt": f"structattn-{name}"}
-        with matplotlib.rc_context(style):
-            drawing = draw(results)
-            if drawing is None:
-                continue
-            canvas, caption, alt = drawing
-            paths = []
-            for kind in ("png", "svg"):
-                buffer = io.BytesIO()
-                options: Any = {"metadata": no_metadata} if kind == "svg" else {}
-                canvas.savefig(buffer, format=kind, dpi=160, **options)
-                paths.append(write_whole(Path(folder) / f"{name}.{kind}", buffer.getvalue()))
-        figures.append(Figure(name, paths[0], paths[1], caption, alt))
-    return figures
+    with matplotlib.rc_context(style):
+        drawing = draw()
+        if drawing is None:
+            return None
+        canvas, caption, alt = drawing
+        paths = []
+        for kind in ("png", "svg"):
+            buffer = io.BytesIO()
+            options: Any = {"metadata": no_metadata} if kind == "svg" else {}
+            canvas.savefig(buffer, format=kind, dpi=160, **options)
+            paths.append(write_whole(Path(folder) / f"{name}.{kind}", buffer.getvalue()))
+    return Figure(name, paths[0], paths[1], caption, alt)
 
 
-def _new(height: float, width: float = 7.2) -> MplFigure:
+def new_canvas(height: float, width: float = 7.2) -> MplFigure:
+    """An empty figure of that size in inches."""
     figure = MplFigure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
-def _log(ax: Axes, which: str) -> None:
+def log_axis(ax: Axes, which: str) -> None:
     """Makes an axis logarithmic, with plain numbers at 1, 2 and 5 (or at powers of ten over a wide range)."""
     (ax.set_xscale if which == "x" else ax.set_yscale)("log")
     low, high = sorted(ax.get_xlim() if which == "x" else ax.get_ylim())
@@ -134,14 +145,14 @@ def _end_labels(ax: Axes, ends: Sequence[tuple[float, float, str, str]], height:
         )  # fmt: skip
 
 
-def _scores(results: Results) -> _Drawing | None:
+def _scores(results: Results) -> Drawing | None:
     rows = list(reversed(ranked_rows(results)))
     if not rows:
         return None
     values = [v for row in rows for v in [*finite_list(row.get("scores")), score_of(row)] if v is not None]
     lines, away = baselines_in_view(results, values)
     height = 0.34 * len(rows) + 1.0 + (0.8 if lines else 0)
-    figure = _new(height)
+    figure = new_canvas(height)
     ax = figure.add_subplot()
     for place, row in enumerate(rows):
         colour = row_style(results, row)["color"]
@@ -150,7 +161,7 @@ def _scores(results: Results) -> _Drawing | None:
         ax.plot([score_of(row) or 0.0], [place], "o", color=colour, ms=6.5)
     everything = values + [value for value, _ in lines]
     if wide(everything):
-        _log(ax, "x")
+        log_axis(ax, "x")
     else:
         low, high = min(0.0, *everything), max(everything)
         ax.set_xlim(low, high + 0.06 * (high - low or 1.0))
@@ -175,12 +186,12 @@ def _scores(results: Results) -> _Drawing | None:
     return figure, f"{caption}{dashed}{away}.", alt
 
 
-def _curves(results: Results) -> _Drawing | None:
+def _curves(results: Results) -> Drawing | None:
     curves = [(row, *curve(results, row)) for row in results["rows"]]
     curves = [found for found in curves if found[1]]
     if not curves:
         return None
-    figure = _new(3.6)
+    figure = new_canvas(3.6)
     ax = figure.add_subplot()
     ends = []
     for row, steps, values in curves:
@@ -192,7 +203,7 @@ def _curves(results: Results) -> _Drawing | None:
         )
         ends.append((steps[-1], means[-1], str(row["spec"]), style["color"]))
     if wide(v for _, _, values in curves for vs in values for v in vs):
-        _log(ax, "y")
+        log_axis(ax, "y")
     ax.margins(x=0.01)
     ax.set_xlabel("training step")
     ax.set_ylabel(f"validation {results['metric']}")
@@ -203,19 +214,19 @@ def _curves(results: Results) -> _Drawing | None:
     return figure, caption, f"Learning curves{lowest(results)}."
 
 
-def _rank(results: Results) -> _Drawing | None:
+def _rank(results: Results) -> Drawing | None:
     points = [(row, finite(row.get("rank")), score_of(row)) for row in results["rows"]]
     known = [(row, x, y) for row, x, y in points if x is not None and y is not None]
     if not known:
         return None
     ranks = sorted({x for _, x, _ in known})
     top = max(dimension(results.get("config")) or 0.0, ranks[-1])
-    figure = _new(4.0)
+    figure = new_canvas(4.0)
     ax = figure.add_subplot()
     for row, x, y in known:
         ax.plot([x], [y], "o", ms=7, color=row_style(results, row)["color"])
     if wide(y for *_, y in known):
-        _log(ax, "y")
+        log_axis(ax, "y")
     else:
         ax.set_ylim(0, 1.12 * max(1.0, *(y for *_, y in known)))
     if ranks[0] > 0 and top / ranks[0] > 8:
@@ -247,7 +258,7 @@ def _axis_labels(results: Results) -> dict[str, str]:
     return {"value": "value", "step": "steps"} | dict(results.get("axis_labels", {}))
 
 
-def _examples(results: Results) -> _Drawing | None:
+def _examples(results: Results) -> Drawing | None:
     labels_of = _axis_labels(results)
     ranked, standard = ranked_rows(results), standard_row(results)
     shown = [row for row in ranked[:1] if (row.get("details") or {}).get("examples")]
@@ -256,7 +267,7 @@ def _examples(results: Results) -> _Drawing | None:
     if not shown:
         return None
     count = min(3, *(len(row["details"]["examples"]) for row in shown), 3)
-    figure = _new(1.75 * count + 0.7)
+    figure = new_canvas(1.75 * count + 0.7)
     axes = [figure.add_subplot(count, 1, i + 1) for i in range(count)]
     for index, ax in enumerate(axes):
         example = shown[0]["details"]["examples"][index]
@@ -300,7 +311,7 @@ def _by_position(results: Results, key: str, xlabel: str) -> MplFigure | None:
             }
             lines.append((str(baseline["name"]), values, style))
     height = max(3.7, 0.19 * len(lines) + 0.7)
-    figure = _new(height)
+    figure = new_canvas(height)
     ax = figure.add_subplot()
     for _, values, style in lines:
         ax.plot(range(1, len(values) + 1), values, **style)
@@ -308,7 +319,7 @@ def _by_position(results: Results, key: str, xlabel: str) -> MplFigure | None:
         ax.set_yscale("log")
         low, high = ax.get_ylim()
         ax.set_ylim(max(low, min(bound) / 5), min(high, max(bound) * 1.5))
-        _log(ax, "y")
+        log_axis(ax, "y")
     ax.margins(x=0.01)
     ax.set_xlabel(xlabel)
     ax.set_ylabel(str(results["metric"]))
@@ -318,13 +329,13 @@ def _by_position(results: Results, key: str, xlabel: str) -> MplFigure | None:
     return figure
 
 
-def _by_lead(results: Results) -> _Drawing | None:
+def _by_lead(results: Results) -> Drawing | None:
     figure = _by_position(results, "error_by_lead", f"{_axis_labels(results)['step']} ahead")
     caption = "Error against how far ahead the forecast looks; baselines in grey."
     return None if figure is None else (figure, caption, f"Error by forecast lead{lowest(results)}.")
 
 
-def _by_point(results: Results) -> _Drawing | None:
+def _by_point(results: Results) -> Drawing | None:
     figure = _by_position(results, "error_by_point", "examples in the prompt")
     caption = "Error against the examples seen in the prompt; baselines in grey, cut off at the frame."
     return None if figure is None else (figure, caption, f"Error by prompt length{lowest(results)}.")

@@ -72,35 +72,49 @@ def write_report(results: Results, figures: Iterable[Figure], path: Path) -> Pat
         ``path``.
     """
     title = f"Attention compared: {results['task']}"
-    shown = "".join(_figure(figure, index) for index, figure in enumerate(figures))
+    shown = "".join(figure_html(figure, index) for index, figure in enumerate(figures))
     body = [
-        f"<h1>{_text(title)}</h1>",
-        f'<p class="question">{_text(results["question"])}</p>',
-        f'<p class="dim">preset {_text(results["preset"])} · {_text(results["created"])} · {_seeds(results)}</p>',
-        f'<div class="verdict"><b>Verdict</b>{_text(verdict(results))}</div>',
+        f"<h1>{escaped(title)}</h1>",
+        f'<p class="question">{escaped(results["question"])}</p>',
+        f'<p class="dim">preset {escaped(results["preset"])} · {escaped(results["created"])} · {_seeds(results)}</p>',
+        f'<div class="verdict"><b>Verdict</b>{escaped(verdict(results))}</div>',
         f"<h2>Results</h2>{_table(results)}",
-        f'<p class="dim">Score: {_text(results["metric"])}, {_text(results["metric_label"])}; '
+        f'<p class="dim">Score: {escaped(results["metric"])}, {escaped(results["metric_label"])}; '
         "lower is better. ★ marks the best attention; the bars show the score on one linear scale.</p>",
         f"<h2>Figures</h2>{shown}" if shown else "",
-        _repeat(results),
+        repeat_html(results),
         _notes(results),
     ]
+    return write_page(title, body, path)
+
+
+def write_page(title: str, body: Iterable[str], path: Path) -> Path:
+    """Writes one self-contained page in the house's style.
+
+    Args:
+        title: of the window.
+        body: pieces of HTML, text already escaped.
+        path: the file to write; replaced in one step when it exists.
+    """
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{_CSS}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
+        f"<title>{escaped(title)}</title><style>{_CSS}</style></head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body></html>\n"
     )
     return write_whole(Path(path), page.encode("utf-8", "replace"))
 
 
-def _text(value: Any) -> str:
+def escaped(value: Any) -> str:
+    """A value as text that is safe inside HTML."""
     return escape(str(value), quote=True)
 
 
 def _seeds(results: Results) -> str:
     seeds = list(results["seeds"])
     word = "seed" if len(seeds) == 1 else "seeds"
-    return _text(f"{word} {', '.join(str(s) for s in seeds)}")
+    return escaped(f"{word} {', '.join(str(s) for s in seeds)}")
 
 
 def _table(results: Results) -> str:
@@ -114,14 +128,14 @@ def _table(results: Results) -> str:
         share = max(0.0, min(1.0, score / top)) if score is not None and top > 0 else None
         bar = "" if share is None else f'<span class="bar" style="width:{100 * share:.1f}%"></span>'
         star = "★ " if css == "best" else ""
-        small = f'<span class="note">{_text(note)}</span>' if note else ""
-        first = f'<th scope="row">{star}{_text(cells[0])}{small}</th>'
-        second = f'<td><span class="track">{_text(cells[1])}{bar}</span></td>'
-        rest = "".join(f"<td>{_text(cell)}</td>" for cell in cells[2:])
+        small = f'<span class="note">{escaped(note)}</span>' if note else ""
+        first = f'<th scope="row">{star}{escaped(cells[0])}{small}</th>'
+        second = f'<td><span class="track">{escaped(cells[1])}{bar}</span></td>'
+        rest = "".join(f"<td>{escaped(cell)}</td>" for cell in cells[2:])
         return f"<tr{f' class={chr(34)}{css}{chr(34)}' if css else ''}>{first}{second}{rest}</tr>"
 
     names = header(results)
-    head = "".join(f'<th scope="col">{_text(name)}</th>' for name in names)
+    head = "".join(f'<th scope="col">{escaped(name)}</th>' for name in names)
     rows = "".join(line(row_cells(results, r), score_of(r), "best" if r is best else "") for r in results["rows"])
     base = "".join(
         line(baseline_cells(results, b), baseline_score(results, b), note=str(b.get("note") or "")) for b in baselines
@@ -132,9 +146,10 @@ def _table(results: Results) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>{base}</table></div>'
 
 
-def _figure(figure: Figure, index: int) -> str:
+def figure_html(figure: Figure, index: int) -> str:
+    """A figure with its caption, drawn inside the page."""
     svg = inline_svg(figure.path_svg.read_text(encoding="utf-8"), f"f{index}-", figure.alt)
-    return f'<figure><div class="card">{svg}</div><figcaption>{_text(figure.caption)}</figcaption></figure>\n'
+    return f'<figure><div class="card">{svg}</div><figcaption>{escaped(figure.caption)}</figcaption></figure>\n'
 
 
 def inline_svg(svg: str, prefix: str, alt: str) -> str:
@@ -155,7 +170,7 @@ def inline_svg(svg: str, prefix: str, alt: str) -> str:
     svg = re.sub(r"url\(#", f"url(#{prefix}", svg)
     tag, rest = svg.split(">", 1)
     tag = re.sub(r'\s(width|height)="[^"]*"', "", tag)
-    return f'{tag} role="img" aria-label="{_text(alt)}">{rest}'
+    return f'{tag} role="img" aria-label="{escaped(alt)}">{rest}'
 
 
 def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
@@ -167,11 +182,12 @@ def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
 
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
-    rows = "".join(f'<tr><th scope="row">{_text(name)}</th><td>{_text(value)}</td></tr>' for name, value in pairs)
+    rows = "".join(f'<tr><th scope="row">{escaped(name)}</th><td>{escaped(value)}</td></tr>' for name, value in pairs)
     return f'<div class="wide"><table class="plain"><tbody>{rows}</tbody></table></div>'
 
 
-def _repeat(results: Results) -> str:
+def repeat_html(results: Results) -> str:
+    """The command, seeds, versions and machine of a run."""
     hardware = dict(results.get("hardware") or {})
     where = [(key.replace("_gib", " (GiB)"), _short(value)) for key, value in hardware.items()]
     versions = [(f"version of {key}", str(value)) for key, value in (results.get("versions") or {}).items()]
@@ -181,9 +197,13 @@ def _repeat(results: Results) -> str:
         if results.get("config")
         else ""
     )
-    seeds = [("seeds", ", ".join(str(s) for s in results["seeds"])), ("preset", str(results["preset"]))]
-    command = f"<pre><code>{_text(results['command'])}</code></pre>"
+    seeds = [(name, _words(results[name])) for name in ("seeds", "seed", "preset") if name in results]
+    command = f"<pre><code>{escaped(results['command'])}</code></pre>"
     return f"<h2>How to repeat this</h2>{command}{_pairs([*seeds, *versions, *where])}{folded}"
+
+
+def _words(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _short(value: Any) -> str:
@@ -200,5 +220,5 @@ def _notes(results: Results) -> str:
         "Baselines are computed without attention on the same data; their costs were not measured.",
     ]
     return (
-        '<h2>What is measured</h2><ul class="notes">' + "".join(f"<li>{_text(note)}</li>" for note in notes) + "</ul>"
+        '<h2>What is measured</h2><ul class="notes">' + "".join(f"<li>{escaped(note)}</li>" for note in notes) + "</ul>"
     )

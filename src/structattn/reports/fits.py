@@ -1,0 +1,192 @@
+"""Fits of structures to matrices: the text table, the figure error against parameters, and the page."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from structattn.reports._common import Results, Row, fmt_count, fmt_seconds
+from structattn.reports._plotting import GREY, OKABE_ITO
+from structattn.reports.figures import Drawing, Figure, new_canvas, write_figure
+from structattn.reports.html import escaped, figure_html, repeat_html, write_page
+
+_FLOOR = 1e-4  # smaller errors are drawn on this line: what separates 1e-6 from 1e-15 is not the structure
+_BUDGET = 0.25
+_MARKS = {
+    "lowrank": ("o", OKABE_ITO[6]),
+    "mlr": ("s", OKABE_ITO[0]),
+    "btt": ("^", OKABE_ITO[1]),
+    "monarch": ("v", OKABE_ITO[1]),
+    "kronecker": ("D", OKABE_ITO[3]),
+    "butterfly": ("P", OKABE_ITO[2]),
+    "kaleidoscope": ("X", OKABE_ITO[4]),
+    "mlbtc": ("*", OKABE_ITO[5]),
+    "dense": ("h", GREY),
+}
+_HEADER = ("structure", "parameters", "of dense", "error", "method", "seconds")
+
+
+def _cells(matrix: Row, row: Row) -> list[str]:
+    size = matrix["num_rows"] * matrix["num_cols"]
+    method = f"{row['method']}{' (optimal)' if row['is_optimal'] else ''}"
+    if row["structure"].startswith("mlr-allocated"):
+        method += f": {row['detail']}"
+    return [
+        row["structure"],
+        f"{row['num_params']:,}",
+        f"{100 * row['num_params'] / size:.1f}%",
+        fmt_error(row["relative_error"]),
+        method,
+        fmt_seconds(row["seconds"]),
+    ]
+
+
+def fmt_error(value: float) -> str:
+    """A relative error with three digits: ``0.0612``, ``2.1e-05``."""
+    return f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.4f}" if value else "0"
+
+
+def _ordered(matrix: Row) -> list[Row]:
+    return sorted(matrix["rows"], key=lambda row: (row["num_params"], row["relative_error"]))
+
+
+def _nearest(matrix: Row) -> Row | None:
+    """The smallest error within a quarter of the parameters of a dense matrix; the fewest parameters among equals."""
+    budget = _BUDGET * matrix["num_rows"] * matrix["num_cols"]
+    rows = [row for row in matrix["rows"] if row["num_params"] <= budget]
+    return min(rows, key=lambda row: (max(row["relative_error"], 1e-9), row["num_params"]), default=None)
+
+
+def format_fits(results: Results) -> str:
+    """The results as one aligned table per matrix, in the order of parameters."""
+    blocks = []
+    for matrix in results["matrices"]:
+        lines = [list(_HEADER), *(_cells(matrix, row) for row in _ordered(matrix))]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
+        best = _nearest(matrix)
+        text = [f"{matrix['name']}  {matrix['num_rows']} x {matrix['num_cols']}: {matrix['about']}"]
+        for line in lines:
+            cells = [
+                cell.ljust(width) if column in (0, 4) else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ]
+            mark = "*" if best is not None and line[0] == best["structure"] else " "
+            text.append(f"{mark} {'  '.join(cells)}".rstrip())
+        blocks.append("\n".join(text))
+    return "\n\n".join([*blocks, "error: relative, Frobenius norm; * nearest within a quarter of the dense parameters"])
+
+
+def fit_verdict(results: Results) -> str:
+    """For every matrix, what is nearest within a quarter of the dense parameters, beside low rank."""
+    sentences = []
+    for matrix in results["matrices"]:
+        best = _nearest(matrix)
+        if best is None:
+            sentences.append(f"{matrix['name']}: nothing was fitted within a quarter of the dense parameters.")
+            continue
+        low = _nearest({**matrix, "rows": [row for row in matrix["rows"] if row["family"] == "lowrank"]})
+        beside = f"; low rank: {fmt_error(low['relative_error'])}" if low is not None and low is not best else ""
+        sentences.append(f"{matrix['name']}: {best['structure']}, {fmt_error(best['relative_error'])}{beside}.")
+    return f"Nearest within {100 * _BUDGET:.0f} % of the parameters of a dense matrix. " + " ".join(sentences)
+
+
+def draw_fits(results: Results, folder: Path) -> Figure:
+    """Draws error against parameters, one panel per matrix, one line per family."""
+    figure = write_figure("error-against-parameters", lambda: _drawing(results), folder)
+    assert figure is not None  # there is at least one matrix
+    return figure
+
+
+def _drawing(results: Results) -> Drawing:
+    matrices = results["matrices"]
+    columns = min(3, len(matrices))
+    rows = math.ceil(len(matrices) / columns)
+    canvas = new_canvas(2.7 * rows + 0.5, 7.6 if columns > 1 else 5.0)
+    grid: Any = canvas.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    families = [f for f in _MARKS if any(row["family"] == f for matrix in matrices for row in matrix["rows"])]
+    for ax, matrix in zip(grid.flat, matrices, strict=False):
+        _panel(ax, matrix, families)
+    for ax in list(grid.flat)[len(matrices) :]:
+        ax.set_axis_off()
+    for index, ax in enumerate(grid.flat[: len(matrices)]):
+        if index % columns == 0:
+            ax.set_ylabel("relative error")
+        if index + columns >= len(matrices):
+            ax.set_xlabel("parameters / dense")
+            ax.tick_params(labelbottom=True)
+    handles, names = grid.flat[0].get_legend_handles_labels()
+    for ax in grid.flat[1 : len(matrices)]:
+        for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):
+            if name not in names:
+                handles.append(handle)
+                names.append(name)
+    spare = len(matrices) < rows * columns
+    place: dict[str, Any] = {"loc": "center"} if spare else {"loc": "outside lower center", "ncols": 4}
+    (list(grid.flat)[-1] if spare else canvas).legend(handles, names, frameon=False, **place)
+    caption = (
+        "Relative Frobenius error of the nearest matrix found, against its parameters as a share of a dense matrix's. Low rank, "
+        "BTT and Kronecker are optimal; the others are the best that descent found. Points on the lowest line have errors "
+        f"below {_FLOOR:g}."
+    )
+    names_shown = ", ".join(matrix["name"] for matrix in matrices)
+    return canvas, caption, f"Error against parameters for {names_shown}. {fit_verdict(results)}"
+
+
+def _panel(ax: Axes, matrix: Row, families: list[str]) -> None:
+    size = matrix["num_rows"] * matrix["num_cols"]
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    for family in families:
+        points = sorted(
+            (row["num_params"] / size, max(row["relative_error"], _FLOOR))
+            for row in matrix["rows"]
+            if row["family"] == family
+        )
+        if points:
+            mark, colour = _MARKS[family]
+            ax.plot(*zip(*points, strict=True), marker=mark, color=colour, lw=1.1, ms=4.5, label=family, clip_on=False)
+    ax.set_ylim(_FLOOR, 1.1)
+    ax.yaxis.set_major_locator(FixedLocator([_FLOOR, 0.001, 0.01, 0.1, 1]))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"≤ {_FLOOR:g}" if value <= _FLOOR else f"{value:g}"))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
+    ax.set_title(f"{matrix['name']}, {matrix['num_rows']} x {matrix['num_cols']}", fontsize=9, loc="left")
+
+
+def write_fit_report(results: Results, figure: Figure, path: Path) -> Path:
+    """Writes the self-contained page: verdict, figure, a table per matrix, how to repeat it."""
+    parts = []
+    for matrix in results["matrices"]:
+        best = _nearest(matrix)
+        head = "".join(f'<th scope="col">{escaped(name)}</th>' for name in _HEADER)
+        lines = []
+        for row in _ordered(matrix):
+            first, *rest = _cells(matrix, row)
+            css = ' class="best"' if row is best else ""
+            cells = "".join(f"<td>{escaped(cell)}</td>" for cell in rest)
+            lines.append(f'<tr{css}><th scope="row">{"★ " if css else ""}{escaped(first)}</th>{cells}</tr>')
+        parts.append(
+            f"<h2>{escaped(matrix['name'])}, {matrix['num_rows']} x {matrix['num_cols']}</h2>"
+            f'<p class="dim">{escaped(matrix["about"])}; a dense matrix has '
+            f"{fmt_count(matrix['num_rows'] * matrix['num_cols'])} parameters</p>"
+            f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+        )
+    title = "Structures fitted to matrices"
+    body = [
+        f"<h1>{title}</h1>",
+        '<p class="question">How near does each structure come to a given matrix, and at how many parameters?</p>',
+        f'<p class="dim">{escaped(results["created"])}</p>',
+        f'<div class="verdict"><b>Verdict</b>{escaped(fit_verdict(results))}</div>',
+        figure_html(figure, 0),
+        *parts,
+        repeat_html(results),
+        '<h2>What is measured</h2><ul class="notes"><li>Error: ||M - A|| / ||A|| in the Frobenius norm, in float64.</li>'
+        "<li>Optimal: no matrix of the structure is nearer. Otherwise the error is the best found and an upper bound.</li>"
+        "<li>★ and *: the nearest within a quarter of the parameters of a dense matrix.</li>"
+        "<li>Seconds are wall-clock on this machine, one run.</li></ul>",
+    ]
+    return write_page(title, body, path)

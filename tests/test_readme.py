@@ -1,4 +1,4 @@
-"""The README's example runs, and its numbers are the code's."""
+"""The examples of the README and the docs run, and their numbers are the code's."""
 
 import re
 from pathlib import Path
@@ -12,12 +12,14 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
 def test_the_example_runs(capsys) -> None:
-    code = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(code) == 1
-    exec(compile(code[0], "README.md", "exec"), {})
-    printed = capsys.readouterr().out
-    assert printed.startswith("torch.Size([2, 100, 256])")
-    assert 0.3 < float(printed.split()[-1]) < 1
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL):
+        exec(compile(code, "README.md", "exec"), names)
+    shapes, saved, fitted = capsys.readouterr().out.splitlines()
+    assert shapes.startswith("torch.Size([2, 100, 256])")
+    assert 0.3 < float(saved) < 1
+    assert fitted.startswith("torch.Size([3, 64]) 2048 0.")
+    assert fitted.endswith("block coordinate descent, L-BFGS")
 
 
 def test_the_table_of_variants_is_what_the_code_counts() -> None:
@@ -34,3 +36,20 @@ def test_the_two_commands_exist() -> None:
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
     for target in re.findall(r"^make (\w+)", README, flags=re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
+
+
+def test_the_page_of_the_family_prints_what_it_shows(capsys) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "family.md").read_text()
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(compile(code, "family.md", "exec"), names)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 11
+    assert all(line in page for line in lines)
+
+
+def test_pages_link_to_files_that_are_there() -> None:
+    root = Path(__file__).parent.parent
+    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

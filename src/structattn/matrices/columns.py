@@ -63,6 +63,8 @@ class _TransposedView(torch.autograd.Function):
 
 def to_columns(rows: Tensor) -> Tensor:
     """(R, N) row-major to (N, R) as a view."""
+    if not rows.requires_grad:  # the function is there for the gradient, and costs more than the view
+        return rows.t()
     result: Tensor = _TransposedView.apply(rows)  # type: ignore[no-untyped-call]
     return result
 
@@ -71,6 +73,8 @@ def to_rows(columns: Tensor) -> Tensor:
     """(N, R) to (R, N) in contiguous memory; no copy where it already is."""
     if columns.t().is_contiguous():
         return columns.t()
+    if not columns.requires_grad:
+        return columns.t().contiguous()
     result: Tensor = _Transpose.apply(columns)  # type: ignore[no-untyped-call]
     return result
 

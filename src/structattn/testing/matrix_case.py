@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +13,27 @@ from torch import Tensor
 
 from structattn.errors import ShapeError
 from structattn.matrices import FactoredMatrix, StructuredMatrix
+from structattn.matrices.base import Order
 from structattn.testing.tolerances import FORWARD, assert_close, relative_error
+
+
+def executed_flops(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> int:
+    """The FLOPs that a call runs, counted by PyTorch."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        call(x, y)
+    return int(counter.get_total_flops())
+
+
+def contract(m: StructuredMatrix, order: Order, x: Tensor, y: Tensor) -> Tensor:
+    """x^T M y in a given order."""
+    if order == "formed_left":
+        return m.rmatmul(x) @ y.transpose(-2, -1)
+    if order == "formed_right":
+        return x @ m.matmul(y).transpose(-2, -1)
+    assert isinstance(m, FactoredMatrix)
+    return m.left_features(x) @ m.right_features(y).transpose(-2, -1)
 
 
 class MatrixCase(ABC):
@@ -179,11 +201,16 @@ class MatrixCase(ABC):
         assert relative_error(half.matmul(y.bfloat16()), rounded) < 4 * FORWARD[torch.bfloat16]
 
     def test_contraction_is_the_cheapest(self) -> None:
-        """The chosen order costs no more than any other, at square and at lopsided numbers of pairs."""
+        """Every order executes the FLOPs that ``contraction`` says, and ``bilinear`` those of the cheapest."""
         for m in self.cases():
+            meta = m.to("meta")
             for t, s in ((1, 1), (1, 100), (100, 1), (64, 64)):
-                choice = m.contraction(t, s)
-                assert choice.flops == min(choice.alternatives.values())
+                x = torch.empty(t, m.num_rows, device="meta", dtype=torch.float64)
+                y = torch.empty(s, m.num_cols, device="meta", dtype=torch.float64)
+                choice = meta.contraction(t, s)
+                for order, flops in choice.alternatives.items():
+                    assert executed_flops(partial(contract, meta, order), x, y) == flops
+                assert executed_flops(meta.bilinear, x, y) == choice.flops == min(choice.alternatives.values())
                 assert choice.alternatives[choice.order] == choice.flops
 
     def test_bad_shapes(self) -> None:

@@ -30,7 +30,6 @@ def _short() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "PATIENCE_S", 0)
         patch.setattr(timing.CpuClock, "sample_ms", 1e-6)
         yield
     torch.set_num_threads(threads)
@@ -39,7 +38,7 @@ def _short() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("results")
-    run.main(["linear", "--only", "E=256,", "--repeats", "2", "--out", str(folder)])
+    run.main(["linear", "--only", "E=256,", "--repeats", "2", "--patience", "0", "--out", str(folder)])
     return sorted(folder.iterdir())
 
 
@@ -113,13 +112,12 @@ def test_a_wrong_variant_raises(wrong: type[StructuredLinear], mode: str) -> Non
         layer = kind(64, 64, "btt:1", bias=False)
         work = linear.linear_work(layer, 64, 9, backward=mode == "forward+backward")
         changed = replace(group.cases[1], build=lambda: work)
-        ceilings = timing.Ceilings(flops_per_s=1, bytes_per_s=1)
         timing.measure_group(
             Group(mode=mode, cases=(group.baseline, changed)),
             dtype=FLOAT32,
             clock=timing.CpuClock(),
-            ceilings=ceilings,
             repeats=1,
+            patience_s=0,
         )
 
     measure(StructuredLinear)
@@ -150,13 +148,15 @@ def test_the_crossover_is_where_the_variant_stays_faster(speedups: list[float], 
 
 
 def test_disturbed_results_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "PATIENCE_S", 60)
+    def measured() -> tuple[list[int], int]:
+        return timing.undisturbed(lambda: next(results), 2, timing.CpuClock(), patience_s=60)
+
     monkeypatch.setattr(timing, "wait_until_quiet", lambda threads, patience_s: 25)
     verdicts, results = iter([True, False, True, False]), iter(range(4))
     monkeypatch.setattr(timing.Watch, "disturbed", lambda self, threads: next(verdicts))
-    assert timing.undisturbed(lambda: next(results), 2, timing.CpuClock()) == ([1, 3], 0)
+    assert measured() == ([1, 3], 0)
     verdicts, results = iter([True, False, True, True]), iter(range(4))
-    assert timing.undisturbed(lambda: next(results), 2, timing.CpuClock()) == ([1, 0], 1)
+    assert measured() == ([1, 0], 1)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import structattn as sa
@@ -38,13 +39,14 @@ def test_the_two_commands_exist() -> None:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
 
 
-def test_the_page_of_the_family_prints_what_it_shows(capsys) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "family.md").read_text()
+@pytest.mark.parametrize(("name", "count"), [("family", 11), ("fitting", 3)])
+def test_pages_print_what_they_show(name, count, capsys) -> None:
+    page = (Path(__file__).parent.parent / "docs" / f"{name}.md").read_text()
     names: dict[str, object] = {}
     for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
-        exec(compile(code, "family.md", "exec"), names)
+        exec(compile(code, f"{name}.md", "exec"), names)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 11
+    assert len(lines) == count
     assert all(line in page for line in lines)
 
 

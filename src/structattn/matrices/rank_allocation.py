@@ -116,7 +116,7 @@ def allocate_ranks(
         fits.append(_fitted(target, blocks, state.ranks, progress, state.parts))
     found = min(fits, key=lambda f: f.relative_error)
     dtype = dense.dtype if dense.is_floating_point() else torch.get_default_dtype()
-    return replace(found, matrix=found.matrix.to(dtype), method=f"rank exchange, {found.method}")
+    return replace(found, is_optimal=False, matrix=found.matrix.to(dtype), method="rank exchange")
 
 
 def _exchanged(state: _State, step: int, progress: bool) -> _State:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,15 @@ def _panel(ax: Axes, matrix: Row, families: list[str]) -> None:
     ax.yaxis.set_major_locator(FixedLocator([_FLOOR, 0.001, 0.01, 0.1, 1]))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"≤ {_FLOOR:g}" if value <= _FLOOR else f"{value:g}"))
     ax.yaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_locator(FixedLocator([0.01, 0.03, 0.1, 0.3, 1]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
-    ax.set_title(f"{matrix['name']}, {matrix['num_rows']} x {matrix['num_cols']}", fontsize=9, loc="left")
+    ax.xaxis.set_minor_locator(NullLocator())
+    title = f"{matrix['name']}, {matrix['num_rows']} x {matrix['num_cols']}"
+    ax.set_title("\n".join(textwrap.wrap(title, 26)), fontsize=9, loc="left")
+
+
+def _words(column: int) -> str:
+    return ' class="words"' if _HEADER[column] == "method" else ""
 
 
 def write_fit_report(results: Results, figure: Figure, path: Path) -> Path:
@@ -162,13 +170,13 @@ def write_fit_report(results: Results, figure: Figure, path: Path) -> Path:
     parts = []
     for matrix in results["matrices"]:
         best = _nearest(matrix)
-        head = "".join(f'<th scope="col">{escaped(name)}</th>' for name in _HEADER)
+        head = "".join(f'<th scope="col"{_words(i)}>{escaped(name)}</th>' for i, name in enumerate(_HEADER))
         lines = []
         for row in _ordered(matrix):
-            first, *rest = _cells(matrix, row)
+            cells = _cells(matrix, row)
             css = ' class="best"' if row is best else ""
-            cells = "".join(f"<td>{escaped(cell)}</td>" for cell in rest)
-            lines.append(f'<tr{css}><th scope="row">{"★ " if css else ""}{escaped(first)}</th>{cells}</tr>')
+            rest = "".join(f"<td{_words(i)}>{escaped(cell)}</td>" for i, cell in enumerate(cells) if i)
+            lines.append(f'<tr{css}><th scope="row">{"★ " if css else ""}{escaped(cells[0])}</th>{rest}</tr>')
         parts.append(
             f"<h2>{escaped(matrix['name'])}, {matrix['num_rows']} x {matrix['num_cols']}</h2>"
             f'<p class="dim">{escaped(matrix["about"])}; a dense matrix has '

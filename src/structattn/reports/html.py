@@ -48,6 +48,7 @@ padding:.6rem}
 pre{background:var(--base);border:1px solid var(--line);border-radius:4px;padding:.7rem;
 white-space:pre-wrap;
 overflow-wrap:anywhere;font-size:.88rem}
+.words{text-align:left!important;white-space:normal!important;min-width:11rem}
 .plain td,.plain th{text-align:left;white-space:normal;overflow-wrap:anywhere}.plain th{width:16rem;
 font-weight:400;
 color:var(--dim)}summary{cursor:pointer;margin:.8rem 0 .4rem}

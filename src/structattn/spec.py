@@ -275,6 +275,8 @@ def format_spec(spec: AttentionSpec) -> str:
             terms.append(f"bilinear-btt:{btt.rank}{_options(btt)}")
         case MLR() as mlr:
             terms.append(f"bilinear-mlr:{_bars(mlr.ranks)}{_options(mlr)}")
+        case Matrix(matrix=Structure(family="btt" | "mlr" as family)):
+            raise ConfigError(f"Matrix of {family} has no text form: bilinear-{family} is the scoring of that name")
         case Matrix(matrix=Structure() as structure) as other:
             terms.append(f"bilinear-{structure}{_options(other)}")
         case Matrix():

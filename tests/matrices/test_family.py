@@ -33,18 +33,10 @@ MEMBERS = {
     "butterfly": Butterfly,
     "butterfly of rank 2": lambda r, c, **o: Butterfly(r, c, 2, **o),
     "butterfly of one stage": lambda r, c, **o: Butterfly(r, c, row_radices=(r,), col_radices=(c,), **o),
-    "kaleidoscope of one stage": lambda r, c, **o: _one_stage_kaleidoscope(r, c, **o),
     "kaleidoscope of a narrow inside": lambda r, c, **o: Kaleidoscope(r, c, inner_size=2, **o),
     "wide kaleidoscope of a narrow inside": lambda r, c, **o: Kaleidoscope(r, c, 2, inner_size=2, **o),
     "mlbtc": lambda r, c, **o: MLBTC(r, c, (BlockTerm(left_blocks=2, right_blocks=4, inner_dim=8),), **o),
 }
-
-
-def _one_stage_kaleidoscope(r, c, **options):
-    m = Kaleidoscope(r, c, **options)
-    m.left[0] = Butterfly(r, m.inner_size, row_radices=(r,), col_radices=(m.inner_size,), **options)
-    m.right = Butterfly(c, m.inner_size, row_radices=(c,), col_radices=(m.inner_size,), **options)
-    return m
 
 
 def difference(a, b):
@@ -62,6 +54,13 @@ def test_mlbtc_contains_the_family(name, shape, batch) -> None:
     y = torch.randn(*batch, 5, shape[1], dtype=torch.float64)
     assert difference(copied.matmul(y), m.matmul(y)) < 1e-11
     assert all(p.grad_fn is None and p.requires_grad for p in copied.parameters())
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("shape", [(7, 7), (7, 5), (3, 5)], ids=str)
+def test_a_kaleidoscope_of_prime_sizes_has_one_stage_and_is_one_block(shape, width) -> None:
+    m = Kaleidoscope(*shape, width, batch_shape=(2,)).double()
+    assert difference(MLBTC.from_matrix(m).to_dense(), m.to_dense()) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["low rank", "mlr", "btt", "kronecker", "kronecker, outer first", "butterfly"])
@@ -115,6 +114,7 @@ def test_unknown_structures_are_refused() -> None:
     class Foreign(StructuredMatrix):
         flops = rank_bound = 0
         product_fan_ins = options = {}  # noqa: RUF012
+        factor_groups = ()
 
         def _matmul(self, x):
             return x

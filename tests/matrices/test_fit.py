@@ -278,6 +278,96 @@ def test_a_structure_of_ones_own_is_fitted_by_descent() -> None:
     assert fit(gaussian(4, 4), like).relative_error <= relative(like, gaussian(4, 4))
 
 
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("exponent", [-660, -40, 40, 660])
+def test_the_scale_of_the_matrix_does_not_matter(text, exponent) -> None:
+    """Same relative error whatever the unit of the numbers; powers of two, so that rounding is the same as well."""
+    dense = gaussian(8, 8)
+    expected, found = (fit(dense * 2.0**e, text, refine=20) for e in (0, exponent))
+    assert found.relative_error == pytest.approx(expected.relative_error, rel=1e-6, abs=1e-12)
+    assert bool(found.matrix.to_dense().isfinite().all())
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_the_scale_does_not_matter_to_rank_allocation(scale) -> None:
+    dense = gaussian(16, 16)
+    expected, found = allocate_ranks(dense, 4), allocate_ranks(dense * scale, 4)
+    assert found.matrix.ranks == expected.matrix.ranks
+    assert found.relative_error == pytest.approx(expected.relative_error, rel=1e-6)
+
+
+def test_a_batch_of_very_different_scales_is_fitted_matrix_by_matrix() -> None:
+    dense = torch.stack([gaussian(), gaussian() * 1e-150])
+    for text in ("mlr:2|1|1", "kaleidoscope", "lowrank:3"):
+        big, small = fit(dense, text).matrix.to_dense().detach()
+        one = fit(dense[0], text)
+        assert float((small * 1e150 - dense[0]).norm() / dense[0].norm()) == pytest.approx(one.relative_error, rel=1e-2)
+        assert float((big - dense[0]).norm() / dense[0].norm()) == pytest.approx(one.relative_error, rel=1e-2)
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if text != "dense"])
+def test_never_worse_than_no_matrix_at_all(text) -> None:
+    """A structure that cannot reach the target at all scales itself down."""
+    dense = torch.zeros(16, 16, dtype=torch.float64)
+    dense[3, 9] = 1
+    assert fit(dense, text, refine=0).relative_error <= 1 + 1e-12
+
+
+def test_errors_are_those_of_the_returned_matrix_and_dtype() -> None:
+    dense = gaussian(16, 16)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for found in (fit(dense.to(dtype), "lowrank:16"), allocate_ranks(dense.to(dtype), 16, (1, 2))):
+            assert next(found.matrix.parameters()).dtype == dtype
+            assert found.relative_error == pytest.approx(relative(found.matrix, dense.to(dtype).double()), rel=1e-9)
+            assert found.relative_error > 0
+
+
+def test_half_precision_weights_that_are_nearer_are_kept() -> None:
+    """Rounding the optimum can lose to what was there: the given weights are then the result."""
+    torch.manual_seed(3)
+    like = LowRank(8, 8, 2).bfloat16()
+    found = fit(like.to_dense().detach(), like)
+    assert found.relative_error == 0
+    assert all(torch.equal(a, b) for a, b in zip(found.matrix.parameters(), like.parameters(), strict=True))
+
+
+def test_the_random_numbers_of_others_are_left_alone_and_do_not_matter() -> None:
+    results = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        results.append(fit(gaussian(6, 6), "kaleidoscope:2", seed=7).matrix)
+        allocate_ranks(gaussian(8, 8), 2)
+        assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(p, q) for p, q in zip(results[0].parameters(), results[1].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_fits_work_where_no_gradients_are_recorded(mode) -> None:
+    expected = fit(gaussian(), "mlbtc:1x1x2|4x4x16s", refine=10).relative_error
+    with mode():
+        found = fit(gaussian(), "mlbtc:1x1x2|4x4x16s", refine=10)
+        assert allocate_ranks(gaussian(), 4).relative_error < 1
+    assert found.relative_error == pytest.approx(expected, rel=1e-12)
+    assert all(p.requires_grad for p in found.matrix.parameters())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [[1.0, 2.0], [3.0, 4.0]],
+        np.array([[2.0, 1.0], [4.0, 3.0]])[:, ::-1],
+        torch.tensor([[1.0, 2.0], [3.0, 4.0]]).to_sparse(),
+        np.array([[1, 2], [3, 4]], dtype=np.uint8),
+    ],
+    ids=["lists", "backwards", "sparse", "bytes"],
+)
+def test_what_can_be_read_as_a_matrix_is(values) -> None:
+    torch.testing.assert_close(
+        fit(values, "dense").matrix.to_dense().double(), torch.tensor([[1.0, 2.0], [3.0, 4.0]]).double()
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -298,6 +388,14 @@ def test_a_structure_of_ones_own_is_fitted_by_descent() -> None:
         (lambda: fit(torch.randn(11, 11), "butterfly"), ConfigError, "10 and 12"),
         (lambda: fit(torch.randn(6, 6), "mlr:1|1|1"), ConfigError, "4 or 8"),
         (lambda: fit(torch.randn(4, 4), "dense", refine=-1), ConfigError, "refine"),
+        (lambda: fit(torch.randn(4, 4), "dense", refine=2.0), ConfigError, "refine"),
+        (lambda: fit(torch.randn(4, 4), "dense", seed="1"), ConfigError, "seed"),
+        (lambda: fit("abc", "dense"), DataError, "got str"),
+        (lambda: fit(None, "dense"), DataError, "got NoneType"),
+        (lambda: fit([[1.0, 2.0], [3.0]], "dense"), DataError, "got list"),
+        (lambda: fit(torch.empty(4, 4, device="meta"), "dense"), DataError, "meta"),
+        (lambda: fit(torch.full((4, 4), 1e30, dtype=torch.float64), LowRank(4, 4, 1).half()), DataError, "float16"),
+        (lambda: allocate_ranks("abc", 4), DataError, "got str"),
         (lambda: allocate_ranks(torch.randn(6, 6), 4), ConfigError, "level 3"),
         (lambda: allocate_ranks(torch.randn(8, 8), 0), ConfigError, "positive"),
         (lambda: allocate_ranks(torch.randn(8, 8), 4, ()), ConfigError, "ranks"),

@@ -18,7 +18,7 @@ from structattn.experiments.compare import hardware, open_folder, versions
 from structattn.experiments.matrix_examples import NamedMatrix
 from structattn.matrices import Fit, Structure, allocate_ranks, fit
 from structattn.matrices.btt import factor_pair
-from structattn.matrices.fit import check_dense
+from structattn.matrices.target import check_dense
 from structattn.training.checkpoint import write_atomic
 
 _ALLOCATED = "mlr-allocated"

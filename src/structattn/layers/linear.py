@@ -22,7 +22,7 @@ class StructuredLinear(nn.Module):
         structure: a ``Structure``, its text (``"monarch"``, ``"btt:2"``), or a ready ``StructuredMatrix`` of shape
             (out_features, in_features) without batch dimensions, which is used as it is (its weights are kept).
         bias: add a learned bias, zero at first. Default ``True``.
-        device, dtype: as ``nn.Linear``; ``None`` keeps those of a ready matrix.
+        device, dtype: as ``nn.Linear``; ``None`` keeps those of a ready matrix (which is moved if they are given).
 
     Attributes:
         matrix: M.
@@ -57,6 +57,8 @@ class StructuredLinear(nn.Module):
             self.matrix = structure
         else:
             self.matrix = Structure.of(structure).build(out_features, in_features)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"StructuredLinear: dtype must be a floating torch.dtype, got {dtype!r}")
         self.in_features = in_features
         self.out_features = out_features
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
@@ -102,8 +104,9 @@ class StructuredLinear(nn.Module):
 def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
     """Swaps linear layers of an existing model, in place, for ``StructuredLinear``.
 
-    The new layer takes over the bias, the dtype, the device and the training mode. A layer that occurs several times in the
-    model stays one layer.
+    The new layer takes over the bias, the dtype, the device, the training mode, and whether its weight was frozen; hooks are not
+    taken over. A layer that occurs several times in the model stays one layer. Subclasses of ``nn.Linear`` are offered to the
+    rule as well.
 
     Args:
         model: any module that contains ``nn.Linear`` layers.
@@ -114,9 +117,14 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
         The dotted names of the replaced layers, in the order of ``named_modules``.
 
     Raises:
-        ConfigError: the model itself is the layer (there is no place to put another), a chosen layer shares its weight with
-            another module, or the structure does not exist at its size. The model is then unchanged.
+        ConfigError: the model itself is the layer (there is no place to put another); a chosen layer shares its weight with
+            another module, computes it, or has none yet; one ready matrix is given to two layers; or the structure does not
+            exist at its size. The model is then unchanged.
     """
+    if not callable(rule):
+        raise ConfigError(
+            f"the rule is called with every nn.Linear, got {rule!r}; for all layers: lambda layer: {rule!r}"
+        )
     owners: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -130,6 +138,17 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
             structure = rule(module)
             if structure is None:
                 continue
+            if id(module.weight) not in owners:
+                raise ConfigError(
+                    f"the weight of {name or 'the model'} is computed from other parameters: make it plain first "
+                    "(torch.nn.utils.parametrize.remove_parametrizations), or let the rule return None for it"
+                )
+            if isinstance(module.weight, nn.UninitializedParameter):
+                raise ConfigError(
+                    f"{name or 'the model'} has no sizes yet: run the model once before layers are replaced"
+                )
+            if any(structure is layer.matrix for layer in new.values()):
+                raise ConfigError(f"the rule returned for {name} a matrix that another layer already has: copy it")
             if len(owners[id(module.weight)]) > 1:
                 raise ConfigError(
                     f"the weight of {name or 'the model'} is shared with another module: untie it first, or let the rule "
@@ -155,6 +174,7 @@ def _like(layer: nn.Linear, structure: Structure | StructuredMatrix | str) -> St
         device=layer.weight.device,
         dtype=layer.weight.dtype,
     )
-    if layer.bias is not None:
+    new.matrix.requires_grad_(layer.weight.requires_grad)
+    if isinstance(layer.bias, nn.Parameter):
         new.bias = layer.bias
     return new.train(layer.training)

@@ -127,7 +127,7 @@ class ScoringModule(nn.Module):
 
     def _free_order(self, num_queries: int, num_keys: int) -> Order:
         """The cheapest order by counting where every order gives the same scores, else the structure's own."""
-        return self.matrix.contraction(num_queries, num_keys).order
+        return self.matrix.contraction(max(1, num_queries), max(1, num_keys)).order
 
     def _formed(self, x: Tensor, context: Tensor, order: Order) -> tuple[Tensor, Tensor]:
         """Queries and keys of dimension E: M^T x against the hidden state, or x against M x'."""

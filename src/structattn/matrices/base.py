@@ -47,6 +47,14 @@ def check_dims(name: str, *sizes: int) -> None:
             raise ConfigError(f"{name}: sizes must be positive ints, got {size!r}")
 
 
+def check_shape(name: str, shape: object) -> tuple[int, ...]:
+    """The shape as a tuple; raises ``ConfigError`` unless it is a tuple or list of positive ints."""
+    if not isinstance(shape, tuple | list):
+        raise ConfigError(f"{name} must be a tuple of positive ints, got {shape!r}; for one number n write (n,)")
+    check_dims(name, *shape)
+    return tuple(shape)
+
+
 class StructuredMatrix(nn.Module, ABC):
     """A differentiable matrix M of shape (num_rows, num_cols), or a batch of them, that is never stored densely.
 
@@ -63,10 +71,10 @@ class StructuredMatrix(nn.Module, ABC):
 
     def __init__(self, num_rows: int, num_cols: int, *, batch_shape: tuple[int, ...] = ()) -> None:
         super().__init__()
-        check_dims(type(self).__name__, num_rows, num_cols, *batch_shape)
+        check_dims(type(self).__name__, num_rows, num_cols)
         self.num_rows = num_rows
         self.num_cols = num_cols
-        self.batch_shape = tuple(batch_shape)
+        self.batch_shape = check_shape(f"{type(self).__name__} batch_shape", batch_shape)
 
     @property
     @abstractmethod
@@ -102,9 +110,36 @@ class StructuredMatrix(nn.Module, ABC):
 
         Args:
             fan_ins: by parameter name. Default: ``initial_fan_ins``.
+
+        Raises:
+            ConfigError: a name is no factor, or a fan-in is not a positive int.
         """
-        for name, fan_in in (self.initial_fan_ins if fan_ins is None else fan_ins).items():
+        for name, fan_in in self._checked(fan_ins).items():
             nn.init.normal_(self.get_parameter(name), std=1 / math.sqrt(fan_in))
+
+    def _checked(self, fan_ins: Mapping[str, int] | None) -> Mapping[str, int]:
+        if fan_ins is None:
+            return self.initial_fan_ins
+        for name, fan_in in fan_ins.items():
+            if name not in self.product_fan_ins:
+                raise ConfigError(
+                    f"{type(self).__name__} has no factor {name!r}; it has {', '.join(self.product_fan_ins)}"
+                )
+            check_dims(f"fan-in of {name}", fan_in)
+        return fan_ins
+
+    @property
+    @abstractmethod
+    def factor_groups(self) -> list[list[nn.Parameter]]:
+        """The factors in groups: M is linear in each group, so that scaling every group by t scales M by t^(number of groups)."""
+
+    @torch.no_grad()
+    def scale_(self, factor: float) -> None:
+        """Multiplies M by a number in place, spread evenly over the groups of factors; the sign goes to the first."""
+        share = abs(factor) ** (1 / len(self.factor_groups))
+        for index, group in enumerate(self.factor_groups):
+            for parameter in group:
+                parameter.mul_(math.copysign(share, factor) if index == 0 else share)
 
     @abstractmethod
     def _matmul(self, x: Tensor) -> Tensor:
@@ -134,16 +169,27 @@ class StructuredMatrix(nn.Module, ABC):
         """The number of parameters of all the matrices of the batch."""
         return sum(p.numel() for p in self.parameters())
 
+    def _check_vectors(self, x: Tensor, size: int) -> None:
+        """Raises ``ShapeError`` for what this matrix cannot multiply."""
+        what = f"{type(self).__name__} {self.num_rows} x {self.num_cols}"
+        if not isinstance(x, Tensor):
+            raise ShapeError(f"{what}: expected a tensor of vectors, got {type(x).__name__}; torch.as_tensor makes one")
+        if x.dim() < 1 or x.shape[-1] != size:
+            raise ShapeError(
+                f"{what}: expected vectors of {size} numbers in the last dimension, got shape {tuple(x.shape)}"
+            )
+        own = next(self.parameters())
+        if x.device != own.device:
+            raise ShapeError(f"{what}: the matrix is on {own.device}, the vectors are on {x.device}; move one of them")
+        if x.dtype != own.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ShapeError(f"{what}: the matrix is {own.dtype}, the vectors are {x.dtype}; convert one of them")
+
     def _on_rows(self, apply: Callable[[Tensor], Tensor], x: Tensor, size: int, batch_shape: tuple[int, ...]) -> Tensor:
         """Brings x (..., T, size) to the canonical shape, applies the product, and brings the result back.
 
         Dimensions of x before T broadcast against ``batch_shape``; vectors that all matrices share are not repeated.
         """
-        if x.dim() < 1 or x.shape[-1] != size:
-            raise ShapeError(
-                f"{type(self).__name__} {self.num_rows} x {self.num_cols}: expected vectors of {size} numbers in the last "
-                f"dimension, got shape {tuple(x.shape)}"
-            )
+        self._check_vectors(x, size)
         depth = len(batch_shape)
         vector = x.dim() == 1
         tokens = x[None] if vector else x
@@ -201,6 +247,8 @@ class StructuredMatrix(nn.Module, ABC):
 
     def projection_flops(self, order: Order, num_left: int, num_right: int) -> int:
         """FLOPs of the two sides of the bilinear form before they meet, for T left and S right vectors, all matrices."""
+        if order not in self.orders:
+            raise ConfigError(f"order is one of {', '.join(self.orders)}, got {order!r}")
         num = num_left if order == "formed_left" else num_right
         return self.num_matrices * num * self.flops
 
@@ -218,7 +266,11 @@ class StructuredMatrix(nn.Module, ABC):
 
         On a tie the first of factored, formed_left, formed_right wins (the first keeps both sides small; the second lets all
         matrices of a batch share y).
+
+        Raises:
+            ConfigError: a number is not a positive int.
         """
+        check_dims("contraction", num_left, num_right)
         costs = {
             order: self.projection_flops(order, num_left, num_right)
             + 2 * self.num_matrices * num_left * num_right * self.pair_dim(order)
@@ -242,12 +294,23 @@ class StructuredMatrix(nn.Module, ABC):
 
         Cost: that of ``contraction(T, S)``.
         """
-        for name, vectors, size in (("x", x, self.num_rows), ("y", y, self.num_cols)):
-            if vectors.dim() < 2 or vectors.shape[-1] != size:
-                raise ShapeError(f"bilinear: {name} must have shape (..., tokens, {size}), got {tuple(vectors.shape)}")
-        if self.contraction(x.shape[-2], y.shape[-2]).order == "formed_left":
+        self._check_pairs(x, y)
+        if self.contraction(max(1, x.shape[-2]), max(1, y.shape[-2])).order == "formed_left":
             return self.rmatmul(x) @ y.transpose(-2, -1)
         return x @ self.matmul(y).transpose(-2, -1)
+
+    def _check_pairs(self, x: Tensor, y: Tensor) -> None:
+        for name, vectors, size in (("x", x, self.num_rows), ("y", y, self.num_cols)):
+            self._check_vectors(vectors, size)
+            if vectors.dim() < 2:
+                raise ShapeError(f"bilinear: {name} must have shape (..., tokens, {size}), got {tuple(vectors.shape)}")
+        try:
+            torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], self.batch_shape)
+        except RuntimeError:
+            raise ShapeError(
+                f"bilinear: the dimensions before the last two must broadcast with each other and with batch_shape "
+                f"{self.batch_shape}, got {tuple(x.shape)} and {tuple(y.shape)}"
+            ) from None
 
     def extra_repr(self) -> str:
         """The arguments, for ``repr``."""
@@ -285,7 +348,10 @@ class FactoredMatrix(StructuredMatrix):
         rms_cap: bool = False,
     ) -> None:
         super().__init__(num_rows, num_cols, batch_shape=batch_shape)
-        right = self.batch_shape if right_batch_shape is None else tuple(right_batch_shape)
+        name = f"{type(self).__name__} right_batch_shape"
+        right = self.batch_shape if right_batch_shape is None else check_shape(name, right_batch_shape)
+        if not isinstance(rms_cap, bool):
+            raise ConfigError(f"{type(self).__name__}: rms_cap must be True or False, got {rms_cap!r}")
         if len(right) != len(self.batch_shape) or any(
             a not in (1, b) for a, b in zip(right, self.batch_shape, strict=True)
         ):
@@ -369,6 +435,7 @@ class FactoredMatrix(StructuredMatrix):
                 return self.num_matrices * num_left * self.flops
             case "formed_right":
                 return right + self.num_matrices * num_right * self.left_flops
+        raise ConfigError(f"order is one of {', '.join(self.orders)}, got {order!r}")
 
     def pair_dim(self, order: Order) -> int:
         """The inner dimension of the factors, or that of the side that is not formed."""
@@ -408,16 +475,17 @@ class FactoredMatrix(StructuredMatrix):
         dims = [out.shape[1] if d == depth else self.batch_shape[d] for d in order]
         out = out.reshape(*dims, tokens)
         back = [order.index(d) for d in range(depth)]
-        return out.permute(*back, order.index(depth), depth + 1).reshape(self.num_matrices, -1, tokens)
+        return out.permute(*back, order.index(depth), depth + 1).reshape(self.num_matrices, dims[len(kept)], tokens)
 
     def _rmatmul(self, x: Tensor) -> Tensor:
         return self._right_expand(self._left_features(x))
 
     def bilinear(self, x: Tensor, y: Tensor) -> Tensor:
         """x^T M y for every pair of vectors, in the cheapest order; see ``StructuredMatrix.bilinear``."""
+        self._check_pairs(x, y)
         # Vectors that differ between matrices with one right factor have no features of that factor's batch.
         fits = all(a in (1, b) for a, b in zip(y.shape[-3::-1], self.right_batch_shape[::-1], strict=False))
-        if fits and x.dim() >= 2 and y.dim() >= 2 and self.contraction(x.shape[-2], y.shape[-2]).order == "factored":
+        if fits and self.contraction(max(1, x.shape[-2]), max(1, y.shape[-2])).order == "factored":
             return self.left_features(x) @ self.right_features(y).transpose(-2, -1)
         return super().bilinear(x, y)
 
@@ -425,7 +493,8 @@ class FactoredMatrix(StructuredMatrix):
         """The factor that is used: ``weight``, or with ``rms_cap`` divided by max(1, rms / sigma), per matrix."""
         if not self.rms_cap:
             return weight
-        rms = weight.reshape(num_batch, -1).square().mean(dim=-1).sqrt()
         sigma = math.sqrt(min(f_in, f_out)) / f_in
-        shrink = (rms / sigma).clamp(min=1.0)
-        return weight / shrink.reshape(num_batch, *(1,) * (weight.dim() - 1))
+        # Squares overflow half precision, and the root has no gradient at zero, where the cap does not bind anyway.
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        shrink = (wide.reshape(num_batch, -1) / sigma).square().mean(dim=-1).clamp(min=1.0).sqrt()
+        return (wide / shrink.reshape(num_batch, *(1,) * (weight.dim() - 1))).to(weight.dtype)

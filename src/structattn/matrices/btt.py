@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from structattn.errors import ConfigError
-from structattn.matrices.base import check_dims
+from structattn.matrices.base import check_dims, check_shape
 from structattn.matrices.terms import BlockTerm, BlockTermSum
 
 
@@ -20,10 +20,10 @@ def factor_pair(size: int) -> tuple[int, int]:
 
 def check_pair(name: str, dims: tuple[int, int], size: int) -> tuple[int, int]:
     """The pair as a tuple; raises ``ConfigError`` unless it is two positive ints with that product."""
-    check_dims(name, *dims)
+    dims = check_shape(name, dims)  # type: ignore[assignment]
     if len(dims) != 2 or dims[0] * dims[1] != size:
         raise ConfigError(
-            f"{name} must be two numbers with product {size}, got {tuple(dims)}; for example {factor_pair(size)}"
+            f"{name} must be two numbers with product {size}, got {tuple(dims)}; for example {factor_pair(size)[::-1]}"
         )
     return dims[0], dims[1]
 

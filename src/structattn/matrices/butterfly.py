@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from structattn.errors import ConfigError
-from structattn.matrices.base import FactoredMatrix, check_dims
+from structattn.matrices.base import FactoredMatrix, check_dims, check_shape
 from structattn.matrices.columns import written_columns
 
 _LARGEST_PRIME = 7
@@ -100,8 +100,8 @@ class Butterfly(FactoredMatrix):
             raise ConfigError("Butterfly: give row_radices and col_radices, or neither")
         if row_radices is None or col_radices is None:
             row_radices, col_radices = default_radices(num_rows, num_cols)
-        rows, cols = tuple(row_radices), tuple(col_radices)
-        check_dims("Butterfly radices", *rows, *cols)
+        rows = check_shape("Butterfly row_radices", row_radices)
+        cols = check_shape("Butterfly col_radices", col_radices)
         if len(rows) != len(cols) or not rows or math.prod(rows) != num_rows or math.prod(cols) != num_cols:
             raise ConfigError(
                 f"Butterfly: row_radices and col_radices must be equally many, with products {num_rows} and {num_cols}, got "
@@ -129,7 +129,7 @@ class Butterfly(FactoredMatrix):
 
         A product of many independent normals has heavy tails; rotations keep the size of every vector.
         """
-        for name, fan_in in (self.initial_fan_ins if fan_ins is None else fan_ins).items():
+        for name, fan_in in self._checked(fan_ins).items():
             weight = self.get_parameter(name)
             height, width = weight.shape[-2:]
             tall = torch.randn(
@@ -161,6 +161,11 @@ class Butterfly(FactoredMatrix):
             "col_radices": self.col_radices,
             **super().options,
         }
+
+    @property
+    def factor_groups(self) -> list[list[nn.Parameter]]:
+        """Every stage."""
+        return [[stage] for stage in self.stages]
 
     @property
     def product_fan_ins(self) -> dict[str, int]:
@@ -277,7 +282,7 @@ class Butterfly(FactoredMatrix):
 
     def _left_features(self, x: Tensor) -> Tensor:
         if not self.split:
-            return x.expand(self.num_matrices, -1, -1)
+            return x.expand(self.num_matrices, -1, -1).clone()  # never a view of the caller's vectors
         return self._backward_stages(x, self._range(0, self.split))
 
     def _left_expand(self, u: Tensor) -> Tensor:
@@ -388,7 +393,7 @@ class Kaleidoscope(FactoredMatrix):
     @torch.no_grad()
     def reset_parameters(self, fan_ins: Mapping[str, int] | None = None) -> None:
         """Draws every butterfly as ``Butterfly`` does, the transposed ones by the fan-in of their transposed stages."""
-        found = self.product_fan_ins if fan_ins is None else fan_ins
+        found = {**self.product_fan_ins, **self._checked(fan_ins)}
         for prefix, butterfly in self._named_butterflies():
             butterfly.reset_parameters({name: found[f"{prefix}.{name}"] for name in butterfly.product_fan_ins})
 
@@ -399,6 +404,11 @@ class Kaleidoscope(FactoredMatrix):
     def options(self) -> dict[str, Any]:
         """The width and the size inside."""
         return {"width": self.width, "inner_size": self.inner_size, **super().options}
+
+    @property
+    def factor_groups(self) -> list[list[nn.Parameter]]:
+        """Every stage of every butterfly."""
+        return [group for butterfly in self.butterflies for group in butterfly.factor_groups]
 
     @property
     def product_fan_ins(self) -> dict[str, int]:

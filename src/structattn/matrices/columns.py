@@ -61,9 +61,14 @@ class _TransposedView(torch.autograd.Function):
         return tangents[0].t()
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Whether autograd needs no function of ours: no gradient is wanted, or a compiler chooses the layouts itself."""
+    return not x.requires_grad or torch.compiler.is_compiling()
+
+
 def to_columns(rows: Tensor) -> Tensor:
     """(R, N) row-major to (N, R) as a view."""
-    if not rows.requires_grad:  # the function is there for the gradient, and costs more than the view
+    if _is_plain(rows):
         return rows.t()
     result: Tensor = _TransposedView.apply(rows)  # type: ignore[no-untyped-call]
     return result
@@ -73,7 +78,7 @@ def to_rows(columns: Tensor) -> Tensor:
     """(N, R) to (R, N) in contiguous memory; no copy where it already is."""
     if columns.t().is_contiguous():
         return columns.t()
-    if not columns.requires_grad:
+    if _is_plain(columns):
         return columns.t().contiguous()
     result: Tensor = _Transpose.apply(columns)  # type: ignore[no-untyped-call]
     return result

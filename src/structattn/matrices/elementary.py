@@ -58,6 +58,11 @@ class Dense(StructuredMatrix):
         return {}
 
     @property
+    def factor_groups(self) -> list[list[nn.Parameter]]:
+        """The weight."""
+        return [[self.weight]]
+
+    @property
     def product_fan_ins(self) -> dict[str, int]:
         """num_cols."""
         return {"weight": self.num_cols}
@@ -111,6 +116,11 @@ class LowRank(FactoredMatrix):
     def options(self) -> dict[str, Any]:
         """The rank."""
         return {"rank": self.rank, **super().options}
+
+    @property
+    def factor_groups(self) -> list[list[nn.Parameter]]:
+        """Left, right."""
+        return [[self.left], [self.right]]
 
     @property
     def product_fan_ins(self) -> dict[str, int]:
@@ -221,6 +231,11 @@ class Kronecker(FactoredMatrix):
     def options(self) -> dict[str, Any]:
         """The dims of both sides."""
         return {"row_dims": self.row_dims, "col_dims": self.col_dims, **super().options}
+
+    @property
+    def factor_groups(self) -> list[list[nn.Parameter]]:
+        """A, B."""
+        return [[self.outer], [self.inner]]
 
     @property
     def product_fan_ins(self) -> dict[str, int]:

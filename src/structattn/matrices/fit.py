@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
@@ -18,6 +19,7 @@ from structattn.matrices.elementary import Dense, Kronecker, LowRank
 from structattn.matrices.mlbtc import MLBTC
 from structattn.matrices.nearest import Descent, hierarchical_butterfly, nearest_kronecker, split_svd
 from structattn.matrices.structure import Structure
+from structattn.matrices.target import as_matrix, check_dense, relative_errors, scale_of, workspace
 from structattn.matrices.terms import BlockTermSum
 
 Tick = Callable[[str, float], None]
@@ -73,12 +75,13 @@ def fit(
     four are then refined by L-BFGS on all parameters.
 
     Args:
-        dense: (num_rows, num_cols), or (*batch_shape, num_rows, num_cols) for a batch; a tensor, or an array that
-            ``torch.as_tensor`` takes. Real and finite.
+        dense: (num_rows, num_cols), or (*batch_shape, num_rows, num_cols) for a batch; a tensor, an array or nested lists.
+            Real and finite, of any magnitude (it is scaled for the work).
         like: what to fit: a ``Structure`` or its text, or a matrix. A matrix gives structure, dtype and device; it is left as
             it is, and the result is never further from ``dense`` than its present weights are.
         refine: L-BFGS iterations (0: none). Default: 0 where the solver is optimal, else 100.
-        seed: of the small perturbation with which refinement leaves stationary points. Same seed, same result.
+        seed: of every random number: the start of structures without a solver, and the small perturbation with which
+            refinement leaves stationary points. Same seed, same result; the global generator is left as it is.
         progress: show a bar (needs tqdm, of the extra ``train``).
 
     Returns:
@@ -86,7 +89,8 @@ def fit(
 
     Raises:
         ShapeError: ``dense`` has another shape than ``like``.
-        DataError: ``dense`` holds NaN or infinity; the first place is named. Or it is complex.
+        DataError: ``dense`` holds NaN or infinity; the first place is named. Or it is complex, or no numbers; or the nearest
+            matrix does not fit into ``like``'s dtype.
         ConfigError: ``like`` shares right factors or caps them (``rms_cap``), so a nearest matrix has no factors of its own;
             or the structure does not exist at this size.
 
@@ -94,53 +98,59 @@ def fit(
 
     Source: Van Loan and Pitsianis 1993 (Kronecker); Parshakova et al. 2023 (MLR); Le et al. 2022 (butterfly).
     """
-    dense = torch.as_tensor(dense)
-    target = check_dense(dense)
-    if not isinstance(like, StructuredMatrix):
-        like = Structure.of(like).build(*dense.shape[-2:], batch_shape=tuple(dense.shape[:-2]))
-        like = like.to(dense if dense.is_floating_point() else torch.get_default_dtype())
-    _check_like(like, dense)
-    if refine is not None and (isinstance(refine, bool) or not isinstance(refine, int) or refine < 0):
-        raise ConfigError(f"refine must be None or an int of at least 0, got {refine!r}")
+    dense = as_matrix(dense)
+    for name, value in (("refine", refine), ("seed", seed)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ConfigError(f"fit: {name} must be an int of at least 0, got {value!r}")
+    with workspace(seed):
+        target = check_dense(dense)
+        if not isinstance(like, StructuredMatrix):
+            like = Structure.of(like).build(*dense.shape[-2:], batch_shape=tuple(dense.shape[:-2]))
+            like = like.to(dense if dense.is_floating_point() else torch.get_default_dtype()).to(dense.device)
+        _check_like(like, dense)
+        target = target.to(next(like.parameters()).device).flatten(0, -3) if target.dim() > 2 else target[None]
+        with ProgressBar(progress, f"fit {type(like).__name__}") as bar:
+            return _fit_all(like, target, refine, seed, bar.tick)
+
+
+def _fit_all(like: StructuredMatrix, target: Tensor, refine: int | None, seed: int, tick: Tick) -> Fit:
+    """Fits every matrix of the batch, keeps ``like``'s own where that is nearer in ``like``'s dtype."""
     solver = _solver(like)
     steps = solver.refine if refine is None else refine
-    own = next(like.parameters())
-    result = copy.deepcopy(like)
-    target = target.to(own.device).reshape(like.num_matrices, like.num_rows, like.num_cols)
-    first, refined, bar = 0.0, False, ProgressBar(progress, f"fit {type(like).__name__}")
-    with bar:
-        for index in range(like.num_matrices):
-            one = _single(like, index)
-            start, moved = _fit_one(one, target[index], solver, steps, seed + index, bar.tick)
-            first, refined = first + start, refined or moved
-            with torch.no_grad():
-                for name, value in result.named_parameters():
-                    value.reshape(like.num_matrices, -1)[index] = one.get_parameter(name).reshape(-1).to(value)
-    size = float(target.norm()) or 1.0
-    error = float((result.to_dense().detach().double().reshape_as(target) - target).norm()) / size
+    result, whole = copy.deepcopy(like), scale_of(target)
+    first, refined = 0.0, False
+    for index in range(like.num_matrices):
+        one, scale = _single(like, index), scale_of(target[index])
+        with torch.no_grad():
+            one.scale_(1 / scale)
+        start, moved = _fit_one(one, target[index] / scale, solver, steps, seed + index, tick)
+        one.scale_(scale)
+        first, refined = first + start * (scale / whole) ** 2, refined or moved
+        _put(result, index, {name: value.detach() for name, value in one.named_parameters()})
+    _, before = relative_errors(like, target)
+    _, after = relative_errors(result, target)
+    own = {name: value.detach().reshape(like.num_matrices, -1) for name, value in like.named_parameters()}
+    if not bool(after.isfinite().all()):
+        raise DataError(
+            f"fit: the nearest matrix has numbers that {next(like.parameters()).dtype} cannot hold (the largest of the given "
+            f"ones is {float(target.abs().max()):.3g}); scale the matrix down, or fit in float64"
+        )
+    for index in (after > before).nonzero()[:, 0].tolist():
+        _put(result, index, {name: value[index] for name, value in own.items()})
     return Fit(
         matrix=result,
-        relative_error=error,
-        initial_error=first**0.5 / size,
+        relative_error=relative_errors(result, target)[0],
+        initial_error=math.sqrt(first) / (float((target / whole).norm()) or 1.0),
         method=f"{solver.method}, L-BFGS" if refined else solver.method,
         is_optimal=solver.is_optimal,
     )
 
 
-def check_dense(dense: Tensor) -> Tensor:
-    """The matrix in float64; raises ``ShapeError`` or ``DataError`` for what cannot be fitted."""
-    if dense.dim() < 2 or 0 in dense.shape:
-        raise ShapeError(f"fit: expected a matrix (..., num_rows, num_cols), got shape {tuple(dense.shape)}")
-    if dense.is_complex():
-        raise DataError("fit: the matrix is complex; fit its real and imaginary part")
-    target = dense.detach().double()
-    bad = (~target.isfinite()).nonzero()
-    if len(bad):
-        where = tuple(bad[0].tolist())
-        raise DataError(
-            f"fit: the matrix holds {len(bad)} values that are not finite, the first at {where}: {float(dense[where])}"
-        )
-    return target
+def _put(result: StructuredMatrix, index: int, values: Mapping[str, Tensor]) -> None:
+    """Writes the parameters of matrix ``index`` of the batch."""
+    with torch.no_grad():
+        for name, value in result.named_parameters():
+            value.view(result.num_matrices, -1)[index] = values[name].reshape(-1).to(value)
 
 
 def _check_like(like: StructuredMatrix, dense: Tensor) -> None:
@@ -167,7 +177,7 @@ def squared_error(m: StructuredMatrix, target: Tensor) -> float:
 
 
 def _fit_one(one: Any, target: Tensor, solver: _Solver, steps: int, seed: int, tick: Tick) -> tuple[float, bool]:
-    """Solves, refines, keeps the best; returns the squared error before refinement and whether there was any."""
+    """Solves, refines, scales, keeps the best; returns the squared error before refinement and whether there was any."""
     given, given_error = copy.deepcopy(one.state_dict()), squared_error(one, target)
     with torch.no_grad():
         solver.solve(one, target, tick)
@@ -178,7 +188,18 @@ def _fit_one(one: Any, target: Tensor, solver: _Solver, steps: int, seed: int, t
     wanted = steps > 0 and error > _EXACT**2 * float(target.square().sum())
     if wanted:
         refine_matrix(one, target, steps, seed, tick)
+    if not solver.is_optimal:
+        _scale_best(one, target)
     return error, wanted
+
+
+@torch.no_grad()
+def _scale_best(m: StructuredMatrix, target: Tensor) -> None:
+    """Multiplies M by the number that brings it nearest to the target: then it is never worse than no matrix at all."""
+    dense = m.to_dense()
+    size = float(dense.square().sum())
+    if size > 0:
+        m.scale_(float((dense * target).sum()) / size)
 
 
 def refine_matrix(m: StructuredMatrix, target: Tensor, steps: int, seed: int, tick: Tick | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from structattn.errors import ConfigError
-from structattn.matrices.base import check_dims
+from structattn.matrices.base import check_dims, check_shape
 from structattn.matrices.terms import BlockTerm, BlockTermSum
 
 
@@ -50,7 +50,9 @@ class MultiLevelLowRank(BlockTermSum):
             raise ConfigError(
                 f"MultiLevelLowRank: ranks must be a tuple with one positive int per level, got {ranks!r}"
             )
-        self_blocks = tuple(2**level for level in range(len(ranks))) if num_blocks is None else tuple(num_blocks)
+        self_blocks = tuple(2**level for level in range(len(ranks)))
+        if num_blocks is not None:
+            self_blocks = check_shape("MultiLevelLowRank num_blocks", num_blocks)
         if len(self_blocks) != len(ranks):
             raise ConfigError(f"num_blocks needs one entry per rank: expected {len(ranks)}, got {len(self_blocks)}")
         terms = []

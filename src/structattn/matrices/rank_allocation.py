@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from structattn.errors import ConfigError
-from structattn.matrices.base import check_dims
-from structattn.matrices.fit import Fit, ProgressBar, check_dense, fit
+from structattn.matrices.base import check_dims, check_shape
+from structattn.matrices.fit import Fit, ProgressBar, fit
 from structattn.matrices.mlr import MultiLevelLowRank
 from structattn.matrices.nearest import Descent, nearest_term, term_product
+from structattn.matrices.target import as_matrix, check_dense, relative_errors, scale_of, workspace
 from structattn.matrices.terms import BlockTerm
 
 _SWEEPS, _TOLERANCE = 60, 1e-4
@@ -95,28 +96,36 @@ def allocate_ranks(
     Source: Parshakova, Hastie, Darve and Boyd 2023, Factor fitting, rank allocation, and partitioning in multilevel low rank
     matrices.
     """
-    dense = torch.as_tensor(dense)
-    target = check_dense(dense)
-    if target.dim() != 2:
-        raise ConfigError(f"allocate_ranks takes one matrix, got shape {tuple(dense.shape)}")
+    dense = as_matrix(dense)
     check_dims("total_rank", total_rank)
-    blocks = tuple(num_blocks)
+    blocks = check_shape("num_blocks", num_blocks)
     if len(set(blocks)) != len(blocks):
         raise ConfigError(f"allocate_ranks: the levels must differ, got num_blocks {blocks}")
-    MultiLevelLowRank(target.shape[0], target.shape[1], (1,) * len(blocks), num_blocks=blocks)  # checks the sizes
+    if dense.dim() > 2:
+        raise ConfigError(f"allocate_ranks takes one matrix, got shape {tuple(dense.shape)}")
+    with workspace(0):
+        target = check_dense(dense)
+        scale = scale_of(target)
+        MultiLevelLowRank(target.shape[0], target.shape[1], (1,) * len(blocks), num_blocks=blocks)  # checks the sizes
+        found = _best(target / scale, total_rank, blocks, progress)
+        found.matrix.scale_(scale)
+        matrix = found.matrix.to(dense.dtype if dense.is_floating_point() else torch.get_default_dtype())
+        error, _ = relative_errors(matrix, target[None])
+        return replace(found, matrix=matrix, relative_error=error, is_optimal=False, method="rank exchange")
+
+
+def _best(target: Tensor, total_rank: int, blocks: tuple[int, ...], progress: bool) -> Fit:
+    """Even ranks and one level are far apart, and each may be a trap: the exchange starts from the three best."""
     count = len(blocks)
     even = tuple(total_rank // count + (level < total_rank % count) for level in range(count))
     single = [tuple(total_rank if other == level else 0 for other in range(count)) for level in range(count)]
     fits = sorted(
         (_fitted(target, blocks, ranks, progress) for ranks in [even, *single]), key=lambda f: f.relative_error
     )
-    # Even ranks and one level are far apart, and each may be a trap: the exchange starts from the three best.
     for start in fits[:3]:
         state = _exchanged(_state(target, blocks, start), max(1, total_rank // 4), progress)
         fits.append(_fitted(target, blocks, state.ranks, progress, state.parts))
-    found = min(fits, key=lambda f: f.relative_error)
-    dtype = dense.dtype if dense.is_floating_point() else torch.get_default_dtype()
-    return replace(found, is_optimal=False, matrix=found.matrix.to(dtype), method="rank exchange")
+    return min(fits, key=lambda f: f.relative_error)
 
 
 def _exchanged(state: _State, step: int, progress: bool) -> _State:

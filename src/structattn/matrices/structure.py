@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -184,6 +185,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
+_SHARED = {"num_rows", "num_cols", "batch_shape", "right_batch_shape", "rms_cap"}
+
+
 @dataclass(frozen=True)
 class Structure:
     """A family and its options, to be built at any size.
@@ -193,7 +197,7 @@ class Structure:
         options: arguments of its class besides the sizes, as pairs (hashable). Default: none.
 
     Raises:
-        ConfigError: the family is unknown; all are listed.
+        ConfigError: the family or an option is unknown, or one is missing; those there are are listed.
     """
 
     family: str
@@ -201,7 +205,25 @@ class Structure:
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
-            raise ConfigError(f"unknown structure {self.family!r}: {nearest_name(self.family, FAMILIES)}")
+            raise ConfigError(f"unknown structure {self.family!r}: {nearest_name(str(self.family), FAMILIES)}")
+        pairs = self.options
+        if not isinstance(pairs, tuple | list) or not all(
+            isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
+        ):
+            raise ConfigError(f"the options of a Structure are pairs of a name and a value, got {pairs!r}")
+        arguments = inspect.signature(FAMILIES[self.family].matrix).parameters
+        known = {name: p for name, p in arguments.items() if name not in _SHARED}
+        for name, _ in pairs:
+            if name not in known:
+                raise ConfigError(f"{self.family} has no option {name!r}: {nearest_name(str(name), known)}")
+        given = [name for name, _ in pairs]
+        missing = [name for name, p in known.items() if p.default is p.empty and name not in given]
+        if missing or len(set(given)) != len(given):
+            raise ConfigError(
+                f"{self.family} needs {', '.join(known)} once each at most, got {', '.join(given) or 'nothing'}"
+            )
+        frozen = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in pairs)
+        object.__setattr__(self, "options", frozen)
 
     @classmethod
     def parse(cls, text: str) -> Structure:
@@ -210,6 +232,8 @@ class Structure:
         Raises:
             ConfigError: an unknown family or wrong numbers; the message names the form.
         """
+        if not isinstance(text, str):
+            raise ConfigError(f"expected the text of a structure, such as 'btt:1', got {text!r}")
         name, _, rest = text.strip().partition(":")
         if name not in FAMILIES:
             raise ConfigError(f"structure {text!r}: unknown family {name!r}: {nearest_name(name, FAMILIES)}")
@@ -254,4 +278,9 @@ class Structure:
     def __str__(self) -> str:
         """The text form; raises ``ConfigError`` for options that it cannot say."""
         numbers = FAMILIES[self.family].write(dict(self.options))
-        return f"{self.family}:{numbers}" if numbers else self.family
+        text = f"{self.family}:{numbers}" if numbers else self.family
+        if Structure.parse(text) != self:
+            raise ConfigError(
+                f"{self.family} with the options {dict(self.options)} has no text form: use the object itself"
+            )
+        return text

@@ -65,7 +65,11 @@ class BlockTerm:
                 if value not in ("identity", "stride"):
                     raise ConfigError(f"{name} is 'identity', 'stride' or a tuple of indices, got {value!r}")
                 continue
-            indices = tuple(int(i) for i in value)
+            if not isinstance(value, tuple | list) or not all(
+                isinstance(i, int) and not isinstance(i, bool) for i in value
+            ):
+                raise ConfigError(f"{name} is 'identity', 'stride' or a tuple of ints, got {value!r}")
+            indices = tuple(value)
             if sorted(indices) != list(range(len(indices))):
                 raise ConfigError(f"{name}: the indices must be a permutation of 0 ... n - 1, got {indices[:8]} ...")
             object.__setattr__(self, name, indices)
@@ -109,25 +113,22 @@ class BlockTerm:
                 return torch.tensor(indices)
 
 
-class _Term(nn.Module):
-    """A block term at work on columns; holds the indices of free permutations as buffers, so that they follow the device."""
+def _take(columns: Tensor, index: Tensor) -> Tensor:
+    """Entries of (P, N, R) in another order."""
+    return columns.index_select(1, index.to(columns.device))
 
-    rows: Tensor | None
-    rows_back: Tensor | None
-    inner: Tensor | None
-    inner_back: Tensor | None
+
+class _Term:
+    """A block term at work on columns. Indices of free permutations are kept on the CPU and follow the vectors."""
 
     def __init__(self, shape: BlockTerm, num_rows: int, num_cols: int) -> None:
-        super().__init__()
         shape.check_sizes(num_rows, num_cols)
         self.shape = shape
-        for name, named, index in (
-            ("rows", shape.left_permutation, shape.row_index(num_rows)),
-            ("inner", shape.right_permutation, shape.inner_index()),
-        ):
-            free = not isinstance(named, str)
-            self.register_buffer(name, index if free else None, persistent=False)
-            self.register_buffer(f"{name}_back", torch.argsort(index) if free else None, persistent=False)
+        with torch.device("cpu"):  # indices are facts of the structure: never on meta, never in a state
+            self.rows = None if isinstance(shape.left_permutation, str) else shape.row_index(num_rows)
+            self.inner = None if isinstance(shape.right_permutation, str) else shape.inner_index()
+            self.rows_back = None if self.rows is None else torch.argsort(self.rows)
+            self.inner_back = None if self.inner is None else torch.argsort(self.inner)
 
     def read(self, right: Tensor, y: Tensor) -> Tensor:
         """P_R (⊕ Rᵀ) y in the groups of the left blocks: right (P, c, d, n), y (1 or P, N, R) to (P, b, F / b, R)."""
@@ -137,7 +138,7 @@ class _Term(nn.Module):
             return exchanged_block_product(right, blocks, b)
         features = block_product(right.transpose(2, 3), blocks)
         if self.inner is not None:
-            features = features.flatten(1, 2).index_select(1, self.inner)
+            features = _take(features.flatten(1, 2), self.inner)
             return features.unflatten(1, (b, -1))
         return features if b == self.shape.right_blocks else features.flatten(1, 2).unflatten(1, (b, -1))
 
@@ -147,7 +148,7 @@ class _Term(nn.Module):
         if self.shape.left_permutation == "stride":
             out = out.transpose(1, 2)
         out = out.flatten(1, 2)
-        return out if self.rows is None else out.index_select(1, self.rows)
+        return out if self.rows is None else _take(out, self.rows)
 
     def read_left(self, left: Tensor, x: Tensor) -> Tensor:
         """P_Rᵀ (⊕ Lᵀ) P_Lᵀ x in the groups of the right blocks: x (1 or P, M, R) to (P, c, F / c, R)."""
@@ -157,7 +158,7 @@ class _Term(nn.Module):
             return exchanged_block_product(left, blocks, c)
         features = block_product(left.transpose(2, 3), blocks)
         if self.inner_back is not None:
-            return features.flatten(1, 2).index_select(1, self.inner_back).unflatten(1, (c, -1))
+            return _take(features.flatten(1, 2), self.inner_back).unflatten(1, (c, -1))
         return features if c == self.shape.left_blocks else features.flatten(1, 2).unflatten(1, (c, -1))
 
     def write_right(self, right: Tensor, w: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ class _Term(nn.Module):
         if self.shape.right_permutation == "stride":
             return w.unflatten(1, (b, c, -1)).transpose(1, 2).flatten(2, 3)
         if self.inner_back is not None:
-            w = w.index_select(1, self.inner_back)
+            w = _take(w, self.inner_back)
         return w.unflatten(1, (c, -1))
 
     def _left_blocks(self, x: Tensor) -> Tensor:
@@ -182,7 +183,7 @@ class _Term(nn.Module):
         if self.shape.left_permutation == "stride":
             return written_columns(x).unflatten(1, (-1, b)).transpose(1, 2)
         if self.rows_back is not None:
-            x = written_columns(x).index_select(1, self.rows_back)
+            x = _take(written_columns(x), self.rows_back)
         return x.unflatten(1, (b, -1))
 
 
@@ -212,16 +213,12 @@ class BlockTermSum(FactoredMatrix):
         super().__init__(
             num_rows, num_cols, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
         )
-        self._terms = nn.ModuleList(_Term(shape, num_rows, num_cols) for shape in terms)
+        self._work = tuple(_Term(shape, num_rows, num_cols) for shape in terms)
 
     @property
     def terms(self) -> tuple[BlockTerm, ...]:
         """The shapes of the terms."""
         return tuple(term.shape for term in self._work)
-
-    @property
-    def _work(self) -> list[_Term]:
-        return list(self._terms)  # type: ignore[arg-type]
 
     def _empty_factors(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Parameters of the right shapes: left (*batch_shape, b, num_rows / b, F / b), right (..., c, num_cols / c, F / c)."""
@@ -235,6 +232,11 @@ class BlockTermSum(FactoredMatrix):
     @abstractmethod
     def factors(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """The left and right parameter of every term, in the shapes of ``BlockTerm`` behind the batch dimensions."""
+
+    @property
+    def factor_groups(self) -> list[list[nn.Parameter]]:
+        """Left, right."""
+        return [[left for left, _ in self.factors()], [right for _, right in self.factors()]]
 
     def used_factors(self) -> list[tuple[Tensor, Tensor]]:
         """The factors as they are used: (P, b, a, m) and (P', c, d, n), capped."""

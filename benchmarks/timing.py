@@ -1,0 +1,254 @@
+"""Measuring: correctness first, then all variants of a group in turn in one process, and the two ceilings of the machine."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from benchmarks.machine import Watch, wait_until_quiet
+from benchmarks.registry import Group, Work
+from structattn.testing.tolerances import FORWARD, relative_error
+
+T = TypeVar("T")
+SEED = 0
+WARM_UPS = 3
+
+
+class WrongResultError(RuntimeError):
+    """A variant does not compute what it should: its time would mean nothing."""
+
+
+class Clock(Protocol):
+    """Times calls on one device.
+
+    Attributes:
+        sample_ms: how long one sample lasts at least, by repeating the call.
+        threads: cores that must be free for a time to be right.
+    """
+
+    sample_ms: float
+    threads: int
+
+    def time_ms(self, call: Callable[[], object], inner: int) -> float:
+        """Milliseconds of one call, the mean of ``inner`` calls."""
+        ...
+
+
+class CpuClock:
+    """Wall time. Caches stay as the previous call left them, as they would in a model."""
+
+    sample_ms = 10.0  # long enough for the timer, and for a repeat to be watched (``machine.Watch``)
+
+    def __init__(self) -> None:
+        self.threads = torch.get_num_threads()
+
+    def time_ms(self, call: Callable[[], object], inner: int) -> float:
+        start = time.perf_counter()
+        for _ in range(inner):
+            call()
+        return (time.perf_counter() - start) * 1e3 / inner
+
+
+class CudaClock:
+    """Time between two events around each call, with the L2 cache overwritten before it.
+
+    The calls are queued without waiting, so that the launch of one overlaps the overwriting before it; a call of many small
+    kernels is still bound by its launches, as it is for a user.
+    """
+
+    sample_ms = 10.0
+    threads = 1  # the one that launches kernels
+
+    def __init__(self, device: torch.device) -> None:
+        size = max(4 * torch.cuda.get_device_properties(device).L2_cache_size, 2**28)
+        self._flush = torch.empty(size, dtype=torch.int8, device=device)
+
+    def time_ms(self, call: Callable[[], object], inner: int) -> float:
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(inner)]
+        torch.cuda.synchronize()
+        for start, end in pairs:
+            self._flush.fill_(1)
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.fmean(start.elapsed_time(end) for start, end in pairs)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keeps Python's garbage collector out of the times."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """The best rates that this machine showed, in this run, in this dtype.
+
+    Attributes:
+        flops_per_s: of a large matrix product.
+        bytes_per_s: of a large copy, counting the bytes read and the bytes written.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    def floor_ms(self, flops: int, bytes_moved: int) -> float:
+        """No version of a call runs much faster than this."""
+        return 1e3 * max(flops / self.flops_per_s, bytes_moved / self.bytes_per_s)
+
+
+def undisturbed(
+    measure: Callable[[], T],
+    count: int,
+    clock: Clock,
+    *,
+    patience_s: float,
+    on_kept: Callable[[], object] = lambda: None,
+) -> tuple[list[T], int]:
+    """Measures until ``count`` results came while no other process took the cores that were needed.
+
+    Whether one is measured again depends on what others did alone, never on the result.
+
+    Returns:
+        ``count`` results, and how many of them are disturbed after all, since it would have cost more than
+        ``patience_s`` of measuring again and of waiting for a quiet machine.
+    """
+    kept: list[T] = []
+    spoilt: list[T] = []
+    lost_s = 0.0
+    while len(kept) < count and (lost_s < patience_s or len(kept) + len(spoilt) < count):
+        start, watch = time.perf_counter(), Watch()
+        result = measure()
+        if not watch.disturbed(clock.threads):
+            kept.append(result)
+            on_kept()
+            continue
+        spoilt.append(result)
+        lost_s += time.perf_counter() - start
+        lost_s += wait_until_quiet(clock.threads, patience_s - lost_s)
+    missing = count - len(kept)
+    for _ in range(missing):
+        on_kept()
+    return kept + spoilt[:missing], missing
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype, clock: Clock, *, repeats: int = 4) -> Ceilings:
+    """The fastest of ``repeats`` calls each, since a ceiling is what is possible; the driver asks after every group."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
+    part = torch.randint(-100, 100, (2**24,), dtype=torch.int8, device=device)
+    source = part.repeat(32 if device.type == "cuda" else 16)
+    target = torch.zeros_like(source)
+
+    def fastest_s(call: Callable[[], object]) -> float:
+        return min(clock.time_ms(call, 1) for _ in range(repeats)) / 1e3
+
+    with no_collection():
+        matmul, copy = fastest_s(lambda: a @ b.t()), fastest_s(lambda: target.copy_(source))
+    return Ceilings(flops_per_s=2 * n**3 / matmul, bytes_per_s=2 * source.numel() / copy)
+
+
+def checked_error(name: str, work: Work, dtype: torch.dtype) -> float:
+    """The largest relative error of a work against its float64 reference.
+
+    Raises:
+        WrongResultError: it is above the tolerance of the dtype, or there was nothing to compare.
+    """
+    errors = [relative_error(actual, expected) for actual, expected in work.check()]
+    if not errors or not max(errors) <= FORWARD[dtype]:
+        raise WrongResultError(f"{name}: relative errors {errors}, the tolerance of {dtype} is {FORWARD[dtype]:.0e}")
+    return max(errors)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which ``share`` of the values lie, by linear interpolation."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def measure_group(
+    group: Group,
+    *,
+    dtype: torch.dtype,
+    clock: Clock,
+    repeats: int,
+    patience_s: float,
+    on_repeat: Callable[[], object] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Checks every case, then times all of them in turn.
+
+    Every repeat times each case once, in an order shuffled by a fixed seed: what else the machine does meets all alike, and
+    the ratio to the baseline is taken within a repeat.
+
+    Returns:
+        One row of results per case, in the order of the group; ``disturbed`` is the second result of ``undisturbed``.
+
+    Raises:
+        WrongResultError: a case is wrong.
+    """
+    torch.manual_seed(SEED)
+    works, errors, inners = [], [], []
+    for case in group.cases:
+        work = case.build()
+        errors.append(checked_error(group.name_of(case), work, dtype))
+        warm_ms = min(clock.time_ms(work, 1) for _ in range(WARM_UPS))
+        works.append(work)
+        inners.append(max(1, math.ceil(clock.sample_ms / warm_ms)))
+    order, shuffler = list(range(len(works))), random.Random(SEED)
+
+    def repeat() -> list[float]:
+        shuffler.shuffle(order)
+        times = [0.0] * len(works)
+        for i in order:
+            times[i] = clock.time_ms(works[i], inners[i])
+        return times
+
+    with no_collection():
+        results, disturbed = undisturbed(repeat, repeats, clock, patience_s=patience_s, on_kept=on_repeat)
+    times = list(zip(*results, strict=True))
+    base = times[group.cases.index(group.baseline)]
+    rows = []
+    for case, samples, inner, error in zip(group.cases, times, inners, errors, strict=True):
+        ratios = [a / b for a, b in zip(base, samples, strict=True)]
+        rows.append(
+            {
+                "mode": group.mode,
+                "sizes": dict(case.sizes),
+                "label": case.label,
+                "is_baseline": case.is_baseline,
+                "flops": case.flops,
+                "bytes": case.bytes,
+                "flop_ratio": group.baseline.flops / case.flops,
+                "error": error,
+                "median_ms": statistics.median(samples),
+                "p20_ms": percentile(samples, 0.2),
+                "p80_ms": percentile(samples, 0.8),
+                "min_ms": min(samples),
+                "max_ms": max(samples),
+                "speedup": statistics.median(ratios),
+                "speedup_p20": percentile(ratios, 0.2),
+                "speedup_p80": percentile(ratios, 0.8),
+                "calls_per_sample": inner,
+                "disturbed": disturbed,
+                "samples_ms": list(samples),
+            }
+        )
+    return rows

@@ -1,0 +1,75 @@
+"""The dense matrix that a fit approximates: read, checked, scaled, and what it is compared by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from structattn.errors import DataError, ShapeError
+from structattn.matrices.base import StructuredMatrix
+
+_TINY, _HUGE = -900, 900  # exponents between which a scale and its inverse are normal numbers
+
+
+@contextmanager
+def workspace(seed: int) -> Iterator[None]:
+    """Gradients are recorded wherever this is entered, and random numbers come from the seed alone and disturb nobody's."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def as_matrix(dense: object) -> Tensor:
+    """A tensor with values from a tensor, an array or nested lists; raises ``DataError`` for anything else."""
+    if not isinstance(dense, Tensor):
+        try:
+            dense = torch.as_tensor(np.array(dense))  # a copy: arrays may be read-only or run backwards
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"fit: expected a tensor or an array of numbers, got {type(dense).__name__}: {error}"
+            ) from None
+    if dense.is_meta:
+        raise DataError("fit: the matrix is on the meta device and has no values")
+    return dense if dense.layout is torch.strided else dense.to_dense()
+
+
+def check_dense(dense: Tensor) -> Tensor:
+    """The matrix in float64, apart from the graph; raises ``ShapeError`` or ``DataError`` for what cannot be fitted."""
+    if dense.dim() < 2 or 0 in dense.shape:
+        raise ShapeError(f"fit: expected a matrix (..., num_rows, num_cols), got shape {tuple(dense.shape)}")
+    if dense.is_complex():
+        raise DataError("fit: the matrix is complex; fit its real and imaginary part")
+    target = dense.detach().double().clone()  # a clone of an inference tensor may take part in gradients
+    bad = (~target.isfinite()).nonzero()
+    if len(bad):
+        where = tuple(bad[0].tolist())
+        raise DataError(
+            f"fit: the matrix holds {len(bad)} values that are not finite, the first at {where}: {float(dense[where])}"
+        )
+    return target
+
+
+def scale_of(target: Tensor) -> float:
+    """The power of two next to the largest magnitude, 1 for zeros: divided by it, squares neither overflow nor vanish."""
+    largest = float(target.abs().max())
+    return 2.0 ** min(_HUGE, max(_TINY, math.frexp(largest)[1])) if largest else 1.0
+
+
+def relative_errors(m: StructuredMatrix, target: Tensor) -> tuple[float, Tensor]:
+    """||M - target|| / ||target|| over a whole batch (of zeros: the absolute error), and ||M - target|| of each matrix, scaled.
+
+    Args:
+        m: of any dtype; its dense form in that dtype is compared.
+        target: (P, num_rows, num_cols), float64.
+    """
+    scale = scale_of(target)
+    with torch.no_grad():
+        difference = m.to_dense().double().reshape_as(target) / scale - target / scale
+        each = torch.linalg.matrix_norm(difference)
+    size = float((target / scale).norm()) or 1.0
+    return float(each.norm()) / size, each

@@ -24,6 +24,7 @@ FREE = BlockTerm(
     left_permutation=tuple(range(7, -1, -1)),
     right_permutation=tuple(range(7, -1, -1)),
 )
+READY = Dense(8, 8)
 TEXTS = [
     "dense",
     "lowrank:2",

@@ -109,8 +109,12 @@ def load_matrix(text: str, size: int) -> NamedMatrix:
 def _from_file(path: Path) -> NamedMatrix:
     try:
         values = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"cannot read {path} as a NumPy array: {error}; write it with numpy.save") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, EOFError) as error:  # numpy's own words advise to allow pickles
+        raise DataError(
+            f"{path} is no file of numpy.save, or it holds objects: write the matrix with numpy.save"
+        ) from error
     if not isinstance(values, np.ndarray) or values.ndim != 2 or values.dtype.kind not in "fiub":
         shape, kind = getattr(values, "shape", None), getattr(values, "dtype", type(values).__name__)
         raise DataError(f"{path}: expected one real matrix, got shape {shape} of type {kind}")

@@ -135,11 +135,11 @@ def _matrix(size=4, value=1.0):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"not an array", "cannot read"),
+        (b"not an array", "no file of numpy.save"),
         (np.zeros(3), r"\(3,\)"),
         (np.zeros((2, 2), dtype=complex), "complex"),
         (np.array([["a"]]), "<U1"),
-        (np.array([[None]], dtype=object), "cannot read"),
+        (np.array([[None]], dtype=object), "no file of numpy.save"),
     ],
     ids=["bytes", "vector", "complex", "text", "pickle"],
 )

@@ -103,6 +103,11 @@ def test_scaling_in_place(name) -> None:
     assert float(m.to_dense().detach().abs().max()) == 0
 
 
+def test_capped_factors_are_not_scaled() -> None:
+    with pytest.raises(ConfigError, match="rms_cap"):
+        LowRank(8, 8, 2, rms_cap=True).scale_(2.0)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

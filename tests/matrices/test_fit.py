@@ -313,6 +313,24 @@ def test_never_worse_than_no_matrix_at_all(text) -> None:
     assert fit(dense, text, refine=0).relative_error <= 1 + 1e-12
 
 
+@pytest.mark.parametrize("text", ["lowrank:2", "kronecker", "monarch", "btt:2", "mlr:2|1", "butterfly:2"])
+def test_an_mlbtc_starts_from_any_other_fit(text) -> None:
+    """The embedded fit is the start; refinement with free α and factors only improves it."""
+    dense = gaussian()
+    other = fit(dense, text)
+    found = fit(dense, MLBTC.from_matrix(other.matrix), refine=30)
+    assert found.relative_error <= other.relative_error * (1 + 1e-9)
+    two = MLBTC(16, 16, (*MLBTC.from_matrix(other.matrix).terms, BlockTerm(left_blocks=1, right_blocks=1, inner_dim=1)))
+    assert fit(dense, two.double()).relative_error < other.relative_error
+
+
+def test_weights_in_any_memory_layout_are_fitted() -> None:
+    like = Dense(4, 6, batch_shape=(2,)).double()
+    like.weight = torch.nn.Parameter(torch.randn(2, 6, 4, dtype=torch.float64).transpose(1, 2))
+    dense = gaussian(8, 6).reshape(2, 4, 6)
+    assert torch.equal(fit(dense, like).matrix.to_dense(), dense)
+
+
 def test_errors_are_those_of_the_returned_matrix_and_dtype() -> None:
     dense = gaussian(16, 16)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -31,11 +31,13 @@ class Candidate:
     Attributes:
         family: the line it belongs to.
         text: what the user writes.
+        size: a structure with as many parameters, that exists where this one does.
         run: fits a matrix; the argument says whether to show progress.
     """
 
     family: str
     text: str
+    size: Structure
     run: Callable[[Tensor, bool], Fit]
 
 
@@ -47,14 +49,19 @@ def parse_candidate(text: str, *, refine: int | None = None, seed: int = 0) -> C
     """
     name, _, rest = text.partition(":")
     if name == _ALLOCATED:
-        total = Structure.parse(f"lowrank:{rest}").options[0][1]
+        low_rank = Structure.parse(f"lowrank:{rest}")
+        total = dict(low_rank.options)["rank"]
         return Candidate(
-            family="mlr", text=text, run=lambda dense, show: allocate_ranks(dense, total, _levels(dense), progress=show)
+            family="mlr",
+            text=text,
+            size=low_rank,
+            run=lambda dense, show: allocate_ranks(dense, total, _levels(dense), progress=show),
         )
     structure = Structure.parse(text)
     return Candidate(
         family=structure.family,
         text=text,
+        size=structure,
         run=lambda dense, show: fit(dense, structure, refine=refine, seed=seed, progress=show),
     )
 
@@ -79,13 +86,10 @@ def default_structures(num_rows: int, num_cols: int) -> tuple[str, ...]:
 
 
 def _num_params(text: str, num_rows: int, num_cols: int) -> int:
-    """Parameters of a structure at a size, 0 if it does not exist there."""
-    name, _, rest = text.partition(":")
+    """Parameters of a candidate at a size, 0 if it does not exist there."""
     try:
         with torch.device("meta"):
-            return (
-                Structure.parse(f"lowrank:{rest}" if name == _ALLOCATED else text).build(num_rows, num_cols).num_params
-            )
+            return parse_candidate(text).size.build(num_rows, num_cols).num_params
     except ConfigError:
         return 0
 
@@ -138,10 +142,9 @@ def fit_matrices(
         rows, cols = matrix.values.shape
         texts = tuple(structures) or default_structures(rows, cols)
         candidates = [parse_candidate(text, refine=refine, seed=seed) for text in texts]
-        for candidate in candidates:
-            if not candidate.text.startswith(_ALLOCATED):
-                with torch.device("meta"):
-                    Structure.parse(candidate.text).build(rows, cols)
+        with torch.device("meta"):
+            for candidate in candidates:
+                candidate.size.build(rows, cols)
         plans.append((matrix, candidates))
     open_folder(out, resume=False)
     results = {

@@ -1,10 +1,12 @@
 """Structured matrices as differentiable modules with batch dimensions for heads."""
 
-from structattn.matrices.base import Contraction, FactoredMatrix, StructuredMatrix
+from structattn.matrices.base import Contraction, StructuredMatrix
 from structattn.matrices.btt import BlockTensorTrain, Monarch
-from structattn.matrices.butterfly import Butterfly, Kaleidoscope
+from structattn.matrices.butterfly import Butterfly
 from structattn.matrices.elementary import Dense, Kronecker, LowRank
+from structattn.matrices.factored import FactoredMatrix
 from structattn.matrices.fit import Fit, fit
+from structattn.matrices.kaleidoscope import Kaleidoscope
 from structattn.matrices.mlbtc import MLBTC
 from structattn.matrices.mlr import MultiLevelLowRank
 from structattn.matrices.rank_allocation import allocate_ranks

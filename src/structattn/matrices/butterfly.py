@@ -1,4 +1,4 @@
-"""Butterfly and Kaleidoscope: products of many sparse stages, E log E parameters."""
+"""Butterfly: a product of many sparse stages, E log E parameters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from structattn.errors import ConfigError
-from structattn.matrices.base import FactoredMatrix, check_dims, check_shape
+from structattn.matrices.base import check_dims, check_shape
 from structattn.matrices.columns import written_columns
+from structattn.matrices.factored import FactoredMatrix
 
 _LARGEST_PRIME = 7
 
@@ -327,143 +328,3 @@ class Butterfly(FactoredMatrix):
         """The smallest number of values between any two stages, the ends included (see ``BlockTermSum.rank_bound``)."""
         widths = [outer * inner * width for outer, inner, _, width in self._grid]
         return min(self.num_rows, *widths)
-
-
-class Kaleidoscope(FactoredMatrix):
-    """M = A_1 B_1ᵀ ... A_w B_wᵀ with Butterfly matrices A_i, B_i of rank 1: the class (BB*)^w.
-
-    Every sparse or fast linear transform has a member of this class near its own cost; the price is twice the stages.
-
-    Args:
-        num_rows, num_cols: shape of one matrix.
-        width: w. Default 1.
-        inner_size: size between the butterflies. Default: max(num_rows, num_cols).
-        batch_shape, right_batch_shape, rms_cap: see ``FactoredMatrix``. The right factor is B_w.
-
-    Attributes:
-        left: A_1, B_1, ..., A_w, as ``Butterfly``.
-        right: B_w.
-
-    Raises:
-        ConfigError: a size, or the size inside, has a prime factor above 7.
-
-    Cost: w times 4 E log2 E parameters for E a power of two, twice that in FLOPs per vector.
-
-    Source: Dao et al. 2020, Kaleidoscope: an efficient, learnable representation for all structured linear maps.
-    """
-
-    right: Butterfly
-
-    def __init__(
-        self,
-        num_rows: int,
-        num_cols: int,
-        width: int = 1,
-        *,
-        inner_size: int | None = None,
-        batch_shape: tuple[int, ...] = (),
-        right_batch_shape: tuple[int, ...] | None = None,
-        rms_cap: bool = False,
-    ) -> None:
-        super().__init__(
-            num_rows, num_cols, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
-        )
-        check_dims("Kaleidoscope width", width)
-        self.width = width
-        self.inner_size = max(num_rows, num_cols) if inner_size is None else inner_size
-        check_dims("Kaleidoscope inner_size", self.inner_size)
-        for size in (num_rows, num_cols, self.inner_size):
-            default_radices(size, size, "Kaleidoscope")
-        heights = [num_rows, *[self.inner_size] * (2 * width - 2)]
-        self.left = nn.ModuleList(
-            Butterfly(height, self.inner_size, batch_shape=self.batch_shape, rms_cap=rms_cap) for height in heights
-        )
-        self.right = Butterfly(num_cols, self.inner_size, batch_shape=self.right_batch_shape, rms_cap=rms_cap)
-        self.reset_parameters()
-
-    @property
-    def _chain(self) -> list[Butterfly]:
-        return list(self.left)  # type: ignore[arg-type]
-
-    @property
-    def butterflies(self) -> list[Butterfly]:
-        """A_1, B_1, ..., A_w, B_w."""
-        return [*self._chain, self.right]
-
-    @torch.no_grad()
-    def reset_parameters(self, fan_ins: Mapping[str, int] | None = None) -> None:
-        """Draws every butterfly as ``Butterfly`` does, the transposed ones by the fan-in of their transposed stages."""
-        found = {**self.product_fan_ins, **self._checked(fan_ins)}
-        for prefix, butterfly in self._named_butterflies():
-            butterfly.reset_parameters({name: found[f"{prefix}.{name}"] for name in butterfly.product_fan_ins})
-
-    def _named_butterflies(self) -> list[tuple[str, Butterfly]]:
-        return [*((f"left.{i}", butterfly) for i, butterfly in enumerate(self._chain)), ("right", self.right)]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The width and the size inside."""
-        return {"width": self.width, "inner_size": self.inner_size, **super().options}
-
-    @property
-    def factor_groups(self) -> list[list[nn.Parameter]]:
-        """Every stage of every butterfly."""
-        return [group for butterfly in self.butterflies for group in butterfly.factor_groups]
-
-    @property
-    def product_fan_ins(self) -> dict[str, int]:
-        """n_t of the stages of A, m_t of those of B, whose stages act transposed."""
-        out: dict[str, int] = {}
-        for index, (prefix, butterfly) in enumerate(self._named_butterflies()):
-            for name in butterfly.product_fan_ins:
-                height, width = butterfly.get_parameter(name).shape[-2:]
-                out[f"{prefix}.{name}"] = width if index % 2 == 0 else height
-        return out
-
-    @property
-    def feature_fan_ins(self) -> dict[str, int]:
-        """Left butterflies act in the other direction than in a product."""
-        out = dict(self.product_fan_ins)
-        for index, (prefix, butterfly) in enumerate(self._named_butterflies()[:-1]):
-            for name in butterfly.product_fan_ins:
-                height, width = butterfly.get_parameter(name).shape[-2:]
-                out[f"{prefix}.{name}"] = height if index % 2 == 0 else width
-        return out
-
-    def _left_features(self, x: Tensor) -> Tensor:
-        for index, butterfly in enumerate(self._chain):
-            x = butterfly._rmatmul(x) if index % 2 == 0 else butterfly._matmul(x)
-        return x
-
-    def _left_expand(self, u: Tensor) -> Tensor:
-        for index, butterfly in reversed(list(enumerate(self._chain))):
-            u = butterfly._matmul(u) if index % 2 == 0 else butterfly._rmatmul(u)
-        return u
-
-    def _right_features(self, y: Tensor) -> Tensor:
-        return self.right._rmatmul(y)
-
-    def _right_expand(self, w: Tensor) -> Tensor:
-        if self.right_batch_shape == self.batch_shape:
-            return self.right._matmul(w)
-        return self._per_group(w, self.right._matmul)
-
-    @property
-    def inner_dim(self) -> int:
-        """The size between the last two butterflies."""
-        return self.inner_size
-
-    @property
-    def left_flops(self) -> int:
-        """Those of all butterflies but the last."""
-        return sum(butterfly.flops for butterfly in self._chain)
-
-    @property
-    def right_flops(self) -> int:
-        """Those of the last butterfly."""
-        return self.right.flops
-
-    @property
-    def rank_bound(self) -> int:
-        """The smallest rank bound of its butterflies."""
-        return min(butterfly.rank_bound for butterfly in self.butterflies)

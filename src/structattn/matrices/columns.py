@@ -38,23 +38,12 @@ class _Transpose(torch.autograd.Function):
         return tangents[0].t().contiguous()
 
 
-class _TransposedView(torch.autograd.Function):
+class _TransposedView(_Transpose):
     """(R, N) to (N, R) as a view, which matrix products read well; the gradient is written out."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return x.t()
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        result: Tensor = _Transpose.apply(gradients[0])  # type: ignore[no-untyped-call]
-        return result
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Tensor:

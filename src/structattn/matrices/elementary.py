@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from structattn.matrices.base import FactoredMatrix, StructuredMatrix, check_dims
+from structattn.matrices.base import StructuredMatrix, check_dims
 from structattn.matrices.btt import check_pair, factor_pair
 from structattn.matrices.columns import written_columns
+from structattn.matrices.factored import FactoredMatrix
 
 
 def heads_matmul(weight: Tensor, x: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from structattn.errors import ConfigError
 from structattn.matrices.base import StructuredMatrix
-from structattn.matrices.butterfly import Butterfly, Kaleidoscope
+from structattn.matrices.butterfly import Butterfly
 from structattn.matrices.elementary import Dense, Kronecker, LowRank
+from structattn.matrices.kaleidoscope import Kaleidoscope
 from structattn.matrices.terms import BlockTerm, BlockTermSum
 
 

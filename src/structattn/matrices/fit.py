@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
@@ -13,13 +14,15 @@ import torch
 from torch import Tensor
 
 from structattn.errors import ConfigError, DataError, ShapeError
-from structattn.matrices.base import FactoredMatrix, StructuredMatrix
-from structattn.matrices.butterfly import Butterfly, Kaleidoscope
+from structattn.matrices.base import StructuredMatrix
+from structattn.matrices.butterfly import Butterfly
 from structattn.matrices.elementary import Dense, Kronecker, LowRank
+from structattn.matrices.factored import FactoredMatrix
+from structattn.matrices.kaleidoscope import Kaleidoscope
 from structattn.matrices.mlbtc import MLBTC
 from structattn.matrices.nearest import Descent, hierarchical_butterfly, nearest_kronecker, split_svd
 from structattn.matrices.structure import Structure
-from structattn.matrices.target import as_matrix, check_dense, relative_errors, scale_of, workspace
+from structattn.matrices.target import as_matrix, check_dense, matrix_errors, relative_error, scale_of, workspace
 from structattn.matrices.terms import BlockTermSum
 
 Tick = Callable[[str, float], None]
@@ -106,9 +109,9 @@ def fit(
         target = check_dense(dense)
         if not isinstance(like, StructuredMatrix):
             like = Structure.of(like).build(*dense.shape[-2:], batch_shape=tuple(dense.shape[:-2]))
-            like = like.to(dense if dense.is_floating_point() else torch.get_default_dtype()).to(dense.device)
+            like = like.to(dense.device, dense.dtype if dense.is_floating_point() else torch.get_default_dtype())
         _check_like(like, dense)
-        target = target.to(next(like.parameters()).device).flatten(0, -3) if target.dim() > 2 else target[None]
+        target = target.to(next(like.parameters()).device)
         with ProgressBar(progress, f"fit {type(like).__name__}") as bar:
             return _fit_all(like, target, refine, seed, bar.tick)
 
@@ -119,38 +122,34 @@ def _fit_all(like: StructuredMatrix, target: Tensor, refine: int | None, seed: i
     steps = solver.refine if refine is None else refine
     result, whole = copy.deepcopy(like), scale_of(target)
     first, refined = 0.0, False
-    for index in range(like.num_matrices):
-        one, scale = _single(like, index), scale_of(target[index])
-        with torch.no_grad():
-            one.scale_(1 / scale)
-        start, moved = _fit_one(one, target[index] / scale, solver, steps, seed + index, tick)
+    places = list(itertools.product(*map(range, like.batch_shape)))
+    for index, place in enumerate(places):
+        one, scale = _single(like, place), scale_of(target[place])
+        one.scale_(1 / scale)
+        start, moved = _fit_one(one, target[place] / scale, solver, steps, seed + index, tick)
         one.scale_(scale)
         first, refined = first + start * (scale / whole) ** 2, refined or moved
-        _put(result, index, {name: value.detach() for name, value in one.named_parameters()})
-    _, before = relative_errors(like, target)
-    _, after = relative_errors(result, target)
-    own = {name: value.detach().reshape(like.num_matrices, -1) for name, value in like.named_parameters()}
+        with torch.no_grad():
+            for name, value in result.named_parameters():
+                value[place] = one.get_parameter(name).to(value)
+    before, after = matrix_errors(like, target), matrix_errors(result, target)
     if not bool(after.isfinite().all()):
         raise DataError(
             f"fit: the nearest matrix has numbers that {next(like.parameters()).dtype} cannot hold (the largest of the given "
             f"ones is {float(target.abs().max()):.3g}); scale the matrix down, or fit in float64"
         )
-    for index in (after > before).nonzero()[:, 0].tolist():
-        _put(result, index, {name: value[index] for name, value in own.items()})
+    with torch.no_grad():
+        for place in places:
+            if after[place] > before[place]:
+                for name, value in result.named_parameters():
+                    value[place] = like.get_parameter(name)[place]
     return Fit(
         matrix=result,
-        relative_error=relative_errors(result, target)[0],
+        relative_error=relative_error(result, target),
         initial_error=math.sqrt(first) / (float((target / whole).norm()) or 1.0),
         method=f"{solver.method}, L-BFGS" if refined else solver.method,
         is_optimal=solver.is_optimal,
     )
-
-
-def _put(result: StructuredMatrix, index: int, values: Mapping[str, Tensor]) -> None:
-    """Writes the parameters of matrix ``index`` of the batch."""
-    with torch.no_grad():
-        for name, value in result.named_parameters():
-            value.view(result.num_matrices, -1)[index] = values[name].reshape(-1).to(value)
 
 
 def _check_like(like: StructuredMatrix, dense: Tensor) -> None:
@@ -161,12 +160,12 @@ def _check_like(like: StructuredMatrix, dense: Tensor) -> None:
         raise ConfigError("fit: the matrix must have right factors of its own and no rms_cap; build one without them")
 
 
-def _single(like: StructuredMatrix, index: int) -> StructuredMatrix:
-    """Matrix ``index`` of the batch alone, in float64."""
+def _single(like: StructuredMatrix, place: tuple[int, ...]) -> StructuredMatrix:
+    """The matrix at a place of the batch alone, in float64."""
     one = like.rebatched(()).double()
     with torch.no_grad():
         for name, value in one.named_parameters():
-            value.copy_(like.get_parameter(name).reshape(like.num_matrices, *value.shape)[index])
+            value.copy_(like.get_parameter(name)[place])
     return one
 
 

@@ -13,7 +13,7 @@ from structattn.matrices.base import check_dims, check_shape
 from structattn.matrices.fit import Fit, ProgressBar, fit
 from structattn.matrices.mlr import MultiLevelLowRank
 from structattn.matrices.nearest import Descent, nearest_term, term_product
-from structattn.matrices.target import as_matrix, check_dense, relative_errors, scale_of, workspace
+from structattn.matrices.target import as_matrix, check_dense, relative_error, scale_of, workspace
 from structattn.matrices.terms import BlockTerm
 
 _SWEEPS, _TOLERANCE = 60, 1e-4
@@ -110,7 +110,7 @@ def allocate_ranks(
         found = _best(target / scale, total_rank, blocks, progress)
         found.matrix.scale_(scale)
         matrix = found.matrix.to(dense.dtype if dense.is_floating_point() else torch.get_default_dtype())
-        error, _ = relative_errors(matrix, target[None])
+        error = relative_error(matrix, target)
         return replace(found, matrix=matrix, relative_error=error, is_optimal=False, method="rank exchange")
 
 

@@ -10,10 +10,12 @@ from types import MappingProxyType
 from typing import Any
 
 from structattn.errors import ConfigError, nearest_name
-from structattn.matrices.base import FactoredMatrix, StructuredMatrix
+from structattn.matrices.base import StructuredMatrix
 from structattn.matrices.btt import BlockTensorTrain, Monarch
-from structattn.matrices.butterfly import Butterfly, Kaleidoscope
+from structattn.matrices.butterfly import Butterfly
 from structattn.matrices.elementary import Dense, Kronecker, LowRank
+from structattn.matrices.factored import FactoredMatrix
+from structattn.matrices.kaleidoscope import Kaleidoscope
 from structattn.matrices.mlbtc import MLBTC
 from structattn.matrices.mlr import MultiLevelLowRank
 from structattn.matrices.terms import BlockTerm

@@ -60,16 +60,19 @@ def scale_of(target: Tensor) -> float:
     return 2.0 ** min(_HUGE, max(_TINY, math.frexp(largest)[1])) if largest else 1.0
 
 
-def relative_errors(m: StructuredMatrix, target: Tensor) -> tuple[float, Tensor]:
-    """||M - target|| / ||target|| over a whole batch (of zeros: the absolute error), and ||M - target|| of each matrix, scaled.
+@torch.no_grad()
+def matrix_errors(m: StructuredMatrix, target: Tensor) -> Tensor:
+    """||M - target|| of every matrix of a batch, over ``scale_of(target)``: (*batch_shape,).
 
     Args:
         m: of any dtype; its dense form in that dtype is compared.
-        target: (P, num_rows, num_cols), float64.
+        target: (*batch_shape, num_rows, num_cols), float64.
     """
     scale = scale_of(target)
-    with torch.no_grad():
-        difference = m.to_dense().double().reshape_as(target) / scale - target / scale
-        each = torch.linalg.matrix_norm(difference)
-    size = float((target / scale).norm()) or 1.0
-    return float(each.norm()) / size, each
+    return torch.linalg.matrix_norm(m.to_dense().double() / scale - target / scale)
+
+
+def relative_error(m: StructuredMatrix, target: Tensor) -> float:
+    """||M - target|| / ||target|| over a whole batch (of zeros: the absolute error); arguments as ``matrix_errors``."""
+    size = float((target / scale_of(target)).norm()) or 1.0
+    return float(matrix_errors(m, target).norm()) / size

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from structattn.errors import ConfigError
-from structattn.matrices.base import FactoredMatrix, check_dims
+from structattn.matrices.base import check_dims
 from structattn.matrices.columns import block_product, exchanged_block_product, written_columns
+from structattn.matrices.factored import FactoredMatrix
 
 Permutation = Literal["identity", "stride"] | tuple[int, ...]
 

@@ -34,7 +34,7 @@ _HEADER = ("structure", "parameters", "of dense", "error", "method", "seconds")
 def _cells(matrix: Row, row: Row) -> list[str]:
     size = matrix["num_rows"] * matrix["num_cols"]
     method = f"{row['method']}{' (optimal)' if row['is_optimal'] else ''}"
-    if row["structure"].startswith("mlr-allocated"):
+    if row["detail"]:
         method += f": {row['detail']}"
     return [
         row["structure"],

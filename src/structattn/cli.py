@@ -6,6 +6,7 @@ import datetime
 import importlib
 import importlib.metadata
 import logging
+import os
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -303,7 +304,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: without the program's name. Default: ``sys.argv``.
 
     Returns:
-        The exit status: 0, or 2 after an error of the user's, printed in one line to stderr.
+        The exit status: 0; 2 after an error of the user's, printed in one line to stderr; 1 if the reader of a pipe left; 130
+        after an interruption.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
@@ -326,11 +328,16 @@ def main(arguments: list[str] | None = None) -> int:
                 _specs()
             case Presets():
                 _presets()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as ``head``, has seen enough; what is left in the buffer must not be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except StructAttnError as error:
         print(f"structattn: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("structattn: interrupted; --resume continues from the last checkpoint", file=sys.stderr)
+        print("structattn: interrupted; compare and train continue from the last checkpoint with --resume", file=sys.stderr)
         return 130
     return 0
 

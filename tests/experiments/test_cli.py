@@ -1,6 +1,8 @@
 """The command line as a user meets it: results, resume, and one clear line for every mistake."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -159,3 +161,12 @@ def test_settings_from_text() -> None:
     assert changed.learning_rates == (0.1, 0.2)
     with pytest.raises(ConfigError, match="is a section"):
         apply_overrides(recipe, ("task.data=3",))
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
+    """As in ``structattn structures | head -1``."""
+    command = [sys.executable, "-m", "structattn.cli", "structures"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.wait(timeout=120) == 1
+        assert process.stderr.read() == b""

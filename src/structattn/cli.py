@@ -337,7 +337,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"structattn: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("structattn: interrupted; compare and train continue from the last checkpoint with --resume", file=sys.stderr)
+        print(
+            "structattn: interrupted; compare and train continue from the last checkpoint with --resume",
+            file=sys.stderr,
+        )
         return 130
     return 0
 

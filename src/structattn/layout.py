@@ -6,9 +6,11 @@ A layout is a value: it holds no tensors and computes no attention. ``ops`` comp
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal, overload
+from itertools import accumulate, pairwise
+from typing import Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from structattn.errors import ConfigError
 
 Scaling = Literal["variance", "mup", "paper", "paper_sum"]
 SCALINGS: tuple[Scaling, ...] = ("variance", "mup", "paper", "paper_sum")
+Boundaries = tuple[tuple[tuple[int, ...], ...], ...]  # rows x levels x starts of segments
 
 
 def _positive_ints(values: object, name: str) -> tuple[int, ...]:
@@ -28,6 +31,58 @@ def _positive_ints(values: object, name: str) -> tuple[int, ...]:
     return tuple(values)
 
 
+def _slices(ranks: tuple[int, ...]) -> tuple[slice, ...]:
+    ends = accumulate(ranks)
+    return tuple(slice(end - rank, end) for end, rank in zip(ends, ranks, strict=True))
+
+
+def _check_sizes(ranks: tuple[int, ...], block_sizes: tuple[int, ...]) -> None:
+    if len(ranks) != len(block_sizes):
+        raise ConfigError(
+            f"a layout needs one block size per rank: got {len(ranks)} ranks {ranks} and "
+            f"{len(block_sizes)} block_sizes {block_sizes}"
+        )
+    for level, (outer, inner) in enumerate(pairwise(block_sizes), start=2):
+        if outer % inner:
+            raise ConfigError(
+                f"block_sizes: level {level} must divide level {level - 1}: expected a divisor of {outer}, got {inner}"
+            )
+
+
+def _starts(values: object, where: str) -> tuple[int, ...]:
+    """The segment starts of one level as ints."""
+    listed = values.tolist() if isinstance(values, Tensor) else values
+    if not isinstance(listed, tuple | list) or any(isinstance(s, bool) or not isinstance(s, int) for s in listed):
+        raise ConfigError(f"boundaries: {where} must hold the starts of its segments as ints, got {values!r}")
+    if not listed or listed[0] != 0 or any(a >= b for a, b in pairwise(listed)):
+        raise ConfigError(f"boundaries: the starts of {where} must rise from 0, got {listed[:8]}")
+    return tuple(listed)
+
+
+def _checked_boundaries(ranks: tuple[int, ...], boundaries: object) -> Boundaries:
+    """Boundaries as rows x levels x starts, from that or from the levels of one row."""
+    if not isinstance(boundaries, tuple | list) or not boundaries:
+        raise ConfigError(f"boundaries must list the segment starts of each level, got {boundaries!r}")
+    first = boundaries[0]
+    one_row = isinstance(first, Tensor) or (isinstance(first, tuple | list) and all(isinstance(s, int) for s in first))
+    rows = []
+    for r, levels in enumerate((boundaries,) if one_row else boundaries):
+        where = "" if one_row else f" of row {r}"
+        if not isinstance(levels, tuple | list) or len(levels) != len(ranks):
+            count = len(levels) if isinstance(levels, tuple | list) else repr(levels)
+            raise ConfigError(f"boundaries{where} need one entry per level: expected {len(ranks)}, got {count}")
+        row = tuple(_starts(starts, f"level {n}{where}") for n, starts in enumerate(levels, start=1))
+        if row[0] != (0,):
+            raise ConfigError(f"boundaries: level 1{where} is global and must be (0,), got {row[0][:8]}")
+        for n, (outer, inner) in enumerate(pairwise(row), start=2):
+            if missing := set(outer) - set(inner):
+                raise ConfigError(
+                    f"boundaries: level {n}{where} must also start at {min(missing)}, where a segment of level {n - 1} starts"
+                )
+        rows.append(row)
+    return tuple(rows)
+
+
 @dataclass(frozen=True)
 class LevelLayout:
     """Multi-level (MLR) attention: level l adds rank ``ranks[l]`` to pairs inside one block of ``block_sizes[l]``.
@@ -37,50 +92,106 @@ class LevelLayout:
         score(i, j) = scale(i, j) * sum over shared levels l of <q_i[slice l], k_j[slice l]>.
 
     Level 1 is global: every pair shares it, also beyond ``block_sizes[0]``, the nominal context length. Deeper levels
-    are shared when floor(i / block_size) agrees. Block sizes are nested, so the shared levels are always a prefix.
+    are shared when floor(i / block_size) agrees, or, in a free partition (``from_boundaries``), when both positions lie in
+    one segment. Blocks are nested, so the shared levels are always a prefix.
+
+    With ``value_ranks`` the values are hierarchical too: slice l of the output sums only over the keys that share level l
+    with the query, with the weights of the row's one softmax, not renormalised:
+
+        out_i[value slice l] = sum over j sharing level l of softmax_j(score(i, j)) v_j[value slice l].
 
     Args:
         ranks: dimensions of each level, level 1 (global) first; they sum to the head dimension.
         block_sizes: block size of each level in positions, level 1 first; each divides the one before (equal is allowed).
+            Empty in a free partition.
         scaling: ``"variance"`` 1/sqrt(R(i, j)), unit variance at every distance; ``"mup"`` 8/R(i, j); ``"paper"`` each
             level over its rank, and the sum over l(i, j); ``"paper_sum"`` the same without the division by l(i, j).
+        value_ranks: dimensions of the value in each level, level 1 first; they sum to the value dimension. Default
+            ``None``: every key gives its whole value.
+        boundaries: the segments of a free partition; see ``from_boundaries``, which makes them.
 
     Raises:
-        ConfigError: a rank or size is not a positive int, their numbers differ, sizes are not nested, or the scaling
+        ConfigError: a rank or size is not a positive int, their numbers differ, blocks are not nested, or the scaling
             is unknown. The message names the level.
 
-    Source: Kuang et al. 2025, section 5 (MLR attention). Free nested sizes and variance scaling are ours.
+    Source: Kuang et al. 2025, section 5 (MLR attention). Free sizes and segments, variance scaling and hierarchical values
+    are ours.
     """
 
     ranks: tuple[int, ...]
     block_sizes: tuple[int, ...]
     scaling: Scaling = "variance"
+    value_ranks: tuple[int, ...] | None = None
+    boundaries: Boundaries | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", _positive_ints(self.ranks, "ranks"))
-        object.__setattr__(self, "block_sizes", _positive_ints(self.block_sizes, "block_sizes"))
-        if len(self.ranks) != len(self.block_sizes):
+        if self.boundaries is None:
+            object.__setattr__(self, "block_sizes", _positive_ints(self.block_sizes, "block_sizes"))
+            _check_sizes(self.ranks, self.block_sizes)
+        elif self.block_sizes != ():
             raise ConfigError(
-                f"a layout needs one block size per rank: got {len(self.ranks)} ranks {self.ranks} and "
-                f"{len(self.block_sizes)} block_sizes {self.block_sizes}"
+                f"give block_sizes or boundaries, not both: a free partition has block_sizes (), got {self.block_sizes}"
             )
-        for level, (outer, inner) in enumerate(pairwise(self.block_sizes), start=2):
-            if outer % inner:
+        else:
+            object.__setattr__(self, "boundaries", _checked_boundaries(self.ranks, self.boundaries))
+        if self.value_ranks is not None:
+            object.__setattr__(self, "value_ranks", _positive_ints(self.value_ranks, "value_ranks"))
+            if len(self.value_ranks) != len(self.ranks):
                 raise ConfigError(
-                    f"block_sizes: level {level} must divide level {level - 1}: expected a divisor of {outer}, got {inner}"
+                    f"value_ranks needs one dimension per level: expected {len(self.ranks)}, got {self.value_ranks}"
                 )
         if self.scaling not in SCALINGS:
             raise ConfigError(f"scaling must be one of {', '.join(SCALINGS)}; got {self.scaling!r}")
 
     @classmethod
-    def halving(cls, ranks: tuple[int, ...], context_length: int, scaling: Scaling = "variance") -> LevelLayout:
+    def from_boundaries(
+        cls,
+        ranks: tuple[int, ...],
+        boundaries: Sequence[object],
+        scaling: Scaling = "variance",
+        value_ranks: tuple[int, ...] | None = None,
+    ) -> LevelLayout:
+        """Free nested segments, such as document > paragraph > sentence, in place of equal blocks.
+
+        Args:
+            ranks: dimensions of each level, level 1 first.
+            boundaries: for each level, level 1 first, the positions at which its segments start, rising from 0. Level 1 is
+                global: ``(0,)``. A level repeats the starts of the one before and adds its own; its last segment has no
+                end. Or a list of such, one per batch row (with ``cu_seqlens``: one per packed sequence, counted from the
+                start of each). A level may be a 1-dimensional int tensor.
+            scaling, value_ranks: see the class.
+
+        Returns:
+            A layout without ``block_sizes``.
+
+        Raises:
+            ConfigError: starts do not rise from 0, a level lacks a start of the level before, or level 1 is not ``(0,)``.
+
+        Example:
+            >>> layout = LevelLayout.from_boundaries((32, 16, 16), ((0,), (0, 300), (0, 120, 300, 410)))
+            >>> layout.shared_rank(130, 299), layout.shared_rank(130, 301)
+            (64, 32)
+
+        Cost: the layout is a value of Python ints; under ``torch.compile`` other boundaries mean another compilation.
+        """
+        return cls(ranks, (), scaling, value_ranks, cast(Boundaries, boundaries))
+
+    @classmethod
+    def halving(
+        cls,
+        ranks: tuple[int, ...],
+        context_length: int,
+        scaling: Scaling = "variance",
+        value_ranks: tuple[int, ...] | None = None,
+    ) -> LevelLayout:
         """The paper's blocks: 2^(l-1) blocks at level l.
 
         Args:
             ranks: dimensions of each level, level 1 first.
             context_length: length in positions at which level l has 2^(l-1) blocks. If 2^(L-1) does not divide it, the
                 finest block is rounded up, so that level 1 spans at least the context.
-            scaling: see the class.
+            scaling, value_ranks: see the class.
 
         Raises:
             ConfigError: ``context_length`` is not a positive int, or as the class.
@@ -90,7 +201,7 @@ class LevelLayout:
             raise ConfigError(f"context_length must be a positive int, got {context_length!r}")
         finest = math.ceil(context_length / 2 ** (len(ranks) - 1))
         sizes = tuple(finest * 2 ** (len(ranks) - level) for level in range(1, len(ranks) + 1))
-        return cls(ranks=ranks, block_sizes=sizes, scaling=scaling)
+        return cls(ranks=ranks, block_sizes=sizes, scaling=scaling, value_ranks=value_ranks)
 
     @property
     def num_levels(self) -> int:
@@ -105,67 +216,148 @@ class LevelLayout:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The slice of the head dimension that belongs to each level."""
-        ends = [sum(self.ranks[: level + 1]) for level in range(self.num_levels)]
-        return tuple(slice(end - rank, end) for end, rank in zip(ends, self.ranks, strict=True))
+        return _slices(self.ranks)
+
+    @property
+    def value_slices(self) -> tuple[slice, ...] | None:
+        """The slice of the value dimension that belongs to each level; ``None`` without hierarchical values."""
+        return None if self.value_ranks is None else _slices(self.value_ranks)
+
+    def score_factors(self, scale: float | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The scaling as factors: a pair that shares n levels scores c_n * sum over l <= n of a_l <q_l, k_l>.
+
+        Args:
+            scale: a number that replaces the scaling, as in ``structured_attention``; ``None`` keeps it.
+
+        Returns:
+            (a_1 ... a_L) per level and (c_1 ... c_L) per number of shared levels.
+        """
+        per_rank = tuple(1 / rank for rank in self.ranks)
+        ones = (1.0,) * self.num_levels
+        if scale is not None:
+            return ones, (scale,) * self.num_levels
+        match self.scaling:
+            case "variance":
+                return ones, tuple(1 / math.sqrt(total) for total in accumulate(self.ranks))
+            case "mup":
+                return ones, tuple(8 / total for total in accumulate(self.ranks))
+            case "paper":
+                return per_rank, tuple(1 / n for n in range(1, self.num_levels + 1))
+            case "paper_sum":
+                return per_rank, ones
+
+    @property
+    def num_rows(self) -> int | None:
+        """The number of batch rows (packed sequences) with segments of their own; ``None`` when all have the same blocks."""
+        return None if self.boundaries is None or len(self.boundaries) == 1 else len(self.boundaries)
+
+    def blocks(self, level: int, positions: Tensor, rows: Tensor | int = 0) -> Tensor:
+        """The block of each position at a level.
+
+        Args:
+            level: 2 to L (all positions share level 1).
+            positions: int tensor; negative ones lie in blocks without keys.
+            rows: the batch row (packed sequence) of each position, broadcastable to it. Default 0. It matters for
+                ``boundaries`` per row alone.
+
+        Returns:
+            int64 tensor of the shape of ``positions``: equal numbers are one block, within a row.
+        """
+        if self.boundaries is None:
+            return positions.div(self.block_sizes[level - 1], rounding_mode="floor").long()
+        # One sorted list for all rows: a start p of row r is r * 2^40 + p, and so is a position.
+        far = 2**40
+        starts = [r * far + start for r, segments in enumerate(self.boundaries) for start in segments[level - 1]]
+        place = positions.long().clamp(min=-1)
+        if self.num_rows is not None:
+            place = place + torch.as_tensor(rows, device=positions.device) * far
+        return torch.searchsorted(torch.tensor(starts, device=positions.device), place.contiguous(), right=True)
 
     @overload
-    def shared_levels(self, i: int, j: int) -> int: ...
+    def shared_levels(self, i: int, j: int, row: int = 0) -> int: ...
     @overload
-    def shared_levels(self, i: Tensor, j: Tensor) -> Tensor: ...
-    def shared_levels(self, i: int | Tensor, j: int | Tensor) -> int | Tensor:
+    def shared_levels(self, i: Tensor, j: Tensor, row: int = 0) -> Tensor: ...
+    def shared_levels(self, i: int | Tensor, j: int | Tensor, row: int = 0) -> int | Tensor:
         """l(i, j), the number of levels that positions i and j share, at least 1.
 
         Args:
-            i, j: positions, ints or int tensors that broadcast; negative ones lie in blocks of their own.
+            i, j: positions, ints or int tensors that broadcast; negative ones lie in blocks without keys.
+            row: the batch row, where rows have segments of their own.
 
         Returns:
             An int for ints, else an int64 tensor of the broadcast shape.
         """
         a, b = torch.as_tensor(i), torch.as_tensor(j)
         count = torch.ones(torch.broadcast_shapes(a.shape, b.shape), dtype=torch.int64, device=a.device)
-        for size in self.block_sizes[1:]:
-            count = count + (a.div(size, rounding_mode="floor") == b.div(size, rounding_mode="floor"))
+        for level in range(2, self.num_levels + 1):
+            count = count + (self.blocks(level, a, row) == self.blocks(level, b, row))
         return count if isinstance(i, Tensor) or isinstance(j, Tensor) else int(count)
 
     @overload
-    def shared_rank(self, i: int, j: int) -> int: ...
+    def shared_rank(self, i: int, j: int, row: int = 0) -> int: ...
     @overload
-    def shared_rank(self, i: Tensor, j: Tensor) -> Tensor: ...
-    def shared_rank(self, i: int | Tensor, j: int | Tensor) -> int | Tensor:
+    def shared_rank(self, i: Tensor, j: Tensor, row: int = 0) -> Tensor: ...
+    def shared_rank(self, i: int | Tensor, j: int | Tensor, row: int = 0) -> int | Tensor:
         """R(i, j), the sum of the ranks of the levels that positions i and j share. Arguments as ``shared_levels``."""
         if isinstance(i, Tensor) or isinstance(j, Tensor):
-            levels = self.shared_levels(torch.as_tensor(i), torch.as_tensor(j))
+            levels = self.shared_levels(torch.as_tensor(i), torch.as_tensor(j), row)
             return torch.tensor(self.ranks, device=levels.device).cumsum(0)[levels - 1]
-        return sum(self.ranks[: self.shared_levels(i, j)])
+        return sum(self.ranks[: self.shared_levels(i, j, row)])
 
-    def shared_pairs(self, num_positions: int, is_causal: bool = True) -> tuple[int, ...]:
+    def lengths(self, level: int, num_positions: int, row: int = 0) -> tuple[int, ...]:
+        """The lengths of the blocks of a level that ``num_positions`` positions of a row fill, in order."""
+        if level == 1:
+            return (num_positions,)
+        if self.boundaries is None:
+            full, rest = divmod(num_positions, self.block_sizes[level - 1])
+            return (self.block_sizes[level - 1],) * full + ((rest,) if rest else ())
+        starts = [start for start in self.boundaries[row][level - 1] if start < num_positions]
+        return tuple(b - a for a, b in pairwise([*starts, num_positions]))
+
+    def shared_pairs(self, num_positions: int, is_causal: bool = True, row: int = 0) -> tuple[int, ...]:
         """The number of (query, key) pairs among ``num_positions`` that share each level; T*T or T*(T+1)/2 at level 1."""
 
         def pairs(n: int) -> int:
             return n * (n + 1) // 2 if is_causal else n * n
 
-        counts = [pairs(num_positions)]
-        for size in self.block_sizes[1:]:
-            full, rest = divmod(num_positions, size)
-            counts.append(full * pairs(size) + pairs(rest))
+        counts = []
+        for level in range(1, self.num_levels + 1):
+            counts.append(
+                sum(pairs(length) * n for length, n in Counter(self.lengths(level, num_positions, row)).items())
+            )
         return tuple(counts)
 
-    def score_flops(self, num_positions: int, is_causal: bool = True) -> int:
+    def score_flops(self, num_positions: int, is_causal: bool = True, row: int = 0) -> int:
         """FLOPs of all the scores of one head over T positions, exactly: 2 * sum over levels of r_l * (pairs sharing l).
 
         2 FLOPs per multiply-add. At T = ``block_sizes[0]`` with halving, not causal: 2 T^2 * sum r_l / 2^(l-1).
         """
-        shared = self.shared_pairs(num_positions, is_causal)
+        shared = self.shared_pairs(num_positions, is_causal, row)
         return sum(2 * rank * pairs for rank, pairs in zip(self.ranks, shared, strict=True))
 
-    def key_cache_size(self, num_positions: int) -> int:
+    def value_flops(self, num_positions: int, value_dim: int, is_causal: bool = True, row: int = 0) -> int:
+        """FLOPs of the weighted sums of values of one head over T positions: 2 * sum over levels of v_l * (pairs sharing l).
+
+        Without ``value_ranks``: 2 * ``value_dim`` * (all pairs).
+        """
+        shared = self.shared_pairs(num_positions, is_causal, row)
+        ranks = (value_dim,) if self.value_ranks is None else self.value_ranks
+        return sum(2 * rank * pairs for rank, pairs in zip(ranks, shared, strict=False))
+
+    def key_cache_size(self, num_positions: int, row: int = 0) -> int:
         """Numbers per key head that a cache must be able to hold while decoding up to T positions.
 
-        Level 1 keeps all T keys, a deeper level only those of the block that decoding is in, at most its block size:
+        Level 1 keeps all T keys, a deeper level only those of the block that decoding is in, at most its longest block:
         T r_1 + sum over l > 1 of r_l min(T, block_size_l). Standard attention: T * D.
         """
-        held = [num_positions] + [min(num_positions, size) for size in self.block_sizes[1:]]
-        return sum(rank * count for rank, count in zip(self.ranks, held, strict=True))
+        return self._cache_size(self.ranks, num_positions, row)
+
+    def value_cache_size(self, num_positions: int, value_dim: int, row: int = 0) -> int:
+        """Numbers per value head that a cache must be able to hold: as the keys with ``value_ranks``, else T * V."""
+        return self._cache_size(self.value_ranks or (value_dim,), num_positions, row)
+
+    def _cache_size(self, ranks: tuple[int, ...], num_positions: int, row: int) -> int:
+        return sum(rank * max(self.lengths(level, num_positions, row)) for level, rank in enumerate(ranks, start=1))
 
 
 @dataclass(frozen=True)

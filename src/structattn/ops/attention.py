@@ -57,8 +57,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
     if simple and call.attn_bias is None and plain_causal:
         is_causal = True
     elif not (simple and (one_query or not call.is_causal)):
-        i, j, same = reference.positions(num_queries, num_keys, call.cu_seqlens, call.left_padding, q.device)
-        seen = reference.visible(i, j, call.is_causal, call.window, same)
+        place = reference.places(num_queries, num_keys, call.cu_seqlens, call.left_padding, q.shape[0], q.device)
+        seen = reference.visible(place, call.is_causal, call.window)
         mask = None if seen is None else seen[:, None]
     if call.attn_bias is not None:
         bias = call.attn_bias.to(q.dtype)

@@ -8,6 +8,8 @@ Axes: B batch, H query heads, G key/value heads, T queries, S keys, D head dimen
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,44 +17,67 @@ from torch import Tensor
 from structattn.layout import LevelLayout
 
 
-def positions(
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where queries and keys stand in their own sequences.
+
+    Attributes:
+        queries: (1 or B, T) int64; a query before the first key of its sequence has a negative position.
+        keys: (1 or B, S) int64.
+        rows: the batch row or packed sequence of each, (B, 1) or (1, S); it selects the segments of a free partition.
+        same: bool (1 or B, T, S), the pairs that lie in one sequence and are not padding; ``None`` when that is all.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    rows: Tensor
+    same: Tensor | None
+
+    def shared_levels(self, layout: LevelLayout) -> Tensor:
+        """The number of levels that each pair shares, (1 or B, T, S) int64."""
+        shape = (self.queries.shape[0], self.queries.shape[1], self.keys.shape[1])
+        rows = self.rows if layout.num_rows is not None else 0
+        count = torch.ones(shape, dtype=torch.int64, device=self.keys.device)
+        for level in range(2, layout.num_levels + 1):
+            i, j = (layout.blocks(level, x, rows) for x in (self.queries, self.keys))
+            count = count + (i[:, :, None] == j[:, None, :])
+        return count
+
+
+def places(
     num_queries: int,
     num_keys: int,
     cu_seqlens: Tensor | None,
     left_padding: Tensor | None,
+    batch: int,
     device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The position of each query and key in its own sequence, and which pairs belong to one real sequence.
+) -> Places:
+    """The place of each query and key in its own sequence.
 
-    The queries are the last T of the S positions (a query before the first key has a negative position). Packed
-    sequences each count from 0; with left padding a row counts from its first real token.
-
-    Returns:
-        query positions (1 or B, T), key positions (1 or B, S), int64; and a bool mask (1 or B, T, S) of the pairs that lie
-        in one sequence and are not padding, ``None`` when that is all of them.
+    The queries are the last T of the S positions. Packed sequences each count from 0; with left padding a row counts from
+    its first real token.
     """
     keys = torch.arange(num_keys, device=device)[None]
     queries = torch.arange(num_keys - num_queries, num_keys, device=device)[None]
+    rows = torch.arange(batch, device=device)[:, None]
     if cu_seqlens is not None:
         ends = cu_seqlens[1:].to(device=device, dtype=torch.int64)
         sequence = torch.bucketize(keys[0], ends, right=True)
         keys = keys - cu_seqlens.to(device=device, dtype=torch.int64)[sequence]
-        return keys, keys, (sequence[:, None] == sequence[None, :])[None]
+        return Places(queries=keys, keys=keys, rows=sequence[None], same=(sequence[:, None] == sequence[None, :])[None])
     if left_padding is not None:
         padding = left_padding.to(device=device, dtype=torch.int64)[:, None]
         keys, queries = keys - padding, queries - padding
-        return queries, keys, (queries >= 0)[:, :, None] & (keys >= 0)[:, None, :]
-    return queries, keys, None
+        return Places(queries=queries, keys=keys, rows=rows, same=(queries >= 0)[:, :, None] & (keys >= 0)[:, None, :])
+    return Places(queries=queries, keys=keys, rows=rows, same=None)
 
 
-def visible(
-    query_positions: Tensor, key_positions: Tensor, is_causal: bool, window: int | None, same: Tensor | None
-) -> Tensor | None:
+def visible(place: Places, is_causal: bool, window: int | None) -> Tensor | None:
     """The bool mask (1 or B, T, S) of the pairs that may attend; ``None`` when every pair may."""
     if not is_causal and window is None:
-        return same
-    distance = query_positions[:, :, None] - key_positions[:, None, :]
-    mask = torch.ones_like(distance, dtype=torch.bool) if same is None else same.expand_as(distance)
+        return place.same
+    distance = place.queries[:, :, None] - place.keys[:, None, :]
+    mask = torch.ones_like(distance, dtype=torch.bool) if place.same is None else place.same.expand_as(distance)
     if is_causal:
         mask = mask & (distance >= 0)
     if window is not None:
@@ -60,17 +85,11 @@ def visible(
     return mask
 
 
-def scores(
-    q: Tensor,
-    k: Tensor,
-    layout: LevelLayout,
-    scale: float | None,
-    query_positions: Tensor,
-    key_positions: Tensor,
-) -> Tensor:
-    """The scaled scores (B, H, T, S), level by level as in ``LevelLayout``; q and k have equal numbers of heads."""
-    i, j = query_positions[:, None, :, None], key_positions[:, None, None, :]
-    num_shared = layout.shared_levels(i, j)
+def scores(q: Tensor, k: Tensor, layout: LevelLayout, scale: float | None, num_shared: Tensor) -> Tensor:
+    """The scaled scores (B, H, T, S), level by level as in ``LevelLayout``; q and k have equal numbers of heads.
+
+    ``num_shared`` is the number of levels that each pair shares, broadcastable to (B, H, T, S).
+    """
     total = torch.zeros((), dtype=q.dtype, device=q.device)
     for level, part in enumerate(layout.slices, start=1):
         score = torch.einsum("bhtd,bhsd->bhts", q[..., part], k[..., part])
@@ -79,7 +98,7 @@ def scores(
         total = total + score * (num_shared >= level)
     if scale is not None:
         return total * scale
-    shared_rank = layout.shared_rank(i, j).to(q.dtype)
+    shared_rank = torch.tensor(layout.ranks, device=q.device).cumsum(0)[num_shared - 1].to(q.dtype)
     match layout.scaling:
         case "variance":
             return total / shared_rank.sqrt()
@@ -122,11 +141,12 @@ def attention(
         k.to(dtype).repeat_interleave(repeats, dim=1),
         v.to(dtype).repeat_interleave(repeats, dim=1),
     )
-    i, j, same = positions(num_queries, num_keys, cu_seqlens, left_padding, q.device)
-    score = scores(query, key, layout, scale, i, j)
+    place = places(num_queries, num_keys, cu_seqlens, left_padding, q.shape[0], q.device)
+    num_shared = place.shared_levels(layout)[:, None]
+    score = scores(query, key, layout, scale, num_shared)
     if attn_bias is not None:
         score = score + attn_bias.to(dtype)
-    mask = visible(i, j, is_causal, window, same)
+    mask = visible(place, is_causal, window)
     if mask is not None:
         score = score.masked_fill(~mask[:, None], -torch.inf)
     # A row without a visible key would be 0/0: it is computed as a row of zeros and then cleared.
@@ -135,5 +155,12 @@ def attention(
     lse = score.logsumexp(dim=-1, keepdim=True)
     weight = (score - lse).exp().masked_fill(empty, 0.0)
     weight = F.dropout(weight, p=dropout_p, training=dropout_p > 0)
-    out = torch.einsum("bhts,bhsv->bhtv", weight, value)
+    if layout.value_slices is None:
+        out = torch.einsum("bhts,bhsv->bhtv", weight, value)
+    else:
+        parts = [
+            torch.einsum("bhts,bhsv->bhtv", weight * (num_shared >= level), value[..., part])
+            for level, part in enumerate(layout.value_slices, start=1)
+        ]
+        out = torch.cat(parts, dim=-1)
     return out.to(q.dtype), lse.masked_fill(empty, -torch.inf).squeeze(-1)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import structattn as sa
 from structattn.errors import ConfigError
-from structattn.layout import visible_pairs
+from structattn.layout import SCALINGS, visible_pairs, visible_pairs_per_level
 
 
 def brute_levels(sizes, i, j):
@@ -89,3 +89,99 @@ def test_visible_pairs_by_brute_force(T, S, window, causal) -> None:
 def test_bad_layouts_are_named(make, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_scaling_as_factors_is_the_scaling() -> None:
+    for scaling in SCALINGS:
+        layout = sa.LevelLayout((3, 2, 1), (8, 4, 2), scaling)
+        per_level, per_count = layout.score_factors()
+        dots = (0.5, -2.0, 3.0)
+        for n in (1, 2, 3):
+            rank, plain = sum(layout.ranks[:n]), sum(dots[:n])
+            over_ranks = sum(dot / r for dot, r in zip(dots[:n], layout.ranks, strict=False))
+            expected = {
+                "variance": plain / rank**0.5,
+                "mup": plain * 8 / rank,
+                "paper": over_ranks / n,
+                "paper_sum": over_ranks,
+            }[scaling]
+            got = per_count[n - 1] * sum(a * dot for a, dot in zip(per_level[:n], dots, strict=False))
+            assert got == pytest.approx(expected)
+        assert layout.score_factors(0.3) == ((1.0,) * 3, (0.3,) * 3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.lists(st.integers(1, 20), max_size=3), min_size=2, max_size=2),
+    T=st.integers(1, 25),
+    S=st.integers(1, 25),
+    window=st.sampled_from([None, 1, 4]),
+    is_causal=st.booleans(),
+    is_free=st.booleans(),
+)
+def test_visible_pairs_per_level_by_brute_force(cuts, T, S, window, is_causal, is_free) -> None:
+    if is_free:
+        second = tuple(sorted({0, *cuts[0]}))
+        layout = sa.LevelLayout.from_boundaries((1, 2, 3), [(0,), second, tuple(sorted({*second, *cuts[1]}))])
+    else:
+        layout = sa.LevelLayout((1, 2, 3), (12, 6, 3))
+    counts = [0, 0, 0]
+    for i in range(S - T, S):
+        for j in range(S):
+            if (is_causal and j > i) or (window is not None and abs(i - j) >= window):
+                continue
+            for level in range(layout.shared_levels(i, j)):
+                counts[level] += 1
+    assert visible_pairs_per_level(layout, T, S, window, is_causal) == tuple(counts)
+    if T == S and window is None:
+        assert layout.shared_pairs(T, is_causal) == tuple(counts)
+        assert layout.value_flops(T, 9, is_causal) == 2 * 9 * counts[0]
+
+
+def test_free_segments_and_hierarchical_values() -> None:
+    rows = [((0,), (0, 5)), ((0,), (0, 2, 4))]
+    layout = sa.LevelLayout.from_boundaries((3, 1), rows, value_ranks=(1, 2))
+    assert layout.num_rows == 2
+    assert [layout.shared_levels(1, 3, row) for row in (0, 1)] == [2, 1]
+    assert [layout.shared_levels(100, 7, row) for row in (0, 1)] == [2, 2]  # the last segment has no end
+    assert layout.lengths(2, 7, 0) == (5, 2)
+    assert layout.lengths(2, 7, 1) == (2, 2, 3)
+    assert layout.key_cache_size(7, 0) == 7 * 3 + 5
+    assert layout.value_cache_size(7, 3, 0) == 7 + 2 * 5
+    assert sa.LevelLayout((4,), (8,)).value_cache_size(7, 3) == 21
+    assert layout == sa.LevelLayout.from_boundaries(
+        (3, 1), [[[0], torch.tensor([0, 5])], [[0], [0, 2, 4]]], value_ranks=(1, 2)
+    )
+    one = sa.LevelLayout.from_boundaries((3, 1), ((0,), torch.tensor([0, 5])))
+    assert one.num_rows is None
+    assert hash(one) == hash(sa.LevelLayout.from_boundaries((3, 1), [((0,), (0, 5))]))
+
+
+def test_hierarchical_values_shrink_keys_and_values_four_times() -> None:
+    layout = sa.LevelLayout.halving((8,) * 8, 1024, value_ranks=(8,) * 8)
+    held = layout.key_cache_size(1024) + layout.value_cache_size(1024, 64)
+    assert 2 * 64 * 1024 / held == pytest.approx(4.02, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "message"),
+    [
+        (((0,), (0, 3), (0, 4)), "level 3 must also start at 3"),
+        (((0, 2), (0, 2), (0, 2)), r"level 1 is global and must be \(0,\)"),
+        (((0,), (1, 3), (1, 3)), "level 2 must rise from 0"),
+        (((0,), (0, 3)), "one entry per level: expected 3, got 2"),
+        ([((0,), (0, 3), (0, 3)), ((0,), (0, 3), (0,))], "level 3 of row 1 must also start at 3"),
+        ((), "segment starts of each level"),
+        (((0,), (0, 1.5), (0,)), "as ints"),
+    ],
+)
+def test_bad_boundaries_are_named(boundaries, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sa.LevelLayout.from_boundaries((2, 1, 1), boundaries)
+
+
+def test_sizes_and_boundaries_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="not both"):
+        sa.LevelLayout((2,), (4,), boundaries=(((0,),),))
+    with pytest.raises(ConfigError, match="value_ranks needs one dimension per level: expected 2"):
+        sa.LevelLayout((2, 2), (4, 2), value_ranks=(3,))

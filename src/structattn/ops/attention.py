@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from structattn.errors import BackendUnavailableError, ConfigError, ShapeError, nearest_name
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
-from structattn.ops import reference
+from structattn.ops import custom_op, reference
+from structattn.ops.call import Call
 
 Backend = Literal["auto", "reference", "blocked", "triton"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """One checked call: what a backend needs besides q, k and v."""
-
-    layout: LevelLayout
-    is_causal: bool
-    scale: float | None
-    window: int | None
-    attn_bias: Tensor | None
-    dropout_p: float
-    cu_seqlens: Tensor | None
-    left_padding: Tensor | None
+Choice = Literal["auto", "reference", "blocked", "triton", "scaled_dot_product_attention"]
+# Up to so many scores the dense definition is the fastest on a CPU (docs/speed.md).
+_DENSE_SCORES = 2**18
 
 
 def _one_level_scale(layout: LevelLayout, scale: float | None) -> float:
@@ -46,24 +39,26 @@ def _one_level_scale(layout: LevelLayout, scale: float | None) -> float:
             return 1 / rank
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
-    """One level by PyTorch's own kernels; a mask is built only where ``is_causal`` cannot say it."""
-    num_queries, num_keys = q.shape[-2], k.shape[-2]
-    plain_causal = call.is_causal and num_queries == num_keys
-    one_query = num_queries == 1 and call.is_causal  # the last position sees every key
-    simple = call.window is None and call.cu_seqlens is None and call.left_padding is None
-    mask: Tensor | None = None
-    is_causal = False
-    if simple and call.attn_bias is None and plain_causal:
-        is_causal = True
-    elif not (simple and (one_query or not call.is_causal)):
-        place = reference.places(num_queries, num_keys, call.cu_seqlens, call.left_padding, q.shape[0], q.device)
-        seen = reference.visible(place, call.is_causal, call.window)
-        mask = None if seen is None else seen[:, None]
-    if call.attn_bias is not None:
-        bias = call.attn_bias.to(q.dtype)
-        mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
-        mask = mask.expand(*torch.broadcast_shapes(mask.shape, (1, 1, num_queries, num_keys)))
+def _one_query(q: Tensor, call: Call) -> bool:
+    return q.shape[2] == 1 and call.is_causal  # the last position sees every key
+
+
+def _needs_mask(q: Tensor, k: Tensor, call: Call) -> bool:
+    """Whether PyTorch's kernels could run one level only with a T x S mask that says what ``is_causal`` cannot."""
+    if call.window is not None or call.cu_seqlens is not None or call.left_padding is not None:
+        return True
+    return call.is_causal and q.shape[2] != k.shape[2] and not _one_query(q, call)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    """One level without ``_needs_mask`` by PyTorch's own kernels."""
+    mask, is_causal = call.attn_bias, call.is_causal and not _one_query(q, call)
+    if mask is not None:
+        mask = mask.to(q.dtype)
+        if is_causal:
+            later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+            mask, is_causal = mask.masked_fill(later, -torch.inf), False
+        mask = mask.expand(*torch.broadcast_shapes(mask.shape, (1, 1, q.shape[2], k.shape[2])))
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -76,7 +71,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
     )
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     return reference.attention(
         q,
         k,
@@ -92,11 +87,24 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Te
     )
 
 
-# A backend by its public name, and the reason why it cannot run, or None. Faster backends are added here.
+def _no_triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (CUDA builds of PyTorch bring it); use backend='auto' or 'blocked'"
+    if not torch.cuda.is_available() and not _is_interpreted():
+        return "PyTorch finds no CUDA device; use backend='auto' or 'blocked'"
+    return None
+
+
+def _is_interpreted() -> bool:
+    """Whether Triton's interpreter was asked for, which runs kernels on a CPU, slowly, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+# A backend by its public name, and the reason why it cannot run on this machine, or None.
 _WHY_NOT: dict[str, Callable[[], str | None]] = {
     "reference": lambda: None,
-    "blocked": lambda: "this version of structattn does not contain it; use backend='auto' or 'reference'",
-    "triton": lambda: "this version of structattn does not contain it; use backend='auto' or 'reference'",
+    "blocked": lambda: None,
+    "triton": _no_triton,
 }
 
 
@@ -111,14 +119,84 @@ def why_not(backend: str) -> str | None:
     return _WHY_NOT[backend]()
 
 
-def explain(layout: Layout | None, *, return_lse: bool = False) -> str:
-    """Which code ``backend="auto"`` runs for such a call, and why, in one line."""
+def _why_not_triton(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
+    """The reason why the fused kernels cannot run a call, or ``None``."""
+    reason = why_not("triton")
+    if reason is not None:
+        return reason
+    from structattn.ops import triton_attention
+
+    return triton_attention.why_not(
+        call.layout,
+        device=q.device,
+        dtype=q.dtype,
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        has_bias=call.attn_bias is not None,
+        dropout_p=call.dropout_p,
+        has_left_padding=call.left_padding is not None,
+        num_queries=q.shape[2],
+        num_keys=k.shape[2],
+    )
+
+
+def _choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tuple[Choice, str]:
+    """What ``backend="auto"`` runs, and why: the one place that chooses."""
+    one_level = call.layout.num_levels == 1
+    if one_level and not return_lse and not _needs_mask(q, k, call):
+        return "scaled_dot_product_attention", "one level needs nothing else"
+    subject = "one level with a mask or a log-sum-exp" if one_level else f"{call.layout.num_levels} levels"
+    reason = _why_not_triton(q, k, v, call) if q.device.type == "cuda" else "the tensors are not on a CUDA device"
+    if reason is None:
+        return "triton", f"{subject}, fused"
+    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    if scores <= _DENSE_SCORES:
+        return "reference", f"{scores} scores are few: dense products beat many small ones (no fused kernel: {reason})"
+    return "blocked", f"{subject} in linear memory (no fused kernel: {reason})"
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    attn_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    left_padding: Tensor | None = None,
+    return_lse: bool = False,
+) -> str:
+    """Which code ``backend="auto"`` runs for a call, and why, in one line: ``"blocked: 8 levels in linear memory (...)"``.
+
+    Args: those of ``structured_attention``; only shapes, dtype and device of the tensors are looked at, so that
+        ``torch.empty(..., device="meta")`` will do.
+    """
     if isinstance(layout, GlobalWindowLayout):
-        return "scaled_dot_product_attention twice: a global and a windowed softmax, added"
-    if (layout is None or layout.num_levels == 1) and not return_lse:
-        return "scaled_dot_product_attention: one level needs nothing else"
-    reason = "the log-sum-exp was asked for" if layout is None or layout.num_levels == 1 else "several levels"
-    return f"reference: {reason}, and no faster backend is in this version"
+        parts = (
+            explain(q, k, v, None, is_causal, None, window, attn_bias, dropout_p, cu_seqlens, left_padding)
+            for window in (None, layout.window)
+        )
+        return "two softmaxes, added: " + "; ".join(parts)
+    call = Call(
+        layout=layout or _plain(q, k),
+        is_causal=is_causal,
+        scale=scale,
+        window=window,
+        attn_bias=attn_bias,
+        dropout_p=dropout_p,
+        cu_seqlens=cu_seqlens,
+        left_padding=left_padding,
+    )
+    choice, reason = _choose(q, k, v, call, return_lse)
+    return f"{choice}: {reason}"
+
+
+def _plain(q: Tensor, k: Tensor) -> LevelLayout:
+    """Plain attention as a layout of one level."""
+    return LevelLayout((q.shape[3],), (max(q.shape[2], k.shape[2]),))
 
 
 def _require(condition: bool, message: str) -> None:
@@ -158,6 +236,11 @@ def _check_ints(name: str, x: Tensor) -> None:
     )
 
 
+def _has_values(x: Tensor) -> bool:
+    """Whether the numbers can be looked at: not while tracing, and not on a GPU, which would have to be waited for."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
+
+
 def _check_sequences(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, left_padding: Tensor | None) -> None:
     batch, num_queries, num_keys = q.shape[0], q.shape[2], k.shape[2]
     if cu_seqlens is not None and left_padding is not None:
@@ -168,20 +251,34 @@ def _check_sequences(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, left_paddi
             batch == 1 and num_queries == num_keys,
             f"cu_seqlens needs batch 1 and as many queries as keys, got batch {batch}, {num_queries} and {num_keys}",
         )
-        ends = [int(end) for end in cu_seqlens]
-        ascending = all(a < b for a, b in zip(ends[:-1], ends[1:], strict=True))
-        _require(
-            len(ends) >= 2 and ends[0] == 0 and ends[-1] == num_keys and ascending,
-            f"cu_seqlens must rise from 0 to the length {num_keys}, one entry per sequence end, got {ends[:8]}",
-        )
+        _require(cu_seqlens.shape[0] >= 2, "cu_seqlens needs at least 2 entries, the borders of one sequence")
+        if _has_values(cu_seqlens):
+            ends = cu_seqlens.tolist()
+            _require(
+                ends[0] == 0 and ends[-1] == num_keys and all(a < b for a, b in pairwise(ends)),
+                f"cu_seqlens must rise from 0 to the length {num_keys}, one entry per sequence end, got {ends[:8]}",
+            )
     if left_padding is not None:
         _check_ints("left_padding", left_padding)
         _require(
             left_padding.shape[0] == batch,
             f"left_padding needs one count per batch row: expected {batch}, got {left_padding.shape[0]}",
         )
-        low, high = int(left_padding.min()), int(left_padding.max())
-        _require(low >= 0 and high <= num_keys, f"left_padding must lie in [0, {num_keys}], got {low} to {high}")
+        if _has_values(left_padding):
+            low, high = int(left_padding.min()), int(left_padding.max())
+            _require(low >= 0 and high <= num_keys, f"left_padding must lie in [0, {num_keys}], got {low} to {high}")
+
+
+def _check_layout(q: Tensor, v: Tensor, layout: LevelLayout, cu_seqlens: Tensor | None) -> None:
+    if layout.value_ranks is not None and sum(layout.value_ranks) != v.shape[3]:
+        raise ShapeError(
+            f"the value_ranks of the layout must sum to the value dimension: expected {v.shape[3]}, got "
+            f"{'|'.join(map(str, layout.value_ranks))} = {sum(layout.value_ranks)}"
+        )
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if layout.num_rows not in (None, rows):
+        what = "batch row" if cu_seqlens is None else "packed sequence"
+        raise ShapeError(f"boundaries per row need one entry per {what}: expected {rows}, got {layout.num_rows}")
 
 
 def _check_options(q: Tensor, k: Tensor, window: int | None, attn_bias: Tensor | None, dropout_p: float) -> None:
@@ -320,8 +417,10 @@ def structured_attention(
             for part, part_window in parts
         )
         return far + near
-    call = _Call(
-        layout=layout or LevelLayout((q.shape[3],), (max(q.shape[2], k.shape[2]),)),
+    layout = layout or _plain(q, k)
+    _check_layout(q, v, layout, cu_seqlens)
+    call = Call(
+        layout=layout,
         is_causal=is_causal,
         scale=scale,
         window=window,
@@ -329,8 +428,13 @@ def structured_attention(
         dropout_p=dropout_p,
         cu_seqlens=cu_seqlens,
         left_padding=left_padding,
+        # From torch's global generator, so that torch.manual_seed governs this backend too.
+        seed=torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None,
     )
-    if backend == "auto" and call.layout.num_levels == 1 and not return_lse:
+    choice = _choose(q, k, v, call, return_lse)[0] if backend == "auto" else backend
+    if choice == "scaled_dot_product_attention":
         return _sdpa(q, k, v, call)
-    out, lse = _reference(q, k, v, call)
+    if choice == "triton" and (reason := _why_not_triton(q, k, v, call)) is not None:
+        raise BackendUnavailableError(f"backend 'triton' cannot run this call: {reason}")
+    out, lse = _reference(q, k, v, call) if choice == "reference" else custom_op.attention(q, k, v, call, choice)
     return (out, lse) if return_lse else out

@@ -1,0 +1,224 @@
+"""The ``blocked`` backend: structured attention in pure PyTorch, on any device, in memory linear in T.
+
+It chooses a geometry for a call and runs the passes of ``sweep`` over its pieces: rectangles of whole tensors where all
+sequences have the same blocks, sequences gathered by length for padding and packing, pairs of tiles for the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from structattn.ops import regular, sweep
+from structattn.ops.call import Call
+from structattn.ops.rectangles import Geometry
+from structattn.ops.regroup import Gathered, Regroup, Whole
+from structattn.ops.tiles import Sequence, Tiled
+
+# Stretches of at most so many positions are squares on the diagonal: on a CPU smaller products cost more than they save.
+_TILE = 32
+# Scores at once: per thread what a core's second cache holds twice; on other devices enough to hide the launches.
+_SCORES_PER_THREAD = 2**17
+_SCORES_ON_DEVICE = 2**24
+# In units of log 2. Sums of 2^60 times any length and value, and 2^-60 times any value, are far from the ends of float32.
+_SAFE_BOUND = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """Sequences that are computed together.
+
+    Attributes:
+        queries, keys: how their rows are brought together.
+        pieces: makes the pieces of a pass.
+        seed: differs between the groups of a call.
+    """
+
+    queries: Regroup
+    keys: Regroup
+    pieces: Callable[[], Iterator[sweep.Piece]]
+    seed: int
+
+
+def _budget(device: torch.device) -> int:
+    return _SCORES_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _SCORES_ON_DEVICE
+
+
+def _sequences(q: Tensor, k: Tensor, call: Call) -> list[Sequence]:
+    """The sequences of a batch, without padding."""
+    batch, num_queries, num_keys = q.shape[0], q.shape[2], k.shape[2]
+    if call.cu_seqlens is not None:
+        ends = call.cu_seqlens.tolist()
+        return [Sequence(n, a, a, b - a, b - a, 0) for n, (a, b) in enumerate(zip(ends[:-1], ends[1:], strict=True))]
+    padding = [0] * batch if call.left_padding is None else call.left_padding.tolist()
+    found = []
+    for row, pad in enumerate(padding):
+        first = num_keys - num_queries - pad
+        hidden = 0 if call.left_padding is None else max(0, -first)  # queries that stand in the padding
+        if hidden < num_queries and pad < num_keys:
+            found.append(
+                Sequence(
+                    row,
+                    row * num_queries + hidden,
+                    row * num_keys + pad,
+                    num_queries - hidden,
+                    num_keys - pad,
+                    first + hidden,
+                )
+            )
+    return found
+
+
+def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
+    seed = 0 if call.seed is None else int(call.seed)
+    heads, repeats = k.shape[1], q.shape[1] // k.shape[1]
+    is_ragged = call.cu_seqlens is not None or call.left_padding is not None
+
+    def geometry(num_queries: int, num_keys: int) -> Geometry:
+        return Geometry(
+            layout=call.layout,
+            num_queries=num_queries,
+            num_keys=num_keys,
+            is_causal=call.is_causal,
+            window=call.window,
+            tile=_TILE,
+        )
+
+    if call.attn_bias is None and call.layout.boundaries is None and not is_ragged:
+        pieces = partial(regular.pieces, geometry(q.shape[2], k.shape[2]), k.shape[0] * heads, repeats, q.device)
+        yield _Group(queries=Whole(), keys=Whole(), pieces=pieces, seed=seed)
+        return
+    sequences = _sequences(q, k, call)
+    if not sequences:
+        return
+    if call.attn_bias is None and call.layout.boundaries is None and q.shape[2] == k.shape[2]:
+        buckets: dict[int, list[Sequence]] = {}
+        for item in sequences:  # lengths within a factor of sqrt 2 are padded to the longest of them
+            buckets.setdefault(math.ceil(2 * math.log2(max(item.num_keys, _TILE))), []).append(item)
+        for number, (_, items) in enumerate(sorted(buckets.items())):
+            starts, lengths = (
+                torch.tensor(x, device=q.device)
+                for x in ([item.keys for item in items], [item.num_keys for item in items])
+            )
+            rows = Gathered.of(starts, lengths, is_flat=True)
+            size = rows.index.shape[1]
+            is_even = call.is_causal or bool((lengths == size).all())  # later keys are hidden from every real query
+            pieces = partial(
+                regular.pieces,
+                geometry(size, size),
+                len(items) * heads,
+                repeats,
+                q.device,
+                None if is_even else lengths.repeat_interleave(heads),
+            )
+            yield _Group(queries=rows, keys=rows, pieces=pieces, seed=seed + (number << 48))
+        return
+    tiled = Tiled.of(call.layout, sequences, q, k, is_causal=call.is_causal, window=call.window)
+    yield _Group(
+        queries=tiled.queries.rows,
+        keys=tiled.keys.rows,
+        pieces=partial(tiled.pieces, _budget(q.device)),
+        seed=seed,
+    )
+
+
+def _terms(call: Call, group: _Group, device: torch.device) -> sweep.Terms:
+    return sweep.Terms(
+        layout=call.layout, scale=call.scale, dropout_p=call.dropout_p, seed=group.seed, budget=_budget(device)
+    )
+
+
+def _compute_dtype(q: Tensor) -> torch.dtype:
+    return q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _bias(call: Call, dtype: torch.dtype) -> Tensor | None:
+    """The bias in 4 dimensions, contiguous."""
+    if call.attn_bias is None:
+        return None
+    bias = call.attn_bias.to(dtype)
+    return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)).contiguous()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Structured attention; the arguments are those of ``structured_attention``, checked.
+
+    16-bit inputs are computed in float32.
+
+    Returns:
+        out (B, H, T, V) in q's dtype and lse (B, H, T), float32 or float64, base e; contiguous.
+
+    Cost: ``layout.score_flops`` + ``layout.value_flops`` and one exponential per visible pair; memory linear in T. Where
+    scores may be large, by Cauchy and Schwarz, a first pass finds the largest of each row: about a third more.
+    """
+    dtype, repeats = _compute_dtype(q), q.shape[1] // k.shape[1]
+    q, k, v, kind = q.to(dtype), k.to(dtype), v.to(dtype), q.dtype
+    bias = _bias(call, dtype)
+    out = q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
+    lse = q.new_full((), -torch.inf).expand(*q.shape[:3], 1)
+    for group in _groups(q, k, call):
+        terms = _terms(call, group, q.device)
+        queries, keys, values = group.queries.get(q, repeats), group.keys.get(k, 1), group.keys.get(v, 1)
+        is_safe = bias is None and terms.bound(queries, keys) <= _SAFE_BOUND  # not if it is NaN
+        offset = None if is_safe else sweep.row_maxima(group.pieces(), queries, keys, bias, terms)
+        rows_out, rows_lse = sweep.forward(group.pieces(), queries, keys, values, bias, offset, terms)
+        out = group.queries.put(out, rows_out, repeats)
+        lse = group.queries.put(lse, rows_lse[..., None], repeats)
+    return out.to(kind).contiguous(), lse[..., 0].contiguous()
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    *,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and, if asked, of the bias, in their dtypes and shapes, contiguous.
+
+    Args:
+        grad_out, grad_lse: of ``forward``'s results; ``grad_lse`` may be ``None``.
+        q, k, v, call: as in ``forward``; the same seed.
+        out, lse: what ``forward`` returned.
+        needs_bias: whether the bias needs its gradient.
+
+    Cost: three products of the score's rank and two of the value's per visible pair; memory linear in T, and the bias's.
+    """
+    dtype, repeats, kind = _compute_dtype(q), q.shape[1] // k.shape[1], q.dtype
+    q, k, v, grad_out = (x.to(dtype) for x in (q, k, v, grad_out))
+    delta = (grad_out * out).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        delta -= grad_lse[..., None]
+    bias = _bias(call, dtype)
+    grad_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None
+    grad_q, grad_k, grad_v = (x.new_zeros(()).expand(x.shape) for x in (q, k, v))
+    for group in _groups(q, k, call):
+        rows_q, rows_k, rows_v = sweep.backward(
+            group.pieces(),
+            group.queries.get(q, repeats),
+            group.keys.get(k, 1),
+            group.keys.get(v, 1),
+            bias,
+            group.queries.get(lse[..., None], repeats, missing=-torch.inf)[..., 0],
+            group.queries.get(delta, repeats)[..., 0],
+            group.queries.get(grad_out, repeats),
+            grad_bias,
+            _terms(call, group, q.device),
+        )
+        grad_q = group.queries.put(grad_q, rows_q, repeats)
+        grad_k, grad_v = group.keys.put(grad_k, rows_k, 1), group.keys.put(grad_v, rows_v, 1)
+    shaped = None
+    if grad_bias is not None and call.attn_bias is not None:
+        shaped = grad_bias.to(call.attn_bias.dtype).view(call.attn_bias.shape)
+    dq, dk, dv = (x.to(kind).contiguous() for x in (grad_q, grad_k, grad_v))
+    return dq, dk, dv, shaped

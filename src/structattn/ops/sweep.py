@@ -1,0 +1,407 @@
+"""One pass over the scores, piece by piece: the arithmetic that every geometry of ``blocked`` attention shares.
+
+Scores are in units of log 2 and relative to an offset per row that is known before the pass, so that pieces add up:
+
+    forward    P = 2^(s - offset),  out += P V,  total += P 1          and in the end out / total
+    backward   P = 2^(s - lse),  dS = P * (dO V^T - delta),  dQ += dS K,  dK += dS^T Q,  dV += P^T dO
+
+with delta = rowsum(dO * out) - dlse. Offset, lse and delta enter their matrix product as one more column, so that a score
+is written once, turned into its weight in place, and read by the products: no maximum, no subtraction.
+
+Source: the recomputation of weights from the log-sum-exp is that of Dao et al. 2022 (FlashAttention).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from structattn.layout import LevelLayout
+
+LOG2_E = math.log2(math.e)
+
+
+class Piece(Protocol):
+    """Some rows against some columns of the score matrix, in a batch, whose pairs all share ``level`` levels."""
+
+    @property
+    def level(self) -> int:
+        """The number of shared levels of its pairs."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Batch, rows and columns."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """Tells it from the other pieces of a pass, for the random numbers of dropout."""
+        ...
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """Its rows of a query-side tensor (..., d), shaped as the geometry has it: (batch, rows, d), at best a view."""
+        ...
+
+    def cols_of(self, x: Tensor) -> Tensor:
+        """Its columns of a key-side tensor (..., d): (batch, columns, d), at best a view."""
+        ...
+
+    def open_rows(self, x: Tensor) -> Tensor:
+        """(batch, rows, d) to add into what ``rows_of`` reads: a view, or a buffer that ``close_rows`` brings back."""
+        ...
+
+    def close_rows(self, x: Tensor, opened: Tensor) -> None:
+        """Ends what ``open_rows`` began."""
+        ...
+
+    def open_cols(self, x: Tensor) -> Tensor:
+        """As ``open_rows``, of what ``cols_of`` reads."""
+        ...
+
+    def close_cols(self, x: Tensor, opened: Tensor) -> None:
+        """Ends what ``open_cols`` began."""
+        ...
+
+    def max_rows(self, x: Tensor, value: Tensor) -> None:
+        """Takes the larger of (batch, rows, d) and what is there, where ``rows_of`` read."""
+        ...
+
+    def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
+        """What is hidden of a part: all (``True``), nothing (``False``), or a bool mask that broadcasts to it."""
+        ...
+
+    def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
+        """The additive bias of a part, shaped as the part."""
+        ...
+
+    def add_bias(self, bias: Tensor, batch: slice, rows: slice, cols: slice, value: Tensor) -> None:
+        """Adds a part where ``bias_of`` read."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a pass needs of a call besides the tensors.
+
+    Attributes:
+        layout: its ranks, scaling and value ranks are used here; its blocks by the geometry.
+        scale: replaces the layout's scaling.
+        dropout_p: probability of dropping a weight.
+        seed: of the random numbers of dropout.
+        budget: scores that are held at once.
+    """
+
+    layout: LevelLayout
+    scale: float | None
+    dropout_p: float
+    seed: int
+    budget: int
+
+    def rank(self, level: int) -> int:
+        """R, the dimensions of a score."""
+        return sum(self.layout.ranks[:level])
+
+    def value_rank(self, level: int, value_dim: int) -> int:
+        """The dimensions of the value that a pair contributes to."""
+        return value_dim if self.layout.value_ranks is None else sum(self.layout.value_ranks[:level])
+
+    def factor(self, level: int, like: Tensor) -> Tensor:
+        """(R,): times a query, it gives scores in natural units."""
+        per_level, per_count = self.layout.score_factors(self.scale)
+        values = [
+            per_count[level - 1] * factor
+            for factor, rank in zip(per_level[:level], self.layout.ranks[:level], strict=True)
+            for _ in range(rank)
+        ]
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+    def bound(self, q: Tensor, k: Tensor) -> float:
+        r"""An upper bound of every \|score\|, in units of log 2, by Cauchy and Schwarz; NaN if an input is not finite."""
+        per_level, per_count = self.layout.score_factors(self.scale)
+        counts = torch.tensor(per_count, dtype=q.dtype, device=q.device).abs()
+        largest = []
+        for x, factors in ((q, per_level), (k, (1.0,) * len(per_level))):
+            prefixes = x.new_zeros((x.shape[-1], len(factors)))  # of each number of levels, weighted
+            for level, (part, factor) in enumerate(zip(self.layout.slices, factors, strict=True)):
+                prefixes[part, level:] = factor**2
+            largest.append((x.square() @ prefixes).flatten(0, -2).amax(0))
+        return float(((largest[0] * largest[1]).sqrt() * counts).max()) * LOG2_E
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """x, copied if its rows lie apart, as those of a prefix do: products read them once per step."""
+    return x if x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _with_column(x: Tensor, column: Tensor | float) -> tuple[Tensor, Tensor]:
+    """[x, column] along the last dimension, and the x in it; rows start on cache lines, since products read them often."""
+    width = x.shape[-1]
+    joined = x.new_empty((*x.shape[:-1], (width // 16 + 1) * 16))
+    joined[..., :width] = x
+    joined[..., width] = column
+    return joined[..., : width + 1], joined[..., :width]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some batches, rows and columns of a piece, and its number among the parts of all pieces."""
+
+    batch: slice
+    rows: slice
+    cols: slice
+    number: int
+
+
+def _slices(total: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+def _steps(shape: tuple[int, int, int], budget: int) -> tuple[int, int, int]:
+    """How much of batch, rows and columns is done at once: products of a good shape first, then as many as fit."""
+    batch, rows, cols = shape
+    row_step = min(rows, 128, budget)
+    col_step = min(cols, max(1, min(256, budget // row_step)))
+    batch_step = min(batch, max(1, budget // (row_step * col_step)))
+    col_step = min(cols, max(col_step, budget // (batch_step * row_step)))
+    row_step = min(rows, max(row_step, budget // (batch_step * col_step)))
+    return batch_step, row_step, col_step
+
+
+def _grid(piece: Piece, budget: int) -> Iterator[list[list[_Part]]]:
+    """The parts of a piece, for each step of the batch: a list per step of the rows, of one part per step of the columns."""
+    batch, rows, cols = piece.shape
+    batch_step, row_step, col_step = _steps(piece.shape, budget)
+    number = piece.number << 24
+    for some in _slices(batch, batch_step):
+        grid = []
+        for row_part in _slices(rows, row_step):
+            line = []
+            for col_part in _slices(cols, col_step):
+                line.append(_Part(some, row_part, col_part, number))
+                number += 1
+            grid.append(line)
+        yield grid
+
+
+class _Scratch:
+    """Memory for the scores of one part, used again for every part."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._memory = like.new_empty(0)
+
+    def __call__(self, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        if self._memory.numel() < size:
+            self._memory = self._like.new_empty(size)
+        return self._memory[:size].view(shape)
+
+
+class _Dropout:
+    """Masks that are a function of the seed and the number of the part, so that both passes draw the same."""
+
+    def __init__(self, terms: Terms, device: torch.device) -> None:
+        self.p, self._seed = terms.dropout_p, terms.seed
+        self._generator = torch.Generator(device) if terms.dropout_p > 0 else None
+
+    def keep(self, like: Tensor, number: int) -> Tensor | None:
+        """0 or 1 / (1 - p) for each weight; ``None`` without dropout."""
+        if self._generator is None:
+            return None
+        self._generator.manual_seed((self._seed + number) % 2**63)
+        return torch.empty_like(like).bernoulli_(1 - self.p, generator=self._generator).div_(1 - self.p)
+
+
+def _product(weights: Tensor, x: Tensor, done: Tensor | None) -> Tensor:
+    """Adds weights @ x to ``done``; (batch, rows, d).
+
+    On a CPU few rows times many columns are 3 times as fast, at d = 8, as many rows times few columns: a narrow product is
+    taken transposed, and so is its memory.
+    """
+    if x.shape[2] >= 48:
+        return torch.bmm(weights, x) if done is None else done.baddbmm_(weights, x)
+    return torch.bmm(x.mT, weights.mT).mT if done is None else done.mT.baddbmm_(x.mT, weights.mT).mT
+
+
+def _hide(scores: Tensor, hidden: Tensor | bool) -> None:
+    if isinstance(hidden, Tensor):
+        scores.masked_fill_(hidden, -torch.inf)
+
+
+def row_maxima(pieces: Iterable[Piece], q: Tensor, k: Tensor, bias: Tensor | None, terms: Terms) -> Tensor:
+    """The largest score of each row, (..., 1), in units of log 2; 0 where a row sees no column."""
+    best = q.new_full((*q.shape[:-1], 1), -torch.inf)
+    scratch = _Scratch(q)
+    for piece in pieces:
+        rank = terms.rank(piece.level)
+        query = piece.rows_of(q[..., :rank]) * (terms.factor(piece.level, q) * LOG2_E)
+        key = piece.cols_of(k[..., :rank])
+        found = piece.rows_of(best).clone()
+        for grid in _grid(piece, terms.budget):
+            for line in grid:
+                for part in line:
+                    hidden = piece.hides(part.batch, part.rows, part.cols)
+                    if hidden is True:
+                        continue
+                    scores = scratch(*(s.stop - s.start for s in (part.batch, part.rows, part.cols)))
+                    torch.bmm(query[part.batch, part.rows], key[part.batch, part.cols].mT, out=scores)
+                    if bias is not None:
+                        scores.add_(piece.bias_of(bias, part.batch, part.rows, part.cols), alpha=LOG2_E)
+                    _hide(scores, hidden)
+                    here = found[part.batch, part.rows]
+                    torch.maximum(here, scores.amax(-1, keepdim=True), out=here)
+        piece.max_rows(best, found)
+    return best.masked_fill_(best == -torch.inf, 0.0)
+
+
+def forward(
+    pieces: Iterable[Piece], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, offset: Tensor | None, terms: Terms
+) -> tuple[Tensor, Tensor]:
+    """The weighted sums and the log-sum-exp.
+
+    Args:
+        pieces: every visible pair in exactly one of them.
+        q: (..., D), float32 or float64, leading dimensions as the geometry has them.
+        k, v: (..., D) and (..., V).
+        bias: what the pieces take their bias from.
+        offset: (..., 1) about the largest score of each row, in units of log 2; ``None`` is 0 and right where every
+            score is small (``Terms.bound``).
+        terms: the rest of the call.
+
+    Returns:
+        out (..., V) and lse (...), base e; 0 and -inf where a row sees nothing.
+
+    Cost: one exponential and 2 (R + V) FLOPs per pair; memory for ``budget`` scores and copies of some rows.
+    """
+    out, total = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros((*q.shape[:-1], 1))
+    scratch, dropout = _Scratch(q), _Dropout(terms, q.device)
+    for piece in pieces:
+        rank, value_rank = terms.rank(piece.level), terms.value_rank(piece.level, v.shape[-1])
+        query = piece.rows_of(q[..., :rank]) * (terms.factor(piece.level, q) * LOG2_E)
+        key, value = _dense_rows(piece.cols_of(k[..., :rank])), _dense_rows(piece.cols_of(v[..., :value_rank]))
+        if offset is not None:
+            query, _ = _with_column(query, -piece.rows_of(offset)[..., 0])
+            key, _ = _with_column(key, 1.0)
+        sums, totals = piece.open_rows(out[..., :value_rank]), piece.open_rows(total)
+        for grid in _grid(piece, terms.budget):
+            batch = grid[0][0].batch
+            keys = [key[batch, part.cols].mT for part in grid[0]]
+            values = [value[batch, part.cols] for part in grid[0]]
+            for line in grid:
+                rows = line[0].rows
+                here, row_total, done = query[batch, rows], totals[batch, rows], None
+                for part, some_keys, some_values in zip(line, keys, values, strict=True):
+                    hidden = piece.hides(batch, rows, part.cols)
+                    if hidden is True:
+                        continue
+                    scores = scratch(here.shape[0], here.shape[1], some_keys.shape[2])
+                    torch.bmm(here, some_keys, out=scores)
+                    if bias is not None:
+                        scores.add_(piece.bias_of(bias, batch, rows, part.cols), alpha=LOG2_E)
+                    _hide(scores, hidden)
+                    scores.exp2_()
+                    row_total.add_(scores.sum(-1, keepdim=True))
+                    keep = dropout.keep(scores, part.number)
+                    if keep is not None:
+                        scores.mul_(keep)
+                    done = _product(scores, some_values, done)
+                if done is not None:
+                    sums[batch, rows].add_(done)
+        piece.close_rows(out[..., :value_rank], sums)
+        piece.close_rows(total, totals)
+    empty = total == 0
+    out.div_(total.masked_fill_(empty, 1.0))
+    lse = total.log_()
+    if offset is not None:
+        lse.add_(offset, alpha=math.log(2))
+    return out, lse.masked_fill_(empty, -torch.inf)[..., 0]
+
+
+def backward(
+    pieces: Iterable[Piece],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+    grad_out: Tensor,
+    grad_bias: Tensor | None,
+    terms: Terms,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the queries, keys and values; that of the bias is added to ``grad_bias``.
+
+    Args:
+        pieces, q, k, v, bias, terms: as ``forward``, the pieces in the same order.
+        lse: (...), base e; -inf where a row sees nothing.
+        delta: (...), rowsum(grad_out * out) - grad_lse.
+        grad_out: (..., V).
+        grad_bias: shaped as what the pieces take their bias from, or ``None``.
+
+    Returns:
+        dq, dk, dv, shaped as q, k, v.
+
+    Cost: one exponential and 2 (3 R + 2 V) FLOPs per pair; memory for 2 ``budget`` scores and copies of some rows.
+    """
+    grad_q, grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    # A row that sees nothing, or is not there, has weights 0 whatever its columns are; infinity itself would make NaN.
+    offset = lse.masked_fill(lse == -torch.inf, torch.finfo(lse.dtype).max / 4)[..., None] * LOG2_E
+    weights, others, dropout = _Scratch(q), _Scratch(q), _Dropout(terms, q.device)
+    for piece in pieces:
+        rank, value_rank = terms.rank(piece.level), terms.value_rank(piece.level, v.shape[-1])
+        factor = terms.factor(piece.level, q)
+        scaled = piece.rows_of(q[..., :rank]) * (factor * LOG2_E)
+        query_1, query = _with_column(scaled, -piece.rows_of(offset)[..., 0])
+        plain_key = piece.cols_of(k[..., :rank])
+        key_1, _ = _with_column(plain_key, 1.0)
+        scaled_key = plain_key * factor
+        value_1, value = _with_column(piece.cols_of(v[..., :value_rank]), 1.0)
+        outward_1, outward = _with_column(
+            piece.rows_of(grad_out[..., :value_rank]), -piece.rows_of(delta[..., None])[..., 0]
+        )
+        row_grad = piece.open_rows(grad_q[..., :rank])
+        key_grad, value_grad = piece.open_cols(grad_k[..., :rank]), piece.open_cols(grad_v[..., :value_rank])
+        for grid in _grid(piece, terms.budget):
+            for line in zip(*grid, strict=True):  # the parts of one stretch of columns
+                batch, cols = line[0].batch, line[0].cols
+                key_done: Tensor | None = None
+                value_done: Tensor | None = None
+                for part in line:
+                    rows = part.rows
+                    hidden = piece.hides(batch, rows, cols)
+                    if hidden is True:
+                        continue
+                    shape = tuple(s.stop - s.start for s in (batch, rows, cols))
+                    weight, change = weights(*shape), others(*shape)
+                    torch.bmm(query_1[batch, rows], key_1[batch, cols].mT, out=weight)
+                    if bias is not None:
+                        weight.add_(piece.bias_of(bias, batch, rows, cols), alpha=LOG2_E)
+                    _hide(weight, hidden)
+                    weight.exp2_()
+                    keep = dropout.keep(weight, part.number)
+                    dropped = weight if keep is None else weight * keep
+                    value_done = _product(dropped.mT, outward[batch, rows], value_done)
+                    if keep is None:
+                        torch.bmm(outward_1[batch, rows], value_1[batch, cols].mT, out=change)
+                    else:
+                        torch.bmm(outward[batch, rows], value[batch, cols].mT, out=change)
+                        change.mul_(keep).add_(outward_1[batch, rows, -1:])
+                    change.mul_(weight)
+                    if grad_bias is not None:
+                        piece.add_bias(grad_bias, batch, rows, cols, change)
+                    row_grad[batch, rows].add_(_product(change, scaled_key[batch, cols], None))
+                    key_done = _product(change.mT, query[batch, rows], key_done)
+                if key_done is not None and value_done is not None:
+                    key_grad[batch, cols].add_(key_done)
+                    value_grad[batch, cols].add_(value_done)
+        piece.close_rows(grad_q[..., :rank], row_grad)
+        piece.close_cols(grad_k[..., :rank], key_grad)
+        piece.close_cols(grad_v[..., :value_rank], value_grad)
+    grad_k.mul_(1 / LOG2_E)  # the queries that it was summed from were in units of log 2
+    return grad_q, grad_k, grad_v

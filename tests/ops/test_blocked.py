@@ -1,0 +1,320 @@
+"""The blocked backend against ``reference``: every geometry, every feature, sizes that make many pieces; and its operator."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+import structattn as sa
+from structattn.layout import visible_pairs_per_level
+from structattn.ops import blocked, tiles
+from structattn.testing.tolerances import assert_close
+
+
+def tensors(B, H, G, T, S, D, V, dtype=torch.float64, size=1.0):
+    return [
+        (size * torch.randn(B, H, T, D, dtype=dtype)).requires_grad_(),
+        torch.randn(B, G, S, D, dtype=dtype, requires_grad=True),
+        torch.randn(B, G, S, V, dtype=dtype, requires_grad=True),
+    ]
+
+
+def both(leaves, layout, **options):
+    """(out, lse, gradients) of reference and of blocked; the log-sum-exp takes part in the loss where it is finite."""
+    results = []
+    weights = None
+    for backend in ("reference", "blocked"):
+        out, lse = sa.structured_attention(*leaves[:3], layout, backend=backend, return_lse=True, **options)
+        if weights is None:
+            weights = torch.randn_like(out), torch.randn_like(lse)
+        seen = lse.isfinite()
+        loss = (out * weights[0]).sum() + (lse[seen] * weights[1][seen]).sum()
+        results.append((out, lse, torch.autograd.grad(loss, leaves)))
+    return results
+
+
+def assert_same(leaves, layout, **options) -> None:
+    (out, lse, grads), (fast, fast_lse, fast_grads) = both(leaves, layout, **options)
+    assert fast.dtype == out.dtype
+    assert_close(fast, out)
+    seen = lse.isfinite()
+    assert torch.equal(seen, fast_lse.isfinite())
+    assert_close(fast_lse[seen], lse[seen])
+    for a, b in zip(fast_grads, grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9 * (1 + float(b.abs().max())))
+
+
+@st.composite
+def cases(draw):
+    levels = draw(st.integers(1, 4))
+    ranks = tuple(draw(st.lists(st.integers(1, 3), min_size=levels, max_size=levels)))
+    value_ranks = draw(st.none() | st.just(tuple(reversed(ranks))))
+    scaling = draw(st.sampled_from(["variance", "mup", "paper", "paper_sum"]))
+    T = draw(st.integers(1, 150))
+    kind = draw(st.sampled_from(["whole", "whole", "packed", "padded"]))
+    S = T if kind == "packed" else draw(st.just(T) | st.integers(1, 150))
+    batch = 1 if kind == "packed" else draw(st.integers(1, 3))
+    groups, repeats = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]))
+    options: dict = {
+        "is_causal": draw(st.booleans()),
+        "window": draw(st.sampled_from([None, None, 1, 3, 10, 60])),
+        "scale": draw(st.sampled_from([None, None, 0.7, -0.2])),
+    }
+    rows = batch
+    if kind == "packed":
+        borders = sorted({0, T, *draw(st.lists(st.integers(1, T), max_size=4))})
+        rows = len(borders) - 1
+        options["cu_seqlens"] = torch.tensor(borders, dtype=draw(st.sampled_from([torch.int32, torch.int64])))
+    if kind == "padded":
+        options["left_padding"] = torch.tensor(draw(st.lists(st.integers(0, S), min_size=batch, max_size=batch)))
+    if draw(st.integers(0, 2)):
+        sizes = [draw(st.integers(1, 9))]
+        for _ in range(levels - 1):
+            sizes.insert(0, sizes[0] * draw(st.sampled_from([1, 2, 2, 3, 5])))
+        layout = sa.LevelLayout(ranks, tuple(sizes), scaling, value_ranks)
+    else:
+        rows_of_starts = []
+        for _ in range(draw(st.sampled_from([1, rows]))):
+            starts = [(0,)]
+            for _ in range(levels - 1):
+                starts.append(tuple(sorted({*starts[-1], *draw(st.lists(st.integers(1, 150), max_size=4))})))
+            rows_of_starts.append(starts)
+        layout = sa.LevelLayout.from_boundaries(ranks, rows_of_starts, scaling, value_ranks)
+    bias = draw(st.none() | st.tuples(*[st.booleans()] * 4))
+    if bias is not None:
+        full = (batch, groups * repeats, T, S)
+        shape = [n if wide else 1 for n, wide in zip(full, bias, strict=True)]
+        options["attn_bias"] = torch.randn(shape, dtype=torch.float64)
+        options["attn_bias"][torch.rand(shape) < 0.2] = -torch.inf
+    shape = (batch, groups * repeats, groups, T, S, sum(ranks), sum(ranks))
+    return layout, shape, options
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    case=cases(), budget=st.sampled_from([50, 3000, 2**17]), size=st.sampled_from([1.0, 30.0]), seed=st.integers(0, 99)
+)
+def test_every_feature_equals_reference(case, budget, size, seed) -> None:
+    layout, shape, options = case
+    torch.manual_seed(seed)
+    leaves = tensors(*shape, size=size)
+    if "attn_bias" in options:
+        leaves.append(options["attn_bias"].requires_grad_())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "_SCORES_PER_THREAD", budget)  # small ones make many parts of one piece
+        assert_same(leaves, layout, **options)
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("T", [257, 512])
+def test_long_enough_for_every_kind_of_piece(repeats: int, T: int) -> None:
+    layout = sa.LevelLayout((4, 2, 2, 1), (512, 128, 128, 16), value_ranks=(2, 1, 1, 1))
+    assert_same(tensors(2, 2 * repeats, 2, T, T, 9, 5), layout)
+    assert_same(tensors(2, 2 * repeats, 2, T, T, 9, 5), layout, is_causal=False, window=100)
+    assert_same(tensors(1, 2 * repeats, 2, 100, T, 9, 5), layout)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": False},
+        {"window": 5},
+        {"dropout_p": 0.3},
+        {"left_padding": torch.tensor([3, 0])},
+        {"attn_bias": True},
+        {"attn_bias": True, "dropout_p": 0.3},
+    ],
+)
+def test_gradcheck(options) -> None:
+    layout = sa.LevelLayout((2, 1, 1), (8, 4, 2), value_ranks=(1, 1, 1))
+    leaves = tensors(2, 2, 1, 9, 9, 4, 3)
+    if options.get("attn_bias") is True:
+        leaves.append(torch.randn(2, 9, 9, dtype=torch.float64, requires_grad=True))
+
+    def run(q, k, v, bias=None):
+        torch.manual_seed(0)  # the same weights are dropped in every call
+        settings = {**options, "attn_bias": bias} if bias is not None else options
+        out, lse = sa.structured_attention(q, k, v, layout, backend="blocked", return_lse=True, **settings)
+        return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    assert torch.autograd.gradcheck(run, leaves)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_dropout_drops_whole_weights(with_bias: bool) -> None:
+    layout = sa.LevelLayout((2, 2), (256, 64))
+    q, k, _ = tensors(1, 2, 2, 200, 200, 4, 4)
+    v = torch.eye(200, dtype=torch.float64).expand(1, 2, 200, 200)  # the output is the weights
+    bias = torch.zeros(200, 200, dtype=torch.float64) if with_bias else None
+    weights = sa.structured_attention(q, k, v, layout, backend="blocked", attn_bias=bias)
+    dropped = sa.structured_attention(q, k, v, layout, backend="blocked", attn_bias=bias, dropout_p=0.25)
+    kept = dropped != 0
+    torch.testing.assert_close(dropped[kept], (weights / 0.75)[kept])
+    share = float(kept.sum() / (weights != 0).sum())
+    assert share == pytest.approx(0.75, abs=0.01)
+    assert not torch.equal(kept[:, 0], kept[:, 1])
+
+
+def test_scores_too_large_to_be_added_unshifted() -> None:
+    layout = sa.LevelLayout((4, 4), (64, 16))
+    q, k, v = tensors(1, 1, 1, 60, 60, 8, 4, torch.float32, size=1e4)
+    out, lse = sa.structured_attention(q, k, v, layout, backend="blocked", return_lse=True)
+    exact, exact_lse = sa.structured_attention(q.double(), k.double(), v.double(), layout, return_lse=True)
+    assert float(lse.detach().max()) > 1000
+    torch.testing.assert_close(out.double(), exact, atol=1e-2, rtol=0)
+    assert_close(lse, exact_lse)
+
+
+def test_a_nan_stays_in_its_rows() -> None:
+    layout = sa.LevelLayout((2, 2), (64, 16))
+    q, k, v = (x.detach() for x in tensors(1, 1, 1, 50, 50, 4, 4))
+    q[0, 0, 7] = torch.nan
+    out = sa.structured_attention(q, k, v, layout, backend="blocked")
+    assert bool(out[0, 0, 7].isnan().all())
+    assert int(out.isnan().any(-1).sum()) == 1
+
+
+def test_packed_and_padded_rows_are_those_of_each_sequence_alone() -> None:
+    layout = sa.LevelLayout.halving((4, 2, 2), 256)
+    lengths = [64, 130, 1, 200, 77]
+    borders = torch.tensor([0, *lengths]).cumsum(0)
+    q, k, v = (x.detach() for x in tensors(1, 2, 1, 472, 472, 8, 4, torch.float32))
+    packed = sa.structured_attention(q, k, v, layout, cu_seqlens=borders, backend="blocked")
+    for a, b in zip(borders[:-1], borders[1:], strict=True):
+        alone = sa.structured_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], layout, backend="blocked")
+        assert_close(packed[:, :, a:b], alone)
+    changed = k.clone()
+    changed[:, :, 64:194] += 1  # the second sequence alone
+    again = sa.structured_attention(q, changed, v, layout, cu_seqlens=borders, backend="blocked")
+    outside = torch.ones(472, dtype=torch.bool)
+    outside[64:194] = False
+    assert torch.equal(again[:, :, outside], packed[:, :, outside])
+    assert not torch.equal(again, packed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dropout_p": 0.2},
+        {"window": 30},
+        {"cu_seqlens": torch.tensor([0, 30, 80])},
+        {"left_padding": torch.tensor([3])},
+    ],
+)
+def test_compiles_without_a_graph_break(options) -> None:
+    layout = sa.LevelLayout.halving((4, 2, 2), 80)
+    leaves = tensors(1, 2, 2, 80, 80, 8, 4)
+
+    def run(q, k, v):
+        out, lse = sa.structured_attention(q, k, v, layout, backend="blocked", return_lse=True, **options)
+        return out, lse
+
+    torch.manual_seed(0)
+    expected = run(*leaves)
+    torch.manual_seed(0)
+    actual = torch.compile(run, fullgraph=True, backend="aot_eager")(*leaves)
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+    weight = torch.randn_like(expected[0])
+    grads = [torch.autograd.grad((outputs[0] * weight).sum(), leaves) for outputs in (actual, expected)]
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_exports() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return sa.structured_attention(q, k, v, sa.LevelLayout.halving((4, 4), 64), backend="blocked")
+
+    length = torch.export.Dim("length", min=2, max=512)
+    inputs = [x.detach() for x in tensors(1, 2, 2, 64, 64, 8, 4)]
+    exported = torch.export.export(Module(), tuple(inputs), dynamic_shapes=({2: length},) * 3).module()
+    others = [x.detach() for x in tensors(1, 2, 2, 33, 33, 8, 4)]
+    assert torch.equal(exported(*others), Module()(*others))
+
+
+def test_the_operator_is_registered_right() -> None:
+    layout = sa.LevelLayout((2, 2), (8, 4))
+    leaves = tensors(1, 2, 2, 9, 9, 4, 3)
+    arguments = (
+        *leaves,
+        None,
+        None,
+        None,
+        None,
+        (2, 2),
+        (8, 4),
+        (),
+        (),
+        layout.scaling,
+        True,
+        None,
+        None,
+        0.0,
+        "blocked",
+    )
+    torch.library.opcheck(torch.ops.structattn.attention.default, arguments)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_flops_are_counted_exactly(window) -> None:
+    layout = sa.LevelLayout((4, 2, 2), (32, 16, 8), value_ranks=(2, 1, 1))
+    T, S, H = 20, 33, 4
+    pairs = visible_pairs_per_level(layout, T, S, window, True)
+    scores = 2 * H * sum(r * n for r, n in zip(layout.ranks, pairs, strict=True))
+    values = 2 * H * sum(r * n for r, n in zip(layout.value_ranks, pairs, strict=True))
+    with FlopCounterMode(display=False) as counter:
+        q = torch.empty(1, H, T, 8, device="meta", requires_grad=True)
+        k, v = (torch.empty(1, 2, S, d, device="meta", requires_grad=True) for d in (8, 4))
+        out = sa.structured_attention(q, k, v, layout, window=window, backend="blocked")
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    assert forward == scores + values
+    assert counter.get_total_flops() - forward == 3 * scores + 2 * values
+
+
+def test_tiles_cover_free_segments_with_few_masks() -> None:
+    starts = tuple(range(0, 640, 80))
+    layout = sa.LevelLayout.from_boundaries((4, 4), ((0,), starts))
+    q, k, _ = tensors(1, 1, 1, 640, 640, 8, 4)
+    sequence = tiles.Sequence(0, 0, 0, 640, 640, 0)
+    tiled = tiles.Tiled.of(layout, [sequence], q, k, is_causal=True, window=None)
+    pieces = list(tiled.pieces(2**16))
+    # Tiles end at the segments (80 = 64 + 16), so that pairs of full tiles of different segments need no mask.
+    plain = sum(piece.pairs.shape[1] for piece in pieces if not piece.is_masked)
+    assert plain == 8 * 7 // 2
+    assert all(piece.level == 1 for piece in pieces if not piece.is_masked)
+
+
+MEMORY = """
+import resource, torch, structattn as sa
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 1, {T}, 64, requires_grad=True) for _ in range(3))
+layout = {layout}
+def step(q, k, v):
+    sa.structured_attention(q, k, v, layout, backend="blocked").sum().backward()
+step(*(x[:, :, :512].detach().requires_grad_() for x in (q, k, v)))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+step(q, k, v)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "sa.LevelLayout.halving((8,) * 8, 8192)",
+        "sa.LevelLayout.from_boundaries((32, 32), ((0,), tuple(range(0, 8192, 100))))",
+    ],
+)
+def test_memory_does_not_grow_with_the_square(layout: str) -> None:
+    script = MEMORY.format(T=8192, layout=layout)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    # One T x T float32 tensor is 256 MiB; q, k, v and the output are 2 MiB each.
+    assert float(result.stdout) < 100

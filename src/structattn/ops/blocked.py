@@ -16,6 +16,7 @@ from torch import Tensor
 
 from structattn.ops import regular, sweep
 from structattn.ops.call import Call
+from structattn.ops.piece import Piece, Terms
 from structattn.ops.rectangles import Geometry
 from structattn.ops.regroup import Gathered, Regroup, Whole
 from structattn.ops.tiles import Sequence, Tiled
@@ -25,8 +26,6 @@ _TILE = 32
 # Scores at once: per thread what a core's second cache holds twice; on other devices enough to hide the launches.
 _SCORES_PER_THREAD = 2**17
 _SCORES_ON_DEVICE = 2**24
-# In units of log 2. Sums of 2^60 times any length and value, and 2^-60 times any value, are far from the ends of float32.
-_SAFE_BOUND = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ class _Group:
 
     queries: Regroup
     keys: Regroup
-    pieces: Callable[[], Iterator[sweep.Piece]]
+    pieces: Callable[[], Iterator[Piece]]
     seed: int
 
 
@@ -127,8 +126,8 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
     )
 
 
-def _terms(call: Call, group: _Group, device: torch.device) -> sweep.Terms:
-    return sweep.Terms(
+def _terms(call: Call, group: _Group, device: torch.device) -> Terms:
+    return Terms(
         layout=call.layout, scale=call.scale, dropout_p=call.dropout_p, seed=group.seed, budget=_budget(device)
     )
 
@@ -164,7 +163,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     for group in _groups(q, k, call):
         terms = _terms(call, group, q.device)
         queries, keys, values = group.queries.get(q, repeats), group.keys.get(k, 1), group.keys.get(v, 1)
-        is_safe = bias is None and terms.bound(queries, keys) <= _SAFE_BOUND  # not if it is NaN
+        is_safe = bias is None and terms.are_small(queries, keys)
         offset = None if is_safe else sweep.row_maxima(group.pieces(), queries, keys, bias, terms)
         rows_out, rows_lse = sweep.forward(group.pieces(), queries, keys, values, bias, offset, terms)
         out = group.queries.put(out, rows_out, repeats)
@@ -196,7 +195,9 @@ def backward(
     """
     dtype, repeats, kind = _compute_dtype(q), q.shape[1] // k.shape[1], q.dtype
     q, k, v, grad_out = (x.to(dtype) for x in (q, k, v, grad_out))
-    delta = (grad_out * out).sum(-1, keepdim=True)
+    # A head at a time, so that the product never takes as much memory as the output.
+    pairs = zip(grad_out.flatten(0, 1), out.flatten(0, 1), strict=True)
+    delta = torch.stack([(a * b).sum(-1, keepdim=True) for a, b in pairs]).view(*out.shape[:3], 1)
     if grad_lse is not None:
         delta -= grad_lse[..., None]
     bias = _bias(call, dtype)

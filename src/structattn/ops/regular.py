@@ -15,7 +15,7 @@ _MaskKey = tuple[int, int, int, int, int]
 
 @dataclass(kw_only=True)
 class RegularPiece:
-    """A rectangle for N sequences of one geometry; see ``sweep.Piece``.
+    """A rectangle for N sequences of one geometry; see ``piece.Piece``.
 
     Attributes:
         geometry, rectangle: which pairs.
@@ -47,36 +47,36 @@ class RegularPiece:
         return self.num_sequences * rows.count, rows.length * self.repeats, cols.length
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         return self.rectangle.rows.take(x, self.geometry.first_query, self.repeats)
 
     def cols_of(self, x: Tensor) -> Tensor:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         return self.rectangle.cols.take(x, 0, 1)
 
     def open_rows(self, x: Tensor) -> Tensor:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         return self.rows_of(x)
 
     def close_rows(self, x: Tensor, opened: Tensor) -> None:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         _bring_back(self.rectangle.rows.strided(x, self.geometry.first_query, self.repeats), opened)
 
     def open_cols(self, x: Tensor) -> Tensor:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         return self.cols_of(x)
 
     def close_cols(self, x: Tensor, opened: Tensor) -> None:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         _bring_back(self.rectangle.cols.strided(x, 0, 1), opened)
 
     def max_rows(self, x: Tensor, value: Tensor) -> None:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         there = self.rectangle.rows.strided(x, self.geometry.first_query, self.repeats)
         torch.maximum(there, value.view(there.shape), out=there)
 
     def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         # Rows of one position stand together: the positions that a slice of rows touches.
         places = slice(rows.start // self.repeats, -(-rows.stop // self.repeats))
         hidden: Tensor | bool | None = self.geometry.hides(self.rectangle, places, cols)

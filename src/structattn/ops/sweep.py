@@ -16,122 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from structattn.layout import LevelLayout
-
-LOG2_E = math.log2(math.e)
-
-
-class Piece(Protocol):
-    """Some rows against some columns of the score matrix, in a batch, whose pairs all share ``level`` levels."""
-
-    @property
-    def level(self) -> int:
-        """The number of shared levels of its pairs."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Batch, rows and columns."""
-        ...
-
-    @property
-    def number(self) -> int:
-        """Tells it from the other pieces of a pass, for the random numbers of dropout."""
-        ...
-
-    def rows_of(self, x: Tensor) -> Tensor:
-        """Its rows of a query-side tensor (..., d), shaped as the geometry has it: (batch, rows, d), at best a view."""
-        ...
-
-    def cols_of(self, x: Tensor) -> Tensor:
-        """Its columns of a key-side tensor (..., d): (batch, columns, d), at best a view."""
-        ...
-
-    def open_rows(self, x: Tensor) -> Tensor:
-        """(batch, rows, d) to add into what ``rows_of`` reads: a view, or a buffer that ``close_rows`` brings back."""
-        ...
-
-    def close_rows(self, x: Tensor, opened: Tensor) -> None:
-        """Ends what ``open_rows`` began."""
-        ...
-
-    def open_cols(self, x: Tensor) -> Tensor:
-        """As ``open_rows``, of what ``cols_of`` reads."""
-        ...
-
-    def close_cols(self, x: Tensor, opened: Tensor) -> None:
-        """Ends what ``open_cols`` began."""
-        ...
-
-    def max_rows(self, x: Tensor, value: Tensor) -> None:
-        """Takes the larger of (batch, rows, d) and what is there, where ``rows_of`` read."""
-        ...
-
-    def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
-        """What is hidden of a part: all (``True``), nothing (``False``), or a bool mask that broadcasts to it."""
-        ...
-
-    def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
-        """The additive bias of a part, shaped as the part."""
-        ...
-
-    def add_bias(self, bias: Tensor, batch: slice, rows: slice, cols: slice, value: Tensor) -> None:
-        """Adds a part where ``bias_of`` read."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """What a pass needs of a call besides the tensors.
-
-    Attributes:
-        layout: its ranks, scaling and value ranks are used here; its blocks by the geometry.
-        scale: replaces the layout's scaling.
-        dropout_p: probability of dropping a weight.
-        seed: of the random numbers of dropout.
-        budget: scores that are held at once.
-    """
-
-    layout: LevelLayout
-    scale: float | None
-    dropout_p: float
-    seed: int
-    budget: int
-
-    def rank(self, level: int) -> int:
-        """R, the dimensions of a score."""
-        return sum(self.layout.ranks[:level])
-
-    def value_rank(self, level: int, value_dim: int) -> int:
-        """The dimensions of the value that a pair contributes to."""
-        return value_dim if self.layout.value_ranks is None else sum(self.layout.value_ranks[:level])
-
-    def factor(self, level: int, like: Tensor) -> Tensor:
-        """(R,): times a query, it gives scores in natural units."""
-        per_level, per_count = self.layout.score_factors(self.scale)
-        values = [
-            per_count[level - 1] * factor
-            for factor, rank in zip(per_level[:level], self.layout.ranks[:level], strict=True)
-            for _ in range(rank)
-        ]
-        return torch.tensor(values, dtype=like.dtype, device=like.device)
-
-    def bound(self, q: Tensor, k: Tensor) -> float:
-        r"""An upper bound of every \|score\|, in units of log 2, by Cauchy and Schwarz; NaN if an input is not finite."""
-        per_level, per_count = self.layout.score_factors(self.scale)
-        counts = torch.tensor(per_count, dtype=q.dtype, device=q.device).abs()
-        largest = []
-        for x, factors in ((q, per_level), (k, (1.0,) * len(per_level))):
-            prefixes = x.new_zeros((x.shape[-1], len(factors)))  # of each number of levels, weighted
-            for level, (part, factor) in enumerate(zip(self.layout.slices, factors, strict=True)):
-                prefixes[part, level:] = factor**2
-            largest.append((x.square() @ prefixes).flatten(0, -2).amax(0))
-        return float(((largest[0] * largest[1]).sqrt() * counts).max()) * LOG2_E
+from structattn.ops.piece import LOG2_E, Piece, Terms
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -240,22 +129,23 @@ def row_maxima(pieces: Iterable[Piece], q: Tensor, k: Tensor, bias: Tensor | Non
     scratch = _Scratch(q)
     for piece in pieces:
         rank = terms.rank(piece.level)
-        query = piece.rows_of(q[..., :rank]) * (terms.factor(piece.level, q) * LOG2_E)
-        key = piece.cols_of(k[..., :rank])
+        factor = terms.factor(piece.level, q) * LOG2_E
+        query, key = piece.rows_of(q[..., :rank]), piece.cols_of(k[..., :rank])
         found = piece.rows_of(best).clone()
         for grid in _grid(piece, terms.budget):
             for line in grid:
+                batch, rows = line[0].batch, line[0].rows
+                here, best_here = query[batch, rows] * factor, found[batch, rows]
                 for part in line:
-                    hidden = piece.hides(part.batch, part.rows, part.cols)
+                    hidden = piece.hides(batch, rows, part.cols)
                     if hidden is True:
                         continue
-                    scores = scratch(*(s.stop - s.start for s in (part.batch, part.rows, part.cols)))
-                    torch.bmm(query[part.batch, part.rows], key[part.batch, part.cols].mT, out=scores)
+                    scores = scratch(here.shape[0], here.shape[1], part.cols.stop - part.cols.start)
+                    torch.bmm(here, key[batch, part.cols].mT, out=scores)
                     if bias is not None:
-                        scores.add_(piece.bias_of(bias, part.batch, part.rows, part.cols), alpha=LOG2_E)
+                        scores.add_(piece.bias_of(bias, batch, rows, part.cols), alpha=LOG2_E)
                     _hide(scores, hidden)
-                    here = found[part.batch, part.rows]
-                    torch.maximum(here, scores.amax(-1, keepdim=True), out=here)
+                    torch.maximum(best_here, scores.amax(-1, keepdim=True), out=best_here)
         piece.max_rows(best, found)
     return best.masked_fill_(best == -torch.inf, 0.0)
 
@@ -271,7 +161,7 @@ def forward(
         k, v: (..., D) and (..., V).
         bias: what the pieces take their bias from.
         offset: (..., 1) about the largest score of each row, in units of log 2; ``None`` is 0 and right where every
-            score is small (``Terms.bound``).
+            score is small (``Terms.are_small``).
         terms: the rest of the call.
 
     Returns:
@@ -283,19 +173,21 @@ def forward(
     scratch, dropout = _Scratch(q), _Dropout(terms, q.device)
     for piece in pieces:
         rank, value_rank = terms.rank(piece.level), terms.value_rank(piece.level, v.shape[-1])
-        query = piece.rows_of(q[..., :rank]) * (terms.factor(piece.level, q) * LOG2_E)
-        key, value = _dense_rows(piece.cols_of(k[..., :rank])), _dense_rows(piece.cols_of(v[..., :value_rank]))
-        if offset is not None:
-            query, _ = _with_column(query, -piece.rows_of(offset)[..., 0])
-            key, _ = _with_column(key, 1.0)
+        factor = terms.factor(piece.level, q) * LOG2_E
+        query, shift = piece.rows_of(q[..., :rank]), None if offset is None else piece.rows_of(offset)[..., 0]
+        key, value = piece.cols_of(k[..., :rank]), piece.cols_of(v[..., :value_rank])
         sums, totals = piece.open_rows(out[..., :value_rank]), piece.open_rows(total)
         for grid in _grid(piece, terms.budget):
             batch = grid[0][0].batch
-            keys = [key[batch, part.cols].mT for part in grid[0]]
-            values = [value[batch, part.cols] for part in grid[0]]
+            dense_key = _dense_rows(key[batch]) if shift is None else _with_column(key[batch], 1.0)[0]
+            dense_value = _dense_rows(value[batch])
+            keys = [dense_key[:, part.cols].mT for part in grid[0]]
+            values = [dense_value[:, part.cols] for part in grid[0]]
             for line in grid:
                 rows = line[0].rows
-                here, row_total, done = query[batch, rows], totals[batch, rows], None
+                here, row_total, done = query[batch, rows] * factor, totals[batch, rows], None
+                if shift is not None:
+                    here, _ = _with_column(here, -shift[batch, rows])
                 for part, some_keys, some_values in zip(line, keys, values, strict=True):
                     hidden = piece.hides(batch, rows, part.cols)
                     if hidden is True:
@@ -356,20 +248,19 @@ def backward(
     for piece in pieces:
         rank, value_rank = terms.rank(piece.level), terms.value_rank(piece.level, v.shape[-1])
         factor = terms.factor(piece.level, q)
-        scaled = piece.rows_of(q[..., :rank]) * (factor * LOG2_E)
-        query_1, query = _with_column(scaled, -piece.rows_of(offset)[..., 0])
-        plain_key = piece.cols_of(k[..., :rank])
-        key_1, _ = _with_column(plain_key, 1.0)
-        scaled_key = plain_key * factor
-        value_1, value = _with_column(piece.cols_of(v[..., :value_rank]), 1.0)
-        outward_1, outward = _with_column(
-            piece.rows_of(grad_out[..., :value_rank]), -piece.rows_of(delta[..., None])[..., 0]
-        )
+        all_query, all_key = piece.rows_of(q[..., :rank]), piece.cols_of(k[..., :rank])
+        all_value, all_outward = piece.cols_of(v[..., :value_rank]), piece.rows_of(grad_out[..., :value_rank])
+        shift, drop = -piece.rows_of(offset)[..., 0], -piece.rows_of(delta[..., None])[..., 0]
         row_grad = piece.open_rows(grad_q[..., :rank])
         key_grad, value_grad = piece.open_cols(grad_k[..., :rank]), piece.open_cols(grad_v[..., :value_rank])
         for grid in _grid(piece, terms.budget):
+            batch = grid[0][0].batch
+            query_1, query = _with_column(all_query[batch] * (factor * LOG2_E), shift[batch])
+            key_1, key = _with_column(all_key[batch], 1.0)
+            value_1, value = _with_column(all_value[batch], 1.0)
+            outward_1, outward = _with_column(all_outward[batch], drop[batch])
             for line in zip(*grid, strict=True):  # the parts of one stretch of columns
-                batch, cols = line[0].batch, line[0].cols
+                cols = line[0].cols
                 key_done: Tensor | None = None
                 value_done: Tensor | None = None
                 for part in line:
@@ -379,24 +270,24 @@ def backward(
                         continue
                     shape = tuple(s.stop - s.start for s in (batch, rows, cols))
                     weight, change = weights(*shape), others(*shape)
-                    torch.bmm(query_1[batch, rows], key_1[batch, cols].mT, out=weight)
+                    torch.bmm(query_1[:, rows], key_1[:, cols].mT, out=weight)
                     if bias is not None:
                         weight.add_(piece.bias_of(bias, batch, rows, cols), alpha=LOG2_E)
                     _hide(weight, hidden)
                     weight.exp2_()
                     keep = dropout.keep(weight, part.number)
                     dropped = weight if keep is None else weight * keep
-                    value_done = _product(dropped.mT, outward[batch, rows], value_done)
+                    value_done = _product(dropped.mT, outward[:, rows], value_done)
                     if keep is None:
-                        torch.bmm(outward_1[batch, rows], value_1[batch, cols].mT, out=change)
+                        torch.bmm(outward_1[:, rows], value_1[:, cols].mT, out=change)
                     else:
-                        torch.bmm(outward[batch, rows], value[batch, cols].mT, out=change)
-                        change.mul_(keep).add_(outward_1[batch, rows, -1:])
+                        torch.bmm(outward[:, rows], value[:, cols].mT, out=change)
+                        change.mul_(keep).add_(outward_1[:, rows, -1:])
                     change.mul_(weight)
                     if grad_bias is not None:
                         piece.add_bias(grad_bias, batch, rows, cols, change)
-                    row_grad[batch, rows].add_(_product(change, scaled_key[batch, cols], None))
-                    key_done = _product(change.mT, query[batch, rows], key_done)
+                    row_grad[batch, rows].add_(_product(change, key[:, cols], None).mul_(factor))
+                    key_done = _product(change.mT, query[:, rows], key_done)
                 if key_done is not None and value_done is not None:
                     key_grad[batch, cols].add_(key_done)
                     value_grad[batch, cols].add_(value_done)

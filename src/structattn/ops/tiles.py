@@ -177,11 +177,11 @@ class Tiled:
 
 @dataclass(frozen=True)
 class TilePiece:
-    """Pairs of tiles with one number of shared levels; see ``sweep.Piece``. Tensors are (tiles, G, C * repeats, d).
+    """Pairs of tiles with one number of shared levels; see ``piece.Piece``. Tensors are (tiles, G, C * repeats, d).
 
     Attributes:
         tiled: all tiles.
-        level, number: see ``sweep.Piece``.
+        level, number: see ``piece.Piece``.
         pairs: (2, n), the tiles of queries and of keys.
         is_masked: whether some pairs of positions do not count.
     """
@@ -200,36 +200,36 @@ class TilePiece:
         return self.pairs.shape[1] * tiled.num_groups, rows, cols
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         return x.index_select(0, self.pairs[0]).flatten(0, 1)
 
     def cols_of(self, x: Tensor) -> Tensor:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         return x.index_select(0, self.pairs[1]).flatten(0, 1)
 
     def open_rows(self, x: Tensor) -> Tensor:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         return x.new_zeros((self.shape[0], *x.shape[2:]))
 
     def close_rows(self, x: Tensor, opened: Tensor) -> None:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         x.index_add_(0, self.pairs[0], opened.unflatten(0, (-1, x.shape[1])))
 
     def open_cols(self, x: Tensor) -> Tensor:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         return x.new_zeros((self.shape[0], *x.shape[2:]))
 
     def close_cols(self, x: Tensor, opened: Tensor) -> None:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         x.index_add_(0, self.pairs[1], opened.unflatten(0, (-1, x.shape[1])))
 
     def max_rows(self, x: Tensor, value: Tensor) -> None:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         value = value.unflatten(0, (-1, x.shape[1]))
         x.scatter_reduce_(0, self.pairs[0][:, None, None, None].expand_as(value), value, "amax")
 
     def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         return self._hidden[batch, rows, cols] if self.is_masked else False
 
     @cached_property
@@ -265,14 +265,16 @@ class TilePiece:
         )
         steps = (stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True))
         terms = [place * step for place, step in zip(places, steps, strict=True)]
-        index = (terms[0] + terms[1] + terms[2] + terms[3]).expand(i.shape[0], heads.shape[0], rows.shape[1], cols.shape[1])
+        index = (terms[0] + terms[1] + terms[2] + terms[3]).expand(
+            i.shape[0], heads.shape[0], rows.shape[1], cols.shape[1]
+        )
         return self._to_rows(index.unflatten(1, (tiled.num_groups, tiled.repeats)))
 
     def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
-        """See ``sweep.Piece``; the bias is contiguous, its 4 dimensions 1 or those of (B, H, T, S)."""
+        """See ``piece.Piece``; the bias is contiguous, its 4 dimensions 1 or those of (B, H, T, S)."""
         return bias.view(-1)[self._bias_index(bias)[batch, rows, cols]]
 
     def add_bias(self, bias: Tensor, batch: slice, rows: slice, cols: slice, value: Tensor) -> None:
-        """See ``sweep.Piece``."""
+        """See ``piece.Piece``."""
         index = self._bias_index(bias)[batch, rows, cols]
         bias.view(-1).index_add_(0, index.flatten(), value.flatten())

@@ -1,0 +1,372 @@
+"""The Triton kernels against the definition, and their compilation without a GPU.
+
+The kernels run on a GPU where there is one. Triton's interpreter needs its variable before anything imports triton, which
+importing structattn does; so one test runs this file again, in a process that has the variable from its start.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from structattn.layout import LevelLayout
+from structattn.ops import reference
+from structattn.ops.call import Call
+from structattn.testing.tolerances import FORWARD, GRADIENT, relative_error
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+tl = pytest.importorskip("triton.language", reason="triton is not installed")
+
+from structattn.ops import triton_attention  # noqa: E402
+from structattn.ops.triton_config import INTERPRETED, Config  # noqa: E402
+from structattn.ops.triton_plan import Tiles, make_plan  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+BROKEN = "this Triton's interpreter cannot run a loop"
+
+
+@triton.jit
+def _loop_kernel(out, stop):
+    for start in range(0, stop, 16):
+        tl.store(out + start + tl.arange(0, 16), 1.0)
+
+
+def _why_skip() -> str | None:
+    """Why no kernel can run here: what is asked of Triton is a loop up to a number known at run time."""
+    if DEVICE == "cuda":
+        return None if torch.cuda.is_available() else "no GPU: test_in_the_interpreter runs this in its own process"
+    out = torch.zeros(32)
+    try:
+        _loop_kernel[(1,)](out, 32)
+    except Exception as error:
+        return f"{BROKEN}: {error}"
+    return None
+
+
+def _call(layout: LevelLayout, **options: object) -> Call:
+    defaults: dict[str, object] = {"is_causal": True, "dropout_p": 0.0}
+    defaults |= dict.fromkeys(("scale", "window", "attn_bias", "cu_seqlens", "left_padding"))
+    return Call(layout=layout, **(defaults | options))  # type: ignore[arg-type]
+
+
+REASON = _why_skip()
+runs = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+def _config(own: int = 16, walk: int = 16, **options: object) -> Config:
+    tiles = Tiles(own=own, walk=walk)
+    return Config(forward=tiles, grad_queries=tiles, grad_keys=tiles, decode=Tiles(own=16, walk=walk), **options)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    layout: LevelLayout
+    lengths: tuple[int, int] = (50, 50)  # queries, keys
+    heads: tuple[int, int] = (1, 1)  # queries, keys
+    batch: int = 1
+    value_dim: int = 16
+    is_causal: bool = True
+    window: int | None = None
+    scale: float | None = None
+    ends: tuple[int, ...] | None = None
+    dtype: torch.dtype = torch.float32
+    config: Config | None = None
+    transposed: bool = False
+    surrounded: bool = False  # by NaN in memory, which must not be read
+
+    @property
+    def call(self) -> Call:
+        cu_seqlens = None if self.ends is None else torch.tensor((0, *self.ends), dtype=torch.int32, device=DEVICE)
+        return _call(self.layout, is_causal=self.is_causal, window=self.window, scale=self.scale, cu_seqlens=cu_seqlens)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        torch.manual_seed(0)
+        (queries, keys), (heads, groups), dim = self.lengths, self.heads, self.layout.head_dim
+        value_dim = sum(self.layout.value_ranks or (self.value_dim,))
+        return (
+            self._random(heads, queries, dim),
+            self._random(groups, keys, dim),
+            self._random(groups, keys, value_dim),
+        )
+
+    def _random(self, heads: int, length: int, dim: int) -> Tensor:
+        if self.surrounded:
+            memory = torch.full((self.batch, heads, length + 64, dim + 40), torch.nan, dtype=self.dtype, device=DEVICE)
+            memory[:, :, 32 : 32 + length, 24 : 24 + dim] = torch.randn(self.batch, heads, length, dim)
+            return memory[:, :, 32 : 32 + length, 24 : 24 + dim]
+        if self.transposed:
+            return torch.randn(self.batch, length, heads, dim).to(self.dtype).to(DEVICE).transpose(1, 2)
+        return torch.randn(self.batch, heads, length, dim).to(self.dtype).to(DEVICE)
+
+
+def _expected(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    return reference.attention(
+        q,
+        k,
+        v,
+        call.layout,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        window=call.window,
+        attn_bias=None,
+        dropout_p=0.0,
+        cu_seqlens=call.cu_seqlens,
+        left_padding=None,
+    )
+
+
+def _check(case: Case, *, with_grad_lse: bool = True) -> None:
+    """Output, log-sum-exp and the three gradients against the definition in float64."""
+    q, k, v = case.tensors()
+    call = case.call
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    expected_out, expected_lse = _expected(*exact, call)
+    out, lse = triton_attention.forward(q, k, v, call, case.config)
+    assert (out.dtype, lse.dtype) == (case.dtype, torch.float32)
+    empty = expected_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    assert not out[empty].any()
+    seen = expected_lse.masked_fill(empty, 0.0)
+    assert relative_error(out, expected_out) <= FORWARD[case.dtype]
+    assert relative_error(lse.masked_fill(empty, 0.0), seen) <= FORWARD[case.dtype]
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    loss = (expected_out * grad_out.double()).sum()
+    if with_grad_lse:
+        loss = loss + (seen * grad_lse.double()).sum()
+    expected = torch.autograd.grad(loss, exact)
+    grads = triton_attention.backward(
+        grad_out, grad_lse if with_grad_lse else None, q, k, v, out, lse, call, case.config
+    )
+    for name, actual, right in zip("qkv", grads, expected, strict=True):
+        assert actual.dtype == case.dtype
+        assert relative_error(actual, right) <= GRADIENT[case.dtype], f"gradient of {name}"
+
+
+HALVING = LevelLayout((8, 8, 8, 8), (64, 32, 16, 8))
+FREE = LevelLayout((5, 17, 10), (36, 12, 3), scaling="paper")
+WIDE = LevelLayout((16, 20, 12), (128, 64, 32), scaling="mup")  # every block is larger than a tile
+EQUAL = LevelLayout((8, 12, 4, 8), (64, 16, 16, 4), scaling="paper_sum")
+VALUES = LevelLayout((16, 20, 8), (64, 32, 4), scaling="paper", value_ranks=(17, 11, 3))
+
+CASES = {
+    "halving": Case(layout=HALVING, lengths=(41, 41), batch=2),
+    "halving, not causal": Case(layout=HALVING, is_causal=False, value_dim=24),
+    "free sizes": Case(layout=FREE, lengths=(47, 47), value_dim=20),
+    "free sizes, not causal": Case(layout=FREE, lengths=(47, 47), is_causal=False),
+    "large blocks": Case(layout=WIDE, lengths=(130, 130)),
+    "large blocks, not causal": Case(layout=WIDE, lengths=(83, 83), is_causal=False),
+    "large blocks that are no whole tiles": Case(layout=LevelLayout((16, 16, 16), (132, 44, 22)), lengths=(97, 97)),
+    "the same, not causal": Case(layout=LevelLayout((16, 16, 16), (132, 44, 22)), lengths=(71, 71), is_causal=False),
+    "equal sizes": Case(layout=EQUAL, lengths=(41, 41)),
+    "wide tiles": Case(layout=WIDE, lengths=(90, 90), config=_config(64, 32)),
+    "tiles that walk in larger steps": Case(layout=HALVING, config=_config(16, 32), is_causal=False),
+    "window": Case(layout=HALVING, window=9),
+    "window, not causal": Case(layout=WIDE, lengths=(70, 70), window=20, is_causal=False),
+    "window of one": Case(layout=FREE, lengths=(19, 19), window=1, value_dim=5),
+    "huge window": Case(layout=HALVING, lengths=(20, 20), window=10**12),
+    "grouped heads": Case(layout=WIDE, lengths=(23, 23), heads=(6, 2), transposed=True),
+    "fewer queries": Case(layout=HALVING, lengths=(19, 61)),
+    "fewer queries, not causal, window": Case(layout=FREE, lengths=(19, 61), is_causal=False, window=13),
+    "more queries": Case(layout=HALVING, lengths=(61, 23)),
+    "more queries, not causal": Case(layout=FREE, lengths=(61, 23), is_causal=False),
+    "more queries, not causal, one level": Case(layout=LevelLayout((7,), (8,)), lengths=(40, 5), is_causal=False),
+    "one query, one key": Case(layout=HALVING, lengths=(1, 1), value_dim=1),
+    "beyond the context": Case(layout=LevelLayout((16, 16), (32, 16)), lengths=(71, 71)),
+    "one level": Case(layout=LevelLayout((24,), (64,)), lengths=(53, 53), heads=(2, 2)),
+    "a number as scale": Case(layout=FREE, lengths=(37, 37), scale=0.3),
+    "packed": Case(layout=HALVING, lengths=(60, 60), ends=(3, 40, 60)),
+    "packed, not causal": Case(layout=WIDE, lengths=(80, 80), ends=(1, 50, 80), is_causal=False),
+    "packed, free sizes, window": Case(layout=FREE, lengths=(53, 53), ends=(17, 53), window=11),
+    "values": Case(layout=VALUES, lengths=(70, 70)),
+    "values, not causal": Case(layout=VALUES, lengths=(53, 53), is_causal=False, heads=(2, 1)),
+    "values, large blocks": Case(layout=replace(WIDE, value_ranks=(3, 20, 9)), lengths=(90, 90), is_causal=False),
+    "surrounded by NaN": Case(layout=VALUES, lengths=(37, 45), surrounded=True),
+    "surrounded by NaN, not causal": Case(layout=FREE, lengths=(37, 37), surrounded=True, is_causal=False),
+    "float16": Case(layout=HALVING, dtype=torch.float16, heads=(2, 1)),
+    "float16, free sizes": Case(layout=FREE, lengths=(47, 47), dtype=torch.float16, is_causal=False),
+    "float16, values": Case(layout=VALUES, lengths=(37, 37), dtype=torch.float16),
+}
+
+if not INTERPRETED:  # the interpreter computes bfloat16 wrongly
+    CASES["bfloat16"] = Case(layout=WIDE, lengths=(150, 150), heads=(2, 1), dtype=torch.bfloat16)
+    CASES["bfloat16, values"] = Case(layout=VALUES, lengths=(70, 70), dtype=torch.bfloat16, is_causal=False)
+
+
+@runs
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_definition(name: str) -> None:
+    _check(CASES[name])
+
+
+DECODING = {
+    "one query": Case(layout=HALVING, lengths=(1, 90), heads=(6, 2), batch=2),
+    "queries on both sides of a border": Case(layout=WIDE, lengths=(5, 66), heads=(2, 1)),
+    "window": Case(layout=FREE, lengths=(3, 80), window=20),
+    "not causal, values": Case(layout=VALUES, lengths=(4, 75), is_causal=False, heads=(4, 1)),
+    "float16": Case(layout=EQUAL, lengths=(2, 70), dtype=torch.float16),
+}
+
+
+@runs
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("name", DECODING)
+def test_decoding_agrees_with_the_definition(name: str, splits: int) -> None:
+    case = DECODING[name]
+    q, k, v = case.tensors()
+    out, lse = triton_attention.forward(q, k, v, case.call, _config(num_splits=splits, decode_keys=1))
+    expected_out, expected_lse = _expected(q.double(), k.double(), v.double(), case.call)
+    assert out.dtype == case.dtype
+    assert relative_error(out, expected_out) <= FORWARD[case.dtype]
+    assert relative_error(lse, expected_lse) <= FORWARD[case.dtype]
+
+
+@runs
+def test_the_gradient_of_the_log_sum_exp_is_optional() -> None:
+    _check(Case(layout=HALVING, lengths=(20, 20)), with_grad_lse=False)
+
+
+@runs
+@pytest.mark.parametrize("layout", [HALVING, FREE, VALUES], ids=["halving", "free", "values"])
+def test_packed_sequences_are_those_computed_alone(layout: LevelLayout) -> None:
+    case = Case(layout=layout, lengths=(45, 45), ends=(7, 38, 45))
+    q, k, v = case.tensors()
+    out, lse = triton_attention.forward(q, k, v, case.call)
+    for start, end in ((0, 7), (7, 38), (38, 45)):
+        alone, alone_lse = triton_attention.forward(*(x[:, :, start:end] for x in (q, k, v)), _call(layout))
+        torch.testing.assert_close(out[:, :, start:end], alone)
+        torch.testing.assert_close(lse[:, :, start:end], alone_lse)
+
+
+@runs
+def test_large_negative_scores_do_not_overflow() -> None:
+    """The weight of a key beyond the end of a range must not become inf * 0."""
+    q, k, v = Case(layout=FREE, lengths=(23, 23)).tensors()
+    k = -40 * q + k
+    call = _call(FREE, is_causal=False)
+    out, lse = triton_attention.forward(q, k, v, call)
+    grads = triton_attention.backward(torch.ones_like(out), None, q, k, v, out, lse, call)
+    assert all(bool(x.isfinite().all()) for x in (out, lse, *grads))
+
+
+def test_says_what_it_lacks() -> None:
+    def reason(layout: LevelLayout = HALVING, **options: object) -> str | None:
+        defaults = {
+            "device": torch.device(DEVICE),
+            "dtype": torch.float32,
+            "head_dim": 32,
+            "value_dim": 16,
+            "has_bias": False,
+            "dropout_p": 0.0,
+            "has_left_padding": False,
+            "num_queries": 8,
+            "num_keys": 8,
+        }
+        return triton_attention.why_not(layout, **(defaults | options))  # type: ignore[arg-type]
+
+    assert "CUDA" in str(reason(device=torch.device("meta")))
+    if REASON is not None:
+        return
+    assert reason() is None
+    assert "attn_bias" in str(reason(has_bias=True))
+    assert "dropout" in str(reason(dropout_p=0.1))
+    assert "left_padding" in str(reason(has_left_padding=True))
+    assert "float64" in str(reason(dtype=torch.float64))
+    assert "512" in str(reason(head_dim=512))
+    assert "boundaries" in str(reason(LevelLayout.from_boundaries((16, 16), ((0,), (0, 3)))))
+
+
+@pytest.mark.parametrize("tiles", [Tiles(own=16, walk=16), Tiles(own=64, walk=32)], ids=str)
+@pytest.mark.parametrize("layout", [HALVING, FREE, WIDE, EQUAL, VALUES], ids=str)
+def test_pieces_cover_each_dimension_once(layout: LevelLayout, tiles: Tiles) -> None:
+    _, _, ends, value_ends, _, keys, values, *_ = make_plan(layout, None, 20, tiles).constants
+    for pieces, dim in ((keys, ends[-1]), (values, value_ends[-1])):
+        stored = [column for start, width, stop, _, _ in pieces for column in range(start, min(start + width, stop))]
+        assert stored == list(range(dim))
+
+
+COMPILE = """
+import itertools, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from structattn.layout import LevelLayout
+from structattn.ops import triton_attention as host
+from structattn.ops.call import Call
+from structattn.ops.triton_config import default_config
+from structattn.ops.triton_backward import gradient_kernel
+from structattn.ops.triton_decode import decode_kernel
+from structattn.ops.triton_forward import forward_kernel
+from structattn.ops.triton_plan import make_plan
+
+def shared(kernel, tiles, pointers, constants):
+    signature, attributes = {}, {}
+    for n, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
+        if signature[name][0] == "*" or name.endswith(("_batch", "_head", "_row")):
+            attributes[(n,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
+
+def check(layout, value_dim, dtype, name, is_causal, packed):
+    config = default_config(layout, dtype, value_dim)
+    call = Call(
+        layout=layout, is_causal=is_causal, scale=None, window=None, attn_bias=None, dropout_p=0.0, left_padding=None,
+        cu_seqlens=torch.tensor([0, 1]) if packed else None,
+    )
+    x, y = "*" + name, "*fp32"
+    maps = {"cu_seqlens": "*i32", "tile_map": "*i32"}
+    absent = {} if packed else {"cu_seqlens": None, "tile_map": None}
+    def constants(tiles, **more):
+        plan = make_plan(layout, None, value_dim, tiles)
+        return host._constants(plan, call) | {"OWN": tiles.own, "WALK": tiles.walk} | absent | more
+    forward = {n: x for n in ("q", "k", "v", "out")} | {"lse": y} | maps
+    yield shared(forward_kernel, config.forward, forward, constants(config.forward))
+    names = ("own_key", "own_value", "walk_key", "walk_value", "grad_key", "grad_value")
+    gradient = {n: x for n in names} | {"base": y, "delta": y} | maps
+    for tiles, own_is_key in ((config.grad_queries, False), (config.grad_keys, True)):
+        yield shared(gradient_kernel, tiles, gradient, constants(tiles, OWN_IS_KEY=own_is_key))
+    tiles = config.decode
+    plan = make_plan(layout, None, value_dim, tiles, layout.num_levels)
+    decode = {"q": x, "k": x, "v": x, "partial": y, "partial_lse": y}
+    fixed = {"PLAN": plan.constants, "OWN": tiles.own, "WALK": tiles.walk, "IS_CAUSAL": is_causal, "HAS_WINDOW": False}
+    yield shared(decode_kernel, tiles, decode, fixed)
+
+levels = LevelLayout.halving((8,) * 4, 512)
+sliced = LevelLayout.halving((64, 32, 32), 4096, value_ranks=(64, 32, 32))
+print(max(itertools.chain(
+    check(levels, 64, torch.bfloat16, "bf16", True, True),
+    check(sliced, 128, torch.float16, "fp16", False, False),
+)))
+"""
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "--tb=short"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    if BROKEN in done.stdout:
+        pytest.skip(BROKEN)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_compiles_for_a_gpu_within_the_shared_memory_of_small_ones() -> None:
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    if not ptxas.exists():
+        pytest.skip("this Triton carries no ptxas")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert 0 < int(done.stdout) <= 99 * 1024

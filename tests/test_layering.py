@@ -81,4 +81,4 @@ def test_reference_imports_only_torch_and_the_layout() -> None:
             names.add(node.module)
         elif isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
-    assert names == {"__future__", "torch", "torch.nn.functional", "structattn.layout"}
+    assert names == {"__future__", "dataclasses", "torch", "torch.nn.functional", "structattn.layout"}

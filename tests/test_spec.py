@@ -21,6 +21,8 @@ from structattn.spec import FORMS, Halving
         "bilinear-mlr:16|8,scaling=mup,divide_by_levels=true",
         "mlr:32|16|8|8",
         "mlr:32|32@512|64,scaling=paper",
+        "mlr:32|32@512|64,values=16|8",
+        "mlr:32|16|16,scaling=mup,values=8|8|48",
         "window:512",
         "global-window:32|32@512",
         "bilinear-btt:1+mlr:32|16|8|8+window:256",

@@ -27,15 +27,16 @@ class Halving:
 
     Args:
         ranks: dimensions per level, level 1 first.
-        scaling: as ``LevelLayout``.
+        scaling, value_ranks: as ``LevelLayout``.
     """
 
     ranks: tuple[int, ...]
     scaling: Scaling = "variance"
+    value_ranks: tuple[int, ...] | None = None
 
     def resolve(self, context_length: int) -> LevelLayout:
         """``LevelLayout.halving`` for that context length."""
-        return LevelLayout.halving(self.ranks, context_length, self.scaling)
+        return LevelLayout.halving(self.ranks, context_length, self.scaling, self.value_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +90,10 @@ FORMS: dict[str, SpecForm] = {
         if name not in ("btt", "mlr")
     },
     "mlr": SpecForm(
-        "mlr:R|R|...[@B|B|...]",
+        "mlr:R|R|...[@B|B|...][,values=V|V|...]",
         "mlr:32|16|8|8",
-        "MLR attention: near pairs share more levels; ranks sum to the feature dimension, block sizes are halved",
+        "MLR attention: near pairs share more levels; ranks sum to the feature dimension, block sizes are halved; with "
+        "values the value dimensions are shared by level too",
     ),
     "window": SpecForm("window:W", "window:512", "each query sees the last W positions"),
     "global-window": SpecForm(
@@ -138,7 +140,7 @@ def _scoring_options(options: dict[str, str], term: str, allowed: tuple[str, ...
 def _layout_scaling(options: dict[str, str], term: str) -> Scaling:
     unknown = set(options) - {"scaling"}
     if unknown:
-        raise _fail(term, f"unknown option {sorted(unknown)[0]!r}: known: 'scaling'")
+        raise _fail(term, f"unknown option {sorted(unknown)[0]!r}: known: 'scaling', 'values'")
     text = options.get("scaling", "variance")
     for scaling in SCALINGS:
         if scaling == text:
@@ -174,10 +176,11 @@ def _bilinear(family: str) -> Callable[[str, dict[str, str], str], dict[str, Any
 
 def _mlr(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
     ranks, at, blocks = args.partition("@")
-    scaling = _layout_scaling(options, term)
+    values = _ints(options["values"], term) if "values" in options else None
+    scaling = _layout_scaling({name: text for name, text in options.items() if name != "values"}, term)
     if not at:
-        return {"layout": Halving(_ints(ranks, term), scaling)}
-    return {"layout": LevelLayout(_ints(ranks, term), _ints(blocks, term), scaling)}
+        return {"layout": Halving(_ints(ranks, term), scaling, values)}
+    return {"layout": LevelLayout(_ints(ranks, term), _ints(blocks, term), scaling, values)}
 
 
 def _no_options(options: dict[str, str], term: str) -> None:
@@ -286,10 +289,13 @@ def format_spec(spec: AttentionSpec) -> str:
     match spec.layout:
         case GlobalWindowLayout() as both:
             terms.append(f"global-window:{_bars(both.ranks)}@{both.window}")
+        case LevelLayout(boundaries=tuple()):
+            raise ConfigError("a free partition has no text form: keep the LevelLayout")
         case LevelLayout() | Halving() as layout:
             scaling = "" if layout.scaling == "variance" else f",scaling={layout.scaling}"
             blocks = f"@{_bars(layout.block_sizes)}" if isinstance(layout, LevelLayout) else ""
-            terms.append(f"mlr:{_bars(layout.ranks)}{blocks}{scaling}")
+            values = "" if layout.value_ranks is None else f",values={_bars(layout.value_ranks)}"
+            terms.append(f"mlr:{_bars(layout.ranks)}{blocks}{scaling}{values}")
         case None:
             pass
     if spec.window is not None:

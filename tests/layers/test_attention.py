@@ -266,3 +266,15 @@ def test_scripted_use_in_a_module_and_state() -> None:
     x = torch.randn(1, 8, 32, dtype=torch.float64)
     assert torch.equal(first(x), second(x))
     assert isinstance(first, nn.Module)
+
+
+def test_hierarchical_values_by_spec() -> None:
+    attn = sa.Attention.from_spec("mlr:8|4|4,values=2|6|8", embed_dim=32, num_heads=2, context_length=64)
+    plain = sa.Attention.from_spec("mlr:8|4|4", embed_dim=32, num_heads=2, context_length=64)
+    plain.load_state_dict(attn.state_dict())
+    x = torch.randn(1, 64, 32)
+    assert not torch.allclose(attn(x), plain(x))
+    saved = plain.cost(64).value_flops - attn.cost(64).value_flops
+    assert saved == 2 * (plain.layout.value_flops(64, 16) - attn.layout.value_flops(64, 16))
+    with pytest.raises(ConfigError, match=r"expected 16, got 2\|6\|9 = 17"):
+        sa.Attention.from_spec("mlr:8|4|4,values=2|6|9", embed_dim=32, num_heads=2, context_length=64)

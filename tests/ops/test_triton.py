@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import structattn as sa
+from structattn.errors import BackendUnavailableError
 from structattn.layout import LevelLayout
 from structattn.ops import reference
 from structattn.ops.call import Call
@@ -255,6 +257,23 @@ def test_large_negative_scores_do_not_overflow() -> None:
     out, lse = triton_attention.forward(q, k, v, call)
     grads = triton_attention.backward(torch.ones_like(out), None, q, k, v, out, lse, call)
     assert all(bool(x.isfinite().all()) for x in (out, lse, *grads))
+
+
+@runs
+def test_through_the_public_function() -> None:
+    """The same operator as ``blocked``: autograd, and a clear error for what the kernels lack."""
+    case = Case(layout=HALVING, lengths=(40, 40), heads=(2, 1))
+    leaves = [x.requires_grad_() for x in case.tensors()]
+    results = []
+    for backend in ("triton", "reference"):
+        out, lse = sa.structured_attention(*leaves, case.layout, backend=backend, return_lse=True)
+        results.append((out, lse, *torch.autograd.grad((out.square().sum() + lse.sum()), leaves)))
+    for actual, expected in zip(*results, strict=True):
+        assert relative_error(actual, expected) <= GRADIENT[case.dtype]
+    with pytest.raises(
+        BackendUnavailableError, match="'triton' cannot run this call: the Triton kernels have no dropout"
+    ):
+        sa.structured_attention(*leaves, case.layout, backend="triton", dropout_p=0.1)
 
 
 def test_says_what_it_lacks() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, arange, nn
 
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.scoring import HeadShape, LowRank, Scoring
-from structattn.layout import Layout, LevelLayout, visible_pairs
+from structattn.layout import Layout, LevelLayout, visible_pairs, visible_pairs_per_level
 from structattn.ops import Backend, structured_attention
 from structattn.spec import AttentionSpec, parse_spec
 
@@ -111,6 +111,12 @@ class Attention(nn.Module):
             raise ConfigError(_rank_mismatch(layout, feature_dim, scoring))
         if window is not None and not isinstance(layout, LevelLayout | None):
             raise ConfigError("a global-window layout has its own window: leave window at None")
+        value_ranks = layout.value_ranks if isinstance(layout, LevelLayout) else None
+        if value_ranks is not None and sum(value_ranks) != embed_dim // num_heads:
+            raise ConfigError(
+                f"the value_ranks of the layout must sum to the head dimension: expected {embed_dim // num_heads}, got "
+                f"{'|'.join(map(str, value_ranks))} = {sum(value_ranks)}"
+            )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -239,7 +245,8 @@ class Attention(nn.Module):
 
         Args:
             num_queries: T.
-            num_keys: S. Default: T. With T != S, layouts are counted at the S x S rate.
+            num_keys: S. Default: T. A global-window layout with T != S is counted at the S x S rate, a layout with segments
+                per batch row by its first row.
 
         Returns:
             ``AttentionCost``.
@@ -248,12 +255,16 @@ class Attention(nn.Module):
         dim = self.scoring.score_dim(num_queries, num_keys)
         heads, groups, width = self.num_heads, self.num_kv_heads, self.embed_dim
         pairs = visible_pairs(num_queries, num_keys, self.window, self.is_causal)
-        if self.layout is None:
-            per_head = 2 * dim * pairs
-        else:
+        scores, values = 2 * dim * pairs, 2 * self.head_dim * pairs
+        if isinstance(self.layout, LevelLayout):
+            counts = visible_pairs_per_level(self.layout, num_queries, num_keys, self.window, self.is_causal)
+            scores = 2 * sum(rank * n for rank, n in zip(self.layout.ranks, counts, strict=True))
+            if self.layout.value_ranks is not None:
+                values = 2 * sum(rank * n for rank, n in zip(self.layout.value_ranks, counts, strict=True))
+        elif self.layout is not None:
             full = visible_pairs(num_keys, num_keys, None, self.is_causal)
-            per_head = round(self.layout.score_flops(num_keys, self.is_causal) * pairs / full)
-        softmaxes = 1 if isinstance(self.layout, LevelLayout | None) else 2
+            scores = round(self.layout.score_flops(num_keys, self.is_causal) * pairs / full)
+            values *= 2
         key_heads = self.scoring.num_key_heads(num_queries, num_keys)
         keys = dim * num_keys if self.layout is None else self.layout.key_cache_size(num_keys)
         value_projection = 2 * num_keys * width * groups * self.head_dim
@@ -261,8 +272,8 @@ class Attention(nn.Module):
             contraction=self.scoring.order(num_queries, num_keys),
             score_dim=dim,
             projection_flops=self.scoring.projection_flops(num_queries, num_keys),
-            score_flops=heads * per_head,
-            value_flops=value_projection + softmaxes * heads * 2 * pairs * self.head_dim,
+            score_flops=heads * scores,
+            value_flops=value_projection + heads * values,
             output_flops=2 * num_queries * width * width,
             key_cache_numbers=key_heads * keys,
         )

@@ -318,3 +318,15 @@ def test_memory_does_not_grow_with_the_square(layout: str) -> None:
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     # One T x T float32 tensor is 256 MiB; q, k, v and the output are 2 MiB each.
     assert float(result.stdout) < 100
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_autocast_leaves_the_arithmetic_alone(backend) -> None:
+    layout = sa.LevelLayout((4, 4), (64, 16))
+    leaves = tensors(1, 2, 2, 80, 80, 8, 4, torch.float32)
+    expected = sa.structured_attention(*leaves, layout, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = sa.structured_attention(*leaves, layout, backend=backend)
+        grads = torch.autograd.grad(actual.sum(), leaves)
+    assert torch.equal(actual, expected)
+    assert all(torch.equal(a, b) for a, b in zip(grads, torch.autograd.grad(expected.sum(), leaves), strict=True))

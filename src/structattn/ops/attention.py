@@ -72,19 +72,20 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    return reference.attention(
-        q,
-        k,
-        v,
-        call.layout,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        window=call.window,
-        attn_bias=call.attn_bias,
-        dropout_p=call.dropout_p,
-        cu_seqlens=call.cu_seqlens,
-        left_padding=call.left_padding,
-    )
+    with torch.autocast(q.device.type, enabled=False):  # the definition is in float32 at least
+        return reference.attention(
+            q,
+            k,
+            v,
+            call.layout,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            window=call.window,
+            attn_bias=call.attn_bias,
+            dropout_p=call.dropout_p,
+            cu_seqlens=call.cu_seqlens,
+            left_padding=call.left_padding,
+        )
 
 
 def _no_triton() -> str | None:
@@ -258,6 +259,9 @@ def _check_sequences(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, left_paddi
                 ends[0] == 0 and ends[-1] == num_keys and all(a < b for a, b in pairwise(ends)),
                 f"cu_seqlens must rise from 0 to the length {num_keys}, one entry per sequence end, got {ends[:8]}",
             )
+        elif cu_seqlens.is_cuda and not torch.compiler.is_compiling():
+            rises = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_keys) & (cu_seqlens.diff() > 0).all()
+            torch._assert_async(rises, f"cu_seqlens must rise from 0 to the length {num_keys}")  # nothing waits for it
     if left_padding is not None:
         _check_ints("left_padding", left_padding)
         _require(

@@ -26,6 +26,7 @@ _TILE = 32
 # Scores at once: per thread what a core's second cache holds twice; on other devices enough to hide the launches.
 _SCORES_PER_THREAD = 2**17
 _SCORES_ON_DEVICE = 2**24
+_FEW_QUERIES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +164,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     for group in _groups(q, k, call):
         terms = _terms(call, group, q.device)
         queries, keys, values = group.queries.get(q, repeats), group.keys.get(k, 1), group.keys.get(v, 1)
-        is_safe = bias is None and terms.are_small(queries, keys)
+        # For few queries a pass over the scores costs less than one over the keys.
+        is_safe = bias is None and q.shape[2] >= _FEW_QUERIES and terms.are_small(queries, keys)
         offset = None if is_safe else sweep.row_maxima(group.pieces(), queries, keys, bias, terms)
         rows_out, rows_lse = sweep.forward(group.pieces(), queries, keys, values, bias, offset, terms)
         out = group.queries.put(out, rows_out, repeats)

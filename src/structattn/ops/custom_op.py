@@ -109,11 +109,12 @@ def _attention(
         window,
         dropout_p,
     )
-    if backend == "triton":
-        from structattn.ops import triton_attention
+    with torch.autocast(q.device.type, enabled=False):  # it would turn the products here into 16-bit ones
+        if backend == "triton":
+            from structattn.ops import triton_attention
 
-        return triton_attention.forward(q, k, v, call)
-    return blocked.forward(q, k, v, call)
+            return triton_attention.forward(q, k, v, call)
+        return blocked.forward(q, k, v, call)
 
 
 @_attention.register_fake
@@ -162,12 +163,13 @@ def _attention_backward(
         window,
         dropout_p,
     )
-    if backend == "triton":
-        from structattn.ops import triton_attention
+    with torch.autocast(q.device.type, enabled=False):
+        if backend == "triton":
+            from structattn.ops import triton_attention
 
-        dq, dk, dv = triton_attention.backward(grad_out, grad_lse, q, k, v, out, lse, call)
-        return dq, dk, dv, q.new_empty(0)
-    dq, dk, dv, grad_bias = blocked.backward(grad_out, grad_lse, q, k, v, out, lse, call, needs_bias=needs_bias)
+            dq, dk, dv = triton_attention.backward(grad_out, grad_lse, q, k, v, out, lse, call)
+            return dq, dk, dv, q.new_empty(0)
+        dq, dk, dv, grad_bias = blocked.backward(grad_out, grad_lse, q, k, v, out, lse, call, needs_bias=needs_bias)
     return dq, dk, dv, q.new_empty(0) if grad_bias is None else grad_bias
 
 

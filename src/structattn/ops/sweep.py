@@ -23,9 +23,9 @@ from torch import Tensor
 from structattn.ops.piece import LOG2_E, Piece, Terms
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    """x, copied if its rows lie apart, as those of a prefix do: products read them once per step."""
-    return x if x.stride(1) == x.shape[2] else x.contiguous()
+def _dense_rows(x: Tensor, uses: int) -> Tensor:
+    """x, copied if its rows lie apart, as those of a prefix do, and are read often enough: once per step of the rows."""
+    return x if x.stride(1) == x.shape[2] or uses < 2 else x.contiguous()
 
 
 def _with_column(x: Tensor, column: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -179,14 +179,16 @@ def forward(
         sums, totals = piece.open_rows(out[..., :value_rank]), piece.open_rows(total)
         for grid in _grid(piece, terms.budget):
             batch = grid[0][0].batch
-            dense_key = _dense_rows(key[batch]) if shift is None else _with_column(key[batch], 1.0)[0]
-            dense_value = _dense_rows(value[batch])
+            # As a column of the product, unless the copy of the keys that this takes would be used once.
+            in_product = shift is not None and len(grid) > 1
+            dense_key = _with_column(key[batch], 1.0)[0] if in_product else _dense_rows(key[batch], len(grid))
+            dense_value = _dense_rows(value[batch], len(grid))
             keys = [dense_key[:, part.cols].mT for part in grid[0]]
             values = [dense_value[:, part.cols] for part in grid[0]]
             for line in grid:
                 rows = line[0].rows
                 here, row_total, done = query[batch, rows] * factor, totals[batch, rows], None
-                if shift is not None:
+                if shift is not None and in_product:
                     here, _ = _with_column(here, -shift[batch, rows])
                 for part, some_keys, some_values in zip(line, keys, values, strict=True):
                     hidden = piece.hides(batch, rows, part.cols)
@@ -194,6 +196,8 @@ def forward(
                         continue
                     scores = scratch(here.shape[0], here.shape[1], some_keys.shape[2])
                     torch.bmm(here, some_keys, out=scores)
+                    if shift is not None and not in_product:
+                        scores.sub_(shift[batch, rows, None])
                     if bias is not None:
                         scores.add_(piece.bias_of(bias, batch, rows, part.cols), alpha=LOG2_E)
                     _hide(scores, hidden)

@@ -327,6 +327,6 @@ def test_autocast_leaves_the_arithmetic_alone(backend) -> None:
     expected = sa.structured_attention(*leaves, layout, backend=backend)
     with torch.autocast("cpu", torch.bfloat16):
         actual = sa.structured_attention(*leaves, layout, backend=backend)
-        grads = torch.autograd.grad(actual.sum(), leaves)
+    grads = torch.autograd.grad(actual.sum(), leaves)
     assert torch.equal(actual, expected)
     assert all(torch.equal(a, b) for a, b in zip(grads, torch.autograd.grad(expected.sum(), leaves), strict=True))

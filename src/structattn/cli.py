@@ -92,6 +92,28 @@ class Fit:
     """Output folder. Default: runs/fit-DATE-TIME."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Time structured code against what you would use instead; for a checkout of the repository, where the benchmarks live."""
+
+    name: tyro.conf.Positional[str]
+    """attention or linear."""
+    quick: bool = False
+    """A few sizes and repeats: about a minute."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    dtype: str = "float32"
+    """float32 or bfloat16."""
+    repeats: int | None = None
+    """Times that every variant is timed. Default: 21; 5 with --quick."""
+    only: str = ""
+    """A regular expression on benchmark/mode/T=512,.../variant. Default: all."""
+    patience: float | None = None
+    """Seconds per size that may be lost to repeats that other programs disturb. Default: 60; 5 with --quick."""
+    out: Path | None = None
+    """Folder of the results. Default: benchmarks/results of the repository."""
+
+
 @dataclass(frozen=True)
 class Structures:
     """The text forms of structured matrices, with parameters and cost."""
@@ -117,6 +139,7 @@ Command = (
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
     | Annotated[Fit, tyro.conf.subcommand("fit")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Info, tyro.conf.subcommand("info")]
     | Annotated[Specs, tyro.conf.subcommand("specs")]
     | Annotated[Structures, tyro.conf.subcommand("structures")]
@@ -216,6 +239,33 @@ def _fit(command: Fit, line: str) -> None:
     print(f"report   {done.report}")
 
 
+def _bench(command: Bench) -> None:
+    _require_extra()
+    import structattn
+
+    root = Path(structattn.__file__).parents[2]
+    if not (root / "benchmarks" / "run.py").is_file():
+        raise ConfigError(
+            "the benchmarks are not in the installed package but in its repository: clone it and run "
+            "pip install -e '.[train]' there"
+        )
+    sys.path.insert(0, str(root))  # by name, so that the library itself does not depend on them
+    benchmarks, report = (importlib.import_module(f"benchmarks.{name}") for name in ("run", "report"))
+    result, paths = benchmarks.run_and_write(
+        command.name,
+        device=command.device,
+        dtype=command.dtype,
+        repeats=command.repeats,
+        only=command.only,
+        patience_s=command.patience,
+        quick=command.quick,
+        out=command.out,
+    )
+    print(report.markdown(result))
+    for path in paths:
+        print(path)
+
+
 def _structures() -> None:
     from structattn.matrices import FAMILIES, Structure
 
@@ -238,7 +288,8 @@ def _print_metrics(metrics: dict[str, float]) -> None:
 
 def _info() -> None:
     from structattn.experiments.compare import hardware, versions
-    from structattn.ops.attention import Backend, why_not
+    from structattn.layout import LevelLayout
+    from structattn.ops.attention import Backend, explain, why_not
 
     for name, value in versions().items():
         print(f"{name:<13} {value}")
@@ -267,6 +318,16 @@ def _info() -> None:
         except BackendUnavailableError as error:
             reason = str(error)
         print(f"  {backend:<11} {'runs' if reason is None else f'cannot run: {reason}'}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"auto, on {device.type}")
+    levels = (8,) * 8
+    for words, layout, length in (
+        ("1 level, T = 4096", None, 4096),
+        ("8 levels, T = 4096", LevelLayout.halving(levels, 4096), 4096),
+        ("8 levels, T = 64", LevelLayout.halving(levels, 64), 64),
+    ):
+        q = torch.empty(1, 1, length, sum(levels), device=device)
+        print(f"  {words:<20} {explain(q, q, q, layout)}")
 
 
 def _specs() -> None:
@@ -320,6 +381,8 @@ def main(arguments: list[str] | None = None) -> int:
                 _evaluate(command)
             case Fit():
                 _fit(command, shlex.join(["structattn", *arguments]))
+            case Bench():
+                _bench(command)
             case Structures():
                 _structures()
             case Info():

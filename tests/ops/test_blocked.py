@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import structattn as sa
 from structattn.layout import visible_pairs_per_level
-from structattn.ops import blocked, tiles
+from structattn.ops import blocked, stretches
 from structattn.testing.tolerances import assert_close
 
 
@@ -279,17 +279,23 @@ def test_flops_are_counted_exactly(window) -> None:
     assert counter.get_total_flops() - forward == 3 * scores + 2 * values
 
 
-def test_tiles_cover_free_segments_with_few_masks() -> None:
+def test_free_segments_need_few_masks() -> None:
     starts = tuple(range(0, 640, 80))
     layout = sa.LevelLayout.from_boundaries((4, 4), ((0,), starts))
-    q, k, _ = tensors(1, 1, 1, 640, 640, 8, 4)
-    sequence = tiles.Sequence(0, 0, 0, 640, 640, 0)
-    tiled = tiles.Tiled.of(layout, [sequence], q, k, is_causal=True, window=None)
-    pieces = list(tiled.pieces(2**16))
-    # Tiles end at the segments (80 = 64 + 16), so that pairs of full tiles of different segments need no mask.
-    plain = sum(piece.pairs.shape[1] for piece in pieces if not piece.is_masked)
-    assert plain == 8 * 7 // 2
-    assert all(piece.level == 1 for piece in pieces if not piece.is_masked)
+    all_of = stretches.Stretches(
+        layout=layout,
+        sequences=(stretches.Sequence(0, 0, 0, 0, 640, 640, 0),),
+        is_causal=True,
+        window=None,
+        num_groups=1,
+        repeats=1,
+        device=torch.device("cpu"),
+    )
+    pieces = list(all_of.pieces())
+    # Each segment against all before it, and against itself.
+    assert [(p.level, p.first_key, p.stop_key) for p in pieces if p.first == 160] == [(1, 0, 160), (2, 160, 240)]
+    assert not any(p.is_mixed for p in pieces)
+    assert len(pieces) == 8 + 7
 
 
 MEMORY = """

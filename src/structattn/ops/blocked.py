@@ -1,7 +1,7 @@
 """The ``blocked`` backend: structured attention in pure PyTorch, on any device, in memory linear in T.
 
 It chooses a geometry for a call and runs the passes of ``sweep`` over its pieces: rectangles of whole tensors where all
-sequences have the same blocks, sequences gathered by length for padding and packing, pairs of tiles for the rest.
+sequences have the same blocks, sequences gathered by length for padding and packing, stretches against ranges for the rest.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from structattn.ops.call import Call
 from structattn.ops.piece import Piece, Terms
 from structattn.ops.rectangles import Geometry
 from structattn.ops.regroup import Gathered, Regroup, Whole
-from structattn.ops.tiles import Sequence, Tiled
+from structattn.ops.stretches import Sequence, Stretches
 
 # Stretches of at most so many positions are squares on the diagonal: on a CPU smaller products cost more than they save.
 _TILE = 32
@@ -54,23 +55,15 @@ def _sequences(q: Tensor, k: Tensor, call: Call) -> list[Sequence]:
     batch, num_queries, num_keys = q.shape[0], q.shape[2], k.shape[2]
     if call.cu_seqlens is not None:
         ends = call.cu_seqlens.tolist()
-        return [Sequence(n, a, a, b - a, b - a, 0) for n, (a, b) in enumerate(zip(ends[:-1], ends[1:], strict=True))]
+        return [Sequence(0, n, a, a, b - a, b - a, 0) for n, (a, b) in enumerate(pairwise(ends))]
     padding = [0] * batch if call.left_padding is None else call.left_padding.tolist()
     found = []
     for row, pad in enumerate(padding):
         first = num_keys - num_queries - pad
         hidden = 0 if call.left_padding is None else max(0, -first)  # queries that stand in the padding
         if hidden < num_queries and pad < num_keys:
-            found.append(
-                Sequence(
-                    row,
-                    row * num_queries + hidden,
-                    row * num_keys + pad,
-                    num_queries - hidden,
-                    num_keys - pad,
-                    first + hidden,
-                )
-            )
+            sizes = num_queries - hidden, num_keys - pad
+            found.append(Sequence(row, row, hidden, pad, *sizes, first + hidden))
     return found
 
 
@@ -103,9 +96,9 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
         for number, (_, items) in enumerate(sorted(buckets.items())):
             starts, lengths = (
                 torch.tensor(x, device=q.device)
-                for x in ([item.keys for item in items], [item.num_keys for item in items])
+                for x in ([item.batch * k.shape[2] + item.keys for item in items], [item.num_keys for item in items])
             )
-            rows = Gathered.of(starts, lengths, is_flat=True)
+            rows = Gathered.of(starts, lengths)
             size = rows.index.shape[1]
             is_even = call.is_causal or bool((lengths == size).all())  # later keys are hidden from every real query
             pieces = partial(
@@ -118,13 +111,16 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
             )
             yield _Group(queries=rows, keys=rows, pieces=pieces, seed=seed + (number << 48))
         return
-    tiled = Tiled.of(call.layout, sequences, q, k, is_causal=call.is_causal, window=call.window)
-    yield _Group(
-        queries=tiled.queries.rows,
-        keys=tiled.keys.rows,
-        pieces=partial(tiled.pieces, _budget(q.device)),
-        seed=seed,
+    stretches = Stretches(
+        layout=call.layout,
+        sequences=tuple(sequences),
+        is_causal=call.is_causal,
+        window=call.window,
+        num_groups=heads,
+        repeats=repeats,
+        device=q.device,
     )
+    yield _Group(queries=Whole(), keys=Whole(), pieces=stretches.pieces, seed=seed)
 
 
 def _terms(call: Call, group: _Group, device: torch.device) -> Terms:

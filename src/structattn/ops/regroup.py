@@ -51,24 +51,22 @@ class Whole:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Stretches of positions, padded to one length C: (stretches, G, C * repeats, d), or (stretches * G, ...) flat.
+    """Stretches of positions, padded to one length C: (stretches * G, C * repeats, d).
 
     Attributes:
         index: (stretches, C) int64 into the B * length positions; where ``there`` is false, any.
         there: bool (stretches, C), which places hold a position.
-        is_flat: whether stretches and heads are one dimension.
     """
 
     index: Tensor
     there: Tensor
-    is_flat: bool
 
     @classmethod
-    def of(cls, starts: Tensor, lengths: Tensor, *, is_flat: bool) -> Gathered:
+    def of(cls, starts: Tensor, lengths: Tensor) -> Gathered:
         """Stretches from their starts in the B * length positions and their lengths, (stretches,) int64 each."""
         steps = torch.arange(int(lengths.max()), device=starts.device)
         there = steps[None, :] < lengths[:, None]
-        return cls(starts[:, None] + torch.where(there, steps[None, :], 0), there, is_flat)
+        return cls(starts[:, None] + torch.where(there, steps[None, :], 0), there)
 
     def get(self, x: Tensor, repeats: int, missing: float | None = None) -> Tensor:
         """See ``Regroup``."""
@@ -78,8 +76,7 @@ class Gathered:
         if missing is not None:
             rows = rows.masked_fill(~self.there[..., None, None], missing)
         rows = rows.unflatten(2, (heads // repeats, repeats)).transpose(1, 2)  # stretches, G, C, R, d
-        rows = rows.reshape(rows.shape[0], rows.shape[1], -1, dim)
-        return rows.flatten(0, 1) if self.is_flat else rows
+        return rows.reshape(rows.shape[0] * rows.shape[1], -1, dim)
 
     def put(self, x: Tensor, rows: Tensor, repeats: int) -> Tensor:
         """See ``Regroup``; positions of no stretch keep what x has."""

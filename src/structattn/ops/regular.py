@@ -106,11 +106,11 @@ class RegularPiece:
 
     def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
         """No bias reaches this geometry."""
-        raise AssertionError("a bias is computed by tiles")
+        raise AssertionError("a bias is computed by stretches")
 
     def add_bias(self, bias: Tensor, batch: slice, rows: slice, cols: slice, value: Tensor) -> None:
         """No bias reaches this geometry."""
-        raise AssertionError("a bias is computed by tiles")
+        raise AssertionError("a bias is computed by stretches")
 
 
 def _bring_back(there: Tensor, opened: Tensor) -> None:

@@ -16,71 +16,15 @@ import torch
 from torch import Tensor
 
 from structattn.errors import ConfigError
+from structattn.partition import Boundaries, check_sizes, checked_boundaries, positive_ints
 
 Scaling = Literal["variance", "mup", "paper", "paper_sum"]
 SCALINGS: tuple[Scaling, ...] = ("variance", "mup", "paper", "paper_sum")
-Boundaries = tuple[tuple[tuple[int, ...], ...], ...]  # rows x levels x starts of segments
-
-
-def _positive_ints(values: object, name: str) -> tuple[int, ...]:
-    if not isinstance(values, tuple | list) or not values:
-        raise ConfigError(f"{name} must be a tuple with one positive int per level, got {values!r}")
-    for level, value in enumerate(values, start=1):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}: level {level} must be a positive int, got {value!r}")
-    return tuple(values)
 
 
 def _slices(ranks: tuple[int, ...]) -> tuple[slice, ...]:
     ends = accumulate(ranks)
     return tuple(slice(end - rank, end) for end, rank in zip(ends, ranks, strict=True))
-
-
-def _check_sizes(ranks: tuple[int, ...], block_sizes: tuple[int, ...]) -> None:
-    if len(ranks) != len(block_sizes):
-        raise ConfigError(
-            f"a layout needs one block size per rank: got {len(ranks)} ranks {ranks} and "
-            f"{len(block_sizes)} block_sizes {block_sizes}"
-        )
-    for level, (outer, inner) in enumerate(pairwise(block_sizes), start=2):
-        if outer % inner:
-            raise ConfigError(
-                f"block_sizes: level {level} must divide level {level - 1}: expected a divisor of {outer}, got {inner}"
-            )
-
-
-def _starts(values: object, where: str) -> tuple[int, ...]:
-    """The segment starts of one level as ints."""
-    listed = values.tolist() if isinstance(values, Tensor) else values
-    if not isinstance(listed, tuple | list) or any(isinstance(s, bool) or not isinstance(s, int) for s in listed):
-        raise ConfigError(f"boundaries: {where} must hold the starts of its segments as ints, got {values!r}")
-    if not listed or listed[0] != 0 or any(a >= b for a, b in pairwise(listed)):
-        raise ConfigError(f"boundaries: the starts of {where} must rise from 0, got {listed[:8]}")
-    return tuple(listed)
-
-
-def _checked_boundaries(ranks: tuple[int, ...], boundaries: object) -> Boundaries:
-    """Boundaries as rows x levels x starts, from that or from the levels of one row."""
-    if not isinstance(boundaries, tuple | list) or not boundaries:
-        raise ConfigError(f"boundaries must list the segment starts of each level, got {boundaries!r}")
-    first = boundaries[0]
-    one_row = isinstance(first, Tensor) or (isinstance(first, tuple | list) and all(isinstance(s, int) for s in first))
-    rows = []
-    for r, levels in enumerate((boundaries,) if one_row else boundaries):
-        where = "" if one_row else f" of row {r}"
-        if not isinstance(levels, tuple | list) or len(levels) != len(ranks):
-            count = len(levels) if isinstance(levels, tuple | list) else repr(levels)
-            raise ConfigError(f"boundaries{where} need one entry per level: expected {len(ranks)}, got {count}")
-        row = tuple(_starts(starts, f"level {n}{where}") for n, starts in enumerate(levels, start=1))
-        if row[0] != (0,):
-            raise ConfigError(f"boundaries: level 1{where} is global and must be (0,), got {row[0][:8]}")
-        for n, (outer, inner) in enumerate(pairwise(row), start=2):
-            if missing := set(outer) - set(inner):
-                raise ConfigError(
-                    f"boundaries: level {n}{where} must also start at {min(missing)}, where a segment of level {n - 1} starts"
-                )
-        rows.append(row)
-    return tuple(rows)
 
 
 @dataclass(frozen=True)
@@ -125,18 +69,18 @@ class LevelLayout:
     boundaries: Boundaries | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", _positive_ints(self.ranks, "ranks"))
+        object.__setattr__(self, "ranks", positive_ints(self.ranks, "ranks"))
         if self.boundaries is None:
-            object.__setattr__(self, "block_sizes", _positive_ints(self.block_sizes, "block_sizes"))
-            _check_sizes(self.ranks, self.block_sizes)
+            object.__setattr__(self, "block_sizes", positive_ints(self.block_sizes, "block_sizes"))
+            check_sizes(self.ranks, self.block_sizes)
         elif self.block_sizes != ():
             raise ConfigError(
                 f"give block_sizes or boundaries, not both: a free partition has block_sizes (), got {self.block_sizes}"
             )
         else:
-            object.__setattr__(self, "boundaries", _checked_boundaries(self.ranks, self.boundaries))
+            object.__setattr__(self, "boundaries", checked_boundaries(self.ranks, self.boundaries))
         if self.value_ranks is not None:
-            object.__setattr__(self, "value_ranks", _positive_ints(self.value_ranks, "value_ranks"))
+            object.__setattr__(self, "value_ranks", positive_ints(self.value_ranks, "value_ranks"))
             if len(self.value_ranks) != len(self.ranks):
                 raise ConfigError(
                     f"value_ranks needs one dimension per level: expected {len(self.ranks)}, got {self.value_ranks}"
@@ -196,7 +140,7 @@ class LevelLayout:
         Raises:
             ConfigError: ``context_length`` is not a positive int, or as the class.
         """
-        ranks = _positive_ints(ranks, "ranks")
+        ranks = positive_ints(ranks, "ranks")
         if isinstance(context_length, bool) or not isinstance(context_length, int) or context_length < 1:
             raise ConfigError(f"context_length must be a positive int, got {context_length!r}")
         finest = math.ceil(context_length / 2 ** (len(ranks) - 1))
@@ -382,7 +326,7 @@ class GlobalWindowLayout:
     window: int
 
     def __post_init__(self) -> None:
-        ranks = _positive_ints(self.ranks, "ranks")
+        ranks = positive_ints(self.ranks, "ranks")
         if len(ranks) != 2:
             raise ConfigError(f"a global-window layout has 2 ranks (global, windowed), got {len(ranks)}: {ranks}")
         object.__setattr__(self, "ranks", ranks)

@@ -6,18 +6,17 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Literal, get_args, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from structattn.errors import BackendUnavailableError, ConfigError, ShapeError, nearest_name
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
 from structattn.ops import custom_op, reference
 from structattn.ops.call import Call
+from structattn.ops.checks import check_layout, check_options, check_sequences, check_tensors
 
 Backend = Literal["auto", "reference", "blocked", "triton"]
 Choice = Literal["auto", "reference", "blocked", "triton", "scaled_dot_product_attention"]
@@ -200,108 +199,6 @@ def _plain(q: Tensor, k: Tensor) -> LevelLayout:
     return LevelLayout((q.shape[3],), (max(q.shape[2], k.shape[2]),))
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ShapeError(message)
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _require(
-            x.dim() == 4,
-            f"{name} must be 4-dimensional (batch, heads, length, dim), got shape {tuple(x.shape)}",
-        )
-        _require(x.is_floating_point(), f"{name} must be floating point, got {x.dtype}")
-        _require(min(x.shape) >= 1, f"{name} has an empty dimension: shape {tuple(x.shape)}")
-        _require(
-            x.dtype == q.dtype and x.device == q.device,
-            f"q, k and v need one dtype and device: q is {q.dtype} on {q.device}, {name} is {x.dtype} on {x.device}",
-        )
-    _require(
-        q.shape[0] == k.shape[0] == v.shape[0],
-        f"batch sizes differ: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}",
-    )
-    _require(k.shape[1] == v.shape[1], f"k has {k.shape[1]} heads but v has {v.shape[1]}")
-    _require(
-        q.shape[1] % k.shape[1] == 0,
-        f"the query heads must be a multiple of the key/value heads, got {q.shape[1]} and {k.shape[1]}",
-    )
-    _require(k.shape[2] == v.shape[2], f"k has {k.shape[2]} positions but v has {v.shape[2]}")
-    _require(q.shape[3] == k.shape[3], f"head dimensions differ: q {q.shape[3]}, k {k.shape[3]}")
-
-
-def _check_ints(name: str, x: Tensor) -> None:
-    _require(
-        x.dim() == 1 and x.dtype in (torch.int32, torch.int64),
-        f"{name} must be a 1-dimensional int32 or int64 tensor, got {x.dtype} of shape {tuple(x.shape)}",
-    )
-
-
-def _has_values(x: Tensor) -> bool:
-    """Whether the numbers can be looked at: not while tracing, and not on a GPU, which would have to be waited for."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
-
-
-def _check_sequences(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, left_padding: Tensor | None) -> None:
-    batch, num_queries, num_keys = q.shape[0], q.shape[2], k.shape[2]
-    if cu_seqlens is not None and left_padding is not None:
-        raise ConfigError("give cu_seqlens (packed sequences) or left_padding (padded batch), not both")
-    if cu_seqlens is not None:
-        _check_ints("cu_seqlens", cu_seqlens)
-        _require(
-            batch == 1 and num_queries == num_keys,
-            f"cu_seqlens needs batch 1 and as many queries as keys, got batch {batch}, {num_queries} and {num_keys}",
-        )
-        _require(cu_seqlens.shape[0] >= 2, "cu_seqlens needs at least 2 entries, the borders of one sequence")
-        if _has_values(cu_seqlens):
-            ends = cu_seqlens.tolist()
-            _require(
-                ends[0] == 0 and ends[-1] == num_keys and all(a < b for a, b in pairwise(ends)),
-                f"cu_seqlens must rise from 0 to the length {num_keys}, one entry per sequence end, got {ends[:8]}",
-            )
-        elif cu_seqlens.is_cuda and not torch.compiler.is_compiling():
-            rises = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_keys) & (cu_seqlens.diff() > 0).all()
-            torch._assert_async(rises, f"cu_seqlens must rise from 0 to the length {num_keys}")  # nothing waits for it
-    if left_padding is not None:
-        _check_ints("left_padding", left_padding)
-        _require(
-            left_padding.shape[0] == batch,
-            f"left_padding needs one count per batch row: expected {batch}, got {left_padding.shape[0]}",
-        )
-        if _has_values(left_padding):
-            low, high = int(left_padding.min()), int(left_padding.max())
-            _require(low >= 0 and high <= num_keys, f"left_padding must lie in [0, {num_keys}], got {low} to {high}")
-
-
-def _check_layout(q: Tensor, v: Tensor, layout: LevelLayout, cu_seqlens: Tensor | None) -> None:
-    if layout.value_ranks is not None and sum(layout.value_ranks) != v.shape[3]:
-        raise ShapeError(
-            f"the value_ranks of the layout must sum to the value dimension: expected {v.shape[3]}, got "
-            f"{'|'.join(map(str, layout.value_ranks))} = {sum(layout.value_ranks)}"
-        )
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if layout.num_rows not in (None, rows):
-        what = "batch row" if cu_seqlens is None else "packed sequence"
-        raise ShapeError(f"boundaries per row need one entry per {what}: expected {rows}, got {layout.num_rows}")
-
-
-def _check_options(q: Tensor, k: Tensor, window: int | None, attn_bias: Tensor | None, dropout_p: float) -> None:
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ConfigError(f"window must be None or an int of at least 1, got {window!r}")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ConfigError(f"dropout_p must lie in [0, 1), got {dropout_p}")
-    if attn_bias is not None:
-        target = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        if not attn_bias.is_floating_point():
-            raise ShapeError(
-                f"attn_bias is added to the scores and must be floating point, got {attn_bias.dtype}; write a bool mask "
-                "as zeros with -inf where a pair is hidden"
-            )
-        shape = tuple(attn_bias.shape)
-        fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(target), strict=False))
-        _require(fits, f"attn_bias of shape {shape} does not broadcast to (B, H, T, S) = {target}")
-
-
 @overload
 def structured_attention(
     q: Tensor,
@@ -386,9 +283,9 @@ def structured_attention(
 
     Source: Kuang et al. 2025, section 5. Windows, ragged lengths, grouped heads and the variance scaling are ours.
     """
-    _check_tensors(q, k, v)
-    _check_options(q, k, window, attn_bias, dropout_p)
-    _check_sequences(q, k, cu_seqlens, left_padding)
+    check_tensors(q, k, v)
+    check_options(q, k, window, attn_bias, dropout_p)
+    check_sequences(q, k, cu_seqlens, left_padding)
     if layout is not None and layout.head_dim != q.shape[3]:
         raise ShapeError(
             f"the ranks of the layout must sum to the head dimension: expected {q.shape[3]}, got "
@@ -422,7 +319,7 @@ def structured_attention(
         )
         return far + near
     layout = layout or _plain(q, k)
-    _check_layout(q, v, layout, cu_seqlens)
+    check_layout(q, v, layout, cu_seqlens)
     call = Call(
         layout=layout,
         is_causal=is_causal,

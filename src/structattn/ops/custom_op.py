@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from structattn.layout import SCALINGS, Boundaries, LevelLayout, visible_pairs_per_level
+from structattn.layout import SCALINGS, LevelLayout, visible_pairs_per_level
 from structattn.ops import blocked
 from structattn.ops.call import Call
+from structattn.partition import Boundaries
 
 
 def _flat_boundaries(boundaries: Boundaries | None) -> list[int]:

@@ -1,0 +1,69 @@
+"""Nested partitions of positions: block sizes and free segments, checked."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor
+
+from structattn.errors import ConfigError
+
+Boundaries = tuple[tuple[tuple[int, ...], ...], ...]  # rows x levels x starts of segments
+
+
+def positive_ints(values: object, name: str) -> tuple[int, ...]:
+    """A tuple of positive ints, or ``ConfigError`` with the level that is none."""
+    if not isinstance(values, tuple | list) or not values:
+        raise ConfigError(f"{name} must be a tuple with one positive int per level, got {values!r}")
+    for level, value in enumerate(values, start=1):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}: level {level} must be a positive int, got {value!r}")
+    return tuple(values)
+
+
+def check_sizes(ranks: tuple[int, ...], block_sizes: tuple[int, ...]) -> None:
+    """Raises ``ConfigError`` unless there is one block size per rank, each a divisor of the one before."""
+    if len(ranks) != len(block_sizes):
+        raise ConfigError(
+            f"a layout needs one block size per rank: got {len(ranks)} ranks {ranks} and "
+            f"{len(block_sizes)} block_sizes {block_sizes}"
+        )
+    for level, (outer, inner) in enumerate(pairwise(block_sizes), start=2):
+        if outer % inner:
+            raise ConfigError(
+                f"block_sizes: level {level} must divide level {level - 1}: expected a divisor of {outer}, got {inner}"
+            )
+
+
+def _starts(values: object, where: str) -> tuple[int, ...]:
+    """The segment starts of one level as ints."""
+    listed = values.tolist() if isinstance(values, Tensor) else values
+    if not isinstance(listed, tuple | list) or any(isinstance(s, bool) or not isinstance(s, int) for s in listed):
+        raise ConfigError(f"boundaries: {where} must hold the starts of its segments as ints, got {values!r}")
+    if not listed or listed[0] != 0 or any(a >= b for a, b in pairwise(listed)):
+        raise ConfigError(f"boundaries: the starts of {where} must rise from 0, got {listed[:8]}")
+    return tuple(listed)
+
+
+def checked_boundaries(ranks: tuple[int, ...], boundaries: object) -> Boundaries:
+    """Boundaries as rows x levels x starts, from that or from the levels of one row."""
+    if not isinstance(boundaries, tuple | list) or not boundaries:
+        raise ConfigError(f"boundaries must list the segment starts of each level, got {boundaries!r}")
+    first = boundaries[0]
+    one_row = isinstance(first, Tensor) or (isinstance(first, tuple | list) and all(isinstance(s, int) for s in first))
+    rows = []
+    for r, levels in enumerate((boundaries,) if one_row else boundaries):
+        where = "" if one_row else f" of row {r}"
+        if not isinstance(levels, tuple | list) or len(levels) != len(ranks):
+            count = len(levels) if isinstance(levels, tuple | list) else repr(levels)
+            raise ConfigError(f"boundaries{where} need one entry per level: expected {len(ranks)}, got {count}")
+        row = tuple(_starts(starts, f"level {n}{where}") for n, starts in enumerate(levels, start=1))
+        if row[0] != (0,):
+            raise ConfigError(f"boundaries: level 1{where} is global and must be (0,), got {row[0][:8]}")
+        for n, (outer, inner) in enumerate(pairwise(row), start=2):
+            if missing := set(outer) - set(inner):
+                raise ConfigError(
+                    f"boundaries: level {n}{where} must also start at {min(missing)}, where a segment of level {n - 1} starts"
+                )
+        rows.append(row)
+    return tuple(rows)

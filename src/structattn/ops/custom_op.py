@@ -40,30 +40,47 @@ def _nested_boundaries(flat: Sequence[int]) -> Boundaries | None:
     )
 
 
-def _call(
-    attn_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    left_padding: Tensor | None,
-    seed: Tensor | None,
-    ranks: Sequence[int],
-    block_sizes: Sequence[int],
-    value_ranks: Sequence[int],
-    boundaries: Sequence[int],
-    scaling: str,
-    is_causal: bool,
-    scale: float | None,
-    window: int | None,
-    dropout_p: float,
-) -> Call:
-    layout = LevelLayout(
-        tuple(ranks),
-        tuple(block_sizes),
-        next(known for known in SCALINGS if known == scaling),
-        tuple(value_ranks) or None,
-        _nested_boundaries(boundaries),
+# A ``Call`` and a backend in the terms of an operator's schema; the tensors among them come first.
+_OPTIONS = (
+    "Tensor? attn_bias, Tensor? cu_seqlens, Tensor? left_padding, Tensor? seed, int[] ranks, int[] block_sizes, "
+    "int[] value_ranks, int[] boundaries, str scaling, bool is_causal, float? scale, int? window, float dropout_p, str backend"
+)
+_NUM_TENSORS = 4
+
+
+def _flat(call: Call, backend: str) -> tuple[Any, ...]:
+    """The arguments of ``_OPTIONS``."""
+    layout = call.layout
+    return (
+        call.attn_bias,
+        call.cu_seqlens,
+        call.left_padding,
+        call.seed,
+        layout.ranks,
+        layout.block_sizes,
+        layout.value_ranks or (),
+        _flat_boundaries(layout.boundaries),
+        layout.scaling,
+        call.is_causal,
+        call.scale,
+        call.window,
+        call.dropout_p,
+        backend,
     )
-    return Call(
-        layout=layout,
+
+
+def _layout(ranks: Any, block_sizes: Any, value_ranks: Any, boundaries: Any, scaling: str) -> LevelLayout:
+    known = next(name for name in SCALINGS if name == scaling)
+    nested = _nested_boundaries(boundaries)
+    return LevelLayout(tuple(ranks), tuple(block_sizes), known, tuple(value_ranks) or None, nested)
+
+
+def _call(options: Sequence[Any]) -> tuple[Call, str]:
+    """The call and the backend that ``_flat`` wrote."""
+    attn_bias, cu_seqlens, left_padding, seed, *plain = options
+    is_causal, scale, window, dropout_p, backend = plain[5:]
+    call = Call(
+        layout=_layout(*plain[:5]),
         is_causal=is_causal,
         scale=scale,
         window=window,
@@ -73,43 +90,11 @@ def _call(
         left_padding=left_padding,
         seed=seed,
     )
+    return call, backend
 
 
-@custom_op("structattn::attention", mutates_args=())
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    left_padding: Tensor | None,
-    seed: Tensor | None,
-    ranks: Sequence[int],
-    block_sizes: Sequence[int],
-    value_ranks: Sequence[int],
-    boundaries: Sequence[int],
-    scaling: str,
-    is_causal: bool,
-    scale: float | None,
-    window: int | None,
-    dropout_p: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    call = _call(
-        attn_bias,
-        cu_seqlens,
-        left_padding,
-        seed,
-        ranks,
-        block_sizes,
-        value_ranks,
-        boundaries,
-        scaling,
-        is_causal,
-        scale,
-        window,
-        dropout_p,
-    )
+def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    call, backend = _call(options)
     with torch.autocast(q.device.type, enabled=False):  # it would turn the products here into 16-bit ones
         if backend == "triton":
             from structattn.ops import triton_attention
@@ -118,13 +103,20 @@ def _attention(
         return blocked.forward(q, k, v, call)
 
 
-@_attention.register_fake
+_operator = custom_op(
+    "structattn::attention",
+    _attention,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+)
+
+
+@_operator.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     dtype = q.dtype if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=dtype)
 
 
-@custom_op("structattn::attention_backward", mutates_args=())
 def _attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -134,47 +126,30 @@ def _attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    left_padding: Tensor | None,
-    seed: Tensor | None,
-    ranks: Sequence[int],
-    block_sizes: Sequence[int],
-    value_ranks: Sequence[int],
-    boundaries: Sequence[int],
-    scaling: str,
-    is_causal: bool,
-    scale: float | None,
-    window: int | None,
-    dropout_p: float,
-    backend: str,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = _call(
-        attn_bias,
-        cu_seqlens,
-        left_padding,
-        seed,
-        ranks,
-        block_sizes,
-        value_ranks,
-        boundaries,
-        scaling,
-        is_causal,
-        scale,
-        window,
-        dropout_p,
-    )
+    call, backend = _call(options)
     with torch.autocast(q.device.type, enabled=False):
         if backend == "triton":
             from structattn.ops import triton_attention
 
-            dq, dk, dv = triton_attention.backward(grad_out, grad_lse, q, k, v, out, lse, call)
-            return dq, dk, dv, q.new_empty(0)
+            return *triton_attention.backward(grad_out, grad_lse, q, k, v, out, lse, call), q.new_empty(0)
         dq, dk, dv, grad_bias = blocked.backward(grad_out, grad_lse, q, k, v, out, lse, call, needs_bias=needs_bias)
     return dq, dk, dv, q.new_empty(0) if grad_bias is None else grad_bias
 
 
-@_attention_backward.register_fake
+_backward_operator = custom_op(
+    "structattn::attention_backward",
+    _attention_backward,
+    mutates_args=(),
+    schema=(
+        "(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool needs_bias, Tensor q, Tensor k, Tensor v, "
+        f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+
+
+@_backward_operator.register_fake
 def _(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -184,13 +159,11 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_bias: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    if attn_bias is None or not needs_bias:
-        return dq, dk, dv, q.new_empty(0)
-    return dq, dk, dv, torch.empty_like(attn_bias, memory_format=torch.contiguous_format)
+    bias = options[0] if needs_bias else q.new_empty(0)
+    return dq, dk, dv, torch.empty_like(bias, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -210,17 +183,15 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     return dq, dk, dv, grad_bias if needs_bias else None, *(None,) * (3 + len(ctx.options))
 
 
-_attention.register_autograd(_backward, setup_context=_setup_context)
+_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _flops(
     q: Sequence[int], k: Sequence[int], v: Sequence[int], options: Sequence[Any], products: tuple[int, int]
 ) -> int:
     """``products`` times the FLOPs of all scores and of all weighted sums; packed sequences count as one."""
-    ranks, block_sizes, value_ranks, boundaries, scaling, is_causal, _, window, *_ = options
-    layout = _call(
-        None, None, None, None, ranks, block_sizes, value_ranks, boundaries, scaling, is_causal, None, window, 0.0
-    ).layout
+    layout = _layout(*options[:5])
+    is_causal, window = options[5], options[7]
     total = 0
     for row in range(q[0]):
         pairs = visible_pairs_per_level(layout, q[2], k[2], window, is_causal, row if layout.num_rows else 0)
@@ -231,15 +202,15 @@ def _flops(
 
 
 @register_flop_formula(torch.ops.structattn.attention)
-def _forward_flops(q: Any, k: Any, v: Any, bias: Any, cu: Any, pad: Any, seed: Any, *options: Any, **_: Any) -> int:
-    return _flops(q, k, v, options, (1, 1))
+def _forward_flops(q: Any, k: Any, v: Any, *options: Any, **_: Any) -> int:
+    return _flops(q, k, v, options[_NUM_TENSORS:], (1, 1))
 
 
 @register_flop_formula(torch.ops.structattn.attention_backward)
 def _backward_flops(
-    grad_out: Any, grad_lse: Any, out: Any, lse: Any, needs_bias: bool, q: Any, k: Any, v: Any, *rest: Any, **_: Any
+    grad_out: Any, grad_lse: Any, out: Any, lse: Any, needs_bias: bool, q: Any, k: Any, v: Any, *options: Any, **_: Any
 ) -> int:
-    return _flops(q, k, v, rest[4:], (3, 2))
+    return _flops(q, k, v, options[_NUM_TENSORS:], (3, 2))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
@@ -253,24 +224,5 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tupl
     Returns:
         out (B, H, T, V) and lse (B, H, T). The gradients are exact and can not be differentiated again.
     """
-    layout = call.layout
-    result: tuple[Tensor, Tensor] = torch.ops.structattn.attention(
-        q,
-        k,
-        v,
-        call.attn_bias,
-        call.cu_seqlens,
-        call.left_padding,
-        call.seed,
-        layout.ranks,
-        layout.block_sizes,
-        layout.value_ranks or (),
-        _flat_boundaries(layout.boundaries),
-        layout.scaling,
-        call.is_causal,
-        call.scale,
-        call.window,
-        call.dropout_p,
-        backend,
-    )
+    result: tuple[Tensor, Tensor] = torch.ops.structattn.attention(q, k, v, *_flat(call, backend))
     return result

@@ -144,7 +144,13 @@ def _case(E: int, tokens: int, backward: bool, label: str, device: torch.device,
     )
 
 
-@benchmark("linear", "Products of structured linear layers, E x E without bias.", baseline=BASELINE, axis="E")
+@benchmark(
+    "linear",
+    "Products of structured linear layers, E x E without bias.",
+    baseline=BASELINE,
+    axis="E",
+    quick={"cpu": (256, 1024), "cuda": (1024, 4096)},
+)
 def linear(device: torch.device, dtype: torch.dtype) -> Iterator[Group]:
     """1,024 tokens, widths 64 to 4,096."""
     return linear_groups(device, dtype)

@@ -9,14 +9,27 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+# (actual result, float64 reference), or with True as a third: it is a gradient, and has the tolerance of gradients.
+Check = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, bool]
+
+
+class CaseUnavailableError(RuntimeError):
+    """Raised by ``Case.build``: the variant cannot run on this machine. It is left out, and the report says why."""
+
 
 class Work(Protocol):
-    """What a case builds: called without arguments it does the work that is timed."""
+    """What a case builds: called without arguments it does the work that is timed.
+
+    It may have an attribute ``code``, a text that says which code runs.
+    """
 
     def __call__(self) -> object: ...
 
-    def check(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Pairs (actual result of this very work, float64 reference); the driver compares them before it times."""
+    def check(self) -> Iterable[Check]:
+        """Pairs (actual result of this very work, float64 reference); the driver compares them before it times.
+
+        A third element ``True`` marks a gradient, which has a tolerance of its own.
+        """
         ...
 
 
@@ -28,10 +41,12 @@ class Case:
         benchmark: the name of the benchmark.
         label: the variant; the same text at every size.
         sizes: the sizes by name, such as ``{"E": 256, "tokens": 1024}``.
-        build: draws weights and inputs (random, never zeros) and returns the work.
+        build: draws weights and inputs (random, never zeros) and returns the work; raises ``CaseUnavailableError`` where the
+            variant, not the baseline, cannot run.
         flops: FLOPs of one call, 2 per multiply-add.
         bytes: the fewest bytes that one call must move: every input and weight read once, every output written once.
         is_baseline: whether it is what a user would pick instead.
+        measures_memory: whether the peak memory of a call is measured too (``memory.peak_bytes``).
     """
 
     benchmark: str
@@ -41,6 +56,7 @@ class Case:
     flops: int
     bytes: int
     is_baseline: bool = False
+    measures_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +116,9 @@ class Benchmark:
         baseline: what the variants are compared with, for table heads.
         axis: the size along which a crossover is looked for, such as ``"E"``.
         groups: makes the groups; it must be cheap, since tensors are made by ``Case.build`` alone.
+        quick: for each type of device, the sizes along the axis that ``--quick`` measures.
+        fit: the range along the axis, both ends included, in which the exponent of a power law is fitted to the times;
+            ``None`` where they follow none.
     """
 
     name: str
@@ -107,18 +126,30 @@ class Benchmark:
     baseline: str
     axis: str
     groups: GroupMaker
+    quick: Mapping[str, tuple[int, ...]]
+    fit: tuple[int, int] | None = None
 
 
 BENCHMARKS: dict[str, Benchmark] = {}
 
 
-def benchmark(name: str, about: str, *, baseline: str, axis: str) -> Callable[[GroupMaker], GroupMaker]:
+def benchmark(
+    name: str,
+    about: str,
+    *,
+    baseline: str,
+    axis: str,
+    quick: Mapping[str, tuple[int, ...]],
+    fit: tuple[int, int] | None = None,
+) -> Callable[[GroupMaker], GroupMaker]:
     """Registers a function ``(device, dtype) -> Iterable[Group]``; see ``Benchmark`` for the arguments."""
 
     def register(groups: GroupMaker) -> GroupMaker:
         if name in BENCHMARKS:
             raise ValueError(f"two benchmarks are called {name!r}")
-        BENCHMARKS[name] = Benchmark(name=name, about=about, baseline=baseline, axis=axis, groups=groups)
+        BENCHMARKS[name] = Benchmark(
+            name=name, about=about, baseline=baseline, axis=axis, groups=groups, quick=quick, fit=fit
+        )
         return groups
 
     return register

@@ -1,10 +1,13 @@
-"""Results as files: JSON with every sample, Markdown with the tables."""
+"""Results as files: JSON with every sample, Markdown with the tables, a figure where there is a line to draw."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
+
+from benchmarks import figure
 
 Row = dict[str, Any]
 
@@ -19,13 +22,8 @@ def crossovers(rows: list[Row], axis: str) -> list[Row]:
     Returns:
         Rows with mode, label, the other sizes, ``start`` (``None``: not even at the largest) and ``largest``.
     """
-    lines: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        if not row["is_baseline"]:
-            others = tuple((name, size) for name, size in row["sizes"].items() if name != axis)
-            lines.setdefault((row["mode"], row["label"], others), []).append(row)
     found = []
-    for (mode, label, others), line in lines.items():
+    for (mode, label, others), line in _lines([row for row in rows if not row["is_baseline"]], axis).items():
         start = None
         for row in sorted(line, key=lambda row: -row["sizes"][axis]):
             if row["speedup"] <= 1:
@@ -34,6 +32,42 @@ def crossovers(rows: list[Row], axis: str) -> list[Row]:
         largest = max(row["sizes"][axis] for row in line)
         found.append({"mode": mode, "label": label, "sizes": dict(others), "start": start, "largest": largest})
     return found
+
+
+def _lines(rows: list[Row], axis: str) -> dict[tuple[str, str, tuple[Any, ...]], list[Row]]:
+    """The rows of each mode, label and set of other sizes."""
+    lines: dict[tuple[str, str, tuple[Any, ...]], list[Row]] = {}
+    for row in rows:
+        others = tuple((name, size) for name, size in row["sizes"].items() if name != axis)
+        lines.setdefault((row["mode"], row["label"], others), []).append(row)
+    return lines
+
+
+def exponents(rows: list[Row], axis: str, fit: tuple[int, int]) -> list[Row]:
+    """For every variant with 3 sizes or more in a range: p of the law median = c * size^p, by least squares in logarithms.
+
+    Args:
+        rows: of all groups.
+        axis: the name of the size.
+        fit: the range of sizes, both ends included.
+
+    Returns:
+        Rows with mode, label, the other sizes, ``exponent`` and ``points``, the number of sizes.
+    """
+    found = []
+    for (mode, label, others), line in _lines(rows, axis).items():
+        inside = [row for row in line if fit[0] <= row["sizes"][axis] <= fit[1]]
+        if len(inside) < 3:
+            continue
+        x, y = ([math.log(value) for value in values] for values in _points(inside, axis))
+        mean = sum(x) / len(x)
+        slope = sum((a - mean) * b for a, b in zip(x, y, strict=True)) / sum((a - mean) ** 2 for a in x)
+        found.append({"mode": mode, "label": label, "sizes": dict(others), "exponent": slope, "points": len(x)})
+    return found
+
+
+def _points(rows: list[Row], axis: str) -> tuple[list[float], list[float]]:
+    return [row["sizes"][axis] for row in rows], [row["median_ms"] for row in rows]
 
 
 def number(value: float) -> str:
@@ -54,6 +88,10 @@ def _mode_table(result: dict[str, Any], mode: str) -> str:
     varying = [n for n in names if n == result["axis"] or len({row["sizes"][n] for row in rows}) > 1]
     fixed = ", ".join(f"{name} = {rows[0]['sizes'][name]:,}" for name in names if name not in varying)
     heads = ["variant", *varying, "FLOP ratio", "median ms", "20-80 % ms", f"times faster than {result['baseline']}"]
+    heads.append("times the floor")
+    has_memory = any("peak_bytes" in row for row in rows)
+    if has_memory:
+        heads += ["peak MiB", "of the baseline's"]
     body = [
         [
             row["label"],
@@ -63,27 +101,54 @@ def _mode_table(result: dict[str, Any], mode: str) -> str:
             f"{number(row['p20_ms'])} - {number(row['p80_ms'])}",
             number(row["speedup"]),
             number(row["times_floor"]),
+            *(_memory_cells(row) if has_memory else ()),
         ]
         for row in rows
     ]
     title = f"## {mode.capitalize()}" + (f" ({fixed})" if fixed else "")
-    return f"{title}\n\n{table([*heads, 'times the floor'], body)}"
+    return f"{title}\n\n{table(heads, body)}"
+
+
+def _memory_cells(row: Row) -> tuple[str, str]:
+    peak, ratio = row.get("peak_bytes"), row.get("peak_ratio")
+    return "" if peak is None else number(peak / 2**20), "" if ratio is None else number(ratio)
+
+
+def _variants_by_mode(cells: list[tuple[Row, str]], modes: list[str]) -> str:
+    """A table with a line per variant and a column per mode, from rows with mode, label and sizes, and their texts."""
+    lines: dict[tuple[str, tuple[Any, ...]], dict[str, str]] = {}
+    for row, text in cells:
+        lines.setdefault((row["label"], tuple(row["sizes"].items())), {})[row["mode"]] = text
+    of_all = set.intersection(*(set(sizes) for _, sizes in lines))  # they are said above the tables
+    body = [
+        [
+            " ".join((label, ", ".join(f"{n}={s}" for n, s in sizes if (n, s) not in of_all))).rstrip(),
+            *(found.get(m, "") for m in modes),
+        ]
+        for (label, sizes), found in lines.items()
+    ]
+    return table(["variant", *modes], body)
 
 
 def _crossover_table(result: dict[str, Any], modes: list[str]) -> str:
     axis = result["axis"]
-    lines: dict[tuple[str, tuple[Any, ...]], dict[str, str]] = {}
-    for row in result["crossover"]:
-        text = f"never up to {row['largest']}" if row["start"] is None else str(row["start"])
-        lines.setdefault((row["label"], tuple(row["sizes"].items())), {})[row["mode"]] = text
-    several = len({sizes for _, sizes in lines}) > 1
-    body = [
-        [label + (" " + ", ".join(f"{n}={s}" for n, s in sizes) if several else ""), *(found.get(m, "") for m in modes)]
-        for (label, sizes), found in lines.items()
+    cells = [
+        (row, f"never up to {row['largest']}" if row["start"] is None else str(row["start"]))
+        for row in result["crossover"]
     ]
     return (
         f"## Crossover\n\nThe smallest measured {axis} from which on the variant is always faster than {result['baseline']}.\n\n"
-        + table(["variant", *modes], body)
+        + _variants_by_mode(cells, modes)
+    )
+
+
+def _exponent_table(result: dict[str, Any]) -> str:
+    axis, (low, high) = result["axis"], result["fit"]
+    modes = list(dict.fromkeys(row["mode"] for row in result["exponents"]))
+    cells = [(row, f"{row['exponent']:.2f}") for row in result["exponents"]]
+    return (
+        f"## Exponent\n\np of the law median time = c * {axis}^p, fitted from {axis} = {low} to {high}, other sizes as they are.\n\n"
+        + _variants_by_mode(cells, modes)
     )
 
 
@@ -113,23 +178,39 @@ def markdown(result: dict[str, Any]) -> str:
         "to the variant. Times faster: median of the ratios within a repeat. Floor: the larger of FLOPs and fewest bytes over "
         "their ceilings. How to read: benchmarks/README.md",
     ]
+    codes: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        if row["code"] and row["label"] not in codes.setdefault(row["code"], []):
+            codes[row["code"]].append(row["label"])
+    facts += [f"Code {code}: {', '.join(labels)}" for code, labels in codes.items()]
+    facts += [f"Left out: {line}" for line in result["left_out"]]
     parts = [
         f"# {result['benchmark']}, {result['device']}, {result['dtype']}",
         f"{result['about']} Baseline: {result['baseline']}.",
         "\n".join(f"- {fact}" for fact in facts),
         *(_mode_table(result, mode) for mode in modes),
         _crossover_table(result, modes),
+        *([_exponent_table(result)] if result["exponents"] else []),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def write(result: dict[str, Any], folder: Path) -> tuple[Path, Path]:
-    """Writes the pair of files, each to a temporary name first, so that a killed run leaves no half of a file."""
+def write(result: dict[str, Any], folder: Path) -> tuple[Path, ...]:
+    """Writes the files, each to a temporary name first, so that a killed run leaves no half of a file.
+
+    Returns:
+        The JSON file, the Markdown file and, where the axis has 3 sizes or more, the PNG file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{result['date']}-{result['benchmark']}-{result['device']}-{result['dtype']}"
-    texts = {".json": json.dumps(result, indent=1, allow_nan=False) + "\n", ".md": markdown(result)}
-    for suffix, text in texts.items():
+    stem += "-quick" if result["quick"] else ""  # it must not replace the whole measurement of that day
+    contents = {".json": json.dumps(result, indent=1, allow_nan=False).encode() + b"\n"}
+    contents[".md"] = markdown(result).encode()
+    picture = figure.png(result)
+    if picture is not None:
+        contents[".png"] = picture
+    for suffix, content in contents.items():
         temporary = folder / f".{stem}{suffix}.tmp"
-        temporary.write_text(text)
+        temporary.write_bytes(content)
         temporary.replace(folder / f"{stem}{suffix}")
-    return folder / f"{stem}.json", folder / f"{stem}.md"
+    return tuple(folder / f"{stem}{suffix}" for suffix in contents)

@@ -1,4 +1,4 @@
-"""The driver: ``python -m benchmarks.run NAME [--device cpu] [--dtype float32] [--repeats N] [--only REGEX] [--patience S] [--out DIR]``."""
+"""The driver: ``python -m benchmarks.run NAME [--quick] [--device cpu] [--dtype float32] [...]``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-import benchmarks.linear  # noqa: F401  # registers itself; a new benchmark is imported here too
-from benchmarks import machine, report
+# They register themselves; a new benchmark is imported here too.
+import benchmarks.attention
+import benchmarks.linear  # noqa: F401
+from benchmarks import machine, memory, report
 from benchmarks.registry import BENCHMARKS, Benchmark, Group
 from benchmarks.timing import SEED, Ceilings, Clock, CpuClock, CudaClock, measure_ceilings, measure_group
+from structattn.errors import ConfigError, nearest_name
 
 REPEATS = 21
 PATIENCE_S = 60.0
+QUICK_REPEATS = 3
+QUICK_PATIENCE_S = 2.0
+RESULTS = machine.ROOT / "benchmarks" / "results"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -32,8 +38,35 @@ def selected(group: Group, only: str) -> Group | None:
     return dataclasses.replace(group, cases=tuple(c for c in group.cases if c in cases or c.is_baseline))
 
 
+def chosen_groups(
+    bench: Benchmark, device: torch.device, dtype: torch.dtype, *, only: str = "", quick: bool = False
+) -> list[Group]:
+    """The groups of a run; arguments as for ``run``.
+
+    Raises:
+        ConfigError: nothing is left, or ``only`` is no regular expression.
+    """
+    groups = bench.groups(device, dtype)
+    if quick:
+        groups = [group for group in groups if group.sizes[bench.axis] in bench.quick[device.type]]
+    try:
+        found = [chosen for group in groups if (chosen := selected(group, only))]
+    except re.error as error:
+        raise ConfigError(f"--only {only!r} is no regular expression: {error}") from error
+    if not found:
+        raise ConfigError(f"--only {only!r} matches no case of {bench.name}" + (" with --quick" if quick else ""))
+    return found
+
+
 def run(
-    bench: Benchmark, *, device: str, dtype: str, repeats: int, only: str = "", patience_s: float = PATIENCE_S
+    bench: Benchmark,
+    *,
+    device: str,
+    dtype: str,
+    repeats: int,
+    only: str = "",
+    patience_s: float = PATIENCE_S,
+    quick: bool = False,
 ) -> dict[str, Any]:
     """Measures a benchmark.
 
@@ -44,28 +77,37 @@ def run(
         repeats: how often every variant is timed.
         only: a regular expression that names of cases must match (``Group.name_of``). Default: all.
         patience_s: what may be lost per group to repeats that other programs disturb, in seconds.
+        quick: only the sizes that the benchmark calls quick, and no peak memory.
 
     Returns:
         Everything that is written to the JSON file.
 
     Raises:
         WrongResultError: a variant does not compute what it should.
-        ValueError: ``only`` matches nothing.
+        ConfigError: ``only`` matches nothing.
     """
     where, kind = torch.device(device), DTYPES[dtype]
     clock: Clock = CudaClock(where) if where.type == "cuda" else CpuClock()
-    groups = [found for group in bench.groups(where, kind) if (found := selected(group, only))]
-    if not groups:
-        raise ValueError(f"--only {only!r} matches no case of {bench.name}")
+    groups = chosen_groups(bench, where, kind, only=only, quick=quick)
     commit = machine.commit()  # of the code that is already loaded, whatever happens to the files meanwhile
     seen: list[Ceilings] = []
     rows: list[dict[str, Any]] = []
+    left_out: list[str] = []
     with tqdm(total=repeats * len(groups), unit="repeat") as bar:
         for group in groups:
             bar.set_description(group.name_of(group.baseline).rpartition("/")[0])
-            rows += measure_group(
-                group, dtype=kind, clock=clock, repeats=repeats, patience_s=patience_s, on_repeat=bar.update
+            measured = measure_group(
+                group,
+                dtype=kind,
+                clock=clock,
+                repeats=repeats,
+                patience_s=patience_s,
+                on_repeat=bar.update,
+                left_out=left_out,
             )
+            if not quick:  # most of its time would be that of starting processes
+                left_out += _add_memory(measured, bench, group, where, kind)
+            rows += measured
             seen.append(measure_ceilings(where, kind, clock))
     ceilings = Ceilings(
         flops_per_s=max(found.flops_per_s for found in seen), bytes_per_s=max(found.bytes_per_s for found in seen)
@@ -76,6 +118,7 @@ def run(
     # The folder of the results is left out: it is a path of this machine and changes no number.
     command = ["python", "-m", "benchmarks.run", bench.name, "--device", device, "--dtype", dtype]
     command += ["--repeats", str(repeats), *(["--only", only] if only else []), "--patience", f"{patience_s:g}"]
+    command += ["--quick"] if quick else []
     return {
         "benchmark": bench.name,
         "about": bench.about,
@@ -84,6 +127,7 @@ def run(
         "device": device,
         "dtype": dtype,
         "repeats": repeats,
+        "quick": quick,
         "seed": SEED,
         "command": shlex.join(command),
         "date": datetime.now(UTC).date().isoformat(),
@@ -92,41 +136,115 @@ def run(
         "versions": machine.versions(where),
         "ceilings": dataclasses.asdict(ceilings),
         "rows": rows,
+        "left_out": left_out,
         "crossover": report.crossovers(rows, bench.axis),
+        "fit": bench.fit,
+        "exponents": [] if bench.fit is None else report.exponents(rows, bench.axis, bench.fit),
     }
 
 
+def _add_memory(
+    rows: list[dict[str, Any]], bench: Benchmark, group: Group, device: torch.device, dtype: torch.dtype
+) -> list[str]:
+    """Adds the peak memory to the rows of the cases that measure it, and its ratio to the baseline's.
+
+    Returns:
+        A line for every case whose memory could not be measured: hours of times are not lost for it.
+    """
+    by_label, failed = {row["label"]: row for row in rows}, []
+    for case in group.cases:
+        if case.measures_memory and case.label in by_label:
+            try:
+                by_label[case.label]["peak_bytes"] = memory.peak_bytes(bench, group, case, device, dtype)
+            except memory.MemoryMeasurementError as error:
+                failed.append(f"peak memory of {group.name_of(case)}: {error}")
+    base = by_label[group.baseline.label].get("peak_bytes")
+    for row in rows:
+        if base and "peak_bytes" in row:
+            row["peak_ratio"] = row["peak_bytes"] / base
+    return failed
+
+
+def run_and_write(
+    name: str,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    repeats: int | None = None,
+    only: str = "",
+    patience_s: float | None = None,
+    quick: bool = False,
+    out: Path | None = None,
+) -> tuple[dict[str, Any], tuple[Path, ...]]:
+    """Measures a benchmark by its name and writes its files.
+
+    Args:
+        name: in ``BENCHMARKS``.
+        repeats, patience_s: default (``None``): 21 and 60; 3 and 2 when quick.
+        out: folder of the results. Default: ``benchmarks/results``.
+        device, dtype, only, quick: as for ``run``.
+
+    Returns:
+        The result, and the files.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+        WrongResultError: a variant does not compute what it should.
+    """
+    if name not in BENCHMARKS:
+        raise ConfigError(f"unknown benchmark {name!r}: {nearest_name(name, BENCHMARKS)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}: {nearest_name(dtype, DTYPES)}")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device must be cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch finds no CUDA device here")
+    if repeats is not None and repeats < 1:
+        raise ConfigError(f"--repeats must be at least 1, got {repeats}")
+    result = run(
+        BENCHMARKS[name],
+        device=device,
+        dtype=dtype,
+        repeats=repeats or (QUICK_REPEATS if quick else REPEATS),
+        only=only,
+        patience_s=patience_s if patience_s is not None else QUICK_PATIENCE_S if quick else PATIENCE_S,
+        quick=quick,
+    )
+    return result, report.write(result, RESULTS if out is None else out)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one benchmark, writes its two files and prints the tables."""
+    """Runs one benchmark, writes its files and prints the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Runs one benchmark.")
     parser.add_argument("name", choices=sorted(BENCHMARKS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="times that every variant is timed (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a few sizes and repeats, no peak memory: a minute or two")
+    parser.add_argument(
+        "--repeats", type=int, help=f"times that every variant is timed ({REPEATS}; quick: {QUICK_REPEATS})"
+    )
     parser.add_argument("--only", default="", help="regex on benchmark/mode/E=256,tokens=1024/variant")
     parser.add_argument(
         "--patience",
         type=float,
-        default=PATIENCE_S,
-        help="seconds per size that may be lost to repeats that other programs disturb (%(default)g)",
+        help="seconds per size that may be lost to repeats that other programs disturb "
+        f"({PATIENCE_S:g}; quick: {QUICK_PATIENCE_S:g})",
     )
-    parser.add_argument(
-        "--out", type=Path, default=machine.ROOT / "benchmarks" / "results", help="folder of the results"
-    )
+    parser.add_argument("--out", type=Path, help="folder of the results (benchmarks/results)")
     options = parser.parse_args(arguments)
-    if options.repeats < 1:
-        parser.error(f"--repeats must be at least 1, got {options.repeats}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: PyTorch finds no CUDA device here")
-    result = run(
-        BENCHMARKS[options.name],
-        device=options.device,
-        dtype=options.dtype,
-        repeats=options.repeats,
-        only=options.only,
-        patience_s=options.patience,
-    )
-    paths = report.write(result, options.out)
+    try:
+        result, paths = run_and_write(
+            options.name,
+            device=options.device,
+            dtype=options.dtype,
+            repeats=options.repeats,
+            only=options.only,
+            patience_s=options.patience,
+            quick=options.quick,
+            out=options.out,
+        )
+    except ConfigError as error:
+        parser.error(str(error))
     print(report.markdown(result))  # noqa: T201
     print("\n".join(str(path) for path in paths))  # noqa: T201
 

@@ -15,15 +15,16 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from benchmarks.machine import Watch, wait_until_quiet
-from benchmarks.registry import Group, Work
-from structattn.testing.tolerances import FORWARD, relative_error
+from benchmarks.registry import CaseUnavailableError, Group, Work
+from structattn.errors import StructAttnError
+from structattn.testing.tolerances import FORWARD, GRADIENT, relative_error
 
 T = TypeVar("T")
 SEED = 0
 WARM_UPS = 3
 
 
-class WrongResultError(RuntimeError):
+class WrongResultError(StructAttnError, RuntimeError):
     """A variant does not compute what it should: its time would mean nothing."""
 
 
@@ -167,11 +168,15 @@ def checked_error(name: str, work: Work, dtype: torch.dtype) -> float:
     """The largest relative error of a work against its float64 reference.
 
     Raises:
-        WrongResultError: it is above the tolerance of the dtype, or there was nothing to compare.
+        WrongResultError: one is above the tolerance of the dtype, or there was nothing to compare.
     """
-    errors = [relative_error(actual, expected) for actual, expected in work.check()]
-    if not errors or not max(errors) <= FORWARD[dtype]:
-        raise WrongResultError(f"{name}: relative errors {errors}, the tolerance of {dtype} is {FORWARD[dtype]:.0e}")
+    errors, is_right = [], True
+    for actual, expected, *is_gradient in work.check():
+        errors.append(relative_error(actual, expected))
+        is_right = is_right and errors[-1] <= (GRADIENT if any(is_gradient) else FORWARD)[dtype]
+    if not errors or not is_right:
+        limits = f"{FORWARD[dtype]:.0e}, of gradients {GRADIENT[dtype]:.0e}"
+        raise WrongResultError(f"{name}: relative errors {errors}, the tolerance of {dtype} is {limits}")
     return max(errors)
 
 
@@ -192,22 +197,42 @@ def measure_group(
     repeats: int,
     patience_s: float,
     on_repeat: Callable[[], object] = lambda: None,
+    left_out: list[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Checks every case, then times all of them in turn.
 
     Every repeat times each case once, in an order shuffled by a fixed seed: what else the machine does meets all alike, and
     the ratio to the baseline is taken within a repeat.
 
+    Args:
+        group: what is measured.
+        dtype: of its tensors.
+        clock: of its device.
+        repeats: how often every case is timed.
+        patience_s: as for ``undisturbed``.
+        on_repeat: called after every repeat.
+        left_out: gets a line for every variant that cannot run here.
+
     Returns:
-        One row of results per case, in the order of the group; ``disturbed`` is the second result of ``undisturbed``.
+        One row of results per case that can run, in the order of the group; ``disturbed`` is the second result of
+        ``undisturbed``.
 
     Raises:
         WrongResultError: a case is wrong.
+        CaseUnavailableError: the baseline cannot run.
     """
     torch.manual_seed(SEED)
-    works, errors, inners = [], [], []
+    cases, works, errors, inners = [], [], [], []
     for case in group.cases:
-        work = case.build()
+        try:
+            work = case.build()
+        except CaseUnavailableError as error:
+            if case.is_baseline:
+                raise
+            if left_out is not None:
+                left_out.append(f"{group.name_of(case)}: {error}")
+            continue
+        cases.append(case)
         errors.append(checked_error(group.name_of(case), work, dtype))
         warm_ms = min(clock.time_ms(work, 1) for _ in range(WARM_UPS))
         works.append(work)
@@ -224,9 +249,9 @@ def measure_group(
     with no_collection():
         results, disturbed = undisturbed(repeat, repeats, clock, patience_s=patience_s, on_kept=on_repeat)
     times = list(zip(*results, strict=True))
-    base = times[group.cases.index(group.baseline)]
+    base = times[cases.index(group.baseline)]
     rows = []
-    for case, samples, inner, error in zip(group.cases, times, inners, errors, strict=True):
+    for case, work, samples, inner, error in zip(cases, works, times, inners, errors, strict=True):
         ratios = [a / b for a, b in zip(base, samples, strict=True)]
         rows.append(
             {
@@ -234,6 +259,7 @@ def measure_group(
                 "sizes": dict(case.sizes),
                 "label": case.label,
                 "is_baseline": case.is_baseline,
+                "code": getattr(work, "code", ""),
                 "flops": case.flops,
                 "bytes": case.bytes,
                 "flop_ratio": group.baseline.flops / case.flops,

@@ -17,9 +17,12 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks are no part of the package
 
-from benchmarks import linear, report, run, timing  # noqa: E402
-from benchmarks.registry import Group  # noqa: E402
-from structattn import StructuredLinear  # noqa: E402
+import structattn  # noqa: E402
+from benchmarks import attention, figure, linear, memory, report, run, timing  # noqa: E402
+from benchmarks.registry import BENCHMARKS, CaseUnavailableError, Group  # noqa: E402
+from structattn import LevelLayout, StructuredLinear, cli, structured_attention  # noqa: E402
+from structattn.errors import ConfigError  # noqa: E402
+from structattn.testing.tolerances import assert_close  # noqa: E402
 
 CPU, FLOAT32 = torch.device("cpu"), torch.float32
 
@@ -159,7 +162,233 @@ def test_disturbed_results_are_measured_again(monkeypatch: pytest.MonkeyPatch) -
     assert measured() == ([1, 0], 1)
 
 
+def _attention_group(mode: str, dim: int = 64, length: int = 128) -> Group:
+    groups = attention.attention_groups(CPU, FLOAT32, lengths=[length], heads=2)
+    group = next(g for g in groups if g.mode == mode and g.sizes["D"] == dim)
+    return replace(group, cases=tuple(case for case in group.cases if case.label != attention.FLEX))  # compiles long
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mode", ["forward", "forward+backward"])
+def test_every_attention_is_right(mode: str, dim: int) -> None:
+    group = _attention_group(mode, dim)
+    rows = timing.measure_group(group, dtype=FLOAT32, clock=timing.CpuClock(), repeats=1, patience_s=0)
+    labels = {attention.BASELINE, *attention.LAYOUTS[dim], *([attention.DENSE] if dim == 64 else [])}
+    assert {row["label"] for row in rows} == labels
+    assert {row["code"] for row in rows} == {"", "blocked"}
+
+
+def test_counts_of_attention() -> None:
+    pairs = 128 * 129 // 2
+    forward = {case.label: case for case in _attention_group("forward").cases}
+    both = {case.label: case for case in _attention_group("forward+backward").cases}
+    layout = LevelLayout.halving((8,) * 8, 128)
+    assert forward[attention.BASELINE].flops == 2 * 4 * 64 * pairs
+    assert both[attention.BASELINE].flops == 2 * 14 * 64 * pairs
+    assert both["mlr 8x8"].flops == 2 * (4 * layout.score_flops(128) + 3 * 2 * 64 * pairs)
+    assert forward["mlr 8x8"].bytes == 4 * 4 * 2 * 128 * 64
+    assert both["mlr 8x8"].bytes == 2 * forward["mlr 8x8"].bytes
+
+
+def test_attention_on_cuda_is_planned() -> None:
+    groups = list(attention.attention_groups(torch.device("cuda"), torch.bfloat16))
+    assert {group.mode for group in groups} == {"forward", "forward+backward", "decode"}
+    assert {g.sizes["T"] for g in groups if g.mode != "decode"} == set(attention.LENGTHS["cuda"])
+    assert all(case.flops > 0 and case.bytes > 0 for group in groups for case in group.cases)
+    decode = next(g for g in groups if g.mode == "decode")
+    keys = LevelLayout.halving((8,) * 8, 65536).key_cache_size(65536)
+    assert decode.sizes == {"T": 65536, "B": 16, "H": 16, "D": 64}
+    assert next(c for c in decode.cases if c.label == "mlr 8x8").flops == 16 * 16 * 2 * (keys + 64 * 65536)
+    assert attention.DENSE not in {case.label for case in decode.cases}
+
+
+@pytest.mark.parametrize("queries", [48, 1])
+@pytest.mark.parametrize("value_ranks", [None, (2, 2, 4)])
+def test_the_reference_of_rows_is_the_definition(value_ranks: tuple[int, ...] | None, queries: int) -> None:
+    torch.manual_seed(0)
+    layout = LevelLayout.halving((4, 2, 2), 48, value_ranks=value_ranks)
+    q, k, v = (torch.randn(2, 2, n, 8, dtype=torch.float64, requires_grad=True) for n in (queries, 48, 48))
+    rows = torch.arange(0, queries, 3)
+    cotangent = torch.zeros_like(q)
+    cotangent[:, :, rows] = torch.randn(2, 2, len(rows), 8, dtype=torch.float64)
+    out = structured_attention(q, k, v, layout, backend="reference")
+    expected = (out[:, :, rows], *torch.autograd.grad(out, (q, k, v), cotangent))
+    found = attention.row_reference(q, k, v, layout, rows, cotangent)
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b)
+
+
+def _grown(x: Tensor) -> Tensor:
+    """The same numbers with a gradient that is 1 % too large."""
+    return 1.01 * x - 0.01 * x.detach()
+
+
+def _without_a_row(out: Tensor) -> Tensor:
+    """The same numbers, but one row that no check picks gives no gradient."""
+    return torch.cat((out[:, :, :9], out[:, :, 9:10].detach(), out[:, :, 10:]), dim=2)
+
+
+WRONG_ATTENTION = {
+    "out": lambda attend: lambda q, k, v: 1.01 * attend(q, k, v),
+    "dq": lambda attend: lambda q, k, v: attend(_grown(q), k, v),
+    "dk": lambda attend: lambda q, k, v: attend(q, _grown(k), v),
+    "dv": lambda attend: lambda q, k, v: attend(q, k, _grown(v)),
+    "a row": lambda attend: lambda q, k, v: _without_a_row(attend(q, k, v)),
+}
+
+
+@pytest.mark.parametrize("label", [attention.BASELINE, "mlr 8x8", "mlr 8x8 values"])
+@pytest.mark.parametrize("is_full", [True, False])
+@pytest.mark.parametrize("wrong", WRONG_ATTENTION)
+def test_a_wrong_attention_raises(wrong: str, is_full: bool, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "CHECKED_ROWS", 5)
+    monkeypatch.setattr(attention, "CHECKED_SCORES", 2**24 if is_full else 0)
+    assert 9 not in attention.picked_rows(128)
+    torch.manual_seed(0)
+    work = attention.attention_work(
+        label, batch=1, heads=2, queries=128, keys=128, dim=64, backward=True, device=CPU, dtype=FLOAT32
+    )
+    assert timing.checked_error("right", work, FLOAT32) < 5e-5
+    changed = replace(work, attend=WRONG_ATTENTION[wrong](work.attend))
+    with pytest.raises(timing.WrongResultError):
+        timing.checked_error("wrong", changed, FLOAT32)
+
+
+def test_causal_blocks_are_the_causal_mask() -> None:
+    mask = attention.causal_block_mask(512, CPU)
+    assert torch.equal(mask.to_dense()[0, 0], torch.ones(4, 4, dtype=torch.int32).tril())
+    assert mask.full_kv_num_blocks is not None
+    assert mask.full_kv_num_blocks.flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_a_variant_that_cannot_run_is_left_out() -> None:
+    def build() -> attention.AttentionWork:
+        raise CaseUnavailableError("no compiler")
+
+    group = _attention_group("forward", 128)
+    broken = replace(group, cases=(group.cases[0], replace(group.cases[1], build=build)))
+    left_out: list[str] = []
+    rows = timing.measure_group(
+        broken, dtype=FLOAT32, clock=timing.CpuClock(), repeats=1, patience_s=0, left_out=left_out
+    )
+    assert [row["label"] for row in rows] == [attention.BASELINE]
+    assert left_out == ["attention/forward/T=128,B=1,H=2,D=128/mlr 64|32|16|16: no compiler"]
+
+
+def test_peak_memory_is_that_of_one_call() -> None:
+    bench = BENCHMARKS["attention"]
+    group = next(iter(run.chosen_groups(bench, CPU, FLOAT32, only="forward/T=512,.*D=64/dense")))
+    (case,) = (case for case in group.cases if case.label == attention.DENSE)
+    scores = 4 * 512 * 512 * 4
+    assert scores < memory.peak_bytes(bench, group, case, CPU, FLOAT32) < 20 * scores
+
+
+def test_quick_takes_the_registered_sizes() -> None:
+    for name, sizes in (("attention", {512, 2048}), ("linear", {256, 1024})):
+        bench = BENCHMARKS[name]
+        groups = run.chosen_groups(bench, CPU, FLOAT32, quick=True)
+        assert {group.sizes[bench.axis] for group in groups} == sizes
+    with pytest.raises(ConfigError, match="matches no case of attention with --quick"):
+        run.chosen_groups(BENCHMARKS["attention"], CPU, FLOAT32, only="T=1024", quick=True)
+    with pytest.raises(ConfigError, match="no regular expression"):
+        run.chosen_groups(BENCHMARKS["attention"], CPU, FLOAT32, only="(")
+
+
+def test_a_run_with_memory_has_a_figure_and_exponents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    peaks = {attention.BASELINE: 4 * 2**20, "mlr 8x8": 10 * 2**20}
+    monkeypatch.setattr(memory, "peak_bytes", lambda bench, group, case, device, dtype: peaks[case.label])
+    monkeypatch.setattr(run, "measure_ceilings", lambda *_: timing.Ceilings(flops_per_s=1e9, bytes_per_s=1e9))
+    monkeypatch.setattr(attention, "MEMORY_LENGTHS", (256,))
+    bench = replace(
+        BENCHMARKS["attention"],
+        groups=lambda device, dtype: attention.attention_groups(device, dtype, lengths=(128, 256, 512), heads=1),
+        fit=(128, 512),
+    )
+    only = f"D=64/({attention.BASELINE}|mlr 8x8)$"
+    result = run.run(bench, device="cpu", dtype="float32", repeats=1, only=only, patience_s=0)
+    assert {row["peak_ratio"] for row in result["rows"] if "peak_ratio" in row} == {1, 2.5}
+    assert {row["points"] for row in result["exponents"]} == {3}
+    paths = report.write(result, tmp_path)
+    assert [path.suffix for path in paths] == [".json", ".md", ".png"]
+    assert sorted(paths) == sorted(tmp_path.iterdir())
+    assert paths[2].read_bytes().startswith(b"\x89PNG\r\n")
+    text = paths[1].read_text()
+    assert "| peak MiB | of the baseline's |" in text
+    assert "| 10 | 2.5 |" in text
+    assert "## Exponent" in text
+    assert "Code blocked: mlr 8x8" in text
+    assert report.write(result | {"quick": True}, tmp_path)[0].stem.endswith("-quick")
+
+
+def test_a_result_without_memory_looks_as_before(files: list[Path], result: dict[str, Any]) -> None:
+    text = files[1].read_text()
+    assert "| times the floor |\n" in text
+    assert "peak" not in text
+    assert "Exponent" not in text
+    assert figure.png(result) is None  # one width
+
+
+def test_the_exponent_of_a_power_law() -> None:
+    rows = [
+        {"mode": "forward", "label": "a", "is_baseline": False, "sizes": {"T": T}, "median_ms": 3 * T**1.5}
+        for T in (512, 2048, 4096, 8192)
+    ]
+    rows[0]["median_ms"] = 1  # outside of the range
+    (found,) = report.exponents(rows, "T", (2048, 16384))
+    assert found["exponent"] == pytest.approx(1.5)
+    assert found["points"] == 3
+    assert report.exponents(rows[:3], "T", (2048, 16384)) == []
+
+
+def test_the_command_runs_a_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "linear", "--quick", "--only", "forward/E=256,.*btt:1$", "--repeats", "1", "--patience", "0"]
+    assert cli.main([*words, "--out", str(tmp_path)]) == 0
+    assert "# linear, cpu, float32" in capsys.readouterr().out
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md"}
+    command = json.loads(next(tmp_path.glob("*-quick.json")).read_text())["command"]
+    assert command.startswith("python -m benchmarks.run linear")
+    assert "--quick" in command
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lineal"], "did you mean 'linear'"),
+        (["linear", "--only", "nothing"], "matches no case"),
+        (["linear", "--repeats", "0"], "at least 1"),
+        (["linear", "--dtype", "float23"], "did you mean 'float32'"),
+        (["linear", "--device", "tpu"], "cpu or cuda"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_without_a_checkout_the_command_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(structattn, "__file__", str(tmp_path / "lib" / "structattn" / "__init__.py"))
+    assert cli.main(["bench", "attention"]) == 2
+    error = capsys.readouterr().err
+    assert "clone it" in error
+    assert "pip install -e" in error
+    assert error.count("\n") == 1
+
+
+def test_info_says_what_auto_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (plain,) = (line for line in lines if line.startswith("  1 level, T = 4096"))
+    assert "scaled_dot_product_attention: one level" in plain
+    assert sum(line.startswith("  8 levels, T = ") for line in lines) == 2
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda(tmp_path: Path) -> None:
-    run.main(["linear", "--device", "cuda", "--only", "E=256,.*btt:1", "--repeats", "2", "--out", str(tmp_path)])
+@pytest.mark.parametrize("name", ["linear/.*E=256,.*btt:1", "attention/.*/T=4096,.*(mlr|Flex)", "attention/decode"])
+def test_cuda(name: str, tmp_path: Path) -> None:
+    words = [name.partition("/")[0], "--device", "cuda", "--dtype", "bfloat16", "--only", name, "--repeats", "2"]
+    run.main([*words, "--out", str(tmp_path)])
     assert len(list(tmp_path.iterdir())) == 2

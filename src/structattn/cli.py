@@ -99,17 +99,17 @@ class Bench:
     name: tyro.conf.Positional[str]
     """attention or linear."""
     quick: bool = False
-    """A few sizes and repeats: about a minute."""
+    """A few sizes and repeats, no peak memory: a minute or two."""
     device: str = "cpu"
     """cpu or cuda."""
     dtype: str = "float32"
     """float32 or bfloat16."""
     repeats: int | None = None
-    """Times that every variant is timed. Default: 21; 5 with --quick."""
+    """Times that every variant is timed. Default: 21; 3 with --quick."""
     only: str = ""
     """A regular expression on benchmark/mode/T=512,.../variant. Default: all."""
     patience: float | None = None
-    """Seconds per size that may be lost to repeats that other programs disturb. Default: 60; 5 with --quick."""
+    """Seconds per size that may be lost to repeats that other programs disturb. Default: 60; 2 with --quick."""
     out: Path | None = None
     """Folder of the results. Default: benchmarks/results of the repository."""
 

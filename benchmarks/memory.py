@@ -1,0 +1,93 @@
+"""Peak memory of one call of a case: ``python -m benchmarks.memory BENCHMARK DEVICE DTYPE CASE`` prints the bytes.
+
+On a CPU the growth of the resident set says it, in a fresh process: an old one holds freed memory that a call would reuse unseen.
+On CUDA PyTorch's allocator counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+
+import torch
+
+from benchmarks.machine import ROOT
+from benchmarks.registry import BENCHMARKS, Benchmark, Case, Group, Work
+from structattn.training.memory import PeakMemory
+
+
+class MemoryMeasurementError(RuntimeError):
+    """The process that should measure failed."""
+
+
+def peak_bytes(bench: Benchmark, group: Group, case: Case, device: torch.device, dtype: torch.dtype) -> int:
+    """What one call allocates at its highest point beyond its inputs; results are counted.
+
+    Args:
+        bench, group, case: what is measured; on a CPU another process makes them again by their names.
+        device, dtype: as for ``bench.groups``.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        MemoryMeasurementError: the process that measures failed.
+    """
+    if device.type == "cuda":
+        return growth(case.build())
+    name = str(dtype).removeprefix("torch.")
+    command = [sys.executable, "-m", "benchmarks.memory", bench.name, device.type, name, group.name_of(case)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        "CUDA_VISIBLE_DEVICES": "",  # the resident set is meant, not a GPU that happens to be there
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        # Its last words may name paths of this machine, and this text may go into a result: the type of the error alone.
+        words = done.stderr.strip().rpartition("\n")[2].partition(":")[0]
+        raise MemoryMeasurementError(f"the process that measures ended with status {done.returncode} ({words})")
+    return int(json.loads(done.stdout.splitlines()[-1]))
+
+
+def growth(work: Work) -> int:
+    """Bytes by which one call raises the peak above what is allocated before it."""
+    gc.collect()
+    _return_freed_memory()
+    memory = PeakMemory()
+    memory.start()
+    before = memory.peak_bytes()
+    result = work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    after = memory.peak_bytes()
+    del result  # it counts, so it must live until here
+    return after - before
+
+
+def _return_freed_memory() -> None:
+    """Gives freed memory back to the system, which would hide allocations; only glibc can be asked to."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def _main(benchmark: str, device: str, dtype: str, name: str) -> None:
+    import benchmarks.run  # noqa: F401  # registers all benchmarks
+
+    bench = BENCHMARKS[benchmark]
+    groups = list(bench.groups(torch.device(device), getattr(torch, dtype)))
+    group, case = next((g, c) for g in groups for c in g.cases if g.name_of(c) == name)
+    torch.manual_seed(0)
+    # Libraries and threads take their memory at the first call: the same variant at the smallest size.
+    alike = [c for g in groups if g.mode == group.mode for c in g.cases if c.label == case.label]
+    min(alike, key=lambda c: c.sizes[bench.axis]).build()()
+    print(json.dumps(growth(case.build())))  # noqa: T201
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -153,6 +153,7 @@ def test_free_segments_and_hierarchical_values() -> None:
         (3, 1), [[[0], torch.tensor([0, 5])], [[0], [0, 2, 4]]], value_ranks=(1, 2)
     )
     one = sa.LevelLayout.from_boundaries((3, 1), ((0,), torch.tensor([0, 5])))
+    assert one == sa.LevelLayout.from_boundaries((3, 1), [(0, 5)])
     assert one.num_rows is None
     assert hash(one) == hash(sa.LevelLayout.from_boundaries((3, 1), [((0,), (0, 5))]))
 
@@ -169,7 +170,7 @@ def test_hierarchical_values_shrink_keys_and_values_four_times() -> None:
         (((0,), (0, 3), (0, 4)), "level 3 must also start at 3"),
         (((0, 2), (0, 2), (0, 2)), r"level 1 is global and must be \(0,\)"),
         (((0,), (1, 3), (1, 3)), "level 2 must rise from 0"),
-        (((0,), (0, 3)), "one entry per level: expected 3, got 2"),
+        (((0,),), "one entry per level: expected 3, got 1"),
         ([((0,), (0, 3), (0, 3)), ((0,), (0, 3), (0,))], "level 3 of row 1 must also start at 3"),
         ((), "segment starts of each level"),
         (((0,), (0, 1.5), (0,)), "as ints"),

@@ -101,7 +101,7 @@ class LevelLayout:
         Args:
             ranks: dimensions of each level, level 1 first.
             boundaries: for each level, level 1 first, the positions at which its segments start, rising from 0. Level 1 is
-                global: ``(0,)``. A level repeats the starts of the one before and adds its own; its last segment has no
+                global, ``(0,)``, and may be left out. A level repeats the starts of the one before and adds its own; its last segment has no
                 end. Or a list of such, one per batch row (with ``cu_seqlens``: one per packed sequence, counted from the
                 start of each). A level may be a 1-dimensional int tensor.
             scaling, value_ranks: see the class.

@@ -54,6 +54,8 @@ def checked_boundaries(ranks: tuple[int, ...], boundaries: object) -> Boundaries
     rows = []
     for r, levels in enumerate((boundaries,) if one_row else boundaries):
         where = "" if one_row else f" of row {r}"
+        if isinstance(levels, tuple | list) and len(levels) == len(ranks) - 1:
+            levels = ((0,), *levels)  # level 1, which is global, was left out
         if not isinstance(levels, tuple | list) or len(levels) != len(ranks):
             count = len(levels) if isinstance(levels, tuple | list) else repr(levels)
             raise ConfigError(f"boundaries{where} need one entry per level: expected {len(ranks)}, got {count}")

@@ -51,21 +51,25 @@ def _slices(total: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
 
-def _steps(shape: tuple[int, int, int], budget: int) -> tuple[int, int, int]:
-    """How much of batch, rows and columns is done at once: products of a good shape first, then as many as fit."""
+def _steps(shape: tuple[int, int, int], width: int, budget: int) -> tuple[int, int, int]:
+    """How much of batch, rows and columns is done at once: products of a good shape first, then as many as fit.
+
+    Of small pieces the copied rows, ``width`` numbers each, would take more memory than the scores: they count too.
+    """
     batch, rows, cols = shape
     row_step = min(rows, 128, budget)
     col_step = min(cols, max(1, min(256, budget // row_step)))
-    batch_step = min(batch, max(1, budget // (row_step * col_step)))
+    each = max(row_step * col_step, (row_step + col_step) * width // 4)
+    batch_step = min(batch, max(1, budget // each))
     col_step = min(cols, max(col_step, budget // (batch_step * row_step)))
     row_step = min(rows, max(row_step, budget // (batch_step * col_step)))
     return batch_step, row_step, col_step
 
 
-def _grid(piece: Piece, budget: int) -> Iterator[list[list[_Part]]]:
+def _grid(piece: Piece, width: int, budget: int) -> Iterator[list[list[_Part]]]:
     """The parts of a piece, for each step of the batch: a list per step of the rows, of one part per step of the columns."""
     batch, rows, cols = piece.shape
-    batch_step, row_step, col_step = _steps(piece.shape, budget)
+    batch_step, row_step, col_step = _steps(piece.shape, width, budget)
     number = piece.number << 24
     for some in _slices(batch, batch_step):
         grid = []
@@ -125,6 +129,7 @@ def _hide(scores: Tensor, hidden: Tensor | bool) -> None:
 
 def row_maxima(pieces: Iterable[Piece], q: Tensor, k: Tensor, bias: Tensor | None, terms: Terms) -> Tensor:
     """The largest score of each row, (..., 1), in units of log 2; 0 where a row sees no column."""
+    width = 2 * q.shape[-1]
     best = q.new_full((*q.shape[:-1], 1), -torch.inf)
     scratch = _Scratch(q)
     for piece in pieces:
@@ -132,7 +137,7 @@ def row_maxima(pieces: Iterable[Piece], q: Tensor, k: Tensor, bias: Tensor | Non
         factor = terms.factor(piece.level, q) * LOG2_E
         query, key = piece.rows_of(q[..., :rank]), piece.cols_of(k[..., :rank])
         found = piece.rows_of(best).clone()
-        for grid in _grid(piece, terms.budget):
+        for grid in _grid(piece, width, terms.budget):
             for line in grid:
                 batch, rows = line[0].batch, line[0].rows
                 here, best_here = query[batch, rows] * factor, found[batch, rows]
@@ -170,14 +175,14 @@ def forward(
     Cost: one exponential and 2 (R + V) FLOPs per pair; memory for ``budget`` scores and copies of some rows.
     """
     out, total = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros((*q.shape[:-1], 1))
-    scratch, dropout = _Scratch(q), _Dropout(terms, q.device)
+    scratch, dropout, width = _Scratch(q), _Dropout(terms, q.device), q.shape[-1] + v.shape[-1]
     for piece in pieces:
         rank, value_rank = terms.rank(piece.level), terms.value_rank(piece.level, v.shape[-1])
         factor = terms.factor(piece.level, q) * LOG2_E
         query, shift = piece.rows_of(q[..., :rank]), None if offset is None else piece.rows_of(offset)[..., 0]
         key, value = piece.cols_of(k[..., :rank]), piece.cols_of(v[..., :value_rank])
         sums, totals = piece.open_rows(out[..., :value_rank]), piece.open_rows(total)
-        for grid in _grid(piece, terms.budget):
+        for grid in _grid(piece, width, terms.budget):
             batch = grid[0][0].batch
             # As a column of the product, unless the copy of the keys that this takes would be used once.
             in_product = shift is not None and len(grid) > 1
@@ -249,6 +254,7 @@ def backward(
     # A row that sees nothing, or is not there, has weights 0 whatever its columns are; infinity itself would make NaN.
     offset = lse.masked_fill(lse == -torch.inf, torch.finfo(lse.dtype).max / 4)[..., None] * LOG2_E
     weights, others, dropout = _Scratch(q), _Scratch(q), _Dropout(terms, q.device)
+    width = q.shape[-1] + v.shape[-1]  # as forward, whose parts dropout must find again
     for piece in pieces:
         rank, value_rank = terms.rank(piece.level), terms.value_rank(piece.level, v.shape[-1])
         factor = terms.factor(piece.level, q)
@@ -257,7 +263,7 @@ def backward(
         shift, drop = -piece.rows_of(offset)[..., 0], -piece.rows_of(delta[..., None])[..., 0]
         row_grad = piece.open_rows(grad_q[..., :rank])
         key_grad, value_grad = piece.open_cols(grad_k[..., :rank]), piece.open_cols(grad_v[..., :value_rank])
-        for grid in _grid(piece, terms.budget):
+        for grid in _grid(piece, width, terms.budget):
             batch = grid[0][0].batch
             query_1, query = _with_column(all_query[batch] * (factor * LOG2_E), shift[batch])
             key_1, key = _with_column(all_key[batch], 1.0)

@@ -16,9 +16,10 @@ def test_the_example_runs(capsys) -> None:
     names: dict[str, object] = {}
     for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL):
         exec(compile(code, "README.md", "exec"), names)
-    shapes, saved, fitted = capsys.readouterr().out.splitlines()
+    shapes, saved, levels, fitted = capsys.readouterr().out.splitlines()
     assert shapes.startswith("torch.Size([2, 100, 256])")
     assert 0.3 < float(saved) < 1
+    assert levels.startswith("torch.Size([1, 4, 100, 64]) torch.Size([1, 4, 100, 64]) reference: 40000 scores are few")
     assert fitted.startswith("torch.Size([3, 64]) 2048 0.")
     assert fitted.endswith("block coordinate descent, L-BFGS")
 

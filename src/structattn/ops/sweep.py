@@ -57,7 +57,7 @@ def _steps(shape: tuple[int, int, int], width: int, budget: int) -> tuple[int, i
     Of small pieces the copied rows, ``width`` numbers each, would take more memory than the scores: they count too.
     """
     batch, rows, cols = shape
-    row_step = min(rows, 128, budget)
+    row_step = min(rows, 512, budget)
     col_step = min(cols, max(1, min(256, budget // row_step)))
     each = max(row_step * col_step, (row_step + col_step) * width // 4)
     batch_step = min(batch, max(1, budget // each))

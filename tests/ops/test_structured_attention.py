@@ -187,6 +187,13 @@ def test_no_layout_is_scaled_dot_product_attention(is_causal: bool) -> None:
         assert_close(sa.structured_attention(q, k, v, is_causal=is_causal, backend=backend), expected)
 
 
+def test_one_level_falls_through_to_pytorch_untouched() -> None:
+    q, k, v = (x.float() for x in make(1, 4, 2, 700, 700, 8, 8, grad=False))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    for backend in ("auto", "blocked"):
+        assert torch.equal(sa.structured_attention(q, k, v, sa.LevelLayout((8,), (700,)), backend=backend), expected)
+
+
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_lower_precision(dtype: torch.dtype, backend) -> None:
@@ -282,6 +289,9 @@ def test_explain_names_what_runs() -> None:
     assert explain(*meta(4096), layout).startswith("blocked: 2 levels")
     assert explain(*meta(16), layout).startswith("reference: 1024 scores")
     assert explain(*meta(4096), window=100).startswith("blocked: one level")
+    q, k, _ = (torch.empty(1, 4, 1024, 8) for _ in range(3))
+    assert explain(q, k, k).startswith("scaled_dot_product_attention")
+    assert explain(q, k, k[..., :4]).startswith("blocked: one level")  # PyTorch would keep all scores
     assert explain(*meta(4096), return_lse=True).startswith("blocked: one level")
     assert explain(*meta(4096), sa.GlobalWindowLayout((2, 2), 9)).startswith("two softmaxes, added: scaled_dot")
 

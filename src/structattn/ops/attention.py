@@ -42,6 +42,18 @@ def _one_query(q: Tensor, call: Call) -> bool:
     return q.shape[2] == 1 and call.is_causal  # the last position sees every key
 
 
+def _suits_sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool:
+    """Whether a call is one level that PyTorch's kernels run without T x S numbers that nobody asked for."""
+    if call.layout.num_levels > 1 or return_lse or _needs_mask(q, k, call):
+        return False
+    # Its fused kernel for CPUs wants values as wide as the keys; what runs otherwise keeps all scores.
+    return q.device.type != "cpu" or q.shape[3] == v.shape[3] or _num_scores(q, k) <= _DENSE_SCORES
+
+
+def _num_scores(q: Tensor, k: Tensor) -> int:
+    return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+
+
 def _needs_mask(q: Tensor, k: Tensor, call: Call) -> bool:
     """Whether PyTorch's kernels could run one level only with a T x S mask that says what ``is_causal`` cannot."""
     if call.window is not None or call.cu_seqlens is not None or call.left_padding is not None:
@@ -142,14 +154,14 @@ def _why_not_triton(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tuple[Choice, str]:
     """What ``backend="auto"`` runs, and why: the one place that chooses."""
-    one_level = call.layout.num_levels == 1
-    if one_level and not return_lse and not _needs_mask(q, k, call):
+    if _suits_sdpa(q, k, v, call, return_lse):
         return "scaled_dot_product_attention", "one level needs nothing else"
-    subject = "one level with a mask or a log-sum-exp" if one_level else f"{call.layout.num_levels} levels"
+    levels = call.layout.num_levels
+    subject = "one level with a mask, a log-sum-exp or narrow values" if levels == 1 else f"{levels} levels"
     reason = _why_not_triton(q, k, v, call) if q.device.type == "cuda" else "the tensors are not on a CUDA device"
     if reason is None:
         return "triton", f"{subject}, fused"
-    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    scores = _num_scores(q, k)
     if scores <= _DENSE_SCORES:
         return "reference", f"{scores} scores are few: dense products beat many small ones (no fused kernel: {reason})"
     return "blocked", f"{subject} in linear memory (no fused kernel: {reason})"
@@ -333,6 +345,8 @@ def structured_attention(
         seed=torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None,
     )
     choice = _choose(q, k, v, call, return_lse)[0] if backend == "auto" else backend
+    if choice == "blocked" and _suits_sdpa(q, k, v, call, return_lse):
+        choice = "scaled_dot_product_attention"  # linear in memory too, and one level has nothing to gain
     if choice == "scaled_dot_product_attention":
         return _sdpa(q, k, v, call)
     if choice == "triton" and (reason := _why_not_triton(q, k, v, call)) is not None:

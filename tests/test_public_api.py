@@ -65,7 +65,13 @@ def test_signatures() -> None:
         "rotary",
         "bias",
     ]
-    assert list(inspect.signature(sa.LevelLayout).parameters) == ["ranks", "block_sizes", "scaling"]
+    assert list(inspect.signature(sa.LevelLayout).parameters) == [
+        "ranks",
+        "block_sizes",
+        "scaling",
+        "value_ranks",
+        "boundaries",
+    ]
 
 
 def test_import_needs_torch_alone() -> None:

@@ -9,11 +9,13 @@ ROOT = Path(structattn.__file__).parent
 # The most specific prefix gives the floor. `spec` stands between scoring and the attention module, which reads it.
 FLOORS = {
     "errors": 1,
+    "files": 2,
     "partition": 2,
     "layout": 3,
     "matrices": 3,
     "mup": 3,
     "ops": 4,
+    "cache": 5,
     "layers.scoring": 5,
     "spec": 6,
     "layers": 7,

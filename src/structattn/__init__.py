@@ -6,10 +6,12 @@ distance shares); one op, ``structured_attention``, computes them all. Importing
 
 from importlib.metadata import PackageNotFoundError, version
 
-from structattn import errors, matrices, ops
+from structattn import cache, errors, matrices, ops
+from structattn.cache import LevelCache
 from structattn.layers import scoring
 from structattn.layers.attention import Attention
 from structattn.layers.linear import StructuredLinear, replace_linears
+from structattn.layers.rotary import Rotary, RotaryScaling
 from structattn.layout import GlobalWindowLayout, LevelLayout
 from structattn.ops import structured_attention
 from structattn.spec import AttentionSpec, parse_spec
@@ -23,9 +25,13 @@ __all__ = [
     "Attention",
     "AttentionSpec",
     "GlobalWindowLayout",
+    "LevelCache",
     "LevelLayout",
+    "Rotary",
+    "RotaryScaling",
     "StructuredLinear",
     "__version__",
+    "cache",
     "errors",
     "matrices",
     "ops",

@@ -34,6 +34,10 @@ class CheckpointError(StructAttnError, RuntimeError):
     """A checkpoint is missing, truncated, changed since it was written, or belongs to other settings."""
 
 
+class CacheError(StructAttnError, RuntimeError):
+    """A key/value cache no longer holds what is asked of it, or is asked for what it cannot do."""
+
+
 class TrainingDivergedError(StructAttnError, RuntimeError):
     """The training loss stopped being a finite number."""
 

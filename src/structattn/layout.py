@@ -6,9 +6,10 @@ A layout is a value: it holds no tensors and computes no attention. ``ops`` comp
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal, cast, overload
 
@@ -216,6 +217,22 @@ class LevelLayout:
         if self.num_rows is not None:
             place = place + torch.as_tensor(rows, device=positions.device) * far
         return torch.searchsorted(torch.tensor(starts, device=positions.device), place.contiguous(), right=True)
+
+    def block_start(self, level: int, position: int, row: int = 0) -> int:
+        """The first position of the block of a level in which ``position`` (at least 0) lies; 0 at level 1."""
+        if level == 1:
+            return 0
+        if self.boundaries is None:
+            size = self.block_sizes[level - 1]
+            return position // size * size
+        starts = self.boundaries[row if self.num_rows is not None else 0][level - 1]
+        return starts[bisect_right(starts, position) - 1]
+
+    def select_rows(self, rows: Sequence[int]) -> LevelLayout:
+        """The layout of a batch that has row ``rows[b]`` of this one as its row b; itself where all rows have the same blocks."""
+        if self.boundaries is None or self.num_rows is None:
+            return self
+        return replace(self, boundaries=tuple(self.boundaries[row] for row in rows))
 
     @overload
     def shared_levels(self, i: int, j: int, row: int = 0) -> int: ...

@@ -16,7 +16,8 @@ from torch import nn
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
 from structattn.tasks.base import Task
 from structattn.tasks.seeds import generator
-from structattn.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, write_atomic
+from structattn.files import write_atomic
+from structattn.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from structattn.training.config import TrainingConfig
 from structattn.training.loop import learning_rate_at, parameter_groups, train
 

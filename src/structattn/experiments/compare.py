@@ -27,7 +27,7 @@ from structattn.experiments.settings import to_plain
 from structattn.models.nearest_neighbor import NearestNeighborModel
 from structattn.spec import parse_spec
 from structattn.tasks.base import Task
-from structattn.training.checkpoint import write_atomic
+from structattn.files import write_atomic
 from structattn.training.loop import TrainingResult, train
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from structattn.experiments.matrix_examples import NamedMatrix
 from structattn.matrices import Fit, Structure, allocate_ranks, fit
 from structattn.matrices.btt import factor_pair
 from structattn.matrices.target import check_dense
-from structattn.training.checkpoint import write_atomic
+from structattn.files import write_atomic
 
 _ALLOCATED = "mlr-allocated"
 

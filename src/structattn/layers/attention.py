@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 from torch import Tensor, arange, nn
 
+from structattn.cache import PAGE_SIZE, LevelCache
+from structattn.cache.levels import parts_of, widest
 from structattn.errors import ConfigError, ShapeError
+from structattn.layers.latent import ScoringLatent
+from structattn.layers.rotary import Rotary
 from structattn.layers.scoring import HeadShape, LowRank, Scoring
 from structattn.layout import Layout, LevelLayout, visible_pairs, visible_pairs_per_level
 from structattn.ops import Backend, structured_attention
 from structattn.spec import AttentionSpec, parse_spec
 
-Rotary = Callable[[Tensor, Tensor], Tensor]
+RotaryFunction = Callable[[Tensor, Tensor], Tensor]
+KeyCache = Literal["smaller", "features", "hidden"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,7 @@ class AttentionCost:
         score_flops: scores of visible pairs, each at its shared rank.
         value_flops: value projection and weighted sum.
         output_flops: output projection.
-        key_cache_numbers: numbers that a key cache holds at this length, all key heads.
+        key_cache_numbers: numbers that ``new_cache`` holds for the keys at this length, all heads.
     """
 
     contraction: str
@@ -61,7 +66,8 @@ class Attention(nn.Module):
         window: sliding window in positions, with any layout of levels. Default ``None``.
         is_causal: default ``True``.
         qk_norm: layer norm of queries and keys (per level for MLR). Default ``True``.
-        rotary: called as ``rotary(x, positions)`` on q and k (B, heads, length, D) with int positions (length,).
+        rotary: rotary embedding, a ``Rotary`` value, which is fitted to the ranks of the layout; or a function, called as
+            ``rotary(x, positions)`` on q and k (B, heads, length, D) with int positions (length,), or (B, length) with padding.
         bias: bias of the value and output projections and of the norms. Default ``False``.
         dropout: dropout of attention weights in training. Default 0.
         backend: backend of ``structured_attention``.
@@ -81,7 +87,7 @@ class Attention(nn.Module):
         layout: Layout | None = None,
         is_causal: bool = True,
         qk_norm: bool = True,
-        rotary: Rotary | None = None,
+        rotary: Rotary | RotaryFunction | None = None,
         bias: bool = False,
         *,
         window: int | None = None,
@@ -126,7 +132,8 @@ class Attention(nn.Module):
         self.is_causal = is_causal
         self.dropout = dropout
         self.backend: Backend = backend
-        self.rotary = rotary
+        ranks = (feature_dim,) if layout is None else layout.ranks
+        self.rotary = rotary.build(ranks) if isinstance(rotary, Rotary) else rotary
         self.scoring = scoring.build(
             HeadShape(
                 embed_dim=embed_dim,
@@ -171,12 +178,16 @@ class Attention(nn.Module):
             **options,
         )
 
-    def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    def project(
+        self, x: Tensor, context: Tensor | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, float | None]:
         """Queries, keys and values as ``structured_attention`` takes them, and the scale to give it.
 
         Args:
             x: (B, T, E).
             context: where keys and values come from, (B, S, E). Default: x.
+            positions: of the keys, int64 (S,) or (B, S), for rotary embedding; the queries stand at the last T. Default:
+                0 ... S - 1.
 
         Returns:
             q (B, H, T, D), k (B, G or H, S, D), v likewise, and ``scale`` (``None``: the layout's own).
@@ -186,11 +197,11 @@ class Attention(nn.Module):
             if states.dim() != 3 or states.shape[-1] != self.embed_dim:
                 raise ShapeError(f"{name} must have shape (batch, length, {self.embed_dim}), got {tuple(states.shape)}")
         q, k = self.scoring(x, source)
-        num_queries, num_keys = x.shape[1], source.shape[1]
-        v = self.value_proj(source).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+        v = self._values(source)
         if self.rotary is not None:
-            q = self.rotary(q, arange(num_keys - num_queries, num_keys, device=x.device))
-            k = self.rotary(k, arange(num_keys, device=x.device))
+            positions = arange(source.shape[1], device=x.device) if positions is None else positions
+            q = self.rotary(q, positions[..., source.shape[1] - x.shape[1] :])
+            k = self.rotary(k, positions)
         if k.shape[1] < v.shape[1]:
             k = k.expand(-1, v.shape[1], -1, -1)
         elif v.shape[1] < k.shape[1]:
@@ -200,6 +211,10 @@ class Attention(nn.Module):
         q, scale = self.scoring.scaled(q)
         return q, k, v, scale
 
+    def _values(self, source: Tensor) -> Tensor:
+        """(B, S, E) to (B, G, S, head_dim)."""
+        return self.value_proj(source).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+
     def forward(
         self,
         x: Tensor,
@@ -208,6 +223,7 @@ class Attention(nn.Module):
         attn_bias: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         left_padding: Tensor | None = None,
+        cache: LevelCache | None = None,
     ) -> Tensor:
         """Attends.
 
@@ -215,14 +231,26 @@ class Attention(nn.Module):
             x: (B, T, E).
             context: (B, S, E), where keys and values come from; the queries are its last T positions. Default: x.
             attn_bias, cu_seqlens, left_padding: see ``structured_attention``.
+            cache: from ``new_cache``: x holds the tokens that follow those in it, and they are added to it. There is no dropout
+                then, and no gradient through what it holds.
 
         Returns:
             (B, T, E).
 
         Raises:
             ShapeError: a shape does not fit.
+            ConfigError: a cache of another layer, or a cache beside another option.
         """
-        q, k, v, scale = self.project(x, context)
+        if cache is not None:
+            if any(option is not None for option in (context, attn_bias, cu_seqlens, left_padding)):
+                raise ConfigError(
+                    "with a cache, leave context, attn_bias, cu_seqlens and left_padding at None; padding belongs to new_cache()"
+                )
+            return self._decode(x, cache)
+        positions = None
+        if left_padding is not None and self.rotary is not None and context is None:
+            positions = arange(x.shape[1], device=x.device) - left_padding.to(x.device)[:, None]
+        q, k, v, scale = self.project(x, context, positions)
         out = structured_attention(
             q,
             k,
@@ -237,8 +265,89 @@ class Attention(nn.Module):
             left_padding=left_padding,
             backend=self.backend,
         )
+        return self._merged(out)
+
+    def _merged(self, out: Tensor) -> Tensor:
+        """The output projection of all heads, (B, H, T, head_dim) to (B, T, E)."""
         projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(-2))
         return projected
+
+    def _decode(self, x: Tensor, cache: LevelCache) -> Tensor:
+        """The next tokens against a cache."""
+        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
+            raise ShapeError(f"x must have shape (batch, length, {self.embed_dim}), got {tuple(x.shape)}")
+        if not _has_levels_of(cache.layout, self.layout) or cache.window != self.window:
+            raise ConfigError(
+                f"the cache is of another layer: expected layout {self.layout} and window {self.window}, got {cache.layout} and "
+                f"{cache.window}; make it with new_cache()"
+            )
+        order = self.scoring.cached_order
+        q = self.scoring.queries(x, order)
+        positions = cache.positions(x.shape[1]).to(x.device)
+        if self.rotary is not None:
+            q = self.rotary(q, positions)
+        if cache.latent is None:
+            k = self.scoring.normed_keys(self.scoring.keys(x, order), order)
+            k = k if self.rotary is None else self.rotary(k, positions)
+        else:
+            k = x[:, None]
+        scale = None
+        if self.layout is None:
+            q, scale = self.scoring.scaled(q)
+        return self._merged(cache.attend(q, k, self._values(x), scale=scale, backend=self.backend))
+
+    @property
+    def latent(self) -> ScoringLatent:
+        """What makes keys from the hidden states of a cache that keeps those."""
+        return ScoringLatent(self.scoring, self.rotary)
+
+    def new_cache(
+        self,
+        *,
+        max_length: int | None = None,
+        page_size: int = PAGE_SIZE,
+        left_padding: Tensor | Sequence[int] | None = None,
+        keys: KeyCache = "smaller",
+    ) -> LevelCache:
+        """An empty cache for decoding with ``forward(x, cache=cache)``.
+
+        Args:
+            max_length, page_size, left_padding: see ``LevelCache``.
+            keys: ``"features"`` keeps keys, by level; ``"hidden"`` the hidden state, E numbers for all heads together (and one per
+                head and norm), from which scores are computed; ``"smaller"`` what is smaller at ``max_length`` (default: the
+                context length of the layout, else any), key features if equal. ``LevelCache.keeps`` says which.
+
+        Raises:
+            ConfigError: the attention is not causal, or an option is out of its range.
+        """
+        if not self.is_causal:
+            raise ConfigError("only causal attention can be decoded with a cache: this module has is_causal=False")
+        if keys not in get_args(KeyCache):
+            raise ConfigError(f"keys must be one of {', '.join(get_args(KeyCache))}, got {keys!r}")
+        latent = None
+        if keys != "features" and self.scoring.cached_order != "formed_left":  # there the keys are the hidden state
+            features, hidden = self._cached_numbers(max_length or self._nominal_length)
+            latent = self.latent if keys == "hidden" or hidden < features else None
+        return LevelCache(
+            self.layout,
+            window=self.window,
+            max_length=max_length,
+            page_size=page_size,
+            left_padding=left_padding,
+            latent=latent,
+        )
+
+    @property
+    def _nominal_length(self) -> int:
+        return self.layout.block_sizes[0] if isinstance(self.layout, LevelLayout) and self.layout.block_sizes else 1024
+
+    def _cached_numbers(self, length: int) -> tuple[int, int]:
+        """The most numbers that a cache keeps for the keys of so many tokens: as features, and as hidden states."""
+        order = self.scoring.cached_order
+        parts = parts_of(self.layout, self.window, self.scoring.matrix.pair_dim(order))
+        features = sum(level.rank * level.most_slots(length) for part in parts for level in part.levels)
+        states = (self.embed_dim + self.latent.num_gains) * widest(parts).most_slots(length)
+        return self.scoring.num_key_heads(order) * features, states
 
     def cost(self, num_queries: int, num_keys: int | None = None) -> AttentionCost:
         """What one forward pass of T queries costs for one example, counted from the structure.
@@ -265,8 +374,6 @@ class Attention(nn.Module):
             full = visible_pairs(num_keys, num_keys, None, self.is_causal)
             scores = round(self.layout.score_flops(num_keys, self.is_causal) * pairs / full)
             values *= 2
-        key_heads = self.scoring.num_key_heads(num_queries, num_keys)
-        keys = dim * num_keys if self.layout is None else self.layout.key_cache_size(num_keys)
         value_projection = 2 * num_keys * width * groups * self.head_dim
         return AttentionCost(
             contraction=self.scoring.order(num_queries, num_keys),
@@ -275,12 +382,19 @@ class Attention(nn.Module):
             score_flops=heads * scores,
             value_flops=value_projection + heads * values,
             output_flops=2 * num_queries * width * width,
-            key_cache_numbers=key_heads * keys,
+            key_cache_numbers=min(self._cached_numbers(num_keys)),
         )
 
     def extra_repr(self) -> str:
         """The layout and the window, for ``repr``."""
         return f"layout={self.layout}, window={self.window}, is_causal={self.is_causal}"
+
+
+def _has_levels_of(layout: Layout | None, other: Layout | None) -> bool:
+    """Whether two layouts have the same levels; the segments of single rows may be in another order."""
+    if isinstance(layout, LevelLayout) and isinstance(other, LevelLayout) and layout.num_rows is not None:
+        return replace(layout, boundaries=other.boundaries) == other if other.boundaries else False
+    return layout == other
 
 
 def _rank_mismatch(layout: Layout, feature_dim: int, scoring: Scoring) -> str:

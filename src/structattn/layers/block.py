@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor, nn
 
+from structattn.cache import LevelCache
 from structattn.layers.attention import Attention
 
 
@@ -59,9 +60,14 @@ class TransformerBlock(nn.Module):
         self.mlp = MLP(width, ratio=mlp_ratio, bias=bias, dropout=dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, E) to (B, T, E)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, *, cache: LevelCache | None = None, left_padding: Tensor | None = None) -> Tensor:
+        """(B, T, E) to (B, T, E).
+
+        Args:
+            x: (B, T, E).
+            cache, left_padding: see ``Attention``.
+        """
+        x = x + self.dropout(self.attention(self.attention_norm(x), cache=cache, left_padding=left_padding))
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, Protocol, TypedDict
 
 import torch
@@ -74,7 +75,6 @@ class ScoringModule(nn.Module):
     def feature_dim(self) -> int:
         """D of the norms and of a layout: see ``Scoring.feature_dim``."""
 
-    @abstractmethod
     def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """Unscaled queries and keys.
 
@@ -85,6 +85,41 @@ class ScoringModule(nn.Module):
         Returns:
             q (B, H, T, D) and k (B, 1 or G or H, S, D); 1 head means that all heads share k.
         """
+        order = self.order(x.shape[1], context.shape[1])
+        return self.queries(x, order), self.normed_keys(self.keys(context, order), order)
+
+    @abstractmethod
+    def queries(self, x: Tensor, order: Order) -> Tensor:
+        """Queries of hidden states (B, T, E) in a contraction order: (B, H, T, D), normed."""
+
+    @abstractmethod
+    def keys(self, context: Tensor, order: Order) -> Tensor:
+        """Keys of hidden states (B, S, E), a linear map of them, before any norm: (B, 1 or G or H, S, D)."""
+
+    @abstractmethod
+    def key_norms(self, order: Order) -> list[tuple[slice, nn.LayerNorm]]:
+        """The norms of the keys with the slices of the key dimension that they work on; empty without norms."""
+
+    def normed_keys(self, keys: Tensor, order: Order) -> Tensor:
+        """Keys after their norms."""
+        parts = [norm(keys[..., dims]) for dims, norm in self.key_norms(order)]
+        return keys if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def adjoint_keys(self, w: Tensor, order: Order) -> Tensor:
+        """The adjoint of ``keys``: u with <w, keys(x)> = <u, x> for each query head, (B, H, T, D) to (B, H, T, E)."""
+        per_group = w.unflatten(1, (self.shape.num_kv_heads, -1))
+        match order:
+            case "factored":
+                return self._factored.right_expand(per_group).flatten(1, 2)
+            case "formed_right":
+                return self.matrix.rmatmul(per_group).flatten(1, 2)
+            case "formed_left":
+                return w
+
+    @property
+    @abstractmethod
+    def cached_order(self) -> Order:
+        """The order in which keys are kept as features: one for all lengths, the smallest where there is a choice."""
 
     @abstractmethod
     def order(self, num_queries: int, num_keys: int) -> Order:
@@ -98,9 +133,9 @@ class ScoringModule(nn.Module):
         """FLOPs of ``forward`` for one example, 2 per multiply-add, norms not counted."""
         return self.matrix.projection_flops(self.order(num_queries, num_keys), num_queries, num_keys)
 
-    def num_key_heads(self, num_queries: int, num_keys: int) -> int:
+    def num_key_heads(self, order: Order) -> int:
         """How many different keys a token has: 1 if all heads share them, else one per right factor or per query head."""
-        match self.order(num_queries, num_keys):
+        match order:
             case "formed_left":
                 return 1
             case "factored":
@@ -129,12 +164,27 @@ class ScoringModule(nn.Module):
         """The cheapest order by counting where every order gives the same scores, else the structure's own."""
         return self.matrix.contraction(max(1, num_queries), max(1, num_keys)).order
 
-    def _formed(self, x: Tensor, context: Tensor, order: Order) -> tuple[Tensor, Tensor]:
-        """Queries and keys of dimension E: M^T x against the hidden state, or x against M x'."""
+    def _formed_queries(self, x: Tensor, order: Order) -> Tensor:
+        """Queries of dimension E: M^T x, or x itself for all heads."""
         if order == "formed_left":
-            return self.matrix.rmatmul(x[:, None, None]).flatten(1, 2), context[:, None]
-        query = x[:, None].expand(-1, self.shape.num_heads, -1, -1)
-        return query, self.matrix.matmul(context[:, None, None]).flatten(1, 2)
+            return self.matrix.rmatmul(x[:, None, None]).flatten(1, 2)
+        return x[:, None].expand(-1, self.shape.num_heads, -1, -1)
+
+    def _formed_keys(self, context: Tensor, order: Order) -> Tensor:
+        """Keys of dimension E: the hidden state for all heads, or M x'."""
+        if order == "formed_left":
+            return context[:, None]
+        return self.matrix.matmul(context[:, None, None]).flatten(1, 2)
+
+    def _smallest_order(self) -> Order:
+        """The order with the fewest numbers per key, all heads."""
+        sizes = {order: self.num_key_heads(order) * self.matrix.pair_dim(order) for order in self.matrix.orders}
+        return min(sizes, key=lambda order: sizes[order])
+
+
+def _norms(norm: nn.Module) -> list[tuple[slice, nn.LayerNorm]]:
+    """One norm of all dimensions, or none."""
+    return [(slice(None), norm)] if isinstance(norm, nn.LayerNorm) else []
 
 
 class _LowRankScoring(ScoringModule):
@@ -159,11 +209,19 @@ class _LowRankScoring(ScoringModule):
     def scaled(self, query: Tensor) -> tuple[Tensor, float]:
         return query, 1 / math.sqrt(self.feature_dim) if self.scaling == "variance" else 8 / self.feature_dim
 
-    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        order = self.order(x.shape[1], context.shape[1])
-        if order != "factored":
-            return self._formed(x, context, order)
-        return self.q_norm(self._left_heads(x)), self.k_norm(self._right_heads(context))
+    @property
+    def cached_order(self) -> Order:
+        fixed = self.shape.norm or self.shape.fixed_features
+        return "factored" if fixed else self._smallest_order()
+
+    def queries(self, x: Tensor, order: Order) -> Tensor:
+        return self.q_norm(self._left_heads(x)) if order == "factored" else self._formed_queries(x, order)
+
+    def keys(self, context: Tensor, order: Order) -> Tensor:
+        return self._right_heads(context) if order == "factored" else self._formed_keys(context, order)
+
+    def key_norms(self, order: Order) -> list[tuple[slice, nn.LayerNorm]]:
+        return _norms(self.k_norm)
 
 
 class _BilinearScoring(ScoringModule):
@@ -186,12 +244,19 @@ class _BilinearScoring(ScoringModule):
     def scaled(self, query: Tensor) -> tuple[Tensor, float]:
         return query, 1 / math.sqrt(self.feature_dim) if self.scaling == "variance" else 1 / self.feature_dim
 
-    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        order = self.order(x.shape[1], context.shape[1])
-        if order == "factored":
-            return self._left_heads(x), self._right_heads(context)
-        q, k = self._formed(self.q_norm(x), context, order)
-        return q, self.k_norm(k)
+    @property
+    def cached_order(self) -> Order:
+        fixed = self.shape.norm or self.shape.fixed_features
+        return "formed_right" if fixed else self._smallest_order()
+
+    def queries(self, x: Tensor, order: Order) -> Tensor:
+        return self._left_heads(x) if order == "factored" else self._formed_queries(self.q_norm(x), order)
+
+    def keys(self, context: Tensor, order: Order) -> Tensor:
+        return self._right_heads(context) if order == "factored" else self._formed_keys(context, order)
+
+    def key_norms(self, order: Order) -> list[tuple[slice, nn.LayerNorm]]:
+        return _norms(self.k_norm)
 
 
 class _MLRScoring(ScoringModule):
@@ -223,15 +288,24 @@ class _MLRScoring(ScoringModule):
         parts = query.split(self.matrix.feature_sizes, dim=-1)
         return torch.cat([part * c for part, c in zip(parts, self.level_scales, strict=True)], dim=-1), 1.0
 
-    def _norm(self, features: Tensor, norms: nn.ModuleList) -> Tensor:
-        if not norms:
+    @property
+    def cached_order(self) -> Order:
+        return "factored"
+
+    def queries(self, x: Tensor, order: Order) -> Tensor:
+        features = self._left_heads(x)
+        if not self.q_norms:
             return features
         parts = features.split(self.matrix.feature_sizes, dim=-1)
-        return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
+        return torch.cat([norm(part) for norm, part in zip(self.q_norms, parts, strict=True)], dim=-1)
 
-    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        query = self._norm(self._left_heads(x), self.q_norms)
-        return query, self._norm(self._right_heads(context), self.k_norms)
+    def keys(self, context: Tensor, order: Order) -> Tensor:
+        return self._right_heads(context)
+
+    def key_norms(self, order: Order) -> list[tuple[slice, nn.LayerNorm]]:
+        ends = list(accumulate(self.matrix.feature_sizes))
+        found = zip(self.matrix.feature_sizes, ends, self.k_norms, strict=False)
+        return [(slice(end - size, end), norm) for size, end, norm in found if isinstance(norm, nn.LayerNorm)]
 
 
 class _HeadBatch(TypedDict):

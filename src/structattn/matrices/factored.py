@@ -159,6 +159,10 @@ class FactoredMatrix(StructuredMatrix):
         """u = R^T y, for y (..., S, num_cols): (..., *right_batch_shape, S, inner_dim)."""
         return self._on_rows(self._right_features, y, self.num_cols, self.right_batch_shape)
 
+    def right_expand(self, w: Tensor) -> Tensor:
+        """R w, the adjoint of ``right_features``, for w (..., *batch_shape, T, inner_dim): (..., *batch_shape, T, num_cols)."""
+        return self._on_rows(self._right_expand, w, self.inner_dim, self.batch_shape)
+
     def _matmul(self, x: Tensor) -> Tensor:
         if x.shape[0] == 1 or self.right_batch_shape == self.batch_shape:
             return self._left_expand(self._spread_right(self._right_features(x)))

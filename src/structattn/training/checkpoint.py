@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -17,10 +16,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from structattn.errors import CheckpointError
+from structattn.files import TEMPORARY, write_synced
 
 FORMAT_VERSION = 1
 _PREFIX = "step-"
-_TEMPORARY = ".tmp-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,37 +31,12 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _sync_folder(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes a file under a temporary name and renames it: a reader sees the old file or the new one, never a part.
-
-    Raises:
-        CheckpointError: the file cannot be written; the old one is untouched.
-    """
-    data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_synced(temporary, data)
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def save_checkpoint(
@@ -86,9 +60,9 @@ def save_checkpoint(
     final = root / f"{_PREFIX}{step:08d}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for stale in root.glob(f"{_TEMPORARY}*"):
+        for stale in root.glob(f"{TEMPORARY}*"):
             shutil.rmtree(stale, ignore_errors=True)
-        temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=root))
+        temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=root))
         files = {
             f"{name}.safetensors": save({k: t.detach().cpu().contiguous() for k, t in group.items()})
             for name, group in tensors.items()
@@ -99,8 +73,8 @@ def save_checkpoint(
         }
         manifest = {"format_version": FORMAT_VERSION, "step": step, "files": listing}
         for name, data in files.items():
-            _write_synced(temporary / name, data)
-        _write_synced(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
+            write_synced(temporary / name, data)
+        write_synced(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
         _sync_folder(temporary)
         if final.exists():
             shutil.rmtree(final)

@@ -19,6 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
+from structattn.files import write_atomic
 from structattn.tasks.base import Batch, Task
 from structattn.tasks.seeds import derive_seed
 from structattn.training.checkpoint import (
@@ -26,7 +27,6 @@ from structattn.training.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
-    write_atomic,
 )
 from structattn.training.config import TrainingConfig
 from structattn.training.memory import PeakMemory

@@ -1,0 +1,89 @@
+"""Caches as safetensors files: the tensors, and in the metadata all else, with a hash of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from structattn.errors import CheckpointError
+from structattn.files import write_atomic
+from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
+
+FORMAT_VERSION = 1
+_KEY = "structattn_cache"
+
+
+def _layout_data(layout: Layout | None) -> dict[str, Any] | None:
+    return None if layout is None else dataclasses.asdict(layout)
+
+
+def _layout_of(data: dict[str, Any] | None) -> Layout | None:
+    if data is None:
+        return None
+    if "window" in data:
+        first, second = data["ranks"]
+        return GlobalWindowLayout((first, second), data["window"])
+    return LevelLayout(
+        tuple(data["ranks"]), tuple(data["block_sizes"]), data["scaling"], data["value_ranks"], data["boundaries"]
+    )
+
+
+def _digest(record: str, tensors: dict[str, Tensor]) -> str:
+    return hashlib.sha256(record.encode() + save_tensors(tensors)).hexdigest()
+
+
+State = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+def save(path: str | Path, layers: Sequence[tuple[State, Layout | None]]) -> None:
+    """Writes the states of caches, with their layouts, to one file.
+
+    Raises:
+        CheckpointError: it cannot be written; a file that was there is untouched.
+    """
+    tensors = {
+        f"{number}.{name}": x.cpu().contiguous()
+        for number, ((_, found), _) in enumerate(layers)
+        for name, x in found.items()
+    }
+    plain = [{**state, "layout": _layout_data(layout)} for (state, _), layout in layers]
+    record = json.dumps({"format_version": FORMAT_VERSION, "layers": plain}, sort_keys=True)
+    write_atomic(Path(path), save_tensors(tensors, {_KEY: record, "sha256": _digest(record, tensors)}))
+
+
+def load(path: str | Path, device: torch.device | str | None) -> list[tuple[State, Layout | None]]:
+    """What ``save`` wrote, verified, with the tensors on ``device`` (default: the CPU).
+
+    Raises:
+        CheckpointError: the file is missing, truncated, changed, or not a cache.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+        tensors = load_tensors(Path(path).read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read the cache {path}: {error}; it is missing or damaged") from error
+    if _KEY not in metadata:
+        raise CheckpointError(f"{path} is not a cache that structattn saved: its metadata has no {_KEY!r}")
+    record = metadata[_KEY]
+    if _digest(record, tensors) != metadata.get("sha256"):
+        raise CheckpointError(f"{path} was changed since it was written: its hash does not fit; decode again")
+    data = json.loads(record)
+    if data["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: expected format version {FORMAT_VERSION}, got {data['format_version']}")
+    found: list[tuple[State, Layout | None]] = []
+    for number, plain in enumerate(data["layers"]):
+        own = {name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == str(number)}
+        moved = {name: x if device is None else x.to(device) for name, x in own.items()}
+        found.append(((plain, moved), _layout_of(plain["layout"])))
+    return found

@@ -1,0 +1,47 @@
+"""What a cache needs to keep hidden states in place of keys."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Latent(Protocol):
+    """Keys that are made from a hidden state x of E numbers that all heads share.
+
+    Where a key is a normed linear map of x, its product with a query is a product of x with an absorbed query, times a number of
+    the key (the gain): then decoding makes no keys.
+
+        <q, k_h(x)> = offset(q) + sum over a of gain_a(x) <u_a(q), x>
+    """
+
+    @property
+    def num_gains(self) -> int:
+        """Numbers per token that are kept besides the state: (key heads) * A; 0 where all gains are 1, or none are needed."""
+        ...
+
+    @property
+    def can_absorb(self) -> bool:
+        """Whether ``absorbed`` works; else keys are made again from all states at every step."""
+        ...
+
+    def keys(self, state: Tensor, positions: Tensor) -> Tensor:
+        """Keys from states.
+
+        Args:
+            state: (B, S, E).
+            positions: int64 (S,) or (B, S), for rotary embedding.
+
+        Returns:
+            (B, heads, S, D), heads dividing the query heads.
+        """
+        ...
+
+    def gains(self, state: Tensor) -> Tensor:
+        """The gains of states (B, S, E): (B, S, key heads * A)."""
+        ...
+
+    def absorbed(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """u and offset of queries (B, H, T, D): (B, H, T, A, E) and (B, H, T)."""
+        ...

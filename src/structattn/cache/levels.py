@@ -1,0 +1,104 @@
+"""What a cache keeps of each level, as positions: blocks, windows, rings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """One level of one softmax, as a cache sees it.
+
+    Attributes:
+        layout, number: which level of which layout.
+        rank: numbers per position.
+        window: of the softmax.
+    """
+
+    layout: LevelLayout
+    number: int
+    rank: int
+    window: int | None
+
+    @property
+    def _block(self) -> int | None:
+        """The longest block, or ``None`` for no limit."""
+        if self.number == 1 or self.layout.boundaries is not None:
+            return None
+        return self.layout.block_sizes[self.number - 1]
+
+    @property
+    def ring(self) -> int | None:
+        """The window, where blocks are longer: then no more than the window is kept."""
+        block = self._block
+        return None if self.window is None or (block is not None and block <= self.window) else self.window
+
+    @property
+    def longest(self) -> int | None:
+        """The most positions that are ever kept, or ``None`` for no limit."""
+        return self._block if self.ring is None else self.ring
+
+    def most_slots(self, length: int) -> int:
+        """The most positions that are kept at any time while a sequence grows to ``length``."""
+        rows = range(self.layout.num_rows or 1)
+        most = max(max(self.layout.lengths(self.number, length, row)) for row in rows)
+        return most if self.ring is None else min(length, self.ring)
+
+    def start(self, position: int, row: int) -> int:
+        """The first position of the block of ``position``."""
+        return self.layout.block_start(self.number, position, row)
+
+    def first_needed(self, position: int, row: int) -> int:
+        """The first position that a query at ``position`` shares this level with and sees."""
+        if position < 0:
+            return position
+        start = self.start(position, row)
+        return start if self.window is None else max(start, position - self.window + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One softmax: its levels, which dimensions of queries and keys they have, and its window."""
+
+    layout: LevelLayout
+    dims: slice
+    window: int | None
+    levels: tuple[Level, ...]
+
+
+def _part(layout: LevelLayout, dims: slice, window: int | None) -> Part:
+    levels = tuple(
+        Level(layout=layout, number=number, rank=rank, window=window)
+        for number, rank in enumerate(layout.ranks, start=1)
+    )
+    return Part(layout=layout, dims=dims, window=window, levels=levels)
+
+
+def parts_of(layout: Layout | None, window: int | None, head_dim: int) -> tuple[Part, ...]:
+    """The softmaxes of a layout: two that are added for a global-window layout, else one."""
+    if isinstance(layout, GlobalWindowLayout):
+        first, second = layout.ranks
+        return (
+            _part(LevelLayout((first,), (1,)), slice(0, first), None),
+            _part(LevelLayout((second,), (1,)), slice(first, first + second), layout.window),
+        )
+    layout = LevelLayout((head_dim,), (1,)) if layout is None else layout
+    return (_part(layout, slice(0, layout.head_dim), window),)
+
+
+def widest(parts: Sequence[Part]) -> Level:
+    """The level that needs the most positions."""
+    return next((part.levels[0] for part in parts if part.window is None), parts[0].levels[0])
+
+
+def value_levels(parts: Sequence[Part], layout: Layout | None, value_dim: int) -> tuple[Level, ...]:
+    """The levels of the values: those of the keys with ``value_ranks``, else one for all."""
+    ranks = layout.value_ranks if isinstance(layout, LevelLayout) else None
+    levels = (widest(parts),) if ranks is None else parts[0].levels
+    return tuple(
+        Level(layout=level.layout, number=level.number, rank=rank, window=level.window)
+        for level, rank in zip(levels, ranks or (value_dim,), strict=True)
+    )

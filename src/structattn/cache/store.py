@@ -1,0 +1,159 @@
+"""Where a cache keeps numbers: slots in pages, addressed by position, so that nothing is ever moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Slots on a GPU: rows that begin at 16 bytes can be loaded 16 bytes at a time, in any dtype.
+_ALIGNMENT = 16
+
+
+class Piece(NamedTuple):
+    """Positions of a range that lie side by side in one page.
+
+    Attributes:
+        offset: of the first of them in the range.
+        size: how many.
+        page: the page, (B, heads, dim, slots).
+        flat: the page as (B * heads, dim, slots).
+        slot: in the page, of the first of them.
+    """
+
+    offset: int
+    size: int
+    page: Tensor
+    flat: Tensor
+    slot: int
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """They, (B * heads, dim, size); a view if the dtype is theirs."""
+        found = self.flat.narrow(2, self.slot, self.size)
+        return found if found.dtype == dtype else found.to(dtype)
+
+    def rows(self, rows: slice) -> Tensor:
+        """Theirs of some rows of the batch, (rows, heads, dim, size), a view."""
+        return self.page[rows].narrow(3, self.slot, self.size)
+
+
+class Store:
+    """One level's numbers for the last positions: those of one block, or the last ``ring``.
+
+    A position x of a block that starts at s is in slot x - s; in a ring, in slot x mod ``ring``. So the next block, or the
+    next round, is written over the one before. Pages hold (B, heads, dim, slots): a head's dimension is contiguous over
+    positions, which makes the scores of one query a sum of few long rows.
+
+    Args:
+        dim: numbers per position and head.
+        ring: positions that a ring holds; ``None`` for the positions of one block.
+        longest: the most positions that are ever held; ``None`` for no limit.
+        page_size: slots that are allocated at a time.
+        reserve: slots that are allocated with the first one; 0 for a page.
+    """
+
+    def __init__(self, dim: int, *, ring: int | None, longest: int | None, page_size: int, reserve: int = 0) -> None:
+        self.dim = dim
+        self.ring = ring
+        self.longest = longest
+        self.page_size = page_size
+        self.reserve = reserve
+        self.capacity = 0  # slots that are allocated
+        # (B, heads, dim, slots), and the same memory as (B * heads, dim, slots)
+        self._pages: list[tuple[Tensor, Tensor]] = []
+        self.oldest = [0]  # per row (or one for all): every position from here to the last one is held
+
+    @property
+    def pages(self) -> list[Tensor]:
+        """The pages, (B, heads, dim, slots) each."""
+        return [page for page, _ in self._pages]
+
+    @pages.setter
+    def pages(self, pages: list[Tensor]) -> None:
+        self._pages = [(page, page.flatten(0, 1)) for page in pages]
+        self.capacity = sum(page.shape[3] for page in pages)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated."""
+        return sum(page.numel() * page.element_size() for page in self.pages)
+
+    def grow(self, slots: int, like: Tensor) -> None:
+        """Allocates pages until there are so many slots, for the rows, heads, dtype and device of ``like`` (B, heads, ...)."""
+        while self.capacity < slots:
+            size = self.reserve if self.reserve and not self.capacity else self.page_size
+            if self.longest is not None:
+                size = min(size, self.longest - self.capacity)
+            if like.is_cuda:
+                size = -(-size // _ALIGNMENT) * _ALIGNMENT
+            page = like.new_zeros((like.shape[0], like.shape[1], self.dim, size))
+            self._pages.append((page, page.flatten(0, 1)))
+            self.capacity += size
+
+    def slot(self, position: int, start: int) -> int:
+        """The slot of a position whose block starts at ``start``."""
+        return position - start if self.ring is None else position % self.ring
+
+    def pieces(self, first: int, end: int, start: int) -> Iterator[Piece]:
+        """The positions first ... end - 1 of the block that starts at ``start``, as they lie in the pages."""
+        if len(self._pages) == 1 and self.ring is None:
+            if end > first:
+                yield Piece(0, end - first, *self._pages[0], first - start)
+            return
+        position, low, number = first, 0, 0
+        while position < end:
+            slot = position - start if self.ring is None else position % self.ring
+            if slot < low:  # a ring begins again
+                low = number = 0
+            page, flat = self._pages[number]
+            size = page.shape[3]
+            if slot >= low + size:
+                low, number = low + size, number + 1
+                continue
+            count = min(end - position, low + size - slot)
+            if self.ring is not None:
+                count = min(count, self.ring - slot)
+            yield Piece(position - first, count, page, flat, slot - low)
+            position += count
+
+    def write(self, x: Tensor, rows: slice, first: int, start: int) -> None:
+        """Stores x (rows, heads, n, dim) as the positions from ``first`` on, of the block that starts at ``start``."""
+        end = first + x.shape[2]
+        slots = end - start if self.ring is None else min(end, self.ring)
+        if x.shape[2]:
+            assert self.capacity >= slots
+        for piece in self.pieces(first, end, start):
+            piece.rows(rows).copy_(x.narrow(2, piece.offset, piece.size).transpose(2, 3))
+
+    def cell(self, slot: int) -> Tensor:
+        """One slot of all rows, (B * heads, dim), a view."""
+        for _, flat in self._pages:
+            if slot < flat.shape[2]:
+                return flat.select(2, slot)
+            slot -= flat.shape[2]
+        raise AssertionError(f"slot {slot} is beyond the pages")
+
+    def write_each(self, x: Tensor, slots: list[int | None]) -> None:
+        """Stores one position per row, x (B, heads, 1, dim), each in a slot of its own; ``None`` leaves a row out."""
+        low = 0
+        for page in self.pages:
+            high = low + page.shape[3]
+            rows = [row for row, slot in enumerate(slots) if slot is not None and low <= slot < high]
+            if rows:
+                index = torch.tensor(rows, device=page.device)
+                where = torch.tensor([slot - low for slot in slots if slot is not None and low <= slot < high])
+                page[index, :, :, where.to(page.device)] = x[index, :, 0]
+            low = high
+
+    def read(self, rows: slice, first: int, end: int, start: int) -> Tensor:
+        """The positions first ... end - 1, (rows, heads, dim, n): a view where they lie side by side."""
+        parts = [piece.rows(rows) for piece in self.pieces(first, end, start)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+
+    def select(self, rows: Tensor) -> None:
+        """Row b becomes row ``rows[b]``."""
+        self.pages = [page.index_select(0, rows.to(page.device)) for page in self.pages]
+        if len(self.oldest) > 1:
+            self.oldest = [self.oldest[row] for row in rows.tolist()]

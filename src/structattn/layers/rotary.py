@@ -1,0 +1,379 @@
+"""``Rotary``: rotary positions inside the slices of the levels, as a value, and the module that rotates."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor, nn
+
+from structattn.errors import ConfigError, ShapeError, nearest_name
+from structattn.partition import positive_ints
+
+Split = Literal["low_far", "interleaved", "per_level"]
+ScalingKind = Literal["linear", "ntk", "yarn"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+SCALING_KINDS: tuple[ScalingKind, ...] = get_args(ScalingKind)
+
+_FORM = "SPLIT[,base=B][,linear=S | ,ntk=S | ,yarn=S@LENGTH], such as low_far,base=500000,ntk=4"
+_DEFAULT_BASE = 10_000.0
+# YaRN's bounds, in turns within the original length: below the first interpolated fully, above the second not at all.
+_FEW_TURNS, _MANY_TURNS = 1.0, 32.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryScaling:
+    """A change of the frequencies for contexts longer than those of training, by the factor s.
+
+        linear   theta_i' = theta_i / s                            (positions divided by s)
+        ntk      theta_i' = b'^(-i/N), b' = base s^(d/(d-2))       (d = 2N rotated dimensions; the slowest is divided by s,
+                                                                   the fastest kept; with N = 1 nothing changes)
+        yarn     theta_i' = theta_i (g + (1 - g) / s),  g = (t_i - 1) / (32 - 1) clipped to [0, 1],
+                 t_i = LENGTH theta_i / 2 pi, the turns within the original length; and q and k times 0.1 ln s + 1
+
+    With the split ``per_level`` N and d are those of the level.
+
+    All are static: the frequencies depend on this value alone. Dynamic scaling, where s follows the current length, does not
+    go with a key cache: cached keys were rotated with the frequencies of their own time, and turning them again at every step
+    would cost a pass over the cache for each token. Choose s for the longest context instead.
+
+    Args:
+        kind: ``"linear"``, ``"ntk"`` or ``"yarn"``.
+        factor: s, at least 1: the longest context over that of training.
+        original_length: context length of training in positions; for ``yarn``, and for no other.
+
+    Raises:
+        ConfigError: an unknown kind, a factor that is not a finite number of at least 1, or a length missing or too much.
+
+    Source: linear: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation"; ntk:
+    "NTK-aware" in Peng et al. 2023, "YaRN", section 3.1; yarn: the same, sections 3.2 and 3.4. As in the text there, the ramp
+    is linear in turns; the code published with it, and those that follow it, make it linear in the index of the frequency.
+    Our temperature also scales the dimensions that are not rotated, so that it is one for the whole score.
+    """
+
+    kind: ScalingKind
+    factor: float
+    original_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in SCALING_KINDS:
+            raise ConfigError(f"unknown rotary scaling {self.kind!r}: {nearest_name(str(self.kind), SCALING_KINDS)}")
+        object.__setattr__(self, "factor", _number(self.factor, "the factor of a rotary scaling", 1.0, closed=True))
+        length = self.original_length
+        if self.kind != "yarn":
+            if length is not None:
+                raise ConfigError(f"{self.kind} scaling has no original_length: leave it at None, got {length!r}")
+        elif isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ConfigError(
+                f"yarn scaling needs the original_length, a positive int, the context length of training; got {length!r}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> RotaryScaling:
+        """Reads ``linear=S``, ``ntk=S`` or ``yarn=S@LENGTH``; ``RotaryScaling.parse(str(s)) == s``.
+
+        Raises:
+            ConfigError: another form, or as the class.
+        """
+        kind, _, rest = _text(text, "a rotary scaling, such as 'ntk=4'").strip().partition("=")
+        for known in SCALING_KINDS:
+            if known == kind:
+                factor, at, length = rest.partition("@")
+                if at and not re.fullmatch("[0-9]{1,18}", length):
+                    raise ConfigError(f"rotary scaling {text!r}: expected a whole number behind @, got {length!r}")
+                return cls(kind=known, factor=_read_number(factor, text), original_length=int(length) if at else None)
+        raise ConfigError(f"rotary scaling {text!r}: {nearest_name(kind, SCALING_KINDS)}")
+
+    def __str__(self) -> str:
+        length = "" if self.original_length is None else f"@{self.original_length}"
+        return f"{self.kind}={_write_number(self.factor)}{length}"
+
+    @property
+    def amplitude(self) -> float:
+        """What q and k are multiplied by: the root of YaRN's inverse temperature, 1 for the others."""
+        return 0.1 * math.log(self.factor) + 1 if self.kind == "yarn" else 1.0
+
+    def apply(self, frequencies: tuple[float, ...]) -> tuple[float, ...]:
+        """The scaled frequencies of base^(-i/N), i = 0 ... N-1, in the same order."""
+        match self.kind:
+            case "linear":
+                return tuple(theta / self.factor for theta in frequencies)
+            case "ntk":
+                # The new base written out: (s^(2N / (2N - 2)))^(-i/N) = s^(-i / (N - 1)), and 1 at i = 0.
+                last = max(len(frequencies) - 1, 1)
+                return tuple(theta * self.factor ** (-i / last) for i, theta in enumerate(frequencies))
+            case "yarn":
+                return tuple(theta * self._yarn(theta) for theta in frequencies)
+
+    def _yarn(self, theta: float) -> float:
+        assert self.original_length is not None
+        turns = self.original_length * theta / (2 * math.pi)
+        kept = min(max((turns - _FEW_TURNS) / (_MANY_TURNS - _FEW_TURNS), 0.0), 1.0)
+        return kept + (1 - kept) / self.factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Rotary positions for queries and keys whose dimensions are divided among levels.
+
+    In the slice of level l, of r_l dimensions, dimension i and dimension i + floor(r_l / 2) are one complex number, which
+    position p turns by p times its frequency; with an odd r_l the last dimension is not rotated:
+
+        (x_i + j x_{i + n_l})  ->  exp(j p theta) (x_i + j x_{i + n_l}),    n_l = floor(r_l / 2), i < n_l.
+
+    So every slice is closed under the pairing, and <q_i[slice l], k_j[slice l]> depends on the positions by i - j alone, for
+    each level. With one level this is the usual rotation of the two halves of the head dimension.
+
+    With N = sum n_l and theta_i = base^(-i/N), i = 0 the fastest, ``split`` says which level gets which frequencies:
+
+    * ``"low_far"``: level 1, the global one, gets the n_1 slowest, level 2 the next slower, ..., the deepest level, which
+      sees only near pairs, the fastest.
+    * ``"interleaved"``: every level gets frequencies from the whole range, evenly spread: in the order of (k + 1/2) / n_l, k =
+      0 ... n_l - 1, over all levels, at a tie the deepest level first.
+    * ``"per_level"``: every level has the whole range of its own, theta_k = base^(-k/n_l).
+
+    Within a level frequencies go from fast to slow. With one level the three are equal.
+
+    Args:
+        base: above 1. Default: 10000.
+        split: default ``"low_far"``.
+        scaling: for contexts longer than those of training. Default ``None``.
+
+    Raises:
+        ConfigError: the base is not a finite number above 1, or the split is unknown.
+
+    Example:
+        >>> rotary = Rotary.parse("interleaved,base=500000,ntk=4")
+        >>> rotary.base, str(rotary.scaling)
+        (500000.0, 'ntk=4')
+        >>> rotary.build((16, 8, 8))(torch.randn(1, 4, 10, 32), torch.arange(10)).shape
+        torch.Size([1, 4, 10, 32])
+
+    Source: Su et al. 2021, "RoFormer", section 3.2; halves in place of neighbours are paired, as most open
+    models do. The split among levels is ours.
+    """
+
+    base: float = _DEFAULT_BASE
+    split: Split = "low_far"
+    scaling: RotaryScaling | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "base", _number(self.base, "the base of Rotary", 1.0, closed=False))
+        if self.split not in SPLITS:
+            raise ConfigError(f"unknown rotary split {self.split!r}: {nearest_name(str(self.split), SPLITS)}")
+        if not isinstance(self.scaling, RotaryScaling | None):
+            raise ConfigError(f"scaling must be None or a RotaryScaling, got {self.scaling!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> Rotary:
+        """Reads ``SPLIT[,base=B][,linear=S | ,ntk=S | ,yarn=S@LENGTH]``; ``Rotary.parse(str(r)) == r``.
+
+        Raises:
+            ConfigError: an unknown split or option, an option given twice, or as the class.
+        """
+        name, *options = (part.strip() for part in _text(text, "Rotary, such as 'low_far'").split(","))
+        fields: dict[str, Any] = {"split": name}
+        for option in options:
+            key, _, value = option.partition("=")
+            if key != "base" and key not in SCALING_KINDS:
+                raise _fail(text, f"unknown option {key!r}: {nearest_name(key, ('base', *SCALING_KINDS))}")
+            field = "base" if key == "base" else "scaling"
+            if field in fields:
+                raise _fail(text, f"the {field} is given twice")
+            fields[field] = _read_number(value, text) if field == "base" else RotaryScaling.parse(option)
+        return cls(**fields)
+
+    def __str__(self) -> str:
+        base = "" if self.base == _DEFAULT_BASE else f",base={_write_number(self.base)}"
+        return f"{self.split}{base}" + ("" if self.scaling is None else f",{self.scaling}")
+
+    def frequencies(self, ranks: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
+        """The frequencies of each level, level 1 first, in radians per position, from fast to slow.
+
+        Args:
+            ranks: dimensions of each level, level 1 first.
+
+        Returns:
+            floor(r_l / 2) frequencies for level l; none for a level of rank 1.
+
+        Raises:
+            ConfigError: a rank is not a positive int.
+        """
+        pairs = [rank // 2 for rank in positive_ints(ranks, "ranks")]
+        levels = range(len(pairs))
+        if self.split == "per_level":
+            return tuple(self._range(count) for count in pairs)
+        if self.split == "low_far":
+            owners = [level for level in reversed(levels) for _ in range(pairs[level])]
+        else:
+            places = sorted(((k + 0.5) / pairs[level], -level) for level in levels for k in range(pairs[level]))
+            owners = [-negative for _, negative in places]
+        handed = list(zip(owners, self._range(len(owners)), strict=True))
+        return tuple(tuple(theta for owner, theta in handed if owner == level) for level in levels)
+
+    def _range(self, count: int) -> tuple[float, ...]:
+        """base^(-i/count), scaled."""
+        plain = tuple(self.base ** (-i / count) for i in range(count))
+        return plain if self.scaling is None else self.scaling.apply(plain)
+
+    def build(self, ranks: tuple[int, ...]) -> RotaryEmbedding:
+        """The module for levels of these ranks; a plain head is one level, ``(head_dim,)``.
+
+        Raises:
+            ConfigError: a rank is not a positive int.
+        """
+        return RotaryEmbedding(self, ranks)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates queries or keys by their positions, every level with its own frequencies; see ``Rotary`` for the formula.
+
+    Args:
+        rotary: base, split and scaling.
+        ranks: dimensions of each level, level 1 first; they sum to the head dimension D.
+
+    Attributes:
+        head_dim: D.
+        frequencies: per level, in radians per position, level 1 first and fast to slow.
+        turns, partners: (D,), int64, not in the state dict: the turn of each dimension per position, and its pair.
+
+    Raises:
+        ConfigError: a rank is not a positive int.
+
+    Cost: no parameters; 3 D operations per head and position, and D sines and cosines per position, in float32 (float64 for
+    float64); 16 D bytes of tables.
+    """
+
+    turns: Tensor
+    partners: Tensor
+
+    def __init__(self, rotary: Rotary, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.ranks = positive_ints(ranks, "ranks")
+        self.head_dim = sum(self.ranks)
+        self.frequencies = rotary.frequencies(self.ranks)
+        self._amplitude = 1.0 if rotary.scaling is None else rotary.scaling.amplitude
+        turns: list[int] = []
+        sizes: list[int] = []
+        order: list[int] = []
+        for rank, thetas in zip(self.ranks, self.frequencies, strict=True):
+            # A turn of the circle is 2^64, so that int64 holds angles: sums and products drop whole turns by overflow, no
+            # accuracy is lost at far positions, and no `.to(bfloat16)`, which casts all that floats, can touch the table.
+            # The first of a pair turns backwards: the rotation is x cos + partner sin with no table of signs.
+            pairs = [round(theta / (2 * math.pi) * 2**64) for theta in thetas]
+            rest = rank % 2
+            turns += [-turn for turn in pairs] + pairs + [0] * rest
+            if pairs:
+                order += [len(sizes) + 1, len(sizes)]
+                sizes += [len(pairs), len(pairs)]
+            if rest:
+                order.append(len(sizes))
+                sizes.append(1)
+        starts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        self._sizes, self._order = sizes, order
+        self._turns = turns
+        self._partners = [starts[piece] + i for piece in order for i in range(sizes[piece])]
+        self.register_buffer("turns", torch.tensor(self._turns), persistent=False)
+        self.register_buffer("partners", torch.tensor(self._partners), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Makes the tables again, on their device. For code that gives a module of the meta device memory by its own means."""
+        self.turns = torch.tensor(self._turns, device=self.turns.device)
+        self.partners = torch.tensor(self._partners, device=self.partners.device)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        # `to_empty` gives memory without content, and what is not in the state dict is not loaded afterwards either.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.reset_parameters()
+        return self
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotates.
+
+        Args:
+            x: queries or keys, (B, heads, T, D), float.
+            positions: (T,) or (B, T), int; negative ones are allowed (padding).
+
+        Returns:
+            (B, heads, T, D), of the dtype of x.
+
+        Raises:
+            ShapeError: a shape or dtype does not fit.
+        """
+        if x.dim() != 4 or x.shape[-1] != self.head_dim or not x.is_floating_point():
+            raise ShapeError(
+                f"x must be float of shape (batch, heads, length, {self.head_dim}), the last the sum of the ranks "
+                f"{'|'.join(map(str, self.ranks))}; got {x.dtype} of shape {tuple(x.shape)}"
+            )
+        batch, _, length, _ = x.shape
+        if positions.shape not in ((length,), (batch, length)):
+            raise ShapeError(
+                f"positions must have shape ({length},) or ({batch}, {length}) for x of shape {tuple(x.shape)}, got "
+                f"{tuple(positions.shape)}"
+            )
+        if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+            raise ShapeError(f"positions must be of an integer dtype, such as torch.int64; got {positions.dtype}")
+        cos, sin = self._cos_sin(positions, torch.float64 if x.dtype == torch.float64 else torch.float32)
+        return (x * cos + self._partner(x) * sin).to(x.dtype)
+
+    def _cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines, (T, D), or (B, 1, T, D) of positions (B, T)."""
+        turned = positions.unsqueeze(-1) * self.turns
+        angles = turned.to(dtype) * (2 * math.pi / 2**64)
+        cos, sin = angles.cos(), angles.sin()
+        if self._amplitude != 1.0:
+            cos, sin = cos * self._amplitude, sin * self._amplitude
+        return (cos, sin) if positions.dim() == 1 else (cos.unsqueeze(1), sin.unsqueeze(1))
+
+    def _partner(self, x: Tensor) -> Tensor:
+        """x with the two of every pair exchanged."""
+        if x.shape[-2] == 1:  # decoding: one small operation counts, and the gather is that
+            return x.index_select(-1, self.partners)
+        # Long inputs: whole pieces are copied, forwards and backwards, several times faster than a gather of single numbers.
+        pieces = x.split(self._sizes, dim=-1)
+        return torch.cat([pieces[piece] for piece in self._order], dim=-1)
+
+    def extra_repr(self) -> str:
+        """The text form and the ranks, for ``repr``."""
+        return f"{self.rotary}, ranks={'|'.join(map(str, self.ranks))}"
+
+
+def _number(value: object, name: str, least: float, *, closed: bool) -> float:
+    """A finite float above ``least`` (or equal, if ``closed``)."""
+    wanted = f"{name} must be a finite number {'of at least' if closed else 'above'} {least:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{wanted}, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or not (number >= least if closed else number > least):
+        raise ConfigError(f"{wanted}, got {value!r}")
+    return number
+
+
+def _fail(text: str, problem: str) -> ConfigError:
+    return ConfigError(f"rotary {text!r}: {problem}. The form is {_FORM}")
+
+
+def _text(text: object, what: str) -> str:
+    if not isinstance(text, str):
+        raise ConfigError(f"expected the text of {what}, got {text!r}")
+    return text
+
+
+def _read_number(text: str, whole: str) -> float:
+    # `float` alone reads too much: nan, infinity, 1_000.
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?", text):
+        raise _fail(whole, f"expected a number, such as 4 or 1.5, got {text!r}")
+    return float(text)
+
+
+def _write_number(value: float) -> str:
+    return str(int(value)) if value.is_integer() and value < 1e16 else repr(value)

@@ -1,0 +1,101 @@
+"""A cache that decodes by the Triton kernel, against the definition; without a GPU in Triton's interpreter, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import structattn as sa
+from structattn.cache import fused
+from structattn.errors import BackendUnavailableError
+from structattn.testing.tolerances import FORWARD, relative_error
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from structattn.ops.triton_config import INTERPRETED
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+runs = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(),
+    reason="no GPU: test_in_the_interpreter runs this in its own process",
+)
+LAYOUTS = {
+    "plain": None,
+    "levels": sa.LevelLayout((3, 2, 3), (64, 16, 8)),
+    "values": sa.LevelLayout((5, 3), (64, 16), "paper", (2, 6)),
+    "segments": sa.LevelLayout.from_boundaries((5, 3), [(0, 9, 30)]),
+}
+
+
+@runs
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize("padding", [None, (0, 3)])
+def test_fused_steps_are_the_definition(monkeypatch, layout, window, padding) -> None:
+    torch.manual_seed(0)
+    form = LAYOUTS[layout]
+    q, k, v = (torch.randn(2, heads, 40, 8, device=DEVICE) for heads in (4, 2, 2))
+    left = None if padding is None else torch.tensor(padding, device=DEVICE)
+    expected = sa.structured_attention(
+        *(x.double() for x in (q, k, v)), form, window=window, left_padding=left, backend="reference"
+    )
+    calls = []
+    real = fused.attention
+    monkeypatch.setattr(fused, "attention", lambda *args: calls.append(1) or real(*args))
+    cache = sa.LevelCache(form, window=window, left_padding=padding, max_length=40)
+    cache.append(k[:, :, :30], v[:, :, :30])
+    sizes, first, outs = [1, 1, 5, 3], 30, []
+    for size in sizes:
+        part = slice(first, first + size)
+        outs.append(cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], backend="triton"))
+        first += size
+    assert len(calls) >= len(sizes)
+    assert relative_error(torch.cat(outs, dim=2), expected[:, :, 30:]) <= FORWARD[torch.float32]
+
+
+@runs
+def test_what_the_kernel_cannot_do_is_said() -> None:
+    x = torch.randn(1, 2, 20, 8, device=DEVICE)
+    for cache, message in (
+        (sa.LevelCache(page_size=4), "each level in one page: give the cache a max_length"),
+        (sa.LevelCache(sa.GlobalWindowLayout((4, 4), 3), max_length=30), "a global-window layout has two"),
+    ):
+        cache.append(x, x)
+        with pytest.raises(BackendUnavailableError, match=message):
+            cache.attend(*(x[:, :, :1],) * 3, backend="triton")
+    hidden = sa.Attention(8, 2, scoring=sa.scoring.BTT(rank=1), backend="triton").to(DEVICE).requires_grad_(False)
+    cache = hidden.new_cache(keys="hidden", max_length=30)
+    cache.append(x[:, :1], x[..., :4])
+    with pytest.raises(BackendUnavailableError, match="keeps hidden states"):
+        hidden(x[:, 0, :1], cache=cache)
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the kernels run here")
+def test_without_a_gpu_the_reason_is_given() -> None:
+    x = torch.randn(1, 2, 20, 8)
+    cache = sa.LevelCache(max_length=30)
+    cache.append(x, x)
+    with pytest.raises(BackendUnavailableError, match="PyTorch finds no CUDA device"):
+        cache.attend(*(x[:, :, :1],) * 3, backend="triton")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_in_the_interpreter() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the tests above have run on the GPU")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(Path(__file__))],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "loop" in done.stdout and "cannot run" in done.stdout:
+        pytest.skip("this Triton's interpreter cannot run a loop")
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "passed" in done.stdout

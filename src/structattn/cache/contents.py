@@ -1,0 +1,307 @@
+"""What one layer's cache keeps, by position: stores for each level, and the rows of the batch that share positions or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from structattn.cache.decode import Held
+from structattn.cache.latent import Latent
+from structattn.cache.levels import Level, Part, parts_of, value_levels, widest
+from structattn.cache.store import Store
+from structattn.errors import CacheError, ShapeError
+from structattn.layout import Layout, LevelLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the first tokens fixed: batch size, (heads, dimension) of keys and values, dtype and device."""
+
+    batch: int
+    keys: tuple[int, int]
+    values: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Contents:
+    """The numbers that a cache keeps for the tokens so far.
+
+    Args:
+        shape: of the tokens.
+        layout, window, max_length, page_size, latent: as of ``LevelCache``.
+        padding: leading padding tokens of each row, or ``None``.
+
+    Attributes:
+        length: tokens so far, padding included.
+
+    Raises:
+        ShapeError: the layout does not fit the shape.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        layout: Layout | None,
+        window: int | None,
+        max_length: int | None,
+        page_size: int,
+        padding: tuple[int, ...] | None,
+        latent: Latent | None,
+    ) -> None:
+        _check_layout(shape, layout, latent)
+        self.shape = shape
+        self.layout = layout
+        self.window = window
+        self.padding = padding
+        self.latent = latent
+        self.length = 0
+        self._set_levels()
+        dims = [level.rank for level in self.key_levels]
+        if latent is not None:
+            dims = [shape.keys[1], latent.num_gains]
+
+        def store(dim: int, level: Level) -> Store:
+            reserve = 0 if max_length is None else level.most_slots(max_length)
+            return Store(dim, ring=level.ring, longest=level.longest, page_size=page_size, reserve=reserve)
+
+        self.keys = [store(dim, level) for dim, level in zip(dims, self.key_levels, strict=False)]
+        self.values = [store(level.rank, level) for level in self.value_levels]
+        self.reset()
+
+    def _set_levels(self) -> None:
+        """The levels of each store."""
+        self.parts: tuple[Part, ...] = parts_of(self.layout, self.window, self.shape.keys[1])
+        self.key_levels: tuple[Level, ...]
+        if self.latent is None:
+            self.key_levels = tuple(level for part in self.parts for level in part.levels)
+        else:
+            self.key_levels = (widest(self.parts),) * (2 if self.latent.num_gains else 1)
+        self.value_levels = value_levels(self.parts, self.layout, self.shape.values[1])
+
+    def stores(self) -> Iterator[tuple[Store, Level]]:
+        """All stores with their levels, keys first."""
+        yield from zip(self.keys, self.key_levels, strict=True)
+        yield from zip(self.values, self.value_levels, strict=True)
+
+    # Rows: one for all where they stand at the same positions with the same blocks, else one per row of the batch.
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all rows stand at the same positions with the same blocks."""
+        rows = self.layout.num_rows if isinstance(self.layout, LevelLayout) else None
+        return rows is None and len(set(self.padding or (0,))) == 1
+
+    @property
+    def rows(self) -> Iterator[tuple[int, slice, int]]:
+        """(row of the layout, rows of the batch, padding) of each."""
+        if self.is_uniform:
+            yield 0, slice(None), (self.padding or (0,))[0]
+            return
+        for row, pad in enumerate(self.padding or (0,) * self.shape.batch):
+            yield row, slice(row, row + 1), pad
+
+    @property
+    def most_padding(self) -> int:
+        """The longest padding of a row."""
+        return max(self.padding or (0,))
+
+    def reset(self) -> None:
+        """Forgets all tokens; memory stays."""
+        self.length = 0
+        for store, _ in self.stores():
+            store.oldest = [0] * (1 if self.is_uniform else self.shape.batch)
+
+    def _kept(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """What goes into each store, in their order."""
+        if self.latent is None:
+            keys = list(k.split([store.dim for store in self.keys], dim=3))
+        else:
+            keys = [k]
+            if self.latent.num_gains:
+                keys.append(self.latent.gains(k[:, 0])[:, None])
+        return keys + list(v.split([store.dim for store in self.values], dim=3))
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Adds tokens: keys (or states) and values as ``LevelCache.attend`` takes them."""
+        count = k.shape[2]
+        if count == 1 and self.is_uniform:
+            self._append_alike(k, v)
+        elif count == 1:
+            self._append_one(k, v)
+        else:
+            for (store, level), x in zip(self.stores(), self._kept(k, v), strict=True):
+                for row, batch, pad in self.rows:
+                    first, last = self.length - pad, self.length - pad + count - 1
+                    if last < 0:
+                        continue
+                    start = level.start(last, row)
+                    oldest = max(start, 0) if store.ring is None else last - store.ring + 1
+                    low = max(first, oldest, 0)
+                    slots = last - start + 1 if store.ring is None else min(last + 1, store.ring)
+                    store.grow(slots, x)
+                    store.write(x[batch, :, low - first :], batch, low, start)
+                    store.oldest[row] = max(store.oldest[row], oldest)
+        self.length += count
+
+    def _append_alike(self, k: Tensor, v: Tensor) -> None:
+        """One token per row, all at one position: all levels in one operation."""
+        row, _, pad = next(iter(self.rows))
+        position = self.length - pad
+        if position < 0:
+            return
+        cells, numbers = [], []
+        for (store, level), x in zip(self.stores(), self._kept(k, v), strict=True):
+            start = level.start(position, row)
+            slot, oldest = position - start, start
+            if store.ring is not None:
+                slot, oldest = position % store.ring, position - store.ring + 1
+            if slot >= store.capacity:
+                store.grow(slot + 1, x)
+            store.oldest[row] = max(store.oldest[row], oldest)
+            cells.append(store.cell(slot))
+            numbers.append(x.flatten(0, 2))
+        torch._foreach_copy_(cells, numbers)
+
+    def _append_one(self, k: Tensor, v: Tensor) -> None:
+        """One token per row, at positions of their own."""
+        for (store, level), x in zip(self.stores(), self._kept(k, v), strict=True):
+            slots: list[int | None] = []
+            for row, _, pad in self.rows:
+                position = self.length - pad
+                if position < 0:
+                    slots.append(None)
+                    continue
+                start = level.start(position, row)
+                slots.append(store.slot(position, start))
+                oldest = start if store.ring is None else position - store.ring + 1
+                store.oldest[row] = max(store.oldest[row], oldest)
+            store.grow(max((slot + 1 for slot in slots if slot is not None), default=0), x)
+            store.write_each(x, slots)
+
+    def runs(self, count: int) -> list[tuple[int, int]]:
+        """New tokens in runs that lie in one block of every level; single ones with a window, whose rings forget."""
+        if count == 1:
+            return [(0, 1)]
+        is_single = any(part.window is not None for part in self.parts)
+        pads = [(row, pad) for row, _, pad in self.rows]
+        levels = [level for part in self.parts for level in part.levels]
+        edges = [
+            step
+            for step in range(1, count)
+            if is_single
+            or any(
+                level.start(at, row) == at
+                for row, pad in pads
+                for level in levels
+                if (at := self.length + step - pad) > 0
+            )
+        ]
+        return list(pairwise([0, *edges, count]))
+
+    def held(self) -> Held:
+        """What a decoding step reads; the last tokens lie in one block of every level of every row."""
+        return Held(
+            parts=self.parts,
+            keys=self.keys,
+            values=list(zip(self.values, self.value_levels, strict=True)),
+            latent=self.latent,
+            places=[(row, self.length - 1 - pad) for row, _, pad in self.rows],
+        )
+
+    def dense(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys (or states) and values as dense tensors, zero where nothing is kept, with new ones behind."""
+        count = self.length
+        past = [
+            k.new_zeros((k.shape[0], k.shape[1], count, k.shape[3])),
+            v.new_zeros((v.shape[0], v.shape[1], count, v.shape[3])),
+        ]
+        for x, stores in zip(past, (self.keys[: 1 if self.latent else None], self.values), strict=True):
+            levels = self.key_levels if x is past[0] else self.value_levels
+            dim = 0
+            for store, level in zip(stores, levels, strict=False):
+                for row, batch, pad in self.rows:
+                    last = count - 1 - pad
+                    if last < 0:
+                        continue
+                    start = level.start(last, row)
+                    first = max(store.oldest[row], 0)
+                    if first <= last:
+                        found = store.read(batch, first, last + 1, start)
+                        x[batch, :, first + pad : count, dim : dim + store.dim] = found.transpose(2, 3)
+                dim += store.dim
+        return torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+
+    def check_crop(self, length: int) -> list[list[int]]:
+        """The oldest position of each store and row after ``crop``; raises what that would raise, and changes nothing."""
+        oldest = []
+        for store, level in self.stores():
+            kept = []
+            for row, _, pad in self.rows:
+                following = length - pad  # the position of the token that comes next
+                needed = max(0, level.first_needed(following, row))
+                if needed < following and store.oldest[row] > needed:
+                    raise CacheError(
+                        f"cannot crop from {self.length} to {length} tokens: level {level.number} would need the positions from "
+                        f"{needed} on, and keeps those from {store.oldest[row]} on; crop to a length of at least "
+                        f"{self._shortest()}, or reset() and start again"
+                    )
+                kept.append(max(0, min(following, store.oldest[row])))
+            oldest.append(kept)
+        return oldest
+
+    def _shortest(self) -> int:
+        """The smallest length above 0 from which on every crop works."""
+        length = self.length
+        while length > 1 and all(
+            (needed := max(0, level.first_needed(length - 1 - pad, row))) >= length - 1 - pad
+            or store.oldest[row] <= needed
+            for store, level in self.stores()
+            for row, _, pad in self.rows
+        ):
+            length -= 1
+        return length
+
+    def crop(self, length: int) -> None:
+        """Forgets all tokens but the first ``length``; see ``LevelCache.crop``."""
+        oldest = self.check_crop(length)
+        for (store, _), kept in zip(self.stores(), oldest, strict=True):
+            store.oldest = kept
+        self.length = length
+
+    def select(self, indices: Tensor) -> None:
+        """Row b becomes row ``indices[b]``."""
+        rows, was_uniform = indices.tolist(), self.is_uniform
+        if self.padding is not None:
+            self.padding = tuple(self.padding[row] for row in rows)
+        if isinstance(self.layout, LevelLayout):
+            self.layout = self.layout.select_rows(rows)
+        self.shape = replace(self.shape, batch=len(rows))
+        for store, _ in self.stores():
+            store.select(indices)
+            if self.is_uniform and not was_uniform:
+                store.oldest = store.oldest[:1]
+        self._set_levels()
+
+
+def _check_layout(shape: Shape, layout: Layout | None, latent: Latent | None) -> None:
+    if layout is not None and latent is None and layout.head_dim != shape.keys[1]:
+        raise ShapeError(
+            f"the ranks of the layout must sum to the head dimension: expected {shape.keys[1]}, got "
+            f"{'|'.join(map(str, layout.ranks))} = {layout.head_dim}"
+        )
+    value_ranks = layout.value_ranks if isinstance(layout, LevelLayout) else None
+    if value_ranks is not None and sum(value_ranks) != shape.values[1]:
+        raise ShapeError(
+            f"the value_ranks of the layout must sum to the value dimension: expected {shape.values[1]}, got "
+            f"{'|'.join(map(str, value_ranks))} = {sum(value_ranks)}"
+        )
+    if isinstance(layout, LevelLayout) and layout.num_rows not in (None, shape.batch):
+        raise ShapeError(
+            f"boundaries per row need one entry per batch row: expected {shape.batch}, got {layout.num_rows}"
+        )

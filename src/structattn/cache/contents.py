@@ -155,17 +155,25 @@ class Contents:
         position = self.length - pad
         if position < 0:
             return
-        cells, numbers = [], []
-        for (store, level), x in zip(self.stores(), self._kept(k, v), strict=True):
+        cells = []
+        for store, level in self.stores():
             start = level.start(position, row)
             slot, oldest = position - start, start
             if store.ring is not None:
                 slot, oldest = position % store.ring, position - store.ring + 1
             if slot >= store.capacity:
-                store.grow(slot + 1, x)
-            store.oldest[row] = max(store.oldest[row], oldest)
+                store.grow(slot + 1, k if len(cells) < len(self.keys) else v)
+            if oldest > store.oldest[row]:
+                store.oldest[row] = oldest
             cells.append(store.cell(slot))
-            numbers.append(x.flatten(0, 2))
+        if self.latent is None:
+            numbers = [
+                part
+                for x, stores in ((k, self.keys), (v, self.values))
+                for part in x.flatten(0, 2).split([store.dim for store in stores], dim=1)
+            ]
+        else:
+            numbers = [x.flatten(0, 2) for x in self._kept(k, v)]
         torch._foreach_copy_(cells, numbers)
 
     def _append_one(self, k: Tensor, v: Tensor) -> None:

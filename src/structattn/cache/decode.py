@@ -251,26 +251,23 @@ def _alike(q: Tensor, held: Held, scale: float | None) -> Tensor:
     row, at = held.places[0]
     key_heads, value_heads = (stores[0].pages[0].shape[1] for stores in (held.keys, [held.values[0][0]]))
     query = q.reshape(batch * key_heads, heads // key_heads * tokens, q.shape[3])
-    sums: list[Tensor] = []
-    stores = iter(held.keys)
+    queries = iter(query.split([store.dim for store in held.keys], dim=2))
+    stores, sums = iter(held.keys), []
     for part in held.parts:
         low = part.levels[0].first_needed(at, row)
         score = q.new_empty((query.shape[0], query.shape[1], at + 1 - low))
         previous = 1.0
-        for level, dims, of_level, of_count in zip(
-            part.levels, part.layout.slices, *part.layout.score_factors(scale), strict=True
-        ):
-            first = level.first_needed(at, row)
-            own = query.narrow(2, part.dims.start + dims.start, level.rank)
-            # What further levels add changes the scale of the sum so far: it is multiplied on the way.
-            keep = of_count / previous
+        for level, of_level, of_count in zip(part.levels, *part.layout.score_factors(scale), strict=True):
+            first, own = level.first_needed(at, row), next(queries)
             for piece in next(stores).pieces(first, at + 1, level.start(at, row)):
                 columns = score.narrow(2, piece.offset + first - low, piece.size)
                 found = torch.bmm(own, piece.numbers(q.dtype))  # far cheaper for one row than baddbmm into the columns
                 if level.number == 1:
                     torch.mul(found, of_count * of_level, out=columns)
-                else:
-                    columns.mul_(keep).add_(found, alpha=of_count * of_level)
+                    continue
+                if of_count != previous:  # what a level adds changes the scale of the sum so far
+                    columns.mul_(of_count / previous)
+                columns.add_(found, alpha=of_count * of_level)
             previous = of_count
         if tokens > 1:
             steps = torch.arange(tokens, device=q.device)

@@ -10,6 +10,7 @@ ROOT = Path(structattn.__file__).parent
 FLOORS = {
     "errors": 1,
     "files": 2,
+    "seeds": 2,
     "partition": 2,
     "layout": 3,
     "matrices": 3,

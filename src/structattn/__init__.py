@@ -13,6 +13,8 @@ from structattn.layers.attention import Attention
 from structattn.layers.linear import StructuredLinear, replace_linears
 from structattn.layers.rotary import Rotary, RotaryScaling
 from structattn.layout import GlobalWindowLayout, LevelLayout
+from structattn.models.language_model import LanguageModel
+from structattn.models.sampling import Sampling
 from structattn.ops import structured_attention
 from structattn.spec import AttentionSpec, parse_spec
 
@@ -25,10 +27,12 @@ __all__ = [
     "Attention",
     "AttentionSpec",
     "GlobalWindowLayout",
+    "LanguageModel",
     "LevelCache",
     "LevelLayout",
     "Rotary",
     "RotaryScaling",
+    "Sampling",
     "StructuredLinear",
     "__version__",
     "cache",

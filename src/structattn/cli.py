@@ -11,11 +11,9 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
-import torch
-
-from structattn.errors import BackendUnavailableError, ConfigError, MissingDependencyError, StructAttnError
+from structattn.errors import ConfigError, MissingDependencyError, StructAttnError
 
 try:
     import tyro
@@ -28,7 +26,7 @@ except ImportError as error:  # the library itself needs torch alone
 @dataclass(frozen=True, kw_only=True)
 class _TaskCommand:
     task: tyro.conf.Positional[str]
-    """nearest-neighbor, forecast or icl-regression."""
+    """nearest-neighbor, forecast, icl-regression or text."""
     preset: str = "default"
     """Named settings of the task (see `structattn presets`)."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -38,7 +36,7 @@ class _TaskCommand:
     resume: bool = False
     """Continue what --out already holds."""
     data: Path | None = None
-    """forecast: a CSV file of your own."""
+    """forecast: a CSV file of your own; text: a text file."""
     time: str | None = None
     """forecast: its time column. Default: date."""
     target: str | None = None
@@ -71,6 +69,32 @@ class Evaluate:
 
     run: tyro.conf.Positional[Path]
     """Folder that `structattn train` wrote."""
+    cache: bool = False
+    """text: also score it through the key/value cache, and print the difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Continue prompts with a language model that `structattn train text` trained."""
+
+    run: tyro.conf.Positional[Path]
+    """Its folder."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to continue; may be repeated. Default: a line break."""
+    max_new_tokens: int | None = None
+    """Most new characters per prompt. Default: what fits the learned positions, 512 with rotary ones."""
+    temperature: float = 0.8
+    """0 always takes the most likely character, 1 draws as the model says."""
+    top_k: int | None = None
+    """Draw only from so many of the most likely characters."""
+    top_p: float | None = None
+    """Draw only from the most likely characters that together have this probability."""
+    stop: str = ""
+    """A prompt ends when its new text ends with this."""
+    seed: int = 0
+    """Seed of what is drawn."""
+    cache: bool = True
+    """Keep keys and values; without, everything is computed anew for each character."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +162,7 @@ Command = (
     Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Fit, tyro.conf.subcommand("fit")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Info, tyro.conf.subcommand("info")]
@@ -164,15 +189,18 @@ def _default_folder(task: str) -> Path:
 
 def _recipe(command: Compare | Train) -> Any:
     """The preset's recipe with the settings of the command line."""
-    from structattn.experiments.recipes import recipe_for
+    from structattn.experiments.recipes import TASKS, recipe_for, task_entry
     from structattn.experiments.settings import apply_overrides
 
     overrides = list(command.set)
-    for name, value in (("path", command.data), ("time", command.time), ("target", command.target)):
-        if value is not None:
-            if command.task != "forecast":
-                raise ConfigError(f"--data, --time and --target belong to forecast, not to {command.task}")
-            overrides.append(f"task.data.{name}={value}")
+    settings = task_entry(command.task).data
+    for name, value in (("data", command.data), ("time", command.time), ("target", command.target)):
+        if value is None:
+            continue
+        if name not in settings:
+            tasks = " and ".join(task for task, entry in TASKS.items() if name in entry.data)
+            raise ConfigError(f"--{name} belongs to {tasks}, not to {command.task}")
+        overrides.append(f"{settings[name]}={value}")
     return apply_overrides(recipe_for(command.task, command.preset), tuple(overrides))
 
 
@@ -212,11 +240,44 @@ def _train(command: Train) -> None:
 
 def _evaluate(command: Evaluate) -> None:
     _require_extra()
-    from structattn.experiments.evaluate import load_run
+    from structattn.experiments.evaluate import evaluate_cached, load_run
 
     run = load_run(command.run)
+    cached = evaluate_cached(run) if command.cache else {}
     print(f"{run.task.name}  {run.spec}  seed {run.seed}")
-    _print_metrics(run.task.evaluate(run.model, "test"))
+    metrics = run.task.evaluate(run.model, "test")
+    _print_metrics(metrics)
+    for name, value in cached.items():
+        print(f"{'through the cache':<25} {value:.6g}")
+        print(f"{'difference':<25} {value - metrics[name]:.1e}")
+
+
+def _generate(command: Generate) -> None:
+    _require_extra()
+    from structattn.experiments.evaluate import load_language_model
+    from structattn.experiments.generate import TextGeneration
+    from structattn.models.sampling import Sampling
+
+    prompts = command.prompt or ("\n",)
+    generation = TextGeneration(
+        load_language_model(command.run),
+        prompts,
+        sampling=Sampling(temperature=command.temperature, top_k=command.top_k, top_p=command.top_p),
+        max_new_tokens=command.max_new_tokens,
+        stop=command.stop,
+        seed=command.seed,
+        use_cache=command.cache,
+    )
+    texts = [""] * len(prompts)
+    for step in generation:
+        new = [character or "" for character in step]
+        texts = [text + character for text, character in zip(texts, new, strict=True)]
+        if len(prompts) == 1:
+            print(new[0], end="", flush=True)
+    if len(prompts) > 1:
+        print("\n\n".join(f"--- {prompt!r}\n{text}" for prompt, text in zip(prompts, texts, strict=True)), end="")
+    print(flush=True)
+    print(generation.summary(), file=sys.stderr)
 
 
 def _fit(command: Fit, line: str) -> None:
@@ -266,96 +327,23 @@ def _bench(command: Bench) -> None:
         print(path)
 
 
-def _structures() -> None:
-    from structattn.matrices import FAMILIES, Structure
+def _listing(command: Structures | Info | Specs | Presets) -> str:
+    from structattn.experiments import listings
 
-    size = 256
-    print(f"{'form':<24} {'example':<26} {'params':>9} {'FLOPs':>9} {'rank':>5}  meaning")
-    for family in FAMILIES.values():
-        with torch.device("meta"):
-            m = Structure.parse(family.example).build(size, size)
-        counts = f"{m.num_params:>9,} {m.flops:>9,} {m.rank_bound:>5}"
-        print(f"{family.syntax:<24} {family.example:<26} {counts}  {family.meaning}")
-    print(
-        f"\nOne {size} x {size} matrix; FLOPs of one product, 2 per multiply-add. Quote a form in the shell: | is a pipe there."
-    )
+    match command:
+        case Structures():
+            return listings.structures()
+        case Info():
+            return listings.info()
+        case Specs():
+            return listings.specs()
+        case Presets():
+            return listings.presets()
 
 
 def _print_metrics(metrics: dict[str, float]) -> None:
     for name, value in metrics.items():
         print(f"test {name:<20} {value:.6g}")
-
-
-def _info() -> None:
-    from structattn.experiments.compare import hardware, versions
-    from structattn.layout import LevelLayout
-    from structattn.ops.attention import Backend, explain, why_not
-
-    for name, value in versions().items():
-        print(f"{name:<13} {value}")
-    for extra in (
-        "accelerate",
-        "matplotlib",
-        "tensorboard",
-        "tyro",
-        "triton",
-        "transformers",
-        "neuralforecast",
-    ):
-        try:
-            found = importlib.metadata.version(extra)
-        except importlib.metadata.PackageNotFoundError:
-            found = "not installed"
-        print(f"{extra:<13} {found}")
-    for name, value in hardware().items():
-        print(f"{name:<13} {value}")
-    print("backends")
-    for backend in get_args(Backend):
-        if backend == "auto":
-            continue
-        try:
-            reason = why_not(backend)
-        except BackendUnavailableError as error:
-            reason = str(error)
-        print(f"  {backend:<11} {'runs' if reason is None else f'cannot run: {reason}'}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"auto, on {device.type}")
-    levels = (8,) * 8
-    for words, layout, length in (
-        ("1 level, T = 4096", None, 4096),
-        ("8 levels, T = 4096", LevelLayout.halving(levels, 4096), 4096),
-        ("8 levels, T = 64", LevelLayout.halving(levels, 64), 64),
-    ):
-        q = torch.empty(1, 1, length, sum(levels), device=device)
-        print(f"  {words:<20} {explain(q, q, q, layout)}")
-
-
-def _specs() -> None:
-    from structattn.layers.attention import Attention
-    from structattn.spec import FORMS
-
-    width, heads, length = 256, 4, 1024
-    print(f"{'form':<28} {'example':<26} {'params':>9} {'MFLOP':>8} {'keys':>9}  meaning")
-    for form in FORMS.values():
-        with torch.device("meta"):
-            layer = Attention.from_spec(form.example, embed_dim=width, num_heads=heads, context_length=length)
-        cost = layer.cost(length)
-        params = sum(p.numel() for p in layer.parameters())
-        print(
-            f"{form.syntax:<28} {form.example:<26} {params:>9,} {cost.flops / 1e6:>8,.0f} "
-            f"{cost.key_cache_numbers:>9,}  {form.meaning}"
-        )
-    print(f"\nOne layer of width {width}, {heads} heads, causal, {length:,} tokens; keys: numbers in its key cache.")
-    print("Terms are joined by +, as in 'bilinear-btt:1+mlr:128|64|32|32+window:512'; options follow commas,")
-    print("as in 'mlr:32|16|8|8,scaling=paper'. Quote a spec in the shell: | is a pipe there.")
-
-
-def _presets() -> None:
-    from structattn.experiments.recipes import TASKS
-
-    for task, entry in TASKS.items():
-        for name, preset in entry.presets.items():
-            print(f"{task:<18} {name:<9} {preset.about}: {', '.join(preset.recipe.attention)}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -379,18 +367,14 @@ def main(arguments: list[str] | None = None) -> int:
                 _train(command)
             case Evaluate():
                 _evaluate(command)
+            case Generate():
+                _generate(command)
             case Fit():
                 _fit(command, shlex.join(["structattn", *arguments]))
             case Bench():
                 _bench(command)
-            case Structures():
-                _structures()
-            case Info():
-                _info()
-            case Specs():
-                _specs()
-            case Presets():
-                _presets()
+            case Structures() | Info() | Specs() | Presets():
+                print(_listing(command))
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as ``head``, has seen enough; what is left in the buffer must not be tried again at exit.

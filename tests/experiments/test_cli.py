@@ -1,12 +1,15 @@
 """The command line as a user meets it: results, resume, and one clear line for every mistake."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from structattn import cli
 from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.experiments.recipes import TASKS, recipe_for
@@ -119,7 +122,11 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare", "forecast", "--set", "training.steps=four"], "expected int, got 'four'"),
         (["compare", "forecast", "--set", "training"], "section.field=value"),
         (["compare", "forecast", "--set", "task.embed_dim=33"], "num_heads must divide"),
-        (["compare", "nearest-neighbor", "--data", "x.csv"], "belong to forecast"),
+        (
+            ["compare", "nearest-neighbor", "--data", "x.csv"],
+            "--data belongs to forecast and text, not to nearest-neighbor",
+        ),
+        (["compare", "text", "--time", "date"], "--time belongs to forecast, not to text"),
         (["compare", "forecast", "--data", "missing.csv"], "missing.csv"),
         (["evaluate", "nowhere"], "no finished run"),
         (["compare", "forecast", "--seeds", "0"], "seeds must be at least 1"),
@@ -138,6 +145,27 @@ def test_an_unwritable_folder_is_named(tmp_path: Path, capsys) -> None:
     for command in (["compare", "nearest-neighbor"], ["train", "nearest-neighbor"]):
         assert main([*command, "--out", str(tmp_path / "file" / "out")]) == 2
         assert "cannot write to the output folder" in capsys.readouterr().err
+
+
+def test_options_are_frozen() -> None:
+    """Whoever adds an option changes this list, on purpose: most belong into a dataclass that --set reaches."""
+    task = {"task", "preset", "set", "out", "resume", "data", "time", "target"}
+    expected = {
+        cli.Compare: task | {"attention", "seeds"},
+        cli.Train: task | {"attention", "seed"},
+        cli.Evaluate: {"run", "cache"},
+        cli.Generate: {
+            *("run", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "cache"),
+        },
+        cli.Fit: {"matrices", "structures", "size", "refine", "seed", "out"},
+        cli.Bench: {"name", "quick", "device", "dtype", "repeats", "only", "patience", "out"},
+        cli.Info: set(),
+        cli.Specs: set(),
+        cli.Structures: set(),
+        cli.Presets: set(),
+    }
+    commands = {get_args(option)[0] for option in get_args(cli.Command)}
+    assert {command: {field.name for field in dataclasses.fields(command)} for command in commands} == expected
 
 
 @pytest.mark.parametrize(("command", "word"), [("info", "backends"), ("specs", "global-window"), ("presets", "demo")])

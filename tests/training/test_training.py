@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
-from structattn.tasks.base import Task
-from structattn.tasks.seeds import generator
 from structattn.files import write_atomic
+from structattn.seeds import generator
+from structattn.tasks.base import Task
 from structattn.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from structattn.training.config import TrainingConfig
 from structattn.training.loop import learning_rate_at, parameter_groups, train

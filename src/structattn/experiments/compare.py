@@ -24,10 +24,10 @@ import structattn
 from structattn.errors import CheckpointError, ConfigError
 from structattn.experiments.recipes import Recipe, task_entry
 from structattn.experiments.settings import to_plain
+from structattn.files import write_atomic
 from structattn.models.nearest_neighbor import NearestNeighborModel
 from structattn.spec import parse_spec
 from structattn.tasks.base import Task
-from structattn.files import write_atomic
 from structattn.training.loop import TrainingResult, train
 
 logger = logging.getLogger(__name__)

@@ -1,20 +1,25 @@
-"""Read a finished run back: its task, its model with the trained weights."""
+"""Read a finished run back: its task, its model with the trained weights; score a language model through its cache."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors
 from safetensors.torch import load
-from torch import nn
+from torch import Tensor, nn
 
 from structattn.errors import CheckpointError, ConfigError
 from structattn.experiments.recipes import task_entry
 from structattn.experiments.settings import from_plain
+from structattn.models.language_model import LanguageModel
 from structattn.tasks.base import Task
+from structattn.tasks.text import TextConfig, TextTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,31 +32,11 @@ class Run:
     model: nn.Module
 
 
-def load_run(folder: Path) -> Run:
-    """The run that ``structattn train`` (or a comparison) finished in ``folder``.
-
-    Raises:
-        CheckpointError: the folder has no finished run, or its files are damaged or do not belong together.
-    """
-    record, weights = folder / "run.json", folder / "model.safetensors"
-    if not record.is_file() or not weights.is_file():
-        raise CheckpointError(
-            f"{folder} holds no finished run: expected run.json and model.safetensors; finish it with "
-            "'structattn train ... --resume'"
-        )
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Whatever cannot be read there is a damaged run."""
     try:
-        data = json.loads(record.read_text())
-        content = weights.read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
-        if digest != data["model_sha256"]:
-            raise CheckpointError(
-                f"{weights} was changed since it was written: expected sha256 {data['model_sha256'][:12]}, got {digest[:12]}; "
-                "the run is damaged, train it again"
-            )
-        entry = task_entry(data["task"])
-        task = entry.make(from_plain(entry.config, data["task_config"]))
-        model = task.build_model(data["spec"])
-        model.load_state_dict(load(content), strict=True)
+        yield
     except (
         json.JSONDecodeError,
         KeyError,
@@ -60,5 +45,74 @@ def load_run(folder: Path) -> Run:
         RuntimeError,
         safetensors.SafetensorError,
     ) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"the run in {folder} is damaged: {error}; train it again") from error
-    return Run(task=task, spec=data["spec"], seed=data["seed"], model=model.eval())
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The record of a run and its weights, which are those of the record."""
+    record, weights = folder / "run.json", folder / "model.safetensors"
+    if not record.is_file() or not weights.is_file():
+        raise CheckpointError(
+            f"{folder} holds no finished run: expected run.json and model.safetensors; finish it with "
+            "'structattn train ... --resume'"
+        )
+    with _reading(folder):
+        data = json.loads(record.read_text())
+        content = weights.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != data["model_sha256"]:
+            raise CheckpointError(
+                f"{weights} was changed since it was written: expected sha256 {data['model_sha256'][:12]}, got {digest[:12]}; "
+                "the run is damaged, train it again"
+            )
+        return data, load(content)
+
+
+def load_run(folder: Path) -> Run:
+    """The run that ``structattn train`` (or a comparison) finished in ``folder``.
+
+    Raises:
+        CheckpointError: the folder has no finished run, or its files are damaged or do not belong together.
+        DataError: the data that it was trained on is not where it was.
+    """
+    data, weights = _read(folder)
+    with _reading(folder):
+        entry = task_entry(data["task"])
+        task = entry.make(from_plain(entry.config, data["task_config"]))
+        model = task.build_model(data["spec"])
+        model.load_state_dict(weights, strict=True)
+        return Run(task=task, spec=data["spec"], seed=data["seed"], model=model.eval())
+
+
+def load_language_model(folder: Path) -> LanguageModel:
+    """The model of a finished run of the text task, in eval mode; the text that it was trained on is not needed.
+
+    Raises:
+        CheckpointError: as ``load_run``.
+        ConfigError: the run is of another task.
+    """
+    data, weights = _read(folder)
+    if data.get("task") != TextTask.name:
+        raise ConfigError(
+            f"{folder} is a run of {data.get('task')}, which is no language model: train one with 'structattn train text'"
+        )
+    with _reading(folder):
+        model = from_plain(TextConfig, data["task_config"]).build_model(data["spec"])
+        model.load_state_dict(weights, strict=True)
+        return model.eval()
+
+
+def evaluate_cached(run: Run) -> dict[str, float]:
+    """The test scores of a language model whose windows are read through its key/value cache.
+
+    Raises:
+        ConfigError: the run is of another task.
+    """
+    if not isinstance(run.task, TextTask) or not isinstance(run.model, LanguageModel):
+        raise ConfigError(
+            f"--cache reads text through the key/value cache of a language model; {run.task.name} has none: evaluate it without, "
+            "or train one with 'structattn train text'"
+        )
+    return run.task.evaluate_cached(run.model, "test")

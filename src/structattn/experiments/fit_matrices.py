@@ -16,10 +16,10 @@ from torch import Tensor
 from structattn.errors import CheckpointError, ConfigError
 from structattn.experiments.compare import hardware, open_folder, versions
 from structattn.experiments.matrix_examples import NamedMatrix
+from structattn.files import write_atomic
 from structattn.matrices import Fit, Structure, allocate_ranks, fit
 from structattn.matrices.btt import factor_pair
 from structattn.matrices.target import check_dense
-from structattn.files import write_atomic
 
 _ALLOCATED = "mlr-allocated"
 

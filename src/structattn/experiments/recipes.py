@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from structattn.errors import ConfigError, nearest_name
@@ -11,9 +11,10 @@ from structattn.tasks.base import Task
 from structattn.tasks.forecast import ForecastConfig, ForecastTask
 from structattn.tasks.icl_regression import Curriculum, ICLRegressionConfig, ICLRegressionTask
 from structattn.tasks.nearest_neighbor import NearestNeighborConfig, NearestNeighborTask
+from structattn.tasks.text import TextConfig, TextTask
 from structattn.training.config import TrainingConfig
 
-TaskConfig = NearestNeighborConfig | ForecastConfig | ICLRegressionConfig
+TaskConfig = NearestNeighborConfig | ForecastConfig | ICLRegressionConfig | TextConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,9 @@ _FORECAST = TrainingConfig(
 _FORECAST_MODEL = ForecastConfig(embed_dim=32, num_heads=2, dropout=0.3)
 _FORECAST_SPECS = ("standard", "mlr:8|4|2|2", "window:8", "bilinear-btt:1+mlr:16|8|4|4")
 _ICL_SPECS = ("standard", "standard:1", "bilinear-btt:1", "bilinear-mlr:8|4|2|2")
+_TEXT_SPECS = ("standard", "mlr:8|8|8|8", "mlr:16|8|4|4", "window:64")
+_TEXT_SMOKE = TextConfig(context_length=128, embed_dim=64, num_layers=2, eval_windows=64)
+_TEXT_SMOKE_SPECS = ("standard", "mlr:8|4|2|2", "window:32")
 
 
 def _nearest(seeds: int, specs: tuple[str, ...] = _NEAREST_SPECS) -> Recipe:
@@ -96,6 +100,22 @@ def _icl(steps: int, dim: int, width: int) -> Recipe:
     )
 
 
+def _text(task: TextConfig, steps: int, batch_size: int, specs: tuple[str, ...]) -> Recipe:
+    return Recipe(
+        task=task,
+        training=TrainingConfig(
+            steps=steps,
+            batch_size=batch_size,
+            learning_rate=3e-3,
+            schedule="cosine",
+            warmup_steps=steps // 20,
+            eval_every=steps // 10,
+            checkpoint_every=steps // 5,
+        ),
+        attention=specs,
+    )
+
+
 @dataclass(frozen=True)
 class Preset:
     """A recipe by name, with what it is for and its time on 2 CPU cores."""
@@ -106,11 +126,16 @@ class Preset:
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """A task by name: how to make it, the class of its settings, and its presets."""
+    """A task by name: how to make it, the class of its settings, its presets, and the settings that name a user's own data.
+
+    Args:
+        data: setting by command-line option, such as ``{"target": "task.data.target"}``.
+    """
 
     make: Callable[[Any], Task]
     config: type
     presets: dict[str, Preset]
+    data: dict[str, str] = field(default_factory=dict)
 
 
 TASKS: dict[str, TaskEntry] = {
@@ -144,6 +169,7 @@ TASKS: dict[str, TaskEntry] = {
             "default": Preset(_forecast(_FORECAST_MODEL, 3), "ETTh1 OT, 336 to 96, three seeds"),
             "demo": Preset(_forecast(_FORECAST_MODEL, 1), "the same with one seed"),
         },
+        {"data": "task.data.path", "time": "task.data.time", "target": "task.data.target"},
     ),
     "icl-regression": TaskEntry(
         ICLRegressionTask,
@@ -152,6 +178,20 @@ TASKS: dict[str, TaskEntry] = {
             "default": Preset(_icl(4000, 8, 64), "d = 8, 16 points, 4,000 steps"),
             "smoke": Preset(_icl(300, 4, 32), "d = 4, 300 steps: shows that it trains, not what it learns"),
         },
+    ),
+    "text": TaskEntry(
+        TextTask,
+        TextConfig,
+        {
+            "default": Preset(
+                _text(TextConfig(), 1000, 16, _TEXT_SPECS), "characters, 1 MB of PEPs, 256 of context, 1,000 steps"
+            ),
+            "smoke": Preset(
+                _text(_TEXT_SMOKE, 500, 8, _TEXT_SMOKE_SPECS),
+                "the same text, 128 of context, 500 steps: shows that it trains, not what it learns",
+            ),
+        },
+        {"data": "task.data"},
     ),
 }
 

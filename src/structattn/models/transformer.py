@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import repeat
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
+from structattn.cache import PAGE_SIZE, LayerCaches
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention import Attention
 from structattn.layers.block import TransformerBlock
+from structattn.layers.rotary import Rotary
 
 
 class Transformer(nn.Module):
-    """Learned positions and pre-norm blocks: (B, T, E) to (B, T, E).
+    """Positions, learned or rotary, and pre-norm blocks: (B, T, E) to (B, T, E).
 
     Args:
         spec: attention of every block, or one text per block (see ``structattn.spec``).
         num_layers: blocks.
         embed_dim: E.
         num_heads: heads where the spec does not say otherwise.
-        context_length: longest sequence, in tokens; MLR blocks are halved from it.
+        context_length: longest sequence, in tokens, where positions are learned; MLR blocks are halved from it.
         is_causal: default ``True``.
+        rotary: turns queries and keys by their positions; then no positions are learned, and sequences have no limit. Default
+            ``None``: positions are learned.
         mlp_ratio, dropout, bias: see ``TransformerBlock``.
 
     Raises:
@@ -37,6 +45,7 @@ class Transformer(nn.Module):
         num_heads: int,
         context_length: int,
         is_causal: bool = True,
+        rotary: Rotary | None = None,
         mlp_ratio: int = 4,
         dropout: float = 0.0,
         bias: bool = False,
@@ -46,8 +55,10 @@ class Transformer(nn.Module):
         if num_layers < 1 or len(specs) != num_layers:
             raise ConfigError(f"expected one attention spec or {num_layers} of them, got {len(specs)}")
         self.context_length = context_length
-        self.position = nn.Parameter(torch.empty(context_length, embed_dim))
-        nn.init.normal_(self.position, std=0.02)
+        self.position: nn.Parameter | None = None
+        if rotary is None:
+            self.position = nn.Parameter(torch.empty(context_length, embed_dim))
+            nn.init.normal_(self.position, std=0.02)
         self.dropout = nn.Dropout(dropout)
         blocks = []
         for text in specs:
@@ -57,6 +68,7 @@ class Transformer(nn.Module):
                 num_heads=num_heads,
                 context_length=context_length,
                 is_causal=is_causal,
+                rotary=rotary,
                 bias=bias,
                 dropout=dropout,
             )
@@ -64,17 +76,76 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(embed_dim, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, E) embeddings to (B, T, E) features; raises ``ShapeError`` when T passes the context length."""
-        length = x.shape[1]
-        if length > self.context_length:
-            raise ShapeError(f"the sequence has {length} tokens, more than the {self.context_length} positions learned")
-        x = self.dropout(x + self.position[:length])
-        for block in self.blocks:
-            x = block(x)
+    def forward(self, x: Tensor, *, caches: LayerCaches | None = None, left_padding: Tensor | None = None) -> Tensor:
+        """Features of a sequence, or of its next tokens.
+
+        Args:
+            x: (B, T, E) embeddings; with ``caches`` of the tokens that follow those in them.
+            caches: from ``new_cache``; the tokens are added to them. Default ``None``: x is the whole sequence.
+            left_padding: (B,) ints, leading tokens of each row that are padding: they are not attended to, and positions
+                are counted from the first real token. What comes out for padding means nothing. With ``caches`` theirs holds.
+
+        Returns:
+            (B, T, E).
+
+        Raises:
+            ShapeError: a token lies beyond the learned positions.
+            ConfigError: caches of another number of layers, or ``left_padding`` beside ``caches``.
+        """
+        if caches is not None and len(caches) != len(self.blocks):
+            raise ConfigError(
+                f"the model has {len(self.blocks)} layers, the caches are of {len(caches)}: use new_cache()"
+            )
+        if caches is not None and left_padding is not None:
+            raise ConfigError("left padding belongs to the caches: give it to new_cache(), and leave it at None here")
+        if self.position is not None:
+            x = x + self._learned(self.position, x.shape[1], caches, left_padding)
+        x = self.dropout(x)
+        for block, cache in zip(self.blocks, repeat(None) if caches is None else caches, strict=False):
+            x = block(x, cache=cache, left_padding=left_padding)
         out: Tensor = self.norm(x)
         return out
 
+    def _learned(self, table: Tensor, length: int, caches: LayerCaches | None, left_padding: Tensor | None) -> Tensor:
+        """The embeddings of the positions of the next tokens, (T, E) or (B, T, E); of padding, those of position 0."""
+        start = 0 if caches is None else caches.length
+        if caches is not None:
+            positions = caches.positions(length)
+        elif left_padding is not None:
+            positions = torch.arange(length, device=left_padding.device) - left_padding[:, None]
+        else:
+            positions = torch.arange(length)
+        end = start + length
+        # With padding the exact end may need a wait for the device, so only where it matters.
+        if end > self.context_length and (last := int(positions.max())) >= self.context_length:
+            raise ShapeError(
+                f"the sequence has {last + 1} tokens, more than the {self.context_length} positions learned; train a model "
+                "with rotary positions for longer ones"
+            )
+        return table[start:end] if positions.dim() == 1 else table[positions.clamp(min=0).to(table.device)]
+
+    def new_cache(
+        self,
+        *,
+        max_length: int | None = None,
+        page_size: int = PAGE_SIZE,
+        left_padding: Tensor | Sequence[int] | None = None,
+    ) -> LayerCaches:
+        """Empty caches of all layers, for ``forward``; see ``LevelCache`` for the arguments.
+
+        Raises:
+            ConfigError: the model is not causal, or an option is out of its range.
+        """
+        return LayerCaches(
+            block.attention.new_cache(max_length=max_length, page_size=page_size, left_padding=left_padding)
+            for block in self.layers
+        )
+
+    @property
+    def layers(self) -> tuple[TransformerBlock, ...]:
+        """The blocks, with their type."""
+        return cast(tuple[TransformerBlock, ...], tuple(self.blocks))
+
     def flops(self, num_tokens: int) -> int:
         """Forward FLOPs for one example of that many tokens, 2 per multiply-add."""
-        return sum(block.flops(num_tokens) for block in self.blocks if isinstance(block, TransformerBlock))
+        return sum(block.flops(num_tokens) for block in self.layers)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from structattn.errors import ConfigError
 from structattn.models.forecaster import Forecaster
+from structattn.seeds import derive_seed
 from structattn.tasks.base import Baseline, Batch, Split, Task
 from structattn.tasks.forecast_baselines import BaselineForecast, forecast_baselines, forecast_metrics
-from structattn.tasks.seeds import derive_seed
 from structattn.tasks.series import WindowedSeries, read_series
 
 

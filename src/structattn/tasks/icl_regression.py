@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from structattn.errors import ConfigError
 from structattn.models.icl_regressor import ICLRegressor
+from structattn.seeds import generator
 from structattn.tasks.base import Baseline, Batch, Split, Task
-from structattn.tasks.seeds import generator
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from structattn.errors import ConfigError
 from structattn.models.nearest_neighbor import NearestNeighborModel
+from structattn.seeds import generator
 from structattn.tasks.base import Baseline, Batch, Split, Task
-from structattn.tasks.seeds import generator
 
 
 @dataclass(frozen=True, kw_only=True)

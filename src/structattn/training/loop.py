@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
 from structattn.files import write_atomic
+from structattn.seeds import derive_seed
 from structattn.tasks.base import Batch, Task
-from structattn.tasks.seeds import derive_seed
 from structattn.training.checkpoint import (
     Checkpoint,
     latest_checkpoint,

@@ -1,0 +1,96 @@
+"""What the command line lists, as text: structures, attention variants, presets, and what this machine can run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import get_args
+
+import torch
+
+from structattn.errors import BackendUnavailableError
+from structattn.experiments.compare import hardware, versions
+from structattn.experiments.recipes import TASKS
+from structattn.layers.attention import Attention
+from structattn.layout import LevelLayout
+from structattn.matrices import FAMILIES, Structure
+from structattn.ops.attention import Backend, explain, why_not
+from structattn.spec import FORMS
+
+
+def structures() -> str:
+    """The text forms of structured matrices, with parameters and cost."""
+    size = 256
+    lines = [f"{'form':<24} {'example':<26} {'params':>9} {'FLOPs':>9} {'rank':>5}  meaning"]
+    for family in FAMILIES.values():
+        with torch.device("meta"):
+            m = Structure.parse(family.example).build(size, size)
+        counts = f"{m.num_params:>9,} {m.flops:>9,} {m.rank_bound:>5}"
+        lines.append(f"{family.syntax:<24} {family.example:<26} {counts}  {family.meaning}")
+    lines += [
+        "",
+        f"One {size} x {size} matrix; FLOPs of one product, 2 per multiply-add. Quote a form in the shell: | is a pipe there.",
+    ]
+    return "\n".join(lines)
+
+
+def specs() -> str:
+    """The text forms of attention variants, with parameters and cost."""
+    width, heads, length = 256, 4, 1024
+    lines = [f"{'form':<28} {'example':<26} {'params':>9} {'MFLOP':>8} {'keys':>9}  meaning"]
+    for form in FORMS.values():
+        with torch.device("meta"):
+            layer = Attention.from_spec(form.example, embed_dim=width, num_heads=heads, context_length=length)
+        cost = layer.cost(length)
+        params = sum(p.numel() for p in layer.parameters())
+        lines.append(
+            f"{form.syntax:<28} {form.example:<26} {params:>9,} {cost.flops / 1e6:>8,.0f} "
+            f"{cost.key_cache_numbers:>9,}  {form.meaning}"
+        )
+    lines += [
+        "",
+        f"One layer of width {width}, {heads} heads, causal, {length:,} tokens; keys: numbers in its key cache.",
+        "Terms are joined by +, as in 'bilinear-btt:1+mlr:128|64|32|32+window:512'; options follow commas,",
+        "as in 'mlr:32|16|8|8,scaling=paper'. Quote a spec in the shell: | is a pipe there.",
+    ]
+    return "\n".join(lines)
+
+
+def presets() -> str:
+    """The presets of every task."""
+    return "\n".join(
+        f"{task:<18} {name:<9} {preset.about}: {', '.join(preset.recipe.attention)}"
+        for task, entry in TASKS.items()
+        for name, preset in entry.presets.items()
+    )
+
+
+def info() -> str:
+    """Versions, devices, and which backends can run here (and why not)."""
+    lines = [f"{name:<13} {value}" for name, value in versions().items()]
+    for extra in ("accelerate", "matplotlib", "tensorboard", "tyro", "triton", "transformers", "neuralforecast"):
+        try:
+            found = importlib.metadata.version(extra)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
+        lines.append(f"{extra:<13} {found}")
+    lines += [f"{name:<13} {value}" for name, value in hardware().items()]
+    lines.append("backends")
+    for backend in get_args(Backend):
+        if backend == "auto":
+            continue
+        try:
+            reason = why_not(backend)
+        except BackendUnavailableError as error:
+            reason = str(error)
+        lines.append(f"  {backend:<11} {'runs' if reason is None else f'cannot run: {reason}'}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lines.append(f"auto, on {device.type}")
+    levels = (8,) * 8
+    for words, layout, length in (
+        ("1 level, T = 4096", None, 4096),
+        ("8 levels, T = 4096", LevelLayout.halving(levels, 4096), 4096),
+        ("8 levels, T = 64", LevelLayout.halving(levels, 64), 64),
+    ):
+        q = torch.empty(1, 1, length, sum(levels), device=device)
+        lines.append(f"  {words:<20} {explain(q, q, q, layout)}")
+    return "\n".join(lines)

@@ -1,0 +1,268 @@
+"""A causal language model over the shared trunk, with generation by cached decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from structattn.cache import PAGE_SIZE, LayerCaches
+from structattn.errors import ConfigError, ShapeError
+from structattn.layers.rotary import Rotary
+from structattn.models.prompts import Prompts, PromptTokens
+from structattn.models.sampling import GREEDY, RowSampler, Sampling
+from structattn.models.transformer import Transformer
+
+
+class LanguageModel(nn.Module):
+    """Token embedding, causal trunk, untied read-out: (B, T) token ids to (B, T, V) logits of the token after each.
+
+    Args:
+        vocab_size: V, number of different tokens.
+        spec: attention of every layer, or one text per layer (see ``structattn.spec``).
+        num_layers, embed_dim, num_heads, mlp_ratio, dropout: of the trunk (see ``Transformer``).
+        context_length: longest sequence, in tokens, where positions are learned; MLR blocks are halved from it.
+        rotary: rotary positions, and then no limit of length. Default ``None``: learned positions.
+
+    Raises:
+        ConfigError: a number below 1, or a spec that does not fit.
+
+    Cost: see ``flops_per_example``.
+
+    Source: Kuang et al. 2025, section 5.1; outputs of attention, MLP and model start at zero (Yang et al. 2022): an untrained
+    model gives every token the same probability.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        spec: str | tuple[str, ...],
+        *,
+        num_layers: int,
+        embed_dim: int,
+        num_heads: int,
+        context_length: int,
+        rotary: Rotary | None = None,
+        mlp_ratio: int = 4,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if vocab_size < 1 or context_length < 1:
+            raise ConfigError(
+                f"vocab_size and context_length must be at least 1, got {vocab_size} and {context_length}"
+            )
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.embedding = nn.Embedding(vocab_size, embed_dim)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.trunk = Transformer(
+            spec,
+            num_layers=num_layers,
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            context_length=context_length,
+            rotary=rotary,
+            mlp_ratio=mlp_ratio,
+            dropout=dropout,
+        )
+        self.read_out = nn.Linear(embed_dim, vocab_size, bias=False)
+        # Outputs start at zero, so that the small embeddings are not drowned by what random blocks add to them.
+        outputs = [linear for block in self.trunk.layers for linear in (block.attention.out_proj, block.mlp.down)]
+        for linear in (*outputs, self.read_out):
+            nn.init.zeros_(linear.weight)
+
+    def forward(
+        self, tokens: Tensor, *, caches: LayerCaches | None = None, left_padding: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the token after each.
+
+        Args:
+            tokens: (B, T) int64 token ids, T >= 1; with ``caches`` those that follow the ones in them.
+            caches, left_padding: see ``Transformer.forward``; any ids will do for padding.
+
+        Returns:
+            (B, T, V).
+
+        Raises:
+            ShapeError: the tokens are not (B, T) ints, or lie beyond the learned positions.
+        """
+        out: Tensor = self.read_out(self._features(tokens, caches, left_padding))
+        return out
+
+    def _features(self, tokens: Tensor, caches: LayerCaches | None, left_padding: Tensor | None) -> Tensor:
+        if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.is_floating_point():
+            raise ShapeError(f"tokens must be ints of shape (batch, length), got {tokens.dtype} {tuple(tokens.shape)}")
+        out: Tensor = self.trunk(self.embedding(tokens), caches=caches, left_padding=left_padding)
+        return out
+
+    def new_cache(
+        self,
+        *,
+        max_length: int | None = None,
+        page_size: int = PAGE_SIZE,
+        left_padding: Tensor | Sequence[int] | None = None,
+    ) -> LayerCaches:
+        """Empty caches of all layers, for ``forward``; see ``LevelCache`` for the arguments."""
+        return self.trunk.new_cache(max_length=max_length, page_size=page_size, left_padding=left_padding)
+
+    def flops_per_example(self) -> int:
+        """Forward FLOPs of a sequence of the context length, read-out included, 2 per multiply-add."""
+        read_out = 2 * self.context_length * self.read_out.in_features * self.vocab_size
+        return self.trunk.flops(self.context_length) + read_out
+
+    def generate(
+        self,
+        prompts: PromptTokens,
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        stop_tokens: Collection[int] = (),
+        seed: int | None = None,
+        use_cache: bool = True,
+        prefill_chunk: int | None = None,
+        caches: LayerCaches | None = None,
+    ) -> list[list[int]]:
+        """Continues prompts; no gradients, in eval mode (each module's mode is put back).
+
+        What is drawn for a prompt depends on the seed and that prompt, not on the other prompts nor on ``use_cache``; equal
+        prompts of one call are continued differently.
+
+        Args:
+            prompts: (B, T) token ids, or B lists or 1-dimensional tensors of them, of any lengths of at least 1.
+            max_new_tokens: most new tokens per prompt.
+            sampling: how tokens are chosen. Default: greedily.
+            stop_tokens: a prompt ends with the first of these that it produces. Default: none.
+            seed: of ``sampling``. Default ``None``: drawn from torch's global generator.
+            use_cache: ``False`` computes the whole sequence anew for each token: much slower, and there to check the cache.
+            prefill_chunk: prompts are read in pieces of so many tokens, which bounds the memory of a long prompt. Default
+                ``None``: in one piece.
+            caches: from ``new_cache``, to keep them: they end with all tokens but the last. If they already hold tokens, the
+                prompts follow those. Default ``None``: new ones, dropped at the end.
+
+        Returns:
+            For each prompt its new tokens, the stop token included.
+
+        Raises:
+            ShapeError: no prompt, an empty one, or not a list of them; prompt and new tokens pass the learned positions.
+            ConfigError: a token id or an option out of its range, or options that do not go together.
+
+        Cost: one forward pass over the prompts, then one over B tokens per step, which reads what the caches keep. Prompts that
+            have ended take part until all have.
+        """
+        steps = self.stream(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_tokens=stop_tokens,
+            seed=seed,
+            use_cache=use_cache,
+            prefill_chunk=prefill_chunk,
+            caches=caches,
+        )
+        columns = zip(*steps, strict=True)
+        return [[token for token in column if token is not None] for column in columns]
+
+    def stream(
+        self,
+        prompts: PromptTokens,
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        stop_tokens: Collection[int] = (),
+        seed: int | None = None,
+        use_cache: bool = True,
+        prefill_chunk: int | None = None,
+        caches: LayerCaches | None = None,
+    ) -> Iterator[list[int | None]]:
+        """As ``generate``, one step at a time; arguments are checked at once, computing starts with the first ``next``.
+
+        Returns:
+            An iterator over steps, each a list with the new token of every prompt, ``None`` where it has ended before.
+        """
+        batch = Prompts.read(prompts, self.vocab_size)
+        for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
+            optional = name == "prefill_chunk" and value is None
+            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be an int of at least 1, got {value!r}")
+        stops = frozenset(stop_tokens)
+        for token in stops:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise ConfigError(f"stop_tokens: token ids are ints in [0, {self.vocab_size}), got {token!r}")
+        if not use_cache and (caches is not None or prefill_chunk is not None):
+            raise ConfigError("caches and prefill_chunk have no effect without use_cache: leave them at None")
+        seen = 0 if caches is None else _continued(caches, batch)
+        needed = seen + batch.longest + max_new_tokens
+        if self.trunk.position is not None and needed > self.context_length:
+            before = f"{seen} tokens in the caches, " if seen else ""
+            raise ShapeError(
+                f"{before}{batch.longest} tokens in the longest prompt and {max_new_tokens} new ones make {needed}, more than the "
+                f"{self.context_length} positions learned: give a shorter prompt or ask for fewer tokens; a model with rotary "
+                "positions has no such limit"
+            )
+        if use_cache and caches is None:
+            # Where a stop token may come early, memory grows by pages instead.
+            length = None if stops else needed - 1
+            caches = self.new_cache(max_length=length, left_padding=batch.left_padding)
+        if seed is None:
+            seed = 0 if sampling.is_greedy else int(torch.randint(2**62, ()))
+        sampler = RowSampler(sampling, batch.rows, seed)
+        return self._steps(batch, max_new_tokens, sampler, stops, caches, prefill_chunk)
+
+    def _steps(
+        self,
+        batch: Prompts,
+        max_new_tokens: int,
+        sampler: RowSampler,
+        stop_tokens: frozenset[int],
+        caches: LayerCaches | None,
+        prefill_chunk: int | None,
+    ) -> Iterator[list[int | None]]:
+        device = self.embedding.weight.device
+        unread = batch.tokens(device)
+        padding = None if batch.left_padding is None else torch.tensor(batch.left_padding, device=device)
+        running = [True] * len(batch.rows)
+        for _ in range(max_new_tokens):
+            with _inference(self):  # not around the yield, where the caller's code runs
+                if caches is None:
+                    features = self._features(unread, None, padding)
+                else:
+                    for piece in unread.split(prefill_chunk or unread.shape[1], dim=1):
+                        features = self._features(piece, caches, None)
+                drawn = sampler.draw(self.read_out(features[:, -1]))
+            yield [token if runs else None for token, runs in zip(drawn, running, strict=True)]
+            running = [runs and token not in stop_tokens for token, runs in zip(drawn, running, strict=True)]
+            if not any(running):
+                return
+            new = torch.tensor(drawn, device=device)[:, None]
+            unread = new if caches is not None else torch.cat([unread, new], dim=1)
+
+
+def _continued(caches: LayerCaches, batch: Prompts) -> int:
+    """The tokens that caches hold; ConfigError where these prompts cannot follow them."""
+    if caches.length == 0:
+        if caches.left_padding != batch.left_padding:
+            raise ConfigError(
+                f"the prompts need left padding {batch.left_padding}, the caches have {caches.left_padding}: give it to new_cache()"
+            )
+    elif batch.left_padding is not None or len(batch.rows) != caches.batch_size:
+        raise ConfigError(
+            f"the caches hold {caches.length} tokens of {caches.batch_size} rows: as many prompts of one length can follow them, "
+            f"got lengths {[len(row) for row in batch.rows]}"
+        )
+    return caches.length
+
+
+@contextmanager
+def _inference(model: nn.Module) -> Iterator[None]:
+    """No gradients and eval mode; afterwards each module has its mode back."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := $(VENV)/transformers-oldest
 INPUTS := pyproject.toml constraints.txt
 
 .PHONY: demo test lint clean
@@ -10,8 +11,10 @@ demo: $(VENV)/.installed-train
 	$(BIN)/structattn compare nearest-neighbor --preset demo
 	$(BIN)/structattn compare forecast --preset demo
 
-test: $(VENV)/.installed-dev lint
+# The integration with Hugging Face is tested with the newest transformers that its extra allows, and with the oldest.
+test: $(VENV)/.installed-dev $(OLDEST)/.installed lint
 	$(BIN)/python -m pytest
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/integrations
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -31,6 +34,10 @@ $(VENV)/.installed-train: $(BIN)/python $(INPUTS)
 $(VENV)/.installed-dev: $(BIN)/python $(INPUTS)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@ $(VENV)/.installed-train
+
+$(OLDEST)/.installed: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(OLDEST) transformers==5.17.0
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

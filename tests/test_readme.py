@@ -16,10 +16,12 @@ def test_the_example_runs(capsys) -> None:
     names: dict[str, object] = {}
     for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL):
         exec(compile(code, "README.md", "exec"), names)
-    shapes, saved, levels, fitted = capsys.readouterr().out.splitlines()
+    shapes, saved, levels, cached, generated, fitted = capsys.readouterr().out.splitlines()
     assert shapes.startswith("torch.Size([2, 100, 256])")
     assert 0.3 < float(saved) < 1
     assert levels.startswith("torch.Size([1, 4, 100, 64]) torch.Size([1, 4, 100, 64]) reference: 40000 scores are few")
+    assert cached.startswith("20 109 LayerCaches(2 layers, length=109, nbytes=")
+    assert generated == "torch.Size([1, 8])"
     assert fitted.startswith("torch.Size([3, 64]) 2048 0.")
     assert fitted.endswith("block coordinate descent, L-BFGS")
 

@@ -121,7 +121,7 @@ class Bench:
     """Time structured code against what you would use instead; for a checkout of the repository, where the benchmarks live."""
 
     name: tyro.conf.Positional[str]
-    """attention or linear."""
+    """attention, decode, model or linear."""
     quick: bool = False
     """A few sizes and repeats, no peak memory: a minute or two."""
     device: str = "cpu"

@@ -155,7 +155,7 @@ class Contents:
         position = self.length - pad
         if position < 0:
             return
-        cells = []
+        cells: list[Tensor] = []
         for store, level in self.stores():
             start = level.start(position, row)
             slot, oldest = position - start, start

@@ -22,7 +22,7 @@ class LanguageModel(nn.Module):
     Args:
         vocab_size: V, number of different tokens.
         spec: attention of every layer, or one text per layer (see ``structattn.spec``).
-        num_layers, embed_dim, num_heads, mlp_ratio, dropout: of the trunk (see ``Transformer``).
+        num_layers, embed_dim, num_heads, num_kv_heads, mlp_ratio, dropout: of the trunk (see ``Transformer``).
         context_length: longest sequence, in tokens, where positions are learned; MLR blocks are halved from it.
         rotary: rotary positions, and then no limit of length. Default ``None``: learned positions.
 
@@ -43,6 +43,7 @@ class LanguageModel(nn.Module):
         num_layers: int,
         embed_dim: int,
         num_heads: int,
+        num_kv_heads: int | None = None,
         context_length: int,
         rotary: Rotary | None = None,
         mlp_ratio: int = 4,
@@ -62,6 +63,7 @@ class LanguageModel(nn.Module):
             num_layers=num_layers,
             embed_dim=embed_dim,
             num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             context_length=context_length,
             rotary=rotary,
             mlp_ratio=mlp_ratio,

@@ -24,6 +24,7 @@ class Transformer(nn.Module):
         num_layers: blocks.
         embed_dim: E.
         num_heads: heads where the spec does not say otherwise.
+        num_kv_heads: key and value heads; divides them. Default ``None``: as many.
         context_length: longest sequence, in tokens, where positions are learned; MLR blocks are halved from it.
         is_causal: default ``True``.
         rotary: turns queries and keys by their positions; then no positions are learned, and sequences have no limit. Default
@@ -43,6 +44,7 @@ class Transformer(nn.Module):
         num_layers: int,
         embed_dim: int,
         num_heads: int,
+        num_kv_heads: int | None = None,
         context_length: int,
         is_causal: bool = True,
         rotary: Rotary | None = None,
@@ -66,6 +68,7 @@ class Transformer(nn.Module):
                 text,
                 embed_dim=embed_dim,
                 num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
                 context_length=context_length,
                 is_causal=is_causal,
                 rotary=rotary,

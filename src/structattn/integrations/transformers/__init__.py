@@ -1,0 +1,44 @@
+"""structattn in Hugging Face transformers: an own architecture, trained models restructured, or an attention implementation.
+
+Importing this registers ``structattn`` and ``structattn_llama``, ``_qwen2``, ``_qwen3``, ``_gpt2`` with the Auto classes. See
+``docs/huggingface.md``.
+"""
+
+from __future__ import annotations
+
+from structattn.errors import MissingDependencyError
+
+_NEEDED = "structattn.integrations.transformers needs transformers >= 5.17, < 6"
+_INSTALL = "pip install 'structattn[hf]'"
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    raise MissingDependencyError(f"{_NEEDED}, which is not installed: {_INSTALL}") from error
+
+if not (5, 17) <= tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (6, 0):
+    raise MissingDependencyError(f"{_NEEDED}, but {transformers.__version__} is installed: {_INSTALL}")
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
+
+from structattn.integrations.transformers.cache import LevelCacheLayer, LevelCaches, level_cache  # noqa: E402
+from structattn.integrations.transformers.config import StructAttnConfig  # noqa: E402
+from structattn.integrations.transformers.interface import register_attention  # noqa: E402
+from structattn.integrations.transformers.model import StructAttnForCausalLM, StructAttnModel  # noqa: E402
+from structattn.integrations.transformers.structurize import load_structurized, structurize  # noqa: E402
+
+AutoConfig.register(StructAttnConfig.model_type, StructAttnConfig)
+AutoModel.register(StructAttnConfig, StructAttnModel)
+AutoModelForCausalLM.register(StructAttnConfig, StructAttnForCausalLM)
+
+__all__ = [
+    "LevelCacheLayer",
+    "LevelCaches",
+    "StructAttnConfig",
+    "StructAttnForCausalLM",
+    "StructAttnModel",
+    "level_cache",
+    "load_structurized",
+    "register_attention",
+    "structurize",
+]

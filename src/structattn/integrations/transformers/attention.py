@@ -1,0 +1,235 @@
+"""Attention modules that take the place of transformers' own, with their weights, in a structurized model."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from structattn.errors import ConfigError
+from structattn.integrations.transformers.cache import own_layer
+from structattn.integrations.transformers.interface import attend_with, check_arguments, checked_mask
+from structattn.integrations.transformers.regroup import RotarySplit, check_fits, dimension_order
+from structattn.integrations.transformers.variant import Variant
+
+
+class StructuredAttention(nn.Module):
+    """An attention module of transformers with the score of a variant; its projections keep their names.
+
+    Args:
+        original: the module whose place it takes; its submodules are taken over.
+        variant: layout and window; a window of the module itself is put in.
+        rotary_split: how the rotary pairs are regrouped; ``None`` without rotary positions.
+
+    Raises:
+        ConfigError: the ranks do not fit the head, or both have a window.
+    """
+
+    def __init__(self, original: nn.Module, variant: Variant, rotary_split: RotarySplit | None) -> None:
+        super().__init__()
+        for name, child in original.named_children():
+            self.add_module(name, child)
+        self.config: Any = original.config
+        self.layer_idx: int = original.layer_idx  # type: ignore[assignment]
+        self.head_dim: int = original.head_dim  # type: ignore[assignment]
+        self.scaling: float = original.scaling  # type: ignore[assignment]
+        self.is_causal = True
+        self.rotary_split = rotary_split
+        self.variant = variant.within(getattr(original, "sliding_window", None))
+        check_fits(self.variant.layout, self.head_dim, self.head_dim)
+
+    @property
+    @abstractmethod
+    def weight_dropout(self) -> float:
+        """Dropout of attention weights in training."""
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: object, cache: Cache | None, arguments: dict[str, Any]
+    ) -> Tensor:
+        """(B, H, T, D) and (B, G, T, D) to (B, T, H D)."""
+        check_arguments(arguments)
+        mask = checked_mask(attention_mask)
+        layer = None if cache is None else own_layer(cache, self.layer_idx)
+        out = attend_with(
+            self.variant,
+            q,
+            k,
+            v,
+            mask=mask,
+            arguments=arguments,
+            scaling=self.scaling,
+            dropout=self.weight_dropout if self.training else 0.0,
+            layer=layer,
+        )
+        return out.transpose(1, 2).flatten(2)
+
+    def extra_repr(self) -> str:
+        """The layout and the window, for ``repr``."""
+        return f"layout={self.variant.layout}, window={self.variant.window}, rotary_split={self.rotary_split}"
+
+
+class RotaryStructuredAttention(StructuredAttention):
+    """The attention of Llama, Qwen2 and Qwen3: linear projections, perhaps normed per head, and rotary positions.
+
+    Place i of a head holds dimension ``rotary_order[i]`` of the model. The angles are the model's own, from its rotary module, put
+    in the same order; in the slice of a level the partners of the first half are the second half.
+
+    Args: as ``StructuredAttention``.
+    """
+
+    rotary_order: Tensor
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: nn.RMSNorm  # transformers' own classes of that kind, in Qwen3 alone
+    k_norm: nn.RMSNorm
+
+    def __init__(self, original: nn.Module, variant: Variant, rotary_split: RotarySplit | None) -> None:
+        super().__init__(original, variant, rotary_split)
+        self._has_norms = "q_norm" in dict(original.named_children())
+        self._dropout: float = original.attention_dropout  # type: ignore[assignment]
+        # In the state dict, so that weights in another order are noticed when they are loaded.
+        self.register_buffer("rotary_order", self.expected_order())
+        self._halves = [rank // 2 for rank in self._ranks for _ in range(2)]
+
+    @property
+    def weight_dropout(self) -> float:
+        return self._dropout
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        return (self.head_dim,) if self.variant.layout is None else self.variant.layout.ranks
+
+    def expected_order(self) -> Tensor:
+        """What ``rotary_order`` must be, (D,) int64."""
+        assert self.rotary_split is not None
+        return torch.tensor(dimension_order(self._ranks, self.rotary_split))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        given = state_dict.get(f"{prefix}rotary_order")
+        if given is not None and not torch.equal(given.cpu(), self.expected_order()):
+            args[-1].append(
+                f"the weights of {prefix} are in the order of another spec or rotary_split"
+            )  # error messages
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def check_weights(self) -> None:
+        """Raises ``ConfigError`` unless the rows of the projections can be moved: not if they are quantized, or wrapped."""
+        for name in ("q_proj", "k_proj"):
+            projection = getattr(self, name)
+            if type(projection) is not nn.Linear or not projection.weight.is_floating_point():
+                raise ConfigError(
+                    f"{name} of layer {self.layer_idx} is {type(projection).__name__}, whose rows cannot be regrouped: structurize the "
+                    "model before it is quantized or gets adapters"
+                )
+
+    @torch.no_grad()
+    def regroup_weights(self) -> None:
+        """Puts the rows of the query and key projections, their biases and the gains of their norms in the order of the levels."""
+        order = self.rotary_order
+        for projection in (self.q_proj, self.k_proj):
+            for parameter in (projection.weight, projection.bias):
+                if parameter is not None:
+                    heads = parameter.view(-1, self.head_dim, *parameter.shape[1:])
+                    parameter.copy_(heads[:, order].reshape(parameter.shape))
+        if self._has_norms:
+            for norm in (self.q_norm, self.k_norm):
+                norm.weight.copy_(norm.weight[order])
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x (B, T, heads, D) turned; the signs are in the sines."""
+        # Whole pieces are copied, which is faster than a gather, above all backwards.
+        pieces = x.split(self._halves, dim=-1)
+        partners = [pieces[i + 1 - 2 * (i % 2)] for i in range(len(pieces))]
+        return x * cos + torch.cat(partners, dim=-1) * sin
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: object = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """As the module of transformers: (B, T, E) to (B, T, E), and ``None`` in place of weights.
+
+        Args:
+            hidden_states: (B, T, E).
+            position_embeddings: cosines and sines of the model, (B or 1, T, D) each.
+            attention_mask: what ``structured_mask`` returned.
+            past_key_values: cache of all layers.
+
+        Raises:
+            ConfigError: see ``attend_with``.
+        """
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (project(hidden_states).view(shape) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self._has_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = (angles[:, :, None, :] for angles in position_embeddings)
+        order = self.rotary_order
+        # The first of a pair takes its partner times -sin, the second times sin.
+        sign = torch.where(order < self.head_dim // 2, -1, 1).to(sin.dtype)
+        cos, sin = cos[..., order], sin[..., order] * sign
+        q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
+        out = self._attend(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attention_mask, past_key_values, kwargs
+        )
+        return self.o_proj(out), None
+
+
+class FusedStructuredAttention(StructuredAttention):
+    """The attention of GPT-2: one projection for queries, keys and values, no rotary positions, so nothing is regrouped.
+
+    Args: as ``StructuredAttention``.
+    """
+
+    c_attn: nn.Module
+    c_proj: nn.Module
+    attn_dropout: nn.Dropout
+    resid_dropout: nn.Dropout
+
+    def __init__(self, original: nn.Module, variant: Variant, rotary_split: RotarySplit | None) -> None:
+        super().__init__(original, variant, None)
+
+    @property
+    def weight_dropout(self) -> float:
+        return self.attn_dropout.p
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Cache | None = None,
+        attention_mask: object = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """As the module of transformers; arguments as ``RotaryStructuredAttention.forward``.
+
+        Raises:
+            ConfigError: cross attention is asked for; or see ``attend_with``.
+        """
+        if encoder_hidden_states is not None:
+            raise ConfigError("a structurized GPT-2 has no cross attention: leave encoder_hidden_states away")
+        parts = self.c_attn(hidden_states).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        out = self._attend(q, k, v, attention_mask, past_key_values, kwargs)
+        return self.resid_dropout(self.c_proj(out)), None
+
+
+# Which module takes the place of which: by class, exactly, since a subclass may compute something else.
+STRUCTURED_ATTENTION: dict[type[nn.Module], type[StructuredAttention]] = {
+    LlamaAttention: RotaryStructuredAttention,
+    Qwen2Attention: RotaryStructuredAttention,
+    Qwen3Attention: RotaryStructuredAttention,
+    GPT2Attention: FusedStructuredAttention,
+}

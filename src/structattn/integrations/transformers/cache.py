@@ -1,0 +1,352 @@
+"""``LevelCacheLayer``: a ``LevelCache`` as one layer of a ``transformers.Cache``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from structattn.cache import PAGE_SIZE, LevelCache
+from structattn.errors import CacheError
+from structattn.integrations.transformers.variant import Variant
+
+# Appends the first n of some new tokens to a cache.
+Append = Callable[[LevelCache, int], None]
+
+
+class PendingStates:
+    """New keys or values on their way from ``LevelCacheLayer.update`` to structured attention, which appends them.
+
+    A level cache has no dense keys to hand out. Any other attention function that touches this raises ``CacheError``.
+
+    Args:
+        layer: the cache layer that they belong to.
+        states: (B, G, T, D).
+    """
+
+    __slots__ = ("layer", "states")
+
+    def __init__(self, layer: LevelCacheLayer, states: Tensor) -> None:
+        self.layer = layer
+        self.states = states
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        _refuse(getattr(func, "__name__", str(func)))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python's own questions, such as whether this can be copied
+            raise AttributeError(name)
+        _refuse(name)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        _refuse("indexing")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise CacheError(
+        f"a LevelCacheLayer keeps no dense keys, and another attention function asked for them ({what}). Use it with an attention "
+        "that register_attention() made, model.set_attn_implementation(name), or generate without past_key_values"
+    )
+
+
+@dataclass(eq=False)
+class _Recording:
+    """What a rollback over the border of a block needs: the cache as it was, and the tokens since."""
+
+    before: LevelCache
+    since: list[tuple[int, Append]] = field(default_factory=list)
+
+    def replay(self, length: int) -> LevelCache:
+        """The cache with ``length`` tokens."""
+        missing = length - self.before.length
+        for count, append in self.since:
+            if missing > 0:
+                append(self.before, min(count, missing))
+            missing -= count
+        return self.before
+
+
+class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The cache of one attention layer inside ``transformers.Cache(layers=[...])``.
+
+    ``update`` appends nothing: it returns ``PendingStates``, and structured attention gives them to ``attend``, with the layout.
+
+    Args:
+        max_length: tokens to take memory for at once. Default ``None``: it grows by pages.
+        page_size: see ``LevelCache``.
+
+    Attributes:
+        level_cache: made for the first tokens, and ``None`` before.
+
+    Raises:
+        ConfigError: an option is out of its range.
+    """
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, *, max_length: int | None = None, page_size: int = PAGE_SIZE) -> None:
+        super().__init__()
+        LevelCache(max_length=max_length, page_size=page_size)  # checks both
+        self.max_length = max_length
+        self.page_size = page_size
+        self.level_cache: LevelCache | None = None
+        self.record_past = False
+        self._variant: Variant | None = None
+        self._recording: _Recording | None = None
+
+    def __repr__(self) -> str:
+        return f"LevelCacheLayer({self.level_cache})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated."""
+        return 0 if self.level_cache is None else self.level_cache.nbytes
+
+    @property
+    def batch_size(self) -> int:
+        """B, known from the first tokens on."""
+        size = None if self.level_cache is None else self.level_cache.batch_size
+        if size is None:
+            raise AttributeError("the batch size is known from the first tokens on")
+        return size
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: memory is taken for the first tokens, when the layout is known."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """New keys (after rotary embedding) and values, (B, G, T, D), as ``PendingStates``."""
+        return PendingStates(self, key_states), PendingStates(self, value_states)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        variant: Variant,
+        *,
+        scaling: float | None = None,
+        left_padding: tuple[int, ...] | None = None,
+        first: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """Appends new tokens and returns the attention of their queries over all tokens so far.
+
+        Args:
+            q, k, v: of the new tokens, as ``LevelCache.attend``.
+            variant: layout, window and backend; the same at every call.
+            scaling: of the model; see ``Variant.scaled``.
+            left_padding: padding of each row; the same at every call.
+            first: computes the attention in place of an empty cache. Default ``None``: the cache does it.
+
+        Returns:
+            (B, H, T, V).
+
+        Raises:
+            CacheError: layout, window or padding are not those that the cache was made for.
+        """
+
+        def new() -> LevelCache:
+            self._variant = variant
+            return LevelCache(
+                variant.layout,
+                window=variant.window,
+                max_length=self.max_length,
+                page_size=self.page_size,
+                left_padding=left_padding,
+            )
+
+        def append(cache: LevelCache, count: int) -> None:
+            cache.append(k[:, :, :count], v[:, :, :count])
+
+        cache = self.ready(new, append, left_padding, k.shape[2])
+        if self._variant != variant:
+            raise CacheError(
+                f"this cache layer was filled for {self._variant} and is now used with {variant}: one cache serves one model; "
+                "reset() it or make another"
+            )
+        if first is not None and cache.length == 0:
+            out = first()
+            append(cache, k.shape[2])
+            return out
+        q, scale = variant.scaled(q, scaling)
+        return cache.attend(q, k, v, scale=scale, backend=variant.backend)
+
+    def ready(
+        self, new: Callable[[], LevelCache], append: Append, left_padding: tuple[int, ...] | None, count: int
+    ) -> LevelCache:
+        """The cache, to which the caller appends ``count`` tokens at once.
+
+        Args:
+            new: makes it.
+            append: appends the first of those tokens to a cache, should they have to be appended again.
+            left_padding: padding of each row.
+            count: how many.
+
+        Raises:
+            CacheError: the padding is not that of the tokens so far.
+        """
+        if self.level_cache is None:
+            self.level_cache = new()
+            self.is_initialized = True
+        cache = self.level_cache
+        if cache.length > 0 and _nonzero(cache.left_padding) != _nonzero(left_padding):
+            raise CacheError(
+                f"the left padding changed while the cache was filled, from {cache.left_padding} to {left_padding}: give the "
+                "attention mask of all tokens, cached and new, at every step, one cache to one batch, and a first chunk that reaches "
+                "a real token of every row"
+            )
+        if not self.record_past:
+            self._recording = None
+        else:
+            if self._recording is None:
+                # A copy of what is kept, but not of the module that a latent cache refers to.
+                self._recording = _Recording(copy.deepcopy(cache, {id(cache.latent): cache.latent}))
+            self._recording.since.append((count, append))
+        return cache
+
+    def get_seq_length(self) -> int:
+        """Tokens so far, padding included."""
+        return 0 if self.level_cache is None else self.level_cache.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys after the next tokens, 0): what levels have dropped still counts."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: there is no limit."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """-1; the older name of ``get_max_length``."""
+        return -1
+
+    def reset(self) -> None:
+        """Forgets everything, the layout and the padding too."""
+        self.level_cache = None
+        self._variant = None
+        self._recording = None
+        self.is_initialized = False
+
+    def activate_past_recording(self) -> None:
+        """From now on, what was appended since the last ``crop`` can be taken back over the border of a block as well."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Takes tokens back.
+
+        Args:
+            tokens_to_remove: minus how many, an int (up to transformers 5.17 also a tensor of one); 0 forgets the recording alone.
+
+        Raises:
+            CacheError: a positive number; or a level would need keys that it has dropped, and nothing was recorded.
+        """
+        tokens_to_remove = int(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise CacheError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+        cache, recording = self.level_cache, self._recording
+        self._recording = None
+        if cache is None or tokens_to_remove == 0:
+            return
+        length = cache.length + tokens_to_remove
+        if length < 0:
+            raise CacheError(f"cannot remove {-tokens_to_remove} of {cache.length} tokens")
+        try:
+            cache.crop(length)
+        except CacheError:
+            if recording is None or length < recording.before.length:
+                raise
+            self.level_cache = recording.replay(length)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes row ``beam_idx[b]``."""
+        self._recording = None
+        if self.level_cache is not None:
+            self.level_cache.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times."""
+        self._recording = None
+        if self.level_cache is not None:
+            self.level_cache.repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows, given as ints or as a bool mask."""
+        self._recording = None
+        if self.level_cache is not None:
+            self.level_cache.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+
+    def offload(self) -> None:
+        """Not supported: raises ``CacheError``."""
+        raise CacheError("a LevelCacheLayer cannot be offloaded: leave cache_implementation='offloaded' away")
+
+    def prefetch(self) -> None:
+        """Not supported: raises ``CacheError``."""
+        self.offload()
+
+
+def _nonzero(padding: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    return padding if padding is not None and any(padding) else None
+
+
+class LevelCaches(Cache):  # type: ignore[misc]
+    """A ``transformers.Cache`` of ``LevelCacheLayer``s that knows its size."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated, over all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+
+def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_size: int = PAGE_SIZE) -> LevelCaches:
+    """An empty cache for a model with structured attention, to be given as ``past_key_values``.
+
+    Args:
+        model: its number of layers is asked for, nothing else.
+        max_length, page_size: see ``LevelCacheLayer``.
+
+    Raises:
+        ConfigError: an option is out of its range.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    return LevelCaches(layers=[LevelCacheLayer(max_length=max_length, page_size=page_size) for _ in range(count)])
+
+
+def own_layer(cache: Cache, index: int) -> LevelCacheLayer:
+    """The layer of a cache as a ``LevelCacheLayer``, which takes the place of one that transformers made and is still empty.
+
+    Args:
+        cache: what ``generate`` made, or the user.
+        index: number of the layer.
+
+    Raises:
+        CacheError: the cache is of a kind that cannot be replaced, or is filled already.
+    """
+    if not isinstance(cache, Cache):
+        raise CacheError(
+            f"past_key_values must be a transformers.Cache, got {type(cache).__name__}: use level_cache(model)"
+        )
+    if cache.offloading:
+        raise CacheError("structured attention cannot offload its cache: leave cache_implementation='offloaded' away")
+    if cache.layer_class_to_replicate is DynamicLayer:
+        while len(cache.layers) <= index:
+            cache.layers.append(DynamicLayer())
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if isinstance(layer, LevelCacheLayer):
+        return layer
+    if layer is None or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.get_seq_length() > 0:
+        raise CacheError(
+            f"layer {index} of past_key_values is {layer!r}, whose keys structured attention cannot use: give "
+            "level_cache(model) (structattn.integrations.transformers), or no cache_implementation and no past_key_values"
+        )
+    own = LevelCacheLayer()
+    own.record_past = getattr(layer, "record_past", False)
+    cache.layers[index] = own
+    return own

@@ -1,0 +1,107 @@
+"""``StructAttnConfig``: the architecture of ``StructAttnForCausalLM``, its attention specs included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from structattn.errors import ConfigError
+from structattn.layers.rotary import Rotary
+from structattn.spec import parse_spec
+
+
+class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
+    """A Llama-like decoder whose attention is given by specs.
+
+    Args:
+        attention: one spec of ``structattn.spec`` for all layers, or a list with one per layer. There is no default.
+        rotary: text of ``structattn.layers.rotary.Rotary``, such as ``"low_far,base=500000"``; ``None``: positions are learned, up
+            to ``max_position_embeddings``. Default ``"low_far"``.
+        vocab_size: V.
+        hidden_size: E.
+        intermediate_size: width of the MLP. ``None``: 8 E / 3, rounded up to a multiple of 64.
+        num_hidden_layers: blocks.
+        num_attention_heads, num_key_value_heads: H and G; ``None`` for G is H.
+        max_position_embeddings: context length in positions, from which blocks are halved.
+        qk_norm: layer norm of queries and keys. Default ``True``.
+        attention_bias: biases of the value and output projections and of those norms. Default ``False``.
+        attention_dropout, hidden_dropout: of attention weights, and of what is added to the residual stream.
+        rms_norm_eps: of the RMS norms.
+        initializer_range: standard deviation of embeddings and of the MLP.
+        tie_word_embeddings: the head shares the embeddings. Default ``False``.
+        use_cache: default of ``forward`` outside training.
+
+    Raises:
+        ConfigError: a spec is missing, unknown or too many, or a text is not of its form. Ranks that do not fit are found when the
+            model is made.
+    """
+
+    model_type = "structattn"
+    has_no_defaults_at_init = True  # transformers up to 5.17 else makes one without arguments, to compare with
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers' own form
+
+    attention: str | list[str] | None = None
+    rotary: str | None = "low_far"
+    vocab_size: int = 32_000
+    hidden_size: int = 512
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    max_position_embeddings: int = 2048
+    qk_norm: bool = True
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive int, got {value!r}")
+        if self.intermediate_size is None:
+            self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64
+        for spec in self.layer_specs:
+            parse_spec(spec)
+        if self.rotary is not None:
+            Rotary.parse(self.rotary)
+        super().__post_init__(**kwargs)
+
+    @property
+    def layer_specs(self) -> tuple[str, ...]:
+        """The attention spec of each layer.
+
+        Raises:
+            ConfigError: it is missing, no text, or not one per layer.
+        """
+        given = self.attention
+        if given is None:
+            raise ConfigError(
+                "a StructAttnConfig needs attention=, one spec such as 'mlr:32|16|16' or a list with one per layer: it has no "
+                "default, so that a model without its structure is never mistaken for one with it"
+            )
+        if isinstance(given, str):
+            return (given,) * self.num_hidden_layers
+        if not isinstance(given, list | tuple) or not all(isinstance(spec, str) for spec in given):
+            raise ConfigError(f"attention must be a text or a list of texts, got {given!r}")
+        if len(given) != self.num_hidden_layers:
+            raise ConfigError(
+                f"attention needs one spec, or one per layer: expected {self.num_hidden_layers}, got {len(given)}"
+            )
+        return tuple(given)

@@ -1,0 +1,311 @@
+"""``register_attention``: structured attention as an ``attn_implementation`` of any decoder of transformers, weights untouched."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from structattn.errors import ConfigError, nearest_name
+from structattn.integrations.transformers.cache import LevelCacheLayer, PendingStates
+from structattn.integrations.transformers.masks import StructuredMask, structured_mask
+from structattn.integrations.transformers.regroup import (
+    RotarySplit,
+    check_fits,
+    check_split,
+    dimension_order,
+    stretches,
+)
+from structattn.integrations.transformers.variant import Variant, trained_spec
+from structattn.ops import Backend
+from structattn.spec import AttentionSpec, Halving
+
+# What may come along with a call and changes no score. `is_causal` and `sliding_window` are looked at.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "is_causal",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "sliding_window",
+        "token_type_ids",
+        "use_cache",
+    }
+)
+
+
+def check_arguments(arguments: dict[str, Any]) -> None:
+    """Raises ``ConfigError`` for an argument of an attention call that may change scores and is not known here.
+
+    Args:
+        arguments: what a model of transformers passed beside queries, keys, values, mask, dropout and scaling.
+    """
+    for name, value in arguments.items():
+        if name not in _HARMLESS and value is not None and value is not False:
+            raise ConfigError(
+                f"structured attention does not know the argument {name!r} of this model's attention (attention sinks, a soft cap, a "
+                "position bias, returned attention weights and paged caches are not supported): leaving it out would change the "
+                "result silently"
+            )
+    if arguments.get("is_causal") is False:
+        raise ConfigError("structured attention in transformers is causal, and this call asks for is_causal=False")
+
+
+def checked_mask(attention_mask: object) -> StructuredMask:
+    """The mask of an attention call, if it came from ``structured_mask``.
+
+    Raises:
+        ConfigError: it was lost on the way, or is a dense one.
+    """
+    if isinstance(attention_mask, StructuredMask):
+        return attention_mask
+    if attention_mask is None:
+        raise ConfigError(
+            "no mask reached structured attention, and without one padding and causality are not known: this model or call does "
+            "not build its masks through transformers' AttentionMaskInterface, or its attn_implementation was changed to another"
+        )
+    shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+    raise ConfigError(
+        f"an attention mask of {shape} reached structured attention: own 4-dimensional masks are not supported. Give the "
+        "2-dimensional padding mask (batch, tokens), or pack sequences by position_ids"
+    )
+
+
+def attend_with(
+    variant: Variant,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: StructuredMask,
+    arguments: dict[str, Any],
+    scaling: float | None,
+    dropout: float,
+    layer: LevelCacheLayer | None,
+) -> Tensor:
+    """Attention of one layer, with its cache if it has one.
+
+    Args:
+        variant: layout, window and backend.
+        q, k, v: (B, H, T, D) and (B, G, S, D or V), regrouped; with ``layer`` keys and values are the new ones alone.
+        mask: of the forward pass.
+        arguments: what else the model passed to the attention; ``check_arguments`` has seen it.
+        scaling, dropout: of the model.
+        layer: its cache.
+
+    Returns:
+        (B, H, T, V).
+
+    Raises:
+        ConfigError: packed sequences that are not supported, or dropout with a cache that holds tokens already.
+    """
+    has_cache = layer is not None or bool(arguments.get("use_cache"))
+    sequences = mask.sequences(arguments.get("position_ids"), arguments.get("cu_seq_lens_q"), has_cache=has_cache)
+
+    def whole() -> Tensor:
+        return variant.attend(q, k, v, scaling=scaling, dropout=dropout, sequences=sequences)
+
+    if layer is None:
+        return whole()
+    if dropout > 0 and layer.get_seq_length() > 0:
+        raise ConfigError(
+            f"attention dropout ({dropout}) cannot be applied to cached keys: call model.eval(), or train with use_cache=False"
+        )
+    return layer.attend(q, k, v, variant, scaling=scaling, left_padding=mask.padding_counts, first=whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredAttention:
+    """The attention function behind a name.
+
+    Attributes:
+        spec: the variant.
+        context_length: from which blocks are halved; ``None``: the model's ``max_position_embeddings``.
+        runs: stretches of dimensions, in the order of the levels; empty where they stay as they are.
+        backend: of ``structured_attention``.
+    """
+
+    spec: AttentionSpec
+    context_length: int | None
+    runs: tuple[slice, ...]
+    backend: Backend
+    _variants: dict[int | None, Variant] = field(default_factory=dict, compare=False, repr=False)
+
+    def variant(self, module: nn.Module) -> Variant:
+        """The variant for a layer of a model."""
+        length = self.context_length
+        if length is None and isinstance(self.spec.layout, Halving):
+            length = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+            if length is None:
+                raise ConfigError(
+                    "the config of this model has no max_position_embeddings to halve blocks from: give register_attention a "
+                    "context_length"
+                )
+        if length not in self._variants:
+            self._variants[length] = Variant.of(self.spec, length or 1, self.backend)
+        return self._variants[length]
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor | PendingStates,
+        value: Tensor | PendingStates,
+        attention_mask: object,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention as transformers' ``AttentionInterface`` defines it.
+
+        Args:
+            module: the attention module that calls.
+            query: (B, H, T, D), rotated.
+            key, value: (B, G, S, D), or what a ``LevelCacheLayer`` returned.
+            attention_mask: what ``structured_mask`` returned.
+            dropout, scaling: of the model.
+
+        Returns:
+            (B, T, H, V) and ``None`` in place of weights.
+
+        Raises:
+            ConfigError: the model's attention is one that structured attention does not know.
+        """
+        check_arguments(kwargs)
+        if not getattr(module, "is_causal", True):
+            raise ConfigError(
+                f"{type(module).__name__} attends in both directions, and structured attention here is causal"
+            )
+        mask = checked_mask(attention_mask)
+        window = kwargs.get("sliding_window")
+        if window is not None and window != mask.window:
+            raise ConfigError(
+                f"{type(module).__name__} has a sliding window of {window}, but its mask one of {mask.window}: they must agree"
+            )
+        variant = self.variant(module).within(mask.window)
+        dim = query.shape[-1]
+        layer = key.layer if isinstance(key, PendingStates) else None
+        k, v = (x.states if isinstance(x, PendingStates) else x for x in (key, value))
+        check_fits(variant.layout, dim, v.shape[-1])
+        _check_lengths(query, k, mask, is_new=layer is not None)
+        if self.runs:
+            _check_rotation(module, dim)
+            # In stretches: no table of numbers is needed on any device.
+            query, k = (torch.cat([x[..., run] for run in self.runs], dim=-1) for x in (query, k))
+        out = attend_with(
+            variant,
+            query,
+            k,
+            v,
+            mask=mask,
+            arguments=kwargs,
+            scaling=scaling,
+            dropout=dropout,
+            layer=layer,
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+
+def _check_lengths(query: Tensor, key: Tensor, mask: StructuredMask, *, is_new: bool) -> None:
+    """Raises ``ConfigError`` unless queries and keys are as many as the mask was made for."""
+    keys = mask.num_queries if is_new else mask.num_keys
+    if (query.shape[2], key.shape[2]) != (mask.num_queries, keys):
+        raise ConfigError(
+            f"the mask was made for {mask.num_queries} queries and {keys} keys, and the attention got {query.shape[2]} and "
+            f"{key.shape[2]}: cross attention, a static cache and prefixes are not supported"
+        )
+
+
+def _check_rotation(module: nn.Module, head_dim: int) -> None:
+    """Raises ``ConfigError`` for a model known to rotate a part of each head only, or other pairs than i and i + D / 2."""
+    config = getattr(module, "config", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    share = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    if share not in (None, 1, 1.0) or not _rotates_halves(type(module), head_dim):
+        what = (
+            "other pairs than i and i + D / 2" if share in (None, 1, 1.0) else f"only {share} of each head's dimensions"
+        )
+        raise ConfigError(
+            f"this model rotates {what}, which is not regrouped by levels: choose another model, or register the attention with "
+            "rotary_split=None and train the model with slices that cut through rotary pairs"
+        )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _rotates_halves(kind: type[nn.Module], head_dim: int) -> bool:
+    """Whether the function by which a model's file rotates pairs i with i + D / 2; true where there is none to ask."""
+    rotate = getattr(sys.modules[kind.__module__], "rotate_half", None)
+    if rotate is None:
+        return True
+    x = torch.arange(1.0, head_dim + 1)
+    half = head_dim // 2
+    return bool(torch.equal(rotate(x), torch.cat([-x[half:], x[:half]])))
+
+
+def register_attention(
+    spec: str | AttentionSpec,
+    *,
+    name: str = "structattn",
+    context_length: int | None = None,
+    rotary_split: RotarySplit | None = "low_far",
+    backend: Backend = "auto",
+) -> str:
+    """Registers structured attention, for ``model.set_attn_implementation(name)`` on any causal decoder of transformers.
+
+    No weight is touched and nothing is saved: a reloaded model is a plain one until the implementation is set again.
+
+    Queries and keys arrive rotated. Their dimensions are then put in an order in which the slice of each level is closed under
+    the pairing of dimension i with i + D / 2, which most models use; a common order changes no score.
+
+    Args:
+        spec: a layout and a window, such as ``"mlr:32|16|16"``; a bilinear scoring would need other weights.
+        name: of the implementation. Registering another variant under the same name is an error.
+        context_length: length in positions from which blocks are halved. Default: the ``max_position_embeddings`` of the model
+            that calls.
+        rotary_split: ``"low_far"``: the global level gets the slowest frequencies; ``"interleaved"``; ``None``: dimensions
+            stay where they are, for models without rotary positions.
+        backend: of ``structured_attention``.
+
+    Returns:
+        The name.
+
+    Raises:
+        ConfigError: the spec asks for other weights, ranks are odd with a ``rotary_split``, or the name is taken or means
+            something else to transformers.
+    """
+    value = trained_spec(spec)
+    if backend not in get_args(Backend):
+        raise ConfigError(f"unknown backend {backend!r}: {nearest_name(str(backend), get_args(Backend))}")
+    runs: tuple[slice, ...] = ()
+    if rotary_split is not None:
+        check_split(rotary_split)
+        if value.layout is not None and len(value.layout.ranks) > 1:
+            runs = stretches(dimension_order(value.layout.ranks, rotary_split))
+    if context_length is not None:
+        value.layout_for(context_length)  # checks the length too
+    if not isinstance(name, str) or not name.isidentifier() or "flash" in name or "paged" in name:
+        raise ConfigError(
+            f"the name of an attention implementation is a plain word without 'flash' and 'paged', which transformers reads, got "
+            f"{name!r}"
+        )
+    attention = RegisteredAttention(spec=value, context_length=context_length, runs=runs, backend=backend)
+    known = AttentionInterface().get(name) if name != "eager" else "transformers"
+    if known is not None and known != attention:
+        raise ConfigError(
+            f"the attention implementation {name!r} is registered already, as {known!r}: choose another name"
+        )
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, structured_mask)
+    return name

@@ -1,0 +1,97 @@
+"""What our models of transformers add to loading: safetensors alone, and nothing that is silently missing."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers.cache_utils import Cache
+
+from structattn.errors import CheckpointError, ConfigError
+from structattn.integrations.transformers.cache import own_layer
+
+
+def _check_safe(path: object, arguments: dict[str, Any]) -> None:
+    """Raises ``CheckpointError`` for weights that are not in safetensors."""
+    if (
+        arguments.get("use_safetensors") is False
+        or arguments.get("weights_only") is False
+        or arguments.get("gguf_file")
+    ):
+        raise CheckpointError(
+            "structattn loads weights from safetensors alone: leave use_safetensors, weights_only and gguf_file away"
+        )
+    if not isinstance(path, str | Path) or not Path(path).is_dir():
+        return  # a name on the hub: transformers is told use_safetensors=True
+    folder = Path(path, arguments.get("subfolder") or "")
+    pickled = sorted(file.name for file in folder.glob("*.bin"))
+    if pickled and not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{folder} holds {pickled[0]}, a pickle, which can run code when it is read and is never loaded: convert it with "
+            "safetensors.torch.save_file to model.safetensors"
+        )
+
+
+class OwnModel:
+    """A base, before the class of transformers: what our models have in common."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """``PreTrainedModel.from_pretrained``, from safetensors alone and with the structure checked.
+
+        Raises:
+            CheckpointError: the weights are a pickle, or are not those of this structure.
+            ConfigError: the structure in ``config.json`` is missing or does not fit.
+        """
+        _check_safe(pretrained_model_name_or_path, kwargs)
+        with_info = kwargs.pop("output_loading_info", False)
+        other_shapes = kwargs.pop("ignore_mismatched_sizes", False)
+        # transformers' own error for shapes does not say which: they are looked at below.
+        kwargs |= {
+            "use_safetensors": True,
+            "weights_only": True,
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,
+        }
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+        if info["mismatched_keys"] and not other_shapes:
+            wrong = [
+                f"{name} (saved {tuple(saved)}, expected {tuple(own)})" for name, saved, own in info["mismatched_keys"]
+            ]
+            raise CheckpointError(f"the weights have other shapes than config.json asks for: {describe(wrong)}")
+        model.check_loaded(info)
+        return (model, info) if with_info else model
+
+    @abstractmethod
+    def check_loaded(self, info: dict[str, Any]) -> None:
+        """Raises ``CheckpointError`` unless what was loaded is of this model's structure; ``info`` as transformers reports it."""
+
+    def set_attn_implementation(self, attn_implementation: Any, *_: Any, **__: Any) -> None:
+        """Raises ``ConfigError``, unless nothing would change: the attention of this model is structured by its config."""
+        own = self.config._attn_implementation  # type: ignore[attr-defined]
+        if attn_implementation != own:
+            raise ConfigError(
+                f"the attention of {type(self).__name__} is given by its config, and not by attn_implementation={attn_implementation!r}: "
+                "leave it away"
+            )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        # transformers has no public place to say which cache `generate` makes. If it stops calling this, the attention
+        # layers still replace empty layers themselves; rolling back over a block's border is then refused.
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, Cache):
+            for index in range(self.config.num_hidden_layers):  # type: ignore[attr-defined]
+                own_layer(cache, index)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+
+
+def describe(keys: Iterable[str]) -> str:
+    """The first few of some keys, for an error message."""
+    names = sorted(keys)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,368 @@
+"""What stands in the place of an attention mask: transformers' 2-dimensional padding mask, read and never expanded to T x S."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from structattn.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Where sequences begin, as ``structured_attention`` takes it: at most one of the two is given.
+
+    Attributes:
+        left_padding: (B,) int64.
+        cu_seqlens: (N + 1,) int64.
+    """
+
+    left_padding: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LeftPadding:
+    """Padding in front of each row.
+
+    Attributes:
+        tensor: (B,) int64.
+        ints: the same, on the host; ``None`` in code that torch.compile traces.
+    """
+
+    tensor: Tensor
+    ints: tuple[int, ...] | None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """As ints."""
+        return tuple(self.tensor.tolist()) if self.ints is None else self.ints
+
+
+_HOLES = (
+    "the attention mask hides tokens that stand between real ones (right padding before the new tokens, or a hole): blocks are counted "
+    "from the first real token. Pad on the left, tokenizer.padding_side = 'left', and give generate() the attention_mask: without one "
+    "it guesses padding wherever the padding token stands"
+)
+
+
+def read_padding(attention_mask: Tensor | None, num_queries: int, num_keys: int) -> LeftPadding | None:
+    """The left padding that a padding mask stands for.
+
+    Padding on the right is allowed where nothing follows it: in a whole batch without cached tokens. No real token sees it, since
+    attention is causal.
+
+    Args:
+        attention_mask: (B, S) bool or int, nonzero where a token is real; it covers the cached tokens too.
+        num_queries, num_keys: T new tokens, the last of S tokens.
+
+    Returns:
+        ``None`` when no row is padded on the left.
+
+    Raises:
+        ConfigError: the mask is not 2-dimensional, does not cover all tokens, or hides a token between real ones; or the padding
+            stands on the right and tokens follow it.
+
+    Cost: the device is waited for once.
+    """
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ConfigError(
+            f"structured attention takes a padding mask of shape (batch, tokens), got {shape}: an own 4-dimensional mask cannot "
+            "be kept apart by levels. Give the 2-dimensional mask, or pack sequences by position_ids"
+        )
+    if attention_mask.shape[1] != num_keys:
+        raise ConfigError(
+            f"the attention mask must cover the cached tokens and the new ones: expected {num_keys} columns, got "
+            f"{attention_mask.shape[1]}"
+        )
+    real = attention_mask != 0
+    left = (real.cumsum(dim=1) == 0).sum(dim=1)
+    end = left + real.sum(dim=1)
+    steps = torch.arange(num_keys, device=real.device)
+    whole = (real == (steps >= left[:, None]) & (steps < end[:, None])).all(dim=1)
+    if num_queries != num_keys:
+        whole = whole & (end == num_keys)
+    if torch.compiler.is_compiling():
+        torch._assert_async(whole.all(), _HOLES)
+        return LeftPadding(left, None)
+    counts, fine = torch.stack([left, whole.long()]).tolist()
+    if not all(fine):
+        raise ConfigError(_HOLES)
+    return LeftPadding(left, tuple(counts)) if any(counts) else None
+
+
+def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num_past: int) -> Tensor | None:
+    """The borders of sequences that ``position_ids`` packs in one row.
+
+    Args:
+        position_ids: (1 or B, T); a new sequence starts wherever it does not rise by 1.
+        attention_mask: (B, S), as ``read_padding``; jumps of the positions inside padding mean nothing.
+        num_past: S - T.
+
+    Returns:
+        (N + 1,) int64 borders; ``None`` when nothing is packed.
+
+    Raises:
+        ConfigError: sequences are packed in a batch of several rows, behind cached tokens or with a padding mask; or the
+            positions are not of shape (B, T).
+    """
+    if position_ids is None:
+        return None
+    if position_ids.dim() != 2:
+        raise ConfigError(
+            f"structured attention knows positions of shape (batch, tokens), got {tuple(position_ids.shape)}: positions along "
+            "several axes (images, video) are not supported"
+        )
+    if position_ids.shape[1] == 1:
+        return None
+    starts = position_ids.diff(dim=1) != 1
+    if attention_mask is not None:
+        real = attention_mask[:, num_past:] != 0
+        starts = starts & real[:, 1:] & real[:, :-1]
+    if torch.compiler.is_compiling():
+        torch._assert_async(
+            ~starts.any(), "sequences packed by position_ids cannot be compiled: leave this batch uncompiled, or pad it"
+        )
+        return None
+    if not bool(starts.any()):
+        return None
+    for wrong, what in (
+        (starts.shape[0] != 1, f"a batch of {starts.shape[0]} rows"),
+        (num_past > 0, "tokens behind cached ones"),
+        (attention_mask is not None, "a batch with an attention mask"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"position_ids start again inside a row (packed sequences), which is supported for one row without a cache and "
+                f"without an attention mask, not for {what}"
+            )
+    inner = starts[0].nonzero()[:, 0] + 1
+    return torch.cat([inner.new_zeros(1), inner, inner.new_tensor([position_ids.shape[1]])])
+
+
+@dataclass(eq=False, kw_only=True)
+class StructuredMask:
+    """What ``structured_mask`` returns: one for all layers of a forward pass.
+
+    Attributes:
+        num_queries, num_keys: T and S.
+        attention_mask: (B, S) bool, as given; ``None`` when all tokens are real.
+        padding: see ``read_padding``.
+        window: sliding window of these layers, ``None`` for none.
+        packed: (B, T) int64, equal numbers are one sequence, where transformers found packed sequences.
+    """
+
+    num_queries: int
+    num_keys: int
+    attention_mask: Tensor | None
+    padding: LeftPadding | None
+    window: int | None
+    packed: Tensor | None
+    _found: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_past(self) -> int:
+        """S - T."""
+        return self.num_keys - self.num_queries
+
+    def sequences(self, position_ids: Tensor | None, cu_seqlens: Tensor | None = None, *, has_cache: bool) -> Sequences:
+        """Where sequences begin, with the packing that is given or that positions show. It is looked for once, by the first layer.
+
+        Args:
+            position_ids: see ``read_packing``.
+            cu_seqlens: (N + 1,) int, borders of packed sequences, as flash attention takes them.
+            has_cache: whether the layer has a cache.
+
+        Raises:
+            ConfigError: see ``read_packing``; borders that contradict the positions; or packed sequences with a cache.
+        """
+        if "sequences" not in self._found:
+            if self.packed is not None and not torch.compiler.is_compiling():
+                position_ids = _positions(self.packed)
+            borders = read_packing(position_ids, self.attention_mask, self.num_past)
+            if cu_seqlens is not None:
+                borders = self._given(cu_seqlens, borders)
+            left = None if self.padding is None or borders is not None else self.padding.tensor
+            self._found["sequences"] = Sequences(left_padding=left, cu_seqlens=borders)
+        found: Sequences = self._found["sequences"]
+        if found.cu_seqlens is not None and has_cache:
+            raise ConfigError(PACKED_WITH_CACHE)
+        return found
+
+    def _given(self, cu_seqlens: Tensor, shown: Tensor | None) -> Tensor:
+        """The borders that were given, unless they contradict those that the positions show."""
+        if self.attention_mask is not None or self.num_past > 0:
+            raise ConfigError("cu_seq_lens_q is for packed sequences without a cache and without an attention mask")
+        given = cu_seqlens.to(torch.int64)
+        if shown is not None and not torch.equal(given, shown.to(given.device)):
+            raise ConfigError(
+                f"cu_seq_lens_q and position_ids show different sequences: {given.tolist()} and {shown.tolist()}"
+            )
+        return given
+
+    @property
+    def padding_counts(self) -> tuple[int, ...] | None:
+        """The padding of each row as ints."""
+        return None if self.padding is None else self.padding.counts
+
+
+PACKED_WITH_CACHE = (
+    "position_ids start again inside a row (packed sequences), which a cache cannot keep apart: pass use_cache=False"
+)
+
+
+def _positions(packed: Tensor) -> Tensor:
+    """Positions that start again where the number of the sequence changes."""
+    steps = torch.arange(packed.shape[1], device=packed.device)
+    change = torch.cat([torch.zeros_like(packed[:, :1]), packed.diff(dim=1)], dim=1) != 0
+    return steps - torch.where(change, steps, 0).cummax(dim=1).values
+
+
+# The mask functions of transformers are closures: each is known by the code of what its maker returns.
+_one = torch.zeros(1, 1, dtype=torch.int64)
+_AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
+_SLIDING = masking_utils.sliding_window_overlay(1).__code__
+_PACKED = masking_utils.packed_sequence_mask_function(_one).__code__
+_CHUNKED = masking_utils.chunked_overlay(1, _one).__code__
+_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # later than 5.17
+_REMAPPED = None if _remap is None else _remap(masking_utils.causal_mask_function, _one).__code__
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pattern:
+    """What a mask function means."""
+
+    is_causal: bool = False
+    window: int | None = None
+    packed: Tensor | None = None
+
+
+def _read(function: Callable[..., Any]) -> _Pattern:
+    """The meaning of a mask function of transformers; ``ConfigError`` for one that is not known."""
+    if function is masking_utils.causal_mask_function:
+        return _Pattern(is_causal=True)
+    if function is masking_utils.bidirectional_mask_function:
+        raise ConfigError(
+            "this model attends in both directions, and structured attention in transformers is causal: use "
+            "structattn.Attention(is_causal=False) in a module of your own"
+        )
+    code = getattr(function, "__code__", None)
+    cells = {} if code is None else _cells(function)
+    if code is _AND:
+        parts = [_read(part) for part in cells["mask_functions"]]
+        windows = [part.window for part in parts if part.window is not None]
+        packed = [part.packed for part in parts if part.packed is not None]
+        return _Pattern(
+            is_causal=any(part.is_causal for part in parts),
+            window=min(windows, default=None),
+            packed=packed[0] if packed else None,
+        )
+    if code is _SLIDING:
+        return _Pattern(window=cells["sliding_window"])
+    if code is _PACKED:
+        return _Pattern(packed=cells["packed_sequence_mask"])
+    if code is not None and code is _REMAPPED:
+        return _read(cells["mask_function"])
+    name = "chunked attention" if code is _CHUNKED else repr(getattr(function, "__qualname__", function))
+    raise ConfigError(
+        f"this model masks attention by {name}, which structured attention does not know, and a mask that is left out would leak: "
+        "known are causal masks, sliding windows, padding and packed sequences"
+    )
+
+
+def _assert_pattern(
+    function: Callable[..., Any],
+    batch: int,
+    num_queries: int,
+    num_keys: int,
+    window: int | None,
+    is_custom: bool,
+    device: torch.device | str,
+) -> _Pattern:
+    """The meaning of a mask function that torch.compile traces, which cannot look into closures.
+
+    It is taken for a causal one with that window, and the compiled code asserts, over all pairs, that it is: transformers wraps the
+    mask of every uncompiled batch that could be packed, and that this one is not packed is known at run time only.
+    """
+    if is_custom or function is masking_utils.bidirectional_mask_function:
+        raise ConfigError(
+            "structured attention in transformers knows causal masks and sliding windows, and this is another"
+        )
+    queries = torch.arange(num_keys - num_queries, num_keys, device=device)[None, None, :, None]
+    keys = torch.arange(num_keys, device=device)[None, None, None, :]
+    rows = torch.arange(batch, device=device)[:, None, None, None]
+    expected = keys <= queries
+    if window is not None:
+        expected = expected & (keys > queries - window)
+    torch._assert_async(
+        (function(rows, torch.zeros_like(rows), queries, keys) == expected).all(),
+        "the mask of this batch is not causal: sequences packed by position_ids and masks of other kinds cannot be compiled: leave this "
+        "batch uncompiled",
+    )
+    return _Pattern(is_causal=True, window=window)
+
+
+def _cells(function: Callable[..., Any]) -> dict[str, Any]:
+    """The variables that a function closes over."""
+    names = function.__code__.co_freevars
+    return {name: cell.cell_contents for name, cell in zip(names, function.__closure__ or (), strict=True)}
+
+
+def structured_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> StructuredMask:
+    """The mask function of structured attention, for ``transformers.AttentionMaskInterface``.
+
+    It never returns ``None``, so that a mask that was lost on the way is noticed.
+
+    Args:
+        q_length, kv_length: T and S.
+        q_offset, kv_offset: tokens before the queries, and keys that the cache has dropped.
+        mask_function: which pairs may attend, padding left aside.
+        attention_mask: (B, S).
+        local_size: sliding window that the mask function has.
+        use_vmap: whether the mask function is somebody's own.
+        device: of the model's inputs.
+
+    Raises:
+        ConfigError: the mask is one that structured attention does not know; see ``read_padding``.
+    """
+    if torch.compiler.is_compiling() and mask_function is not masking_utils.causal_mask_function:
+        pattern = _assert_pattern(mask_function, batch_size, q_length, kv_length, local_size, use_vmap, device)
+    else:
+        pattern = _read(mask_function)
+    if not pattern.is_causal:
+        raise ConfigError("structured attention in transformers is causal, and this mask function is not")
+    if isinstance(q_offset, Tensor) or kv_offset != 0 or kv_length != q_offset + q_length:
+        raise ConfigError(
+            f"structured attention needs all keys in order, and this cache returns {kv_length} keys from position {kv_offset} on for "
+            f"{q_length} queries: a static cache, or a sliding-window cache that dropped keys. Pass "
+            "past_key_values=level_cache(model) (structattn.integrations.transformers)"
+        )
+    padding = read_padding(attention_mask, q_length, kv_length)
+    return StructuredMask(
+        num_queries=q_length,
+        num_keys=kv_length,
+        attention_mask=attention_mask,
+        padding=padding,
+        window=pattern.window,
+        packed=pattern.packed,
+    )

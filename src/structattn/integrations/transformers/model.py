@@ -1,0 +1,333 @@
+"""``StructAttnForCausalLM``: a Llama-like decoder of transformers whose attention is ``structattn.Attention``, with any spec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from structattn.cache import LevelCache
+from structattn.errors import CheckpointError, ConfigError, ShapeError
+from structattn.integrations.transformers.cache import LevelCacheLayer, own_layer
+from structattn.integrations.transformers.config import StructAttnConfig
+from structattn.integrations.transformers.loading import OwnModel, describe
+from structattn.integrations.transformers.masks import Sequences, StructuredMask, read_padding
+from structattn.layers.attention import Attention
+from structattn.layers.rotary import Rotary, RotaryEmbedding
+
+
+class GatedMLP(nn.Module):
+    """W_down (silu(W_gate x) * (W_up x)), without biases.
+
+    Args:
+        width: E.
+        hidden: width between.
+        std: of the initial weights.
+    """
+
+    def __init__(self, width: int, hidden: int, std: float) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+        for linear in (self.gate_proj, self.up_proj, self.down_proj):
+            nn.init.normal_(linear.weight, std=std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., E) to (..., E)."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class StructAttnLayer(GradientCheckpointingLayer):  # type: ignore[misc]
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Args:
+        config: sizes and options.
+        spec: attention spec of this layer.
+        index: number of the layer.
+    """
+
+    def __init__(self, config: StructAttnConfig, spec: str, index: int) -> None:
+        super().__init__()
+        width = config.hidden_size
+        assert config.intermediate_size is not None  # the config fills it in
+        self.index = index
+        self.attention_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.attention = Attention.from_spec(
+            spec,
+            embed_dim=width,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            context_length=config.max_position_embeddings,
+            rotary=None if config.rotary is None else Rotary.parse(config.rotary),
+            qk_norm=config.qk_norm,
+            bias=config.attention_bias,
+            dropout=config.attention_dropout,
+        )
+        self.mlp_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.mlp = GatedMLP(width, config.intermediate_size, config.initializer_range)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, x: Tensor, sequences: Sequences, past_key_values: Cache | None, padding: Any) -> Tensor:
+        """(B, T, E) to (B, T, E).
+
+        Args:
+            x: (B, T, E).
+            sequences: where sequences begin.
+            past_key_values: cache of all layers.
+            padding: the padding of each row as ints, for a cache.
+        """
+        normed = self.attention_norm(x)
+        if past_key_values is None:
+            out = self.attention(normed, left_padding=sequences.left_padding, cu_seqlens=sequences.cu_seqlens)
+        else:
+            out = self.attention(normed, cache=self._cache(past_key_values, normed, padding))
+        x = x + self.dropout(out)
+        out = self.dropout(self.mlp(self.mlp_norm(x)))
+        return x + out
+
+    def _cache(self, caches: Cache, normed: Tensor, padding: tuple[int, ...] | None) -> LevelCache:
+        layer: LevelCacheLayer = own_layer(caches, self.index)
+
+        def new() -> LevelCache:
+            return self.attention.new_cache(
+                max_length=layer.max_length, page_size=layer.page_size, left_padding=padding
+            )
+
+        @torch.no_grad()
+        def append(cache: LevelCache, count: int) -> None:
+            self.attention(normed[:, :count], cache=cache)
+
+        return layer.ready(new, append, padding, normed.shape[1])
+
+
+class StructAttnPreTrainedModel(OwnModel, PreTrainedModel):  # type: ignore[misc]
+    """What ``StructAttnModel`` and ``StructAttnForCausalLM`` share."""
+
+    config_class = StructAttnConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["StructAttnLayer"]  # noqa: RUF012 - transformers' own form
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True  # transformers asks; the attention is given by the config
+
+    def _init_weights(self, module: nn.Module) -> None:
+        # Parameters were initialised by the modules that own them, and loading is strict. What is not in the state dict has to
+        # be made again when transformers gives a model of the meta device memory.
+        if isinstance(module, RotaryEmbedding):
+            module.reset_parameters()
+
+    def check_loaded(self, info: dict[str, Any]) -> None:
+        """See ``OwnModel``: the weights must be exactly those of the architecture in ``config.json``."""
+        for what in ("missing_keys", "unexpected_keys"):
+            if info[what]:
+                raise CheckpointError(
+                    f"the weights are not those of the architecture in config.json: {what.replace('_', ' ')} {describe(info[what])}"
+                )
+
+
+class StructAttnModel(StructAttnPreTrainedModel):
+    """Embeddings, blocks and a last norm: tokens to features.
+
+    Args:
+        config: the architecture.
+
+    Raises:
+        ConfigError: a spec does not fit the sizes.
+    """
+
+    def __init__(self, config: StructAttnConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width, config.pad_token_id)
+        self.position = None
+        if config.rotary is None:
+            self.position = nn.Parameter(torch.empty(config.max_position_embeddings, width))
+            nn.init.normal_(self.position, std=config.initializer_range)
+        nn.init.normal_(self.embed_tokens.weight, std=config.initializer_range)
+        self.layers = nn.ModuleList(
+            StructAttnLayer(config, spec, index) for index, spec in enumerate(config.layer_specs)
+        )
+        self.norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Features of tokens.
+
+        Args:
+            input_ids: (B, T) int; or ``inputs_embeds``.
+            attention_mask: (B, S), nonzero where a token, cached or new, is real. Padding stands on the left, or behind all
+                tokens of a whole batch without a cache.
+            position_ids: (B, T) int; only where they start again is looked at: sequences packed in one row.
+            past_key_values: cache; one that transformers made is filled with ours while it is empty.
+            inputs_embeds: (B, T, E).
+            use_cache: return a cache. Default: ``config.use_cache``, but not in training.
+            output_hidden_states: also return the input of each block and the output.
+            output_attentions: weights are never formed: an error.
+            return_dict: default ``True``; else a tuple.
+
+        Raises:
+            ConfigError: see ``read_padding`` and ``read_packing``; or weights are asked for.
+            ShapeError: a token lies beyond the learned positions.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ConfigError("give either input_ids or inputs_embeds")
+        if output_attentions:
+            raise ConfigError("structured attention never forms the weights of all pairs: leave output_attentions away")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        past_key_values = self._checked_cache(past_key_values, use_cache)
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        length = x.shape[1]
+        mask = StructuredMask(
+            num_queries=length,
+            num_keys=past + length,
+            attention_mask=attention_mask,
+            padding=read_padding(attention_mask, length, past + length),
+            window=None,
+            packed=None,
+        )
+        sequences = mask.sequences(position_ids, has_cache=past_key_values is not None)
+        padding = None if past_key_values is None else mask.padding_counts
+        if self.position is not None:
+            x = x + self._learned(self.position, past, length, sequences)
+        kept = [x]
+        for layer in self.layers:
+            x = layer(x, sequences, past_key_values, padding)
+            kept.append(x)
+        x = self.norm(x)
+        show = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        out = BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values,
+            hidden_states=(*kept[:-1], x) if show else None,
+        )
+        return out if return_dict is not False else out.to_tuple()
+
+    def _checked_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+        """The cache to fill: the one given, a new one, or none."""
+        wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+        recomputed = self.gradient_checkpointing and self.training
+        if recomputed or not wanted:
+            if cache is not None and cache.get_seq_length() > 0:
+                raise ConfigError(
+                    "a cache that holds tokens was given, and use_cache=False or gradient checkpointing: choose"
+                )
+            return None
+        if self.training and self.config.attention_dropout > 0:
+            raise ConfigError(
+                "attention dropout cannot be applied with a cache: call model.eval(), or pass use_cache=False"
+            )
+        return DynamicCache() if cache is None else cache
+
+    def _learned(self, table: Tensor, past: int, length: int, sequences: Sequences) -> Tensor:
+        """Embeddings of learned positions, (T, E) or (B, T, E); of padding, those of position 0."""
+        steps = torch.arange(past, past + length, device=table.device)
+        if past + length > self.config.max_position_embeddings:
+            raise ShapeError(
+                f"{past + length} tokens are more than the {self.config.max_position_embeddings} positions learned: train a model with "
+                "rotary positions for longer texts"
+            )
+        if sequences.cu_seqlens is not None:
+            borders = sequences.cu_seqlens.to(table.device)
+            steps = steps - borders[torch.bucketize(steps, borders, right=True) - 1]
+        if sequences.left_padding is not None:
+            steps = (steps - sequences.left_padding.to(table.device)[:, None]).clamp(min=0)
+        return table[steps]
+
+
+class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """A language model: tokens to logits, with a loss, ``generate`` and everything else of transformers.
+
+    Args:
+        config: the architecture.
+
+    Raises:
+        ConfigError: a spec does not fit the sizes.
+
+    Example:
+        >>> config = StructAttnConfig(
+        ...     attention="mlr:8|4|4", vocab_size=100, hidden_size=64, num_attention_heads=4, num_hidden_layers=2,
+        ...     max_position_embeddings=64,
+        ... )
+        >>> StructAttnForCausalLM(config).generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3).shape
+        torch.Size([1, 7])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - transformers' own form
+
+    def __init__(self, config: StructAttnConfig) -> None:
+        super().__init__(config)
+        self.model = StructAttnModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        nn.init.normal_(self.lm_head.weight, std=config.initializer_range)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits, and the loss of next tokens with ``labels``.
+
+        Args:
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
+            output_attentions, return_dict: see ``StructAttnModel.forward``.
+            labels: (B, T) int, the tokens themselves (they are shifted here); -100 is left out.
+            logits_to_keep: only the last so many positions, or these; 0 is all.
+            **kwargs: of the loss, such as ``num_items_in_batch``.
+
+        Raises:
+            ConfigError, ShapeError: see ``StructAttnModel.forward``.
+        """
+        out = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
+        )
+        x = out.last_hidden_state
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(x[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        result = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
+        return result if return_dict is not False else result.to_tuple()

@@ -1,0 +1,377 @@
+"""``structurize``: MLR attention and windows in trained models of transformers, weights kept, and classes that reload them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from structattn.errors import CheckpointError, ConfigError, nearest_name
+from structattn.integrations.transformers.attention import (
+    STRUCTURED_ATTENTION,
+    RotaryStructuredAttention,
+    StructuredAttention,
+)
+from structattn.integrations.transformers.loading import OwnModel, describe
+from structattn.integrations.transformers.masks import structured_mask
+from structattn.integrations.transformers.regroup import RotarySplit, check_split
+from structattn.integrations.transformers.variant import Variant, trained_spec
+from structattn.spec import AttentionSpec, parse_spec
+
+# The attn_implementation of structurized models: it makes transformers build our masks.
+IMPLEMENTATION = "structurized"
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+def _not_structurized(module: Any, *_: Any, **__: Any) -> NoReturn:
+    raise ConfigError(
+        f"attn_implementation={IMPLEMENTATION!r} belongs to models that structurize() changed, and {type(module).__name__} is of "
+        "none: use register_attention() and its name"
+    )
+
+
+AttentionInterface.register(IMPLEMENTATION, _not_structurized)
+AttentionMaskInterface.register(IMPLEMENTATION, structured_mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructureRecord:
+    """What ``config.structattn`` holds.
+
+    Attributes:
+        specs: attention spec of each layer; ``None`` where the layer is as it was.
+        context_length: from which blocks are halved.
+        rotary_split: ``None`` for models without rotary positions.
+    """
+
+    specs: tuple[str | None, ...]
+    context_length: int
+    rotary_split: RotarySplit | None
+
+    @classmethod
+    def read(cls, config: PreTrainedConfig) -> StructureRecord:
+        """The record of a config, checked.
+
+        Raises:
+            ConfigError: it is missing, incomplete, or does not fit the config.
+        """
+        given = getattr(config, "structattn", None)
+        names = list(cls.__dataclass_fields__)
+        if not isinstance(given, dict):
+            raise ConfigError(
+                f"the config of a {config.model_type} model needs the entry 'structattn' with {', '.join(names)}, got {given!r}: "
+                "structurize() and save_pretrained write it"
+            )
+        for name in given:
+            if name not in names:
+                raise ConfigError(f"config.structattn has an unknown entry {name!r}: {nearest_name(str(name), names)}")
+        for name in names:
+            if name not in given:
+                raise ConfigError(f"config.structattn has no entry {name!r}; it needs {', '.join(names)}")
+        specs, length, split = (given[name] for name in ("specs", "context_length", "rotary_split"))
+        if not isinstance(specs, list | tuple) or not all(isinstance(spec, str | None) for spec in specs):
+            raise ConfigError(f"config.structattn['specs'] must be a list of specs or nulls, got {specs!r}")
+        if len(specs) != config.num_hidden_layers:
+            raise ConfigError(
+                f"config.structattn['specs'] needs one entry per layer: expected {config.num_hidden_layers}, got {len(specs)}"
+            )
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ConfigError(f"config.structattn['context_length'] must be a positive int, got {length!r}")
+        for spec in specs:
+            if spec is not None:
+                trained_spec(spec).layout_for(length)
+        return cls(
+            specs=tuple(specs), context_length=length, rotary_split=None if split is None else check_split(split)
+        )
+
+    def variant(self, layer: int) -> Variant:
+        """The variant of a layer."""
+        spec = self.specs[layer]
+        return Variant() if spec is None else Variant.of(parse_spec(spec), self.context_length)
+
+
+class StructurizedConfig:
+    """A base, before the config class of a family: the config is only valid with its record."""
+
+    has_no_defaults_at_init = True  # transformers up to 5.17 else makes one without arguments, to compare with
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        StructureRecord.read(self)
+
+
+class StructurizedModel(OwnModel):
+    """A base, before the model class of a family: its attention modules are replaced when it is made."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        asked = config._attn_implementation
+        if asked not in (None, IMPLEMENTATION):
+            raise ConfigError(
+                f"the attention of {type(self).__name__} is given by its config, and not by attn_implementation={asked!r}: leave it away"
+            )
+        config._attn_implementation = IMPLEMENTATION
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        record = StructureRecord.read(config)
+        _install(self, record)
+        if record.rotary_split is not None:
+            _check_rotary(self)
+
+    def check_loaded(self, info: dict[str, Any]) -> None:
+        """See ``OwnModel``: every layer must have been stored in the order of dimensions that its spec asks for."""
+        missing = [key for key in info["missing_keys"] if key.rpartition(".")[2] == "rotary_order"]
+        if missing:
+            raise CheckpointError(
+                f"these weights were not saved from a structurized model ({describe(missing)} missing), so the order of their dimensions "
+                "is another: load the plain model and call structurize()"
+            )
+        for name, module in self.named_modules():  # type: ignore[attr-defined]
+            if isinstance(module, RotaryStructuredAttention) and not torch.equal(
+                module.rotary_order.cpu(), module.expected_order()
+            ):
+                raise CheckpointError(
+                    f"the weights of {name} are in the order of another spec or rotary_split than config.json says "
+                    f"({self.config.structattn}): restore the config that they were saved with"  # type: ignore[attr-defined]
+                )
+
+
+def _parts(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """(parent, name, attention module) of every attention module that can be replaced or was, in the order of the layers."""
+    kinds = (*STRUCTURED_ATTENTION, StructuredAttention)
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, kinds)
+    ]
+
+
+def _structured(module: torch.nn.Module, record: StructureRecord) -> StructuredAttention:
+    """The module that takes the place of an attention module of transformers.
+
+    Raises:
+        ConfigError: it does not fit the record, or is cross attention.
+    """
+    name = type(module).__name__
+    if type(module) not in STRUCTURED_ATTENTION:
+        raise ConfigError(
+            f"{name} is a subclass that may compute something else; supported attention modules are "
+            f"{', '.join(known.__name__ for known in STRUCTURED_ATTENTION)}"
+        )
+    kind = STRUCTURED_ATTENTION[type(module)]
+    has_rotary = issubclass(kind, RotaryStructuredAttention)
+    if has_rotary != (record.rotary_split is not None):
+        raise ConfigError(
+            f"config.structattn['rotary_split'] is {record.rotary_split!r}, but {name} has {'' if has_rotary else 'no '}rotary positions"
+        )
+    if not module.is_causal:
+        raise ConfigError(
+            f"a {name} with cross attention cannot be structurized: load the model with add_cross_attention=False"
+        )
+    return kind(module, record.variant(module.layer_idx), record.rotary_split)  # type: ignore[arg-type]
+
+
+def _install(model: PreTrainedModel, record: StructureRecord) -> list[StructuredAttention]:
+    """Replaces attention modules and classes; returns the new modules. Weights stay as they are."""
+    new = []
+    for parent, name, module in _parts(model):
+        made = module if isinstance(module, StructuredAttention) else _structured(module, record)
+        made.train(parent.training)
+        setattr(parent, name, made)
+        new.append(made)
+    for module in model.modules():
+        if type(module) in STRUCTURIZED_MODELS:
+            module.__class__ = STRUCTURIZED_MODELS[type(module)]
+    return new
+
+
+_AUTO = {
+    transformers.AutoModel: transformers.MODEL_MAPPING,
+    transformers.AutoModelForCausalLM: transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+    transformers.AutoModelForSequenceClassification: transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    transformers.AutoModelForTokenClassification: transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    transformers.AutoModelForQuestionAnswering: transformers.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+}
+_FAMILIES: tuple[type[PreTrainedConfig], ...] = (
+    transformers.LlamaConfig,
+    transformers.Qwen2Config,
+    transformers.Qwen3Config,
+    transformers.GPT2Config,
+)
+# Our classes by those of transformers.
+STRUCTURIZED_CONFIGS: dict[type, type] = {}
+STRUCTURIZED_MODELS: dict[type, type] = {}
+
+
+def _make_family(config_class: type[PreTrainedConfig]) -> None:
+    """Makes our config and model classes of a family, and registers them with the Auto classes."""
+    own_config = type(
+        f"StructAttn{config_class.__name__}",
+        (StructurizedConfig, config_class),
+        {"model_type": f"structattn_{config_class.model_type}", "__module__": __name__},
+    )
+    STRUCTURIZED_CONFIGS[config_class] = globals()[own_config.__name__] = own_config
+    AutoConfig.register(own_config.model_type, own_config)  # type: ignore[attr-defined]
+    for auto, mapping in _AUTO.items():
+        model_class = mapping[config_class]
+        own_model = type(
+            f"StructAttn{model_class.__name__}",
+            (StructurizedModel, model_class),
+            {"config_class": own_config, "__module__": __name__},
+        )
+        STRUCTURIZED_MODELS[model_class] = globals()[own_model.__name__] = own_model
+        auto.register(own_config, own_model)
+
+
+for _family in _FAMILIES:
+    _make_family(_family)
+
+
+def structurize(
+    model: PreTrainedModel,
+    spec: str | AttentionSpec | Sequence[str | AttentionSpec],
+    *,
+    layers: Sequence[int] | None = None,
+    rotary_split: RotarySplit = "low_far",
+    context_length: int | None = None,
+) -> PreTrainedModel:
+    """Puts structured attention into a trained Llama, Qwen2, Qwen3 or GPT-2 model; its weights are kept.
+
+    With one level the logits are those of before, but for rounding. With several, pairs in one block of the deepest level
+    score as before, and farther ones lose the dimensions of the levels that they do not share: the model is ready to be
+    trained further.
+
+    The rows of the query and key projections are put in an order in which the slice of every level holds whole rotary pairs. The
+    frequencies stay the model's own, with its scaling of long contexts.
+
+    Args:
+        model: it is changed in place: its class, its config and, with rotary positions and levels, its weights' order.
+        spec: a layout and a window, such as ``"mlr:32|16|16"``, ``"mlr:32|32,values=32|32"`` or ``"window:512"``; or one per
+            chosen layer.
+        layers: numbers of the layers to change. Default: all.
+        rotary_split: ``"low_far"``: the global level gets the slowest frequencies; ``"interleaved"``: every level gets some of
+            the whole range. Without meaning for GPT-2.
+        context_length: from which blocks are halved. Default: ``config.max_position_embeddings``.
+
+    Returns:
+        The model, now of a class such as ``StructAttnLlamaForCausalLM``. ``save_pretrained`` keeps the structure, and
+        ``from_pretrained`` of that class, ``load_structurized`` and the Auto classes restore it.
+
+    Raises:
+        ConfigError: the model is not of a supported class, or is structurized already; the spec asks for other weights; ranks are
+            odd (with rotary positions) or do not sum to the head dimension; a layer has a window and the spec too; the rotary
+            frequencies depend on the length.
+
+    Cost: one copy of the query and key projections of a layer at a time.
+    """
+    if type(model) not in STRUCTURIZED_MODELS:
+        raise ConfigError(_unsupported(model))
+    old = model.config
+    chosen = _chosen(layers, old.num_hidden_layers)
+    given: list[Any] = list(spec) if isinstance(spec, Sequence) and not isinstance(spec, str) else [spec] * len(chosen)
+    if len(given) != len(chosen):
+        raise ConfigError(f"expected one attention spec or {len(chosen)}, one per chosen layer, got {len(given)}")
+    specs: list[str | None] = [None] * old.num_hidden_layers
+    for layer, one in zip(chosen, given, strict=True):
+        specs[layer] = str(trained_spec(one))
+    has_rotary = getattr(model.base_model, "rotary_emb", None) is not None
+    split = check_split(rotary_split) if has_rotary else None
+    length = old.max_position_embeddings if context_length is None else context_length
+    if has_rotary:
+        _check_rotary(model)
+
+    config = copy.deepcopy(old)  # the old one may belong to other models as well
+    config.__class__ = STRUCTURIZED_CONFIGS[type(old)]
+    config.structattn = asdict(StructureRecord(specs=tuple(specs), context_length=length, rotary_split=split))
+    config.structattn["specs"] = specs
+    record = StructureRecord.read(config)
+    config._attn_implementation = IMPLEMENTATION
+    _check_all(model, record)
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = config
+    for module in _install(model, record):
+        if isinstance(module, RotaryStructuredAttention):
+            module.rotary_order = module.rotary_order.to(module.q_proj.weight.device)
+            module.regroup_weights()
+    return model
+
+
+def _check_all(model: PreTrainedModel, record: StructureRecord) -> None:
+    """Makes every new module once, so that what does not fit is found before anything is changed."""
+    for _, _, module in _parts(model):
+        made = _structured(module, record)
+        if isinstance(made, RotaryStructuredAttention):
+            made.check_weights()
+
+
+def _chosen(layers: Sequence[int] | None, count: int) -> list[int]:
+    if layers is None:
+        return list(range(count))
+    for layer in layers:
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < count:
+            raise ConfigError(f"layers must be ints from 0 to {count - 1}, got {layer!r}")
+    if len(set(layers)) != len(layers) or not layers:
+        raise ConfigError(f"layers must name at least one layer, each once, got {list(layers)}")
+    return list(layers)
+
+
+def _unsupported(model: Any) -> str:
+    if isinstance(model, StructurizedModel):
+        return (
+            f"{type(model).__name__} is structurized already: structurize the plain model again, from its own weights"
+        )
+    attentions = ", ".join(kind.__name__ for kind in STRUCTURED_ATTENTION)
+    models = ", ".join(kind.__name__ for kind in STRUCTURIZED_MODELS)
+    return (
+        f"structurize supports models whose attention modules are of the classes {attentions}: {models}; got {type(model).__name__}. "
+        "Other decoders: register_attention()"
+    )
+
+
+def _check_rotary(model: Any) -> None:
+    """Raises ``ConfigError`` unless the model's rotary frequencies are fixed, and fall over the whole head."""
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    kind = getattr(rotary, "rope_type", None)
+    if kind not in _STATIC_ROPE:
+        raise ConfigError(
+            f"rope_type {kind!r} changes the frequencies with the length of the text, and cached keys would keep those of their time; "
+            f"supported: {', '.join(_STATIC_ROPE)}"
+        )
+    assert rotary is not None
+    frequencies = rotary.inv_freq
+    head_dim = next(module.head_dim for _, _, module in _parts(model))
+    if 2 * frequencies.numel() != head_dim:
+        raise ConfigError(
+            f"the model rotates {2 * frequencies.numel()} of {head_dim} dimensions of each head; supported is all of them"
+        )
+    if not frequencies.is_meta and bool((frequencies.diff() > 0).any()):
+        raise ConfigError(
+            "the rotary frequencies of the model do not fall from the first pair to the last, as expected"
+        )
+
+
+def load_structurized(path: str | Path, **options: Any) -> Any:
+    """Loads what ``save_pretrained`` of a structurized model wrote, as the class that was saved.
+
+    Args:
+        path: a folder or a name on the hub.
+        **options: as of ``from_pretrained``.
+
+    Raises:
+        ConfigError: the folder holds another kind of model.
+        CheckpointError: see ``OwnModel.from_pretrained``.
+    """
+    config = AutoConfig.from_pretrained(path)
+    names = config.architectures or []
+    for own in STRUCTURIZED_MODELS.values():
+        if type(config) is own.config_class and own.__name__ in names:  # type: ignore[attr-defined]
+            return own.from_pretrained(path, **options)  # type: ignore[attr-defined]
+    raise ConfigError(
+        f"{path} holds a {config.model_type} model ({', '.join(names)}), not one that structurize() changed and saved"
+    )

@@ -1,0 +1,105 @@
+"""What a spec asks of an attention layer that has weights already: a layout and a window, and no scoring of its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from structattn.errors import ConfigError
+from structattn.integrations.transformers.masks import Sequences
+from structattn.layers.scoring import LowRank
+from structattn.layout import GlobalWindowLayout, Layout
+from structattn.ops import Backend, structured_attention
+from structattn.spec import AttentionSpec, parse_spec
+
+
+def trained_spec(spec: str | AttentionSpec) -> AttentionSpec:
+    """A spec that changes no weight's meaning.
+
+    Raises:
+        ConfigError: it asks for a scoring or a number of heads, which need other weights; or is not a spec.
+    """
+    if not isinstance(spec, str | AttentionSpec):
+        raise ConfigError(f"an attention spec is a text such as 'mlr:32|16|16' or an AttentionSpec, got {spec!r}")
+    value = parse_spec(spec) if isinstance(spec, str) else spec
+    if value.scoring != LowRank() or value.num_heads is not None:
+        what = (
+            "a bilinear scoring" if not isinstance(value.scoring, LowRank) else "a number of heads, a rank or a scaling"
+        )
+        raise ConfigError(
+            f"attention spec {str(value)!r} asks for {what}, which cannot keep trained query and key weights: give a layout "
+            "(mlr, global-window) and a window alone, or train a StructAttnForCausalLM from scratch"
+        )
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A layout and a window, resolved for a model.
+
+    Args:
+        layout, window: as of ``structured_attention``.
+        backend: likewise.
+    """
+
+    layout: Layout | None = None
+    window: int | None = None
+    backend: Backend = "auto"
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, context_length: int, backend: Backend = "auto") -> Variant:
+        """That of a spec, with blocks halved from a context length."""
+        return cls(layout=spec.layout_for(context_length), window=spec.window, backend=backend)
+
+    def within(self, window: int | None) -> Variant:
+        """This variant in a layer that has a sliding window of its own.
+
+        Raises:
+            ConfigError: both have a window.
+        """
+        if window is None:
+            return self
+        if self.window is not None or isinstance(self.layout, GlobalWindowLayout):
+            raise ConfigError(
+                f"the model's layer has a sliding window of its own, {window}, and so has the attention spec: choose a spec "
+                "without a window, or leave the layer out"
+            )
+        return Variant(layout=self.layout, window=window, backend=self.backend)
+
+    def scaled(self, q: Tensor, scaling: float | None) -> tuple[Tensor, float | None]:
+        """The queries and the scale that keep a model's own scaling c.
+
+        A layout scales by the shared rank, 1 / sqrt(R) for ``"variance"``; a model by c, 1 / sqrt(D) for most. The queries are
+        multiplied by c sqrt(D): with one level the scores are then the model's own, and with levels every distance keeps its
+        variance. Without a layout c is used as it is.
+        """
+        dim = q.shape[-1]
+        if self.layout is None:
+            return q, 1 / math.sqrt(dim) if scaling is None else scaling
+        factor = 1.0 if scaling is None else scaling * math.sqrt(dim)
+        return (q if math.isclose(factor, 1.0, rel_tol=1e-12) else q * factor), None
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, dropout: float, sequences: Sequences
+    ) -> Tensor:
+        """Attention without a cache: (B, H, T, D) and (B, G, S, D or V) to (B, H, T, V)."""
+        q, scale = self.scaled(q, scaling)
+        # A model may be spread over devices, and the mask is made on that of its inputs.
+        borders, padding = (
+            None if x is None else x.to(q.device) for x in (sequences.cu_seqlens, sequences.left_padding)
+        )
+        out: Tensor = structured_attention(
+            q,
+            k,
+            v,
+            self.layout,
+            scale=scale,
+            window=self.window,
+            dropout_p=dropout,
+            cu_seqlens=borders,
+            left_padding=padding,
+            backend=self.backend,
+        )
+        return out

@@ -1,0 +1,191 @@
+"""Tiny random models of transformers in float64, and an attention written from the definition."""
+
+import copy
+import itertools
+
+import torch
+import transformers
+from transformers.masking_utils import sdpa_mask
+
+from structattn.layout import LevelLayout
+from structattn.ops import reference
+
+VOCAB, DIM, LAYERS, HEAD_DIM, CONTEXT = 50, 32, 2, 8, 64
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": DIM,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+}
+
+
+def llama(**options):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES | options))
+
+
+def qwen2(**options):
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_SIZES | options))
+
+
+def qwen3(**options):
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_SIZES | {"head_dim": HEAD_DIM} | options))
+
+
+def gpt2(**options):
+    sizes = {"vocab_size": VOCAB, "n_embd": DIM, "n_layer": LAYERS, "n_head": 4, "n_positions": CONTEXT}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes | {"bos_token_id": 1, "eos_token_id": None} | options)
+    )
+
+
+class ExactNorm(torch.nn.Module):
+    """The RMS norm of transformers computes in float32 whatever the model's dtype; the same in the model's own."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.epsilon = norm.weight, norm.variance_epsilon
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+
+
+class ExactRotary(torch.nn.Module):
+    """Its angles likewise."""
+
+    def __init__(self, rotary):
+        super().__init__()
+        self.rope_type, self.inv_freq, self.attention_scaling = (
+            rotary.rope_type,
+            rotary.inv_freq,
+            rotary.attention_scaling,
+        )
+
+    def forward(self, x, position_ids):
+        angles = position_ids[..., None].to(x.dtype) * self.inv_freq.to(x.dtype).repeat(2)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
+def exact(model):
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if hasattr(child, "variance_epsilon"):
+                setattr(parent, name, ExactNorm(child))
+            elif hasattr(child, "inv_freq"):
+                setattr(parent, name, ExactRotary(child))
+    return model
+
+
+FAMILIES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "gpt2": gpt2}
+
+
+def trained(make, seed=0, **options):
+    """A model in float64 and eval mode whose every parameter, norms and biases too, is far from its initial value."""
+    torch.manual_seed(seed)
+    model = make(**options).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return exact(model)
+
+
+def tokens(rows, length, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCAB, (rows, length), generator=generator)
+
+
+def padded(prompts, side="left"):
+    """Tokens and mask of prompts of different lengths."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids, mask = (
+        torch.zeros(len(prompts), longest, dtype=torch.int64),
+        torch.zeros(len(prompts), longest, dtype=torch.int64),
+    )
+    for row, prompt in enumerate(prompts):
+        place = slice(longest - len(prompt), None) if side == "left" else slice(0, len(prompt))
+        ids[row, place], mask[row, place] = prompt, 1
+    return ids, mask
+
+
+def generate(model, ids, mask=None, new=12, **options):
+    # The padding token is never generated: an assistant model is given no mask, and one is guessed from it.
+    fixed = {"do_sample": False, "pad_token_id": 0, "suppress_tokens": [0], "eos_token_id": None, "max_new_tokens": new}
+    options = fixed | options
+    mask = torch.ones_like(ids) if mask is None else mask
+    return model.generate(ids, attention_mask=mask, **options)
+
+
+def drafting(model):
+    """An assistant that drafts 6 tokens at a time, so that most rounds roll its cache back, and over borders of blocks."""
+    model.generation_config.num_assistant_tokens = 6
+    model.generation_config.num_assistant_tokens_schedule = "constant"
+    model.generation_config.assistant_confidence_threshold = 0.0
+    return model
+
+
+def level_order(ranks, split, head_dim=HEAD_DIM):
+    """The definition of the regrouping, by loops: pairs (i, i + D/2), i = 0 the fastest, dealt to the levels."""
+    half = head_dim // 2
+    if split is None:
+        return list(range(head_dim))
+    owners = [None] * half
+    if split == "low_far":
+        slowest_first = list(range(half))[::-1]
+        for level, rank in enumerate(ranks):
+            for _ in range(rank // 2):
+                owners[slowest_first.pop(0)] = level
+    else:
+        wishes = [((k + 0.5) / (rank // 2), -level) for level, rank in enumerate(ranks) for k in range(rank // 2)]
+        for pair, (_, level) in enumerate(sorted(wishes)):
+            owners[pair] = -level
+    order = []
+    for level in range(len(ranks)):
+        pairs = [pair for pair in range(half) if owners[pair] == level]
+        order += pairs + [pair + half for pair in pairs]
+    return order
+
+
+_names = itertools.count()
+
+
+def by_definition(model, layouts, split, window=None):
+    """The plain model with the reference attention in place of its own, on rotated queries and keys put in the levels' order.
+
+    Args:
+        model: a plain model; a copy is changed.
+        layouts: one per layer; ``None`` is plain.
+        window: of all layers.
+    """
+    model = copy.deepcopy(model)
+    name = f"definition{next(_names)}"
+
+    def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
+        assert dropout == 0.0
+        layout = layouts[module.layer_idx]
+        order = list(range(HEAD_DIM)) if layout is None else level_order(layout.ranks, split)
+        own_scale = scaling * HEAD_DIM**0.5
+        # Padding is read from the dense mask that transformers makes for its own attention.
+        padding = None
+        if attention_mask is not None:
+            padding = (~attention_mask[:, 0, -1]).cumprod(-1).sum(-1)
+        out, _ = reference.attention(
+            query[..., order] * own_scale,
+            key[..., order],
+            value,
+            layout or LevelLayout((HEAD_DIM,), (CONTEXT,)),
+            is_causal=True,
+            scale=None,
+            window=window,
+            attn_bias=None,
+            dropout_p=0.0,
+            cu_seqlens=None,
+            left_padding=padding,
+        )
+        return out.transpose(1, 2), None
+
+    transformers.AttentionInterface.register(name, attention)
+    transformers.AttentionMaskInterface.register(name, sdpa_mask)
+    model.set_attn_implementation(name)
+    return model

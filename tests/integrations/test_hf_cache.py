@@ -1,0 +1,183 @@
+"""LevelCacheLayer: the protocol of a transformers cache layer, and keys that no other attention can take."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from hf_models import llama, tokens, trained
+from transformers.cache_utils import Cache
+
+from structattn.errors import CacheError, ConfigError
+from structattn.integrations.transformers import LevelCacheLayer, level_cache, register_attention
+from structattn.integrations.transformers.cache import own_layer
+from structattn.integrations.transformers.variant import Variant
+from structattn.layout import LevelLayout
+from structattn.ops import structured_attention
+from structattn.testing.tolerances import assert_close
+
+LAYOUT = LevelLayout((4, 2, 2), (16, 8, 4))
+VARIANT = Variant(layout=LAYOUT)
+
+
+def states(length, batch=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, heads, length, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
+
+
+def whole(q, k, v, padding=None):
+    padding = None if padding is None else torch.tensor(padding)
+    return structured_attention(q, k, v, LAYOUT, left_padding=padding, backend="reference")
+
+
+def filled(length, padding=None, **options):
+    """A cache layer after a prompt of ``length`` tokens of ``states``, the rest of which is returned."""
+    q, k, v = states(length + 6)
+    layer = LevelCacheLayer(**options)
+    layer.attend(q[:, :, :length], k[:, :, :length], v[:, :, :length], VARIANT, left_padding=padding)
+    return layer, (q, k, v)
+
+
+def attend(layer, q, k, v, start, end, padding=None):
+    return layer.attend(*(x[:, :, start:end] for x in (q, k, v)), VARIANT, left_padding=padding)
+
+
+def test_sizes_and_reset() -> None:
+    layer = LevelCacheLayer(page_size=4)
+    assert (layer.get_seq_length(), layer.nbytes, layer.is_initialized) == (0, 0, False)
+    assert layer.get_mask_sizes(5) == (5, 0)
+    assert not hasattr(layer, "batch_size")
+    q, k, v = states(13)
+    attend(layer, q, k, v, 0, 13)
+    assert (layer.get_seq_length(), layer.batch_size, layer.is_initialized) == (13, 3, True)
+    assert layer.get_mask_sizes(2) == (15, 0)
+    assert layer.get_max_length() == layer.get_max_cache_shape() == -1
+    # 3 rows, 2 key heads, pages of 4: level 1 holds 16, level 2 8, level 3 4 positions; values 16
+    assert layer.nbytes == 3 * 2 * 8 * (16 * 4 + 8 * 2 + 4 * 2 + 16 * 8)
+    layer.reset()
+    assert (layer.get_seq_length(), layer.nbytes) == (0, 0)
+    other = [x[:1] for x in (q, k, v)]
+    assert_close(attend(layer, *other, 0, 13), whole(*other))
+    for option in ({"max_length": 0}, {"page_size": 1.5}):
+        with pytest.raises(ConfigError):
+            LevelCacheLayer(**option)
+
+
+def test_rows() -> None:
+    padding = (3, 0, 5)
+    for change, rows in (
+        (lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+        (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda layer: layer.batch_select_indices(torch.tensor([1, 2])), [1, 2]),
+        (lambda layer: layer.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+    ):
+        layer, (q, k, v) = filled(11, padding)
+        change(layer)
+        q, k, v = (x[rows] for x in (q, k, v))
+        moved = tuple(padding[row] for row in rows)
+        expected = whole(q[:, :, :14], k[:, :, :14], v[:, :, :14], moved)
+        assert_close(attend(layer, q, k, v, 11, 14, moved), expected[:, :, 11:])
+        with pytest.raises(CacheError, match="left padding changed"):
+            attend(layer, q, k, v, 14, 15, None)
+    for change in (
+        lambda layer: layer.reorder_cache(torch.tensor([0])),
+        lambda layer: layer.batch_repeat_interleave(2),
+        lambda layer: layer.batch_select_indices(torch.tensor([0])),
+    ):
+        change(LevelCacheLayer())  # an empty one has no rows yet
+
+
+def test_crop_with_and_without_a_recording() -> None:
+    layer, (q, k, v) = filled(10)
+    attend(layer, q, k, v, 10, 12)
+    with pytest.raises(CacheError, match="minus the number of tokens"):
+        layer.crop(3)
+    layer.crop(0)
+    layer.crop(-1)
+    assert layer.get_seq_length() == 11
+    assert_close(attend(layer, q, k, v, 11, 12), whole(*(x[:, :, :12] for x in (q, k, v)))[:, :, 11:])
+    attend(layer, q, k, v, 12, 14)  # a new block of level 3 begins at 12
+    with pytest.raises(CacheError, match="cannot crop"):
+        layer.crop(-3)
+    assert layer.get_seq_length() == 14
+    with pytest.raises(CacheError, match="cannot remove 15 of 14"):
+        layer.crop(-15)
+    LevelCacheLayer().crop(-1)  # nothing is in it
+
+    for removed in (1, 2, 3, 4, 5, 6):
+        layer, (q, k, v) = filled(10)
+        layer.activate_past_recording()
+        for step in (10, 11):
+            attend(layer, q, k, v, step, step + 1)
+        attend(layer, q, k, v, 12, 16)
+        layer.crop(-removed)
+        length = 16 - removed
+        assert layer.get_seq_length() == length
+        expected = whole(q, k, v)
+        assert_close(attend(layer, q, k, v, length, 16), expected[:, :, length:])
+    layer.crop(0)  # what was recorded is forgotten
+    with pytest.raises(CacheError, match="cannot crop"):
+        layer.crop(-5)
+    layer = LevelCacheLayer()  # recorded from the first token on
+    layer.activate_past_recording()
+    attend(layer, q, k, v, 0, 16)
+    layer.crop(-5)
+    assert_close(attend(layer, q, k, v, 11, 16), whole(q, k, v)[:, :, 11:])
+
+
+def test_no_dense_keys_for_others() -> None:
+    q, k, v = states(5)
+    layer = LevelCacheLayer()
+    key, value = layer.update(k, v)
+    for use in (
+        lambda: F.scaled_dot_product_attention(q, key, value),
+        lambda: torch.matmul(q, key),
+        lambda: torch.cat([value, v]),
+        lambda: key.transpose(1, 2),
+        lambda: key.shape,
+        lambda: key[:, 0],
+    ):
+        with pytest.raises(CacheError, match="register_attention"):
+            use()
+    assert layer.get_seq_length() == 0
+    assert copy.deepcopy(layer).get_seq_length() == 0
+    model = trained(llama)
+    for name in ("sdpa", "eager"):
+        model.set_attn_implementation(name)
+        with pytest.raises(CacheError, match="model.set_attn_implementation"):
+            model(tokens(1, 5), past_key_values=level_cache(model))
+
+
+def test_one_cache_serves_one_model() -> None:
+    layer, (q, k, v) = filled(10)
+    with pytest.raises(CacheError, match="one cache serves one model"):
+        layer.attend(*(x[:, :, :1] for x in (q, k, v)), Variant(layout=LAYOUT, window=5))
+    with pytest.raises(CacheError, match="cannot be offloaded"):
+        layer.offload()
+    with pytest.raises(CacheError, match="cannot be offloaded"):
+        layer.prefetch()
+
+
+def test_layers_of_transformers_are_replaced_while_empty() -> None:
+    model = trained(llama)
+    for cache in (transformers.DynamicCache(), transformers.DynamicCache(config=model.config)):
+        assert isinstance(own_layer(cache, 1), LevelCacheLayer)
+        assert own_layer(cache, 1) is cache.layers[1]
+        assert not isinstance(cache.layers[0], LevelCacheLayer)
+    with pytest.raises(CacheError, match="must be a transformers.Cache"):
+        own_layer([], 0)
+    with pytest.raises(CacheError, match="layer 2 of past_key_values is None"):
+        own_layer(level_cache(model), 2)
+
+
+def test_visible_size() -> None:
+    model = trained(llama)
+    model.set_attn_implementation(register_attention("mlr:4|2|2", name="test_cache_levels", context_length=16))
+    cache = level_cache(model, max_length=64, page_size=16)
+    assert isinstance(cache, Cache)
+    assert cache.nbytes == 0
+    model(tokens(1, 3), past_key_values=cache)
+    # 2 layers, 2 key heads, 8 bytes: 64 keys of rank 4, 8 of 2, 4 of 2 and 64 values of 8
+    assert cache.nbytes == 2 * 2 * 8 * (64 * 4 + 8 * 2 + 4 * 2 + 64 * 8)
+    assert cache.get_seq_length() == 3

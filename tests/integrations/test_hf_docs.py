@@ -1,0 +1,36 @@
+"""The examples of docs/huggingface.md run, on a tiny model in place of the one that they name."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+import transformers
+from hf_models import _SIZES, tokens
+
+from structattn.integrations.transformers import StructAttnForCausalLM
+
+PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+
+
+def test_the_examples_run(monkeypatch, tmp_path) -> None:
+    def tiny(name):
+        assert name == "Qwen/Qwen3-0.6B"
+        torch.manual_seed(0)
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_SIZES, head_dim=128)).eval()
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", tiny)
+    monkeypatch.chdir(tmp_path)
+    ids = tokens(2, 9)
+    values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(examples) == 3
+    exec(examples[0], values)
+    assert type(values["model"]) is StructAttnForCausalLM
+    assert values["model"](ids).logits.shape == (2, 9, 1000)
+    exec(examples[1], values)
+    assert type(values["model"]).__name__ == "StructAttnQwen3ForCausalLM"
+    shown = json.loads("{" + re.search(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)[1] + "}")["structattn"]
+    assert values["model"].config.structattn == shown | {"specs": ["mlr:64|32|32"] * 2}
+    exec(examples[2], values)
+    assert values["text"].shape[0] == 2

@@ -19,7 +19,14 @@ from torch import Tensor
 from structattn.layout import LevelLayout
 from structattn.ops.call import Call
 from structattn.ops.triton_backward import gradient_kernel, row_kernel
-from structattn.ops.triton_config import INTERPRETED, MAX_DIM, SHARED_MEMORY, Config, default_config, shared_memory
+from structattn.ops.triton_config import (
+    MAX_DIM,
+    SHARED_MEMORY,
+    Config,
+    default_config,
+    shared_memory,
+    why_not_on,
+)
 from structattn.ops.triton_decode import decode_kernel, merge_kernel
 from structattn.ops.triton_forward import forward_kernel
 from structattn.ops.triton_plan import FAR, Plan, Tiles, make_plan
@@ -52,14 +59,8 @@ def why_not(
     num_keys: int,
 ) -> str | None:
     """The reason why these kernels cannot run a call, as a sentence for the user, or ``None`` when they can."""
-    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
-        return f"the Triton kernels need a CUDA device, and the tensors are on {device}"
-    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
-        return "the Triton kernels need an NVIDIA GPU of compute capability 8.0 or higher"
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"the Triton kernels compute float32, float16 and bfloat16, not {dtype}"
-    if INTERPRETED and dtype == torch.bfloat16:
-        return "Triton's interpreter computes bfloat16 wrongly"
+    if (reason := why_not_on(device, dtype)) is not None:
+        return reason
     for name, asked in (("attn_bias", has_bias), ("dropout", dropout_p > 0), ("left_padding", has_left_padding)):
         if asked:
             return f"the Triton kernels have no {name}"

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from structattn.ops.triton_cached_kernel import cached_kernel
-from structattn.ops.triton_config import INTERPRETED, MAX_DIM, SHARED_MEMORY
+from structattn.ops.triton_config import INTERPRETED, MAX_DIM, SHARED_MEMORY, why_not_on
 from structattn.ops.triton_decode import merge_kernel
 from structattn.ops.triton_plan import FAR, Tiles
 
@@ -70,14 +70,8 @@ def why_not(
         num_queries: new tokens per batch row, T.
         capacity: slots of the largest buffer.
     """
-    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
-        return f"the Triton kernels need a CUDA device, and the tensors are on {device}"
-    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
-        return "the Triton kernels need an NVIDIA GPU of compute capability 8.0 or higher"
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"the Triton kernels compute float32, float16 and bfloat16, not {dtype}"
-    if INTERPRETED and dtype == torch.bfloat16:
-        return "Triton's interpreter computes bfloat16 wrongly"
+    if (reason := why_not_on(device, dtype)) is not None:
+        return reason
     if num_queries > MAX_QUERIES:
         return f"the Triton kernel over a cache decodes up to {MAX_QUERIES} tokens at once, not {num_queries}"
     if len(ranks) > MAX_LEVELS:

@@ -103,6 +103,19 @@ _CONFIGS: tuple[tuple[int, int, Config], ...] = (
 )
 
 
+def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why no kernel can run on a device and in a dtype, as a sentence for the user, or ``None`` when they can."""
+    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+        return f"the Triton kernels need a CUDA device, and the tensors are on {device}"
+    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
+        return "the Triton kernels need an NVIDIA GPU of compute capability 8.0 or higher"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the Triton kernels compute float32, float16 and bfloat16, not {dtype}"
+    if INTERPRETED and dtype == torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 wrongly"
+    return None
+
+
 def shared_memory(plan: Plan, tiles: Tiles, itemsize: int, *, is_gradient: bool) -> int:
     """Bytes of shared memory per block: own tiles and the buffers of the pipeline, as measured on compiled kernels."""
     walk = tiles.num_stages * tiles.walk * (plan.key_width + plan.value_width)

@@ -426,6 +426,21 @@ def test_tokens_that_do_not_fit() -> None:
             cache.reorder(indices)
 
 
+def test_inference_mode_may_come_and_go() -> None:
+    layout = LAYOUTS["levels"]
+    for padding in (None, [0, 3]):
+        q, k, v = draw(2, 2, 2, 2, 30)
+        expected = dense(q, k, v, layout, left_padding=None if padding is None else torch.tensor(padding))
+        cache = sa.LevelCache(layout, left_padding=padding, page_size=4)
+        with torch.inference_mode():
+            outs = [through(cache, *(x[:, :, :12] for x in (q, k, v)), [10, 1, 1])]
+            cache.reorder(torch.tensor([0, 1]))
+        outs.append(through(cache, *(x[:, :, 12:20] for x in (q, k, v)), [1] * 8))
+        with torch.inference_mode():
+            outs.append(through(cache, *(x[:, :, 20:] for x in (q, k, v)), [1] * 10))
+        assert_close(torch.cat(outs, dim=2), expected)
+
+
 def test_what_is_kept_carries_no_gradient() -> None:
     q, k, v = (x.requires_grad_() for x in draw(1, 2, 2, 2, 10))
     cache = sa.LevelCache(LAYOUTS["levels"])

@@ -61,6 +61,7 @@ class Contents:
         self.padding = padding
         self.latent = latent
         self.length = 0
+        self._factors: dict[tuple[object, ...], Tensor] = {}
         self._set_levels()
         dims = [level.rank for level in self.key_levels]
         if latent is not None:
@@ -220,6 +221,7 @@ class Contents:
             values=list(zip(self.values, self.value_levels, strict=True)),
             latent=self.latent,
             places=[(row, self.length - 1 - pad) for row, _, pad in self.rows],
+            kept_factors=self._factors,
         )
 
     def dense(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

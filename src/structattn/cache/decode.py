@@ -25,6 +25,7 @@ class Held:
         latent: see ``Latent``.
         places: (row of the layout, position of the last token), one for all rows or one per row of the batch; the position is
             at least 0.
+        kept_factors: what ``factors`` has made.
     """
 
     parts: tuple[Part, ...]
@@ -32,6 +33,20 @@ class Held:
     values: list[tuple[Store, Level]]
     latent: Latent | None
     places: list[tuple[int, int]]
+    kept_factors: dict[tuple[object, ...], Tensor]
+
+    def factors(self, scale: float | None, like: Tensor) -> Tensor:
+        """(D,): times a query, it gives what each level adds to a score where that level is the deepest that is shared."""
+        key = (scale, like.dtype, like.device)
+        if key not in self.kept_factors:
+            values = [
+                of_level * of_count
+                for part in self.parts
+                for rank, of_level, of_count in zip(part.layout.ranks, *part.layout.score_factors(scale), strict=True)
+                for _ in range(rank)
+            ]
+            self.kept_factors[key] = torch.tensor(values, dtype=like.dtype, device=like.device)
+        return self.kept_factors[key]
 
 
 class _Place(Protocol):
@@ -249,43 +264,51 @@ def _alike(q: Tensor, held: Held, scale: float | None) -> Tensor:
     """``attention`` where all rows stand at one position and keys are kept as features: as few operations as possible."""
     batch, heads, tokens = q.shape[:3]
     row, at = held.places[0]
-    key_heads, value_heads = (stores[0].pages[0].shape[1] for stores in (held.keys, [held.values[0][0]]))
-    query = q.reshape(batch * key_heads, heads // key_heads * tokens, q.shape[3])
+    key_heads, value_heads = held.keys[0].heads, held.values[0][0].heads
+    query = (q * held.factors(scale, q)).reshape(batch * key_heads, heads // key_heads * tokens, q.shape[3])
     queries = iter(query.split([store.dim for store in held.keys], dim=2))
     stores, sums = iter(held.keys), []
     for part in held.parts:
-        low = part.levels[0].first_needed(at, row)
-        score = q.new_empty((query.shape[0], query.shape[1], at + 1 - low))
+        starts = [level.first_needed(at, row) for level in part.levels]
+        blocks = starts if part.window is None else [level.start(at, row) for level in part.levels]
+        low, end = starts[0], at + 1
+        score: Tensor | None = None
         previous = 1.0
-        for level, of_level, of_count in zip(part.levels, *part.layout.score_factors(scale), strict=True):
-            first, own = level.first_needed(at, row), next(queries)
-            for piece in next(stores).pieces(first, at + 1, level.start(at, row)):
-                columns = score.narrow(2, piece.offset + first - low, piece.size)
-                found = torch.bmm(own, piece.numbers(q.dtype))  # far cheaper for one row than baddbmm into the columns
-                if level.number == 1:
-                    torch.mul(found, of_count * of_level, out=columns)
-                    continue
-                if of_count != previous:  # what a level adds changes the scale of the sum so far
-                    columns.mul_(of_count / previous)
-                columns.add_(found, alpha=of_count * of_level)
+        for first, block, of_count in zip(starts, blocks, part.layout.score_factors(scale)[1], strict=True):
+            own, pieces = next(queries), next(stores).pieces(first, end, block)
+            if score is None:
+                score = _joined([torch.bmm(own, piece.numbers(q.dtype)) for piece in pieces])
+            else:
+                for piece in pieces:
+                    # Far cheaper for one row than baddbmm; what a level adds changes the scale of the sum so far.
+                    found = torch.bmm(own, piece.numbers(q.dtype))
+                    columns = score.narrow(2, piece.offset + first - low, piece.size)
+                    torch.add(found, columns, alpha=of_count / previous, out=columns)
             previous = of_count
+        assert score is not None
         if tokens > 1:
             steps = torch.arange(tokens, device=q.device)
             by_token = score.view(query.shape[0], -1, tokens, score.shape[2])
             by_token[..., -tokens:].masked_fill_(steps[None, :] > steps[:, None], -torch.inf)
         weight = torch.softmax(score, dim=-1).view(batch * value_heads, heads // value_heads * tokens, -1)
         parts = []
-        for store, level in held.values:
-            first = max(level.first_needed(at, row), low)
+        for number, (store, level) in enumerate(held.values):
+            # Hierarchical values have the levels of the keys; others are all that the part sees.
+            first, block = (starts[number], blocks[number]) if number else (low, level.start(at, row))
             products = [
                 torch.bmm(
-                    weight.narrow(2, piece.offset + first - low, piece.size), piece.numbers(q.dtype).transpose(1, 2)
+                    weight if piece.size == end - low else weight.narrow(2, piece.offset + first - low, piece.size),
+                    piece.numbers(q.dtype).transpose(1, 2),
                 )
-                for piece in store.pieces(first, at + 1, level.start(at, row))
+                for piece in store.pieces(first, end, block)
             ]
             parts.append(products[0] if len(products) == 1 else torch.stack(products).sum(0))
         sums.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
     return sum(sums[1:], sums[0]).view(batch, heads, tokens, -1)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def attention(q: Tensor, held: Held, scale: float | None) -> Tensor:

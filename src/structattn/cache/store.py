@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """They, (B * heads, dim, size); a view if the dtype is theirs."""
-        found = self.flat.narrow(2, self.slot, self.size)
+        found = self.flat if self.size == self.flat.shape[2] else self.flat.narrow(2, self.slot, self.size)
         return found if found.dtype == dtype else found.to(dtype)
 
     def rows(self, rows: slice) -> Tensor:
@@ -76,6 +76,11 @@ class Store:
         self.capacity = sum(page.shape[3] for page in pages)
 
     @property
+    def heads(self) -> int:
+        """Heads of what is stored."""
+        return self._pages[0][0].shape[1]
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are allocated."""
         return sum(page.numel() * page.element_size() for page in self.pages)
@@ -88,7 +93,8 @@ class Store:
                 size = min(size, self.longest - self.capacity)
             if like.is_cuda:
                 size = -(-size // _ALIGNMENT) * _ALIGNMENT
-            page = like.new_zeros((like.shape[0], like.shape[1], self.dim, size))
+            with torch.inference_mode(False):  # else they could not be written to outside of that mode
+                page = like.new_zeros((like.shape[0], like.shape[1], self.dim, size))
             self._pages.append((page, page.flatten(0, 1)))
             self.capacity += size
 
@@ -154,6 +160,7 @@ class Store:
 
     def select(self, rows: Tensor) -> None:
         """Row b becomes row ``rows[b]``."""
-        self.pages = [page.index_select(0, rows.to(page.device)) for page in self.pages]
+        with torch.inference_mode(False):
+            self.pages = [page.index_select(0, rows.to(page.device)) for page in self.pages]
         if len(self.oldest) > 1:
             self.oldest = [self.oldest[row] for row in rows.tolist()]

@@ -36,7 +36,8 @@ $(VENV)/.installed-dev: $(BIN)/python $(INPUTS)
 	@touch $@ $(VENV)/.installed-train
 
 $(OLDEST)/.installed: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(OLDEST) transformers==5.17.0
+	$(BIN)/python -m pip install -q --upgrade --target $(OLDEST) httpx
+	$(BIN)/python -m pip install -q --upgrade --target $(OLDEST) --no-deps transformers==5.17.0 "huggingface_hub<2"
 	@touch $@
 
 clean:

@@ -108,8 +108,8 @@ def _fail(term: str, problem: str) -> ConfigError:
 
 
 def _int(text: str, term: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise _fail(term, f"expected a positive whole number, got {text!r}")
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
+        raise _fail(term, f"expected a positive whole number, got {text[:20]!r}")
     return int(text)
 
 

@@ -43,6 +43,14 @@ def attend(layer, q, k, v, start, end, padding=None):
     return layer.attend(*(x[:, :, start:end] for x in (q, k, v)), VARIANT, left_padding=padding)
 
 
+def test_a_cache_that_was_cropped_to_nothing_takes_another_batch() -> None:
+    layer, (q, k, v) = filled(10, (0, 2, 5))
+    layer.crop(-10)
+    padding = (3, 0, 1)
+    out = torch.cat([attend(layer, q, k, v, 0, 12, padding), attend(layer, q, k, v, 12, 13, padding)], dim=2)
+    assert_close(out, whole(*(x[:, :, :13] for x in (q, k, v)), padding))
+
+
 def test_sizes_and_reset() -> None:
     layer = LevelCacheLayer(page_size=4)
     assert (layer.get_seq_length(), layer.nbytes, layer.is_initialized) == (0, 0, False)

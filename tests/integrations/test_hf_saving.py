@@ -221,6 +221,49 @@ def test_pickles_are_refused(tmp_path) -> None:
                 type(model).from_pretrained(folder, **option)
 
 
+def test_an_index_that_names_a_pickle_is_refused(tmp_path) -> None:
+    for name, model in (("changed", changed()), ("own", own())):
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        state = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        torch.save(state, folder / "w.pt")
+        index = folder / "model.safetensors.index.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(state, "w.pt")}))
+        with pytest.raises(CheckpointError, match="names w.pt, which is not safetensors"):
+            transformers.AutoModelForCausalLM.from_pretrained(folder)
+        index.write_text("[]")
+        with pytest.raises(CheckpointError, match="is no index of weights"):
+            transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_missing_and_damaged_weights(tmp_path) -> None:
+    for name, model in (("changed", changed()), ("own", own())):
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        with pytest.raises(CheckpointError, match="are damaged"):
+            transformers.AutoModelForCausalLM.from_pretrained(folder)
+        weights.unlink()
+        with pytest.raises(CheckpointError, match="holds no weights: expected model.safetensors"):
+            transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_dropout": "a"}, "attention_dropout must be a number in"),
+        ({"intermediate_size": -3}, "intermediate_size must be a positive int, got -3"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive int, got 0"),
+        ({"attention": f"mlr:{'9' * 5000}"}, "expected a positive whole number"),
+    ],
+)
+def test_settings_out_of_range(options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        own(**options)
+
+
 def test_an_attention_implementation_is_refused(tmp_path) -> None:
     changed().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="given by its config"):

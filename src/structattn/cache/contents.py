@@ -77,7 +77,8 @@ class Contents:
 
     def _set_levels(self) -> None:
         """The levels of each store."""
-        self.parts: tuple[Part, ...] = parts_of(self.layout, self.window, self.shape.keys[1])
+        head_dim = self.shape.keys[1] if self.latent is None else self.latent.key_dim
+        self.parts: tuple[Part, ...] = parts_of(self.layout, self.window, head_dim)
         self.key_levels: tuple[Level, ...]
         if self.latent is None:
             self.key_levels = tuple(level for part in self.parts for level in part.levels)
@@ -125,7 +126,8 @@ class Contents:
         else:
             keys = [k]
             if self.latent.num_gains:
-                keys.append(self.latent.gains(k[:, 0])[:, None])
+                with torch.no_grad():
+                    keys.append(self.latent.gains(k[:, 0])[:, None].to(k.dtype))
         return keys + list(v.split([store.dim for store in self.values], dim=3))
 
     def append(self, k: Tensor, v: Tensor) -> None:

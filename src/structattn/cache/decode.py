@@ -283,7 +283,7 @@ def _alike(q: Tensor, held: Held, scale: float | None) -> Tensor:
                     # Far cheaper for one row than baddbmm; what a level adds changes the scale of the sum so far.
                     found = torch.bmm(own, piece.numbers(q.dtype))
                     columns = score.narrow(2, piece.offset + first - low, piece.size)
-                    torch.add(found, columns, alpha=of_count / previous, out=columns)
+                    torch.add(found, columns, alpha=of_count / previous if previous else 1.0, out=columns)
             previous = of_count
         assert score is not None
         if tokens > 1:

@@ -17,6 +17,11 @@ class Latent(Protocol):
     """
 
     @property
+    def key_dim(self) -> int:
+        """D, the dimension of the queries and of the keys that are made."""
+        ...
+
+    @property
     def num_gains(self) -> int:
         """Numbers per token that are kept besides the state: (key heads) * A; 0 where all gains are 1, or none are needed."""
         ...

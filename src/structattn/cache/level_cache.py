@@ -94,10 +94,12 @@ class LevelCache:
 
     @property
     def batch_size(self) -> int | None:
-        """B, known from the first tokens or from ``left_padding``."""
+        """B, known from the first tokens, from ``left_padding`` or from segments per row."""
         if self._contents is not None:
             return self._contents.shape.batch
-        return None if self._padding is None else len(self._padding)
+        if self._padding is not None:
+            return len(self._padding)
+        return self._layout.num_rows if isinstance(self._layout, LevelLayout) else None
 
     @property
     def left_padding(self) -> tuple[int, ...] | None:
@@ -178,7 +180,8 @@ class LevelCache:
             contents.append(kept_k[:, :, first:end], kept_v[:, :, first:end])
             query, held = q[:, :, first:end], contents.held()
             is_fused = backend == "triton" or (q.is_cuda and fused.why_not(query, held) is None)
-            outs.append((fused if is_fused else decode).attention(query, held, scale))
+            with torch.autocast(q.device.type, enabled=False):  # it would turn the products here into 16-bit ones
+                outs.append((fused if is_fused else decode).attention(query, held, scale))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
     def _is_direct(self, contents: Contents, q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> bool:
@@ -346,6 +349,8 @@ class LevelCache:
         """
         if self._contents is None or not self.length:
             raise CacheError("an empty cache has nothing to save: decode first")
+        if any(not store.pages for store, _ in self._contents.stores()):
+            raise CacheError("the cache holds nothing but padding so far: save it when a row has a real token")
         plain = {
             "window": self.window,
             "max_length": self.max_length,

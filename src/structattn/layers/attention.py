@@ -202,6 +202,7 @@ class Attention(nn.Module):
             positions = arange(source.shape[1], device=x.device) if positions is None else positions
             q = self.rotary(q, positions[..., source.shape[1] - x.shape[1] :])
             k = self.rotary(k, positions)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast norms give float32 and projections 16 bits
         if k.shape[1] < v.shape[1]:
             k = k.expand(-1, v.shape[1], -1, -1)
         elif v.shape[1] < k.shape[1]:
@@ -291,10 +292,10 @@ class Attention(nn.Module):
             k = k if self.rotary is None else self.rotary(k, positions)
         else:
             k = x[:, None]
-        scale = None
+        v, scale = self._values(x), None
         if self.layout is None:
             q, scale = self.scoring.scaled(q)
-        return self._merged(cache.attend(q, k, self._values(x), scale=scale, backend=self.backend))
+        return self._merged(cache.attend(q.to(v.dtype), k.to(v.dtype), v, scale=scale, backend=self.backend))
 
     @property
     def latent(self) -> ScoringLatent:

@@ -40,6 +40,11 @@ class ScoringLatent:
         return self._rotary is None
 
     @property
+    def key_dim(self) -> int:
+        """See ``cache.Latent``."""
+        return self._scoring.matrix.pair_dim(self._order)
+
+    @property
     def num_gains(self) -> int:
         """See ``cache.Latent``."""
         if not self.can_absorb:

@@ -193,7 +193,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             CacheError: the padding is not that of the tokens so far.
         """
-        if self.level_cache is None:
+        if self.level_cache is None or self.level_cache.length == 0:  # after a crop to nothing another batch may come
             self.level_cache = new()
             self.is_initialized = True
         cache = self.level_cache

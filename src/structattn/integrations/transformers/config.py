@@ -10,6 +10,16 @@ from structattn.errors import ConfigError
 from structattn.layers.rotary import Rotary
 from structattn.spec import parse_spec
 
+_OPTIONAL_SIZES = ("num_key_value_heads", "intermediate_size")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    *_OPTIONAL_SIZES,
+)
+
 
 class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
     """A Llama-like decoder whose attention is given by specs.
@@ -63,18 +73,17 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            is_left_out = value is None and name in _OPTIONAL_SIZES
+            if not is_left_out and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a positive int, got {value!r}")
+        for name in ("attention_dropout", "hidden_dropout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+                raise ConfigError(f"{name} must be a number in [0, 1), got {value!r}")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "max_position_embeddings",
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a positive int, got {value!r}")
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64
         for spec in self.layer_specs:

@@ -111,6 +111,7 @@ def attend_with(
     Raises:
         ConfigError: packed sequences that are not supported, or dropout with a cache that holds tokens already.
     """
+    q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast rotary embedding and norms give float32, projections 16 bits
     has_cache = layer is not None or bool(arguments.get("use_cache"))
     sequences = mask.sequences(arguments.get("position_ids"), arguments.get("cu_seq_lens_q"), has_cache=has_cache)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers.cache_utils import Cache
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.cache import own_layer
@@ -23,14 +26,43 @@ def _check_safe(path: object, arguments: dict[str, Any]) -> None:
         raise CheckpointError(
             "structattn loads weights from safetensors alone: leave use_safetensors, weights_only and gguf_file away"
         )
-    if not isinstance(path, str | Path) or not Path(path).is_dir():
-        return  # a name on the hub: transformers is told use_safetensors=True
-    folder = Path(path, arguments.get("subfolder") or "")
-    pickled = sorted(file.name for file in folder.glob("*.bin"))
-    if pickled and not any(folder.glob("*.safetensors")):
+    if not isinstance(path, str | Path):
+        return
+    if Path(path).is_dir():
+        folder = Path(path, arguments.get("subfolder") or "")
+        pickled = sorted(file.name for file in folder.glob("*.bin"))
+        if not any(folder.glob("*.safetensors*")):
+            found = f"{pickled[0]}, a pickle, which can run code when it is read" if pickled else "no weights"
+            raise CheckpointError(
+                f"{folder} holds {found}: expected model.safetensors; convert what there is with safetensors.torch.save_file"
+            )
+        indices = sorted(folder.glob("*.index.json"))
+    else:  # a name on the hub, where transformers looks for the same index
+        known = {name: arguments[name] for name in _WHERE if arguments.get(name) is not None}
+        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **_MAY_BE_MISSING, **known)
+        indices = [] if index is None else [Path(index)]
+    for index in indices:
+        _check_index(index)
+
+
+# Arguments that say where on the hub, and that a missing file is no error here.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_MAY_BE_MISSING = {
+    "_raise_exceptions_for_gated_repo": False,
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
+
+
+def _check_index(index: Path) -> None:
+    """Raises ``CheckpointError`` unless an index of shards names safetensors files alone: transformers unpickles any other."""
+    try:
+        shards = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of weights ({error!r}): the checkpoint is damaged") from error
+    if others := sorted(name for name in shards if not name.endswith(".safetensors")):
         raise CheckpointError(
-            f"{folder} holds {pickled[0]}, a pickle, which can run code when it is read and is never loaded: convert it with "
-            "safetensors.torch.save_file to model.safetensors"
+            f"{index} names {others[0]}, which is not safetensors; a pickle can run code when it is read and is never loaded"
         )
 
 
@@ -42,7 +74,7 @@ class OwnModel:
         """``PreTrainedModel.from_pretrained``, from safetensors alone and with the structure checked.
 
         Raises:
-            CheckpointError: the weights are a pickle, or are not those of this structure.
+            CheckpointError: the weights are missing, damaged or a pickle, or are not those of this structure.
             ConfigError: the structure in ``config.json`` is missing or does not fit.
         """
         _check_safe(pretrained_model_name_or_path, kwargs)
@@ -55,7 +87,10 @@ class OwnModel:
             "output_loading_info": True,
             "ignore_mismatched_sizes": True,
         }
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+        try:
+            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+        except SafetensorError as error:
+            raise CheckpointError(f"the weights in {pretrained_model_name_or_path} are damaged: {error}") from error
         if info["mismatched_keys"] and not other_shapes:
             wrong = [
                 f"{name} (saved {tuple(saved)}, expected {tuple(own)})" for name, saved, own in info["mismatched_keys"]

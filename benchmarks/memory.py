@@ -19,6 +19,8 @@ from benchmarks.machine import ROOT
 from benchmarks.registry import BENCHMARKS, Benchmark, Case, Group, Work
 from structattn.training.memory import PeakMemory
 
+RESOLUTION = 2**20  # bytes; a smaller peak is not to be divided by
+
 
 class MemoryMeasurementError(RuntimeError):
     """The process that should measure failed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -20,7 +20,8 @@ class CaseUnavailableError(RuntimeError):
 class Work(Protocol):
     """What a case builds: called without arguments it does the work that is timed.
 
-    It may have an attribute ``code``, a text that says which code runs.
+    It may have an attribute ``code``, a text that says which code runs, and a method ``prepare``, which is called before every
+    call and not timed: it undoes what the call before changed.
     """
 
     def __call__(self) -> object: ...
@@ -31,6 +32,28 @@ class Work(Protocol):
         A third element ``True`` marks a gradient, which has a tolerance of its own.
         """
         ...
+
+
+class CachingWork(Work, Protocol):
+    """The work of a case with ``decoding``."""
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Bytes that the cache allocated."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """What one call of a case with a key/value cache makes; its work is a ``CachingWork``.
+
+    Attributes:
+        new_tokens: that one call makes, all rows of the batch together.
+        cached_tokens: that the cache holds after it, all rows together.
+    """
+
+    new_tokens: int
+    cached_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +70,7 @@ class Case:
         bytes: the fewest bytes that one call must move: every input and weight read once, every output written once.
         is_baseline: whether it is what a user would pick instead.
         measures_memory: whether the peak memory of a call is measured too (``memory.peak_bytes``).
+        decoding: for the tokens per second and the bytes of the cache per token; ``None`` where there is no cache.
     """
 
     benchmark: str
@@ -57,6 +81,7 @@ class Case:
     bytes: int
     is_baseline: bool = False
     measures_memory: bool = False
+    decoding: Decoding | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +142,7 @@ class Benchmark:
         axis: the size along which a crossover is looked for, such as ``"E"``.
         groups: makes the groups; it must be cheap, since tensors are made by ``Case.build`` alone.
         quick: for each type of device, the sizes along the axis that ``--quick`` measures.
+        quick_others: other sizes that ``--quick`` holds fixed, such as ``{"B": 1}``.
         fit: the range along the axis, both ends included, in which the exponent of a power law is fitted to the times;
             ``None`` where they follow none.
     """
@@ -127,6 +153,7 @@ class Benchmark:
     axis: str
     groups: GroupMaker
     quick: Mapping[str, tuple[int, ...]]
+    quick_others: Mapping[str, int] = field(default_factory=dict)
     fit: tuple[int, int] | None = None
 
 
@@ -140,6 +167,7 @@ def benchmark(
     baseline: str,
     axis: str,
     quick: Mapping[str, tuple[int, ...]],
+    quick_others: Mapping[str, int] | None = None,
     fit: tuple[int, int] | None = None,
 ) -> Callable[[GroupMaker], GroupMaker]:
     """Registers a function ``(device, dtype) -> Iterable[Group]``; see ``Benchmark`` for the arguments."""
@@ -148,7 +176,14 @@ def benchmark(
         if name in BENCHMARKS:
             raise ValueError(f"two benchmarks are called {name!r}")
         BENCHMARKS[name] = Benchmark(
-            name=name, about=about, baseline=baseline, axis=axis, groups=groups, quick=quick, fit=fit
+            name=name,
+            about=about,
+            baseline=baseline,
+            axis=axis,
+            groups=groups,
+            quick=quick,
+            quick_others=quick_others or {},
+            fit=fit,
         )
         return groups
 

@@ -11,6 +11,13 @@ from benchmarks import figure
 
 Row = dict[str, Any]
 
+# Head to the key of a row.
+CACHE_COLUMNS = {
+    "tokens/s": "tokens_per_s",
+    "cache bytes per token": "cache_bytes_per_token",
+    "times smaller": "cache_ratio",
+}
+
 
 def crossovers(rows: list[Row], axis: str) -> list[Row]:
     """For every variant: the smallest measured size from which on it is always faster than the baseline.
@@ -89,9 +96,15 @@ def _mode_table(result: dict[str, Any], mode: str) -> str:
     fixed = ", ".join(f"{name} = {rows[0]['sizes'][name]:,}" for name in names if name not in varying)
     heads = ["variant", *varying, "FLOP ratio", "median ms", "20-80 % ms", f"times faster than {result['baseline']}"]
     heads.append("times the floor")
+    has_cache = any("cache_bytes" in row for row in rows)
+    if has_cache:
+        heads += CACHE_COLUMNS
     has_memory = any("peak_bytes" in row for row in rows)
     if has_memory:
-        heads += ["peak MiB", "of the baseline's"]
+        heads.append("peak MiB")
+    has_ratio = any("peak_ratio" in row for row in rows)
+    if has_ratio:
+        heads.append("of the baseline's")
     body = [
         [
             row["label"],
@@ -101,7 +114,9 @@ def _mode_table(result: dict[str, Any], mode: str) -> str:
             f"{number(row['p20_ms'])} - {number(row['p80_ms'])}",
             number(row["speedup"]),
             number(row["times_floor"]),
-            *(_memory_cells(row) if has_memory else ()),
+            *([_cell(row, key) for key in CACHE_COLUMNS.values()] if has_cache else []),
+            *([_cell(row, "peak_bytes", 2**20)] if has_memory else []),
+            *([_cell(row, "peak_ratio")] if has_ratio else []),
         ]
         for row in rows
     ]
@@ -109,9 +124,8 @@ def _mode_table(result: dict[str, Any], mode: str) -> str:
     return f"{title}\n\n{table(heads, body)}"
 
 
-def _memory_cells(row: Row) -> tuple[str, str]:
-    peak, ratio = row.get("peak_bytes"), row.get("peak_ratio")
-    return "" if peak is None else number(peak / 2**20), "" if ratio is None else number(ratio)
+def _cell(row: Row, key: str, unit: float = 1) -> str:
+    return number(row[key] / unit) if key in row else ""
 
 
 def _variants_by_mode(cells: list[tuple[Row, str]], modes: list[str]) -> str:
@@ -154,9 +168,13 @@ def _exponent_table(result: dict[str, Any]) -> str:
 
 def _disturbed(result: dict[str, Any]) -> list[str]:
     """The groups that are not to be trusted, with the number of repeats."""
-    axis = result["axis"]
+    names = [result["axis"], *figure.varying(result["rows"], result["axis"])]
     rows = (row for row in result["rows"] if row["is_baseline"] and row["disturbed"])
-    return [f"{row['disturbed']} at {row['mode']} {axis} = {row['sizes'][axis]}" for row in rows]
+    return [
+        f"{row['disturbed']} at {row['mode']} "
+        + " ".join(f"{n} = {row['sizes'][n]}" for n in names if n in row["sizes"])
+        for row in rows
+    ]
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -16,7 +16,9 @@ from tqdm import tqdm
 
 # They register themselves; a new benchmark is imported here too.
 import benchmarks.attention
-import benchmarks.linear  # noqa: F401
+import benchmarks.decode
+import benchmarks.linear
+import benchmarks.model  # noqa: F401
 from benchmarks import machine, memory, report
 from benchmarks.registry import BENCHMARKS, Benchmark, Group
 from benchmarks.timing import SEED, Ceilings, Clock, CpuClock, CudaClock, measure_ceilings, measure_group
@@ -48,7 +50,11 @@ def chosen_groups(
     """
     groups = bench.groups(device, dtype)
     if quick:
-        groups = [group for group in groups if group.sizes[bench.axis] in bench.quick[device.type]]
+        groups = [
+            group
+            for group in groups
+            if group.sizes[bench.axis] in bench.quick[device.type] and bench.quick_others.items() <= group.sizes.items()
+        ]
     try:
         found = [chosen for group in groups if (chosen := selected(group, only))]
     except re.error as error:
@@ -146,7 +152,7 @@ def run(
 def _add_memory(
     rows: list[dict[str, Any]], bench: Benchmark, group: Group, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
-    """Adds the peak memory to the rows of the cases that measure it, and its ratio to the baseline's.
+    """Adds the peak memory to the rows of the cases that measure it, and its ratio to the baseline's if that is no noise.
 
     Returns:
         A line for every case whose memory could not be measured: hours of times are not lost for it.
@@ -158,9 +164,9 @@ def _add_memory(
                 by_label[case.label]["peak_bytes"] = memory.peak_bytes(bench, group, case, device, dtype)
             except memory.MemoryMeasurementError as error:
                 failed.append(f"peak memory of {group.name_of(case)}: {error}")
-    base = by_label[group.baseline.label].get("peak_bytes")
+    base = by_label[group.baseline.label].get("peak_bytes", 0)
     for row in rows:
-        if base and "peak_bytes" in row:
+        if base >= memory.RESOLUTION and "peak_bytes" in row:
             row["peak_ratio"] = row["peak_bytes"] / base
     return failed
 

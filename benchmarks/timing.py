@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from benchmarks.machine import Watch, wait_until_quiet
-from benchmarks.registry import CaseUnavailableError, Group, Work
+from benchmarks.registry import CachingWork, CaseUnavailableError, Group, Work
 from structattn.errors import StructAttnError
 from structattn.testing.tolerances import FORWARD, GRADIENT, relative_error
 
@@ -39,8 +39,8 @@ class Clock(Protocol):
     sample_ms: float
     threads: int
 
-    def time_ms(self, call: Callable[[], object], inner: int) -> float:
-        """Milliseconds of one call, the mean of ``inner`` calls."""
+    def time_ms(self, call: Callable[[], object], inner: int, prepare: Callable[[], object] | None = None) -> float:
+        """Milliseconds of one call, the mean of ``inner`` calls; ``prepare`` comes before each and is not timed."""
         ...
 
 
@@ -52,11 +52,19 @@ class CpuClock:
     def __init__(self) -> None:
         self.threads = torch.get_num_threads()
 
-    def time_ms(self, call: Callable[[], object], inner: int) -> float:
-        start = time.perf_counter()
+    def time_ms(self, call: Callable[[], object], inner: int, prepare: Callable[[], object] | None = None) -> float:
+        if prepare is None:
+            start = time.perf_counter()
+            for _ in range(inner):
+                call()
+            return (time.perf_counter() - start) * 1e3 / inner
+        total = 0.0
         for _ in range(inner):
+            prepare()
+            start = time.perf_counter()
             call()
-        return (time.perf_counter() - start) * 1e3 / inner
+            total += time.perf_counter() - start
+        return total * 1e3 / inner
 
 
 class CudaClock:
@@ -73,10 +81,12 @@ class CudaClock:
         size = max(4 * torch.cuda.get_device_properties(device).L2_cache_size, 2**28)
         self._flush = torch.empty(size, dtype=torch.int8, device=device)
 
-    def time_ms(self, call: Callable[[], object], inner: int) -> float:
+    def time_ms(self, call: Callable[[], object], inner: int, prepare: Callable[[], object] | None = None) -> float:
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(inner)]
         torch.cuda.synchronize()
         for start, end in pairs:
+            if prepare is not None:
+                prepare()
             self._flush.fill_(1)
             start.record()
             call()
@@ -222,7 +232,7 @@ def measure_group(
         CaseUnavailableError: the baseline cannot run.
     """
     torch.manual_seed(SEED)
-    cases, works, errors, inners = [], [], [], []
+    cases, works, prepares, errors, inners = [], [], [], [], []
     for case in group.cases:
         try:
             work = case.build()
@@ -234,7 +244,8 @@ def measure_group(
             continue
         cases.append(case)
         errors.append(checked_error(group.name_of(case), work, dtype))
-        warm_ms = min(clock.time_ms(work, 1) for _ in range(WARM_UPS))
+        prepares.append(getattr(work, "prepare", None))
+        warm_ms = min(clock.time_ms(work, 1, prepares[-1]) for _ in range(WARM_UPS))
         works.append(work)
         inners.append(max(1, math.ceil(clock.sample_ms / warm_ms)))
     order, shuffler = list(range(len(works))), random.Random(SEED)
@@ -243,7 +254,7 @@ def measure_group(
         shuffler.shuffle(order)
         times = [0.0] * len(works)
         for i in order:
-            times[i] = clock.time_ms(works[i], inners[i])
+            times[i] = clock.time_ms(works[i], inners[i], prepares[i])
         return times
 
     with no_collection():
@@ -277,4 +288,14 @@ def measure_group(
                 "samples_ms": list(samples),
             }
         )
+        if case.decoding is not None:
+            cache_bytes = cast(CachingWork, work).cache_nbytes
+            rows[-1] |= {
+                "tokens_per_s": 1e3 * case.decoding.new_tokens / statistics.median(samples),
+                "cache_bytes": cache_bytes,
+                "cache_bytes_per_token": cache_bytes / case.decoding.cached_tokens,
+            }
+    for row in rows:
+        if "cache_bytes" in row:
+            row["cache_ratio"] = rows[cases.index(group.baseline)]["cache_bytes"] / row["cache_bytes"]
     return rows

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks are no part of the package
 
 import structattn  # noqa: E402
-from benchmarks import attention, figure, linear, memory, report, run, timing  # noqa: E402
+from benchmarks import attention, decode, figure, linear, memory, report, run, timing  # noqa: E402
 from benchmarks.registry import BENCHMARKS, CaseUnavailableError, Group  # noqa: E402
 from structattn import LevelLayout, StructuredLinear, cli, structured_attention  # noqa: E402
 from structattn.errors import ConfigError  # noqa: E402
@@ -288,6 +289,8 @@ def test_quick_takes_the_registered_sizes() -> None:
         bench = BENCHMARKS[name]
         groups = run.chosen_groups(bench, CPU, FLOAT32, quick=True)
         assert {group.sizes[bench.axis] for group in groups} == sizes
+    groups = run.chosen_groups(BENCHMARKS["decode"], CPU, FLOAT32, quick=True)
+    assert [(group.sizes["S"], group.sizes["B"]) for group in groups] == [(1024, 1), (16384, 1)]
     with pytest.raises(ConfigError, match="matches no case of attention with --quick"):
         run.chosen_groups(BENCHMARKS["attention"], CPU, FLOAT32, only="T=1024", quick=True)
     with pytest.raises(ConfigError, match="no regular expression"):
@@ -317,6 +320,10 @@ def test_a_run_with_memory_has_a_figure_and_exponents(monkeypatch: pytest.Monkey
     assert "| 10 | 2.5 |" in text
     assert "## Exponent" in text
     assert "Code blocked: mlr 8x8" in text
+    peaks[attention.BASELINE] = memory.RESOLUTION - 1
+    result = run.run(bench, device="cpu", dtype="float32", repeats=1, only=only, patience_s=0)
+    assert not any("peak_ratio" in row for row in result["rows"])
+    assert "| peak MiB |\n" in report.markdown(result)
     assert report.write(result | {"quick": True}, tmp_path)[0].stem.endswith("-quick")
 
 
@@ -338,6 +345,140 @@ def test_the_exponent_of_a_power_law() -> None:
     assert found["exponent"] == pytest.approx(1.5)
     assert found["points"] == 3
     assert report.exponents(rows[:3], "T", (2048, 16384)) == []
+
+
+def test_prepare_comes_before_every_call_and_is_not_timed() -> None:
+    calls: list[str] = []
+
+    def prepare() -> None:
+        calls.append("prepare")
+        time.sleep(0.05)
+
+    assert timing.CpuClock().time_ms(lambda: calls.append("call"), 3, prepare) < 50
+    assert calls == ["prepare", "call"] * 3
+
+
+def test_decoding_is_planned() -> None:
+    for device in ("cpu", "cuda"):
+        groups = list(BENCHMARKS["decode"].groups(torch.device(device), FLOAT32))
+        assert [(group.sizes["B"], group.sizes["S"]) for group in groups] == [
+            (batch, 2**power) for batch in (1, 8) for power in range(10, 17)
+        ]
+        labels = {decode.BASELINE, decode.CAT, decode.PLAIN_LEVEL, decode.GROWING, *attention.LAYOUTS[64]}
+        assert all({case.label for case in group.cases} == labels for group in groups[:-1])
+        assert {case.label for case in groups[-1].cases} == labels - {decode.CAT}
+
+
+def _decoding(label: str, length: int, batch: int = 2, heads: int = 3) -> tuple[decode.Case, decode.DecodeWork]:
+    (group,) = decode.decode_groups(CPU, FLOAT32, lengths=[length], batches=[batch], heads=heads)
+    case = next(case for case in group.cases if case.label == label)
+    work = case.build()
+    work.prepare()
+    work()
+    return case, work
+
+
+@pytest.mark.parametrize(
+    ("label", "keys", "values"),
+    [
+        (decode.BASELINE, [64 * 1024], [64 * 1024]),
+        (decode.CAT, [64 * 1024], [64 * 1024]),
+        (decode.PLAIN_LEVEL, [64 * 1024], [64 * 1024]),
+        ("mlr 8x8", [8 * 1024 // 2**level for level in range(8)], [64 * 1024]),
+        ("mlr 8x8 values", [8 * 1024 // 2**level for level in range(8)], [8 * 1024 // 2**level for level in range(8)]),
+        (
+            "mlr 32|8|6|4|4|4|4|2",
+            [rank * 1024 // 2**level for level, rank in enumerate((32, 8, 6, 4, 4, 4, 4, 2))],
+            [64 * 1024],
+        ),
+    ],
+)
+def test_counts_of_decoding(label: str, keys: list[int], values: list[int]) -> None:
+    case, work = _decoding(label, 1024)
+    assert case.flops == 2 * 3 * 2 * (sum(keys) + sum(values))  # batch, heads, multiply and add
+    assert work.cache_nbytes == 2 * 3 * 4 * (sum(keys) + sum(values))
+    copied = work.cache_nbytes if label == decode.CAT else 0
+    assert case.bytes == work.cache_nbytes + copied + 2 * 3 * 4 * 2 * 64
+    if isinstance(work.cache, decode.LevelsCache):
+        assert work.cache.cache.length == 1024
+        assert work.cache.cache.key_nbytes == 2 * 3 * 4 * sum(keys)
+
+
+def test_what_a_growing_cache_allocates_is_rounded_up_to_pages() -> None:
+    _, work = _decoding(decode.GROWING, 1536)
+    kept = (8 + 64) * 2048 + sum(8 * 1536 // 2**level for level in range(1, 8))  # blocks are not rounded up
+    assert work.cache_nbytes == 2 * 3 * 4 * kept
+
+
+def test_the_factors_of_eight_equal_levels() -> None:
+    plain, levels, values = (_decoding(x, 1024)[1] for x in (decode.BASELINE, "mlr 8x8", "mlr 8x8 values"))
+    assert isinstance(levels.cache, decode.LevelsCache)
+    assert plain.cache_nbytes / 2 / levels.cache.cache.key_nbytes == pytest.approx(4, abs=0.05)
+    assert plain.cache_nbytes / levels.cache_nbytes == pytest.approx(1.6, abs=0.05)
+    assert plain.cache_nbytes / values.cache_nbytes == pytest.approx(4, abs=0.05)
+
+
+class _Wrong:
+    """A cache with one method replaced."""
+
+    def __init__(self, cache: decode.Cache, **methods: Callable[..., Any]) -> None:
+        self.cache, self.nbytes = cache, cache.nbytes
+        self.attend, self.forget = methods.get("attend", cache.attend), methods.get("forget", cache.forget)
+
+
+WRONG_CACHES: dict[str, Callable[[decode.Cache], _Wrong]] = {
+    "output": lambda cache: _Wrong(cache, attend=lambda q, k, v: 1.01 * cache.attend(q, k, v)),
+    "new key": lambda cache: _Wrong(cache, attend=lambda q, k, v: cache.attend(q, -k, v)),
+    "new value": lambda cache: _Wrong(cache, attend=lambda q, k, v: cache.attend(q, k, -v)),
+    "never forgets": lambda cache: _Wrong(cache, forget=lambda: None),
+}
+
+
+@pytest.mark.parametrize("label", ["mlr 8x8", "mlr 8x8 values", decode.PLAIN_LEVEL, decode.GROWING])
+@pytest.mark.parametrize("wrong", WRONG_CACHES)
+def test_a_wrong_cache_raises(wrong: str, label: str) -> None:
+    _, work = _decoding(label, 128)
+    assert timing.checked_error("right", work, FLOAT32) < 1e-5
+    with pytest.raises(timing.WrongResultError):
+        timing.checked_error("wrong", replace(work, cache=WRONG_CACHES[wrong](work.cache)), FLOAT32)
+
+
+def test_another_layout_is_wrong() -> None:
+    work = decode.decode_work("mlr 8x8", batch=1, length=128, heads=2, device=CPU, dtype=FLOAT32)
+    with pytest.raises(timing.WrongResultError):
+        timing.checked_error("wrong", replace(work, layout=decode.decode_layout(decode.BASELINE, 128)), FLOAT32)
+
+
+def test_the_reference_of_decoding_is_the_definition() -> None:
+    q, k, v = (x.double() for x in decode.tokens(2, 3, 128, CPU, FLOAT32))
+    for label in ("mlr 8x8 values", decode.BASELINE):
+        layout = decode.decode_layout(label, 128)
+        expected = structured_attention(q, k, v, layout, is_causal=True, backend="reference")
+        assert_close(decode.reference(2, 3, 128, layout, CPU, FLOAT32), expected)
+
+
+def test_a_run_of_decoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "peak_bytes", lambda bench, group, case, device, dtype: 4 * 2**20)
+    monkeypatch.setattr(run, "measure_ceilings", lambda *_: timing.Ceilings(flops_per_s=1e9, bytes_per_s=1e9))
+    monkeypatch.setattr(decode, "MEMORY_LENGTHS", (256,))
+    bench = replace(
+        BENCHMARKS["decode"],
+        groups=lambda device, dtype: decode.decode_groups(
+            device, dtype, lengths=(128, 256, 512), batches=(1, 2), heads=1
+        ),
+    )
+    result = run.run(bench, device="cpu", dtype="float32", repeats=1, patience_s=0)
+    assert len(result["rows"]) == 2 * 3 * 7
+    for row in result["rows"]:
+        cached = row["sizes"]["B"] * row["sizes"]["S"]
+        assert row["tokens_per_s"] == pytest.approx(1e3 * row["sizes"]["B"] / row["median_ms"])
+        assert row["cache_bytes_per_token"] == row["cache_bytes"] / cached
+        assert row["cache_ratio"] == pytest.approx(512 / row["cache_bytes_per_token"])  # 2 * 64 * 4 bytes
+        assert ("peak_bytes" in row) == (cached == 256 and row["sizes"]["B"] == 1)
+    paths = report.write(result, tmp_path)
+    assert [path.suffix for path in paths] == [".json", ".md", ".png"]
+    head = next(line for line in paths[1].read_text().splitlines() if line.startswith("| variant | S | B |"))
+    assert "| tokens/s | cache bytes per token | times smaller | peak MiB |" in head
 
 
 def test_the_command_runs_a_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -387,7 +528,9 @@ def test_info_says_what_auto_takes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["linear/.*E=256,.*btt:1", "attention/.*/T=4096,.*(mlr|Flex)", "attention/decode"])
+@pytest.mark.parametrize(
+    "name", ["linear/.*E=256,.*btt:1", "attention/.*/T=4096,.*(mlr|Flex)", "attention/decode", "decode/.*S=1024"]
+)
 def test_cuda(name: str, tmp_path: Path) -> None:
     words = [name.partition("/")[0], "--device", "cuda", "--dtype", "bfloat16", "--only", name, "--repeats", "2"]
     run.main([*words, "--out", str(tmp_path)])

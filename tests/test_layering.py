@@ -14,7 +14,7 @@ FLOORS = {
     "partition": 2,
     "layout": 3,
     "matrices": 3,
-    "mup": 3,
+    "mup": 2,
     "ops": 4,
     "cache": 5,
     "layers.scoring": 5,

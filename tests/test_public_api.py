@@ -23,6 +23,7 @@ def test_public_names() -> None:
         "cache",
         "errors",
         "matrices",
+        "mup",
         "ops",
         "parse_spec",
         "replace_linears",

@@ -6,7 +6,7 @@ distance shares); one op, ``structured_attention``, computes them all. Importing
 
 from importlib.metadata import PackageNotFoundError, version
 
-from structattn import cache, errors, matrices, ops
+from structattn import cache, errors, matrices, mup, ops
 from structattn.cache import LevelCache
 from structattn.layers import scoring
 from structattn.layers.attention import Attention
@@ -38,6 +38,7 @@ __all__ = [
     "cache",
     "errors",
     "matrices",
+    "mup",
     "ops",
     "parse_spec",
     "replace_linears",

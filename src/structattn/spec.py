@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from structattn.errors import ConfigError, nearest_name
-from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
+from structattn.layers.scoring import BTT, MLR, LowRank, Matrix, ScoreScaling
 from structattn.layout import SCALINGS, GlobalWindowLayout, LevelLayout, Scaling
 from structattn.matrices import FAMILIES, Structure
 
@@ -58,6 +58,22 @@ class AttentionSpec:
     def layout_for(self, context_length: int) -> LevelLayout | GlobalWindowLayout | None:
         """The layout for a model of that context length (in positions)."""
         return self.layout.resolve(context_length) if isinstance(self.layout, Halving) else self.layout
+
+    def with_scaling(self, scaling: ScoreScaling) -> AttentionSpec:
+        """The same variant with another scaling of its scores, as muP needs it (``"mup"``), where it had the default.
+
+        A scaling that was chosen (``"paper"``, say) stays. With a layout it is the layout's that counts; a global-window layout has
+        no choice of it.
+
+        Args:
+            scaling: ``"variance"`` or ``"mup"``.
+        """
+        layout, scoring = self.layout, self.scoring
+        if isinstance(layout, LevelLayout | Halving) and layout.scaling == "variance":
+            return dataclasses.replace(self, layout=dataclasses.replace(layout, scaling=scaling))
+        if layout is None and scoring.scaling == "variance":
+            return dataclasses.replace(self, scoring=dataclasses.replace(scoring, scaling=scaling))
+        return self
 
     def __str__(self) -> str:
         return format_spec(self)

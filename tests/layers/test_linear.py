@@ -69,7 +69,7 @@ def test_roles_name_every_parameter(text) -> None:
     roles = layer.parameter_roles()
     assert set(roles) == {name for name, _ in layer.named_parameters()}
     for name, p in layer.named_parameters():
-        if roles[name].kind == "hidden":
+        if roles[name].kind == "factor":
             # Every structure draws its factors at the scale of its role; alone the sign of an orthogonal 2 x 2 is left open.
             assert 0.4 < float(p.detach().square().mean().sqrt()) / roles[name].init_std < 2, name
         else:
@@ -78,9 +78,9 @@ def test_roles_name_every_parameter(text) -> None:
 
 def test_roles_of_known_structures() -> None:
     assert sa.StructuredLinear(64, 64, "monarch").parameter_roles() == {
-        "bias": Role(kind="vector"),
-        "matrix.left": Role(kind="hidden", fan_in=8),
-        "matrix.right": Role(kind="hidden", fan_in=8),
+        "bias": Role(kind="bias"),
+        "matrix.left": Role(kind="factor", fan_in=8),
+        "matrix.right": Role(kind="factor", fan_in=8),
     }
     mlr = sa.StructuredLinear(64, 32, "mlr:4|2", bias=False).parameter_roles()
     assert {name: role.fan_in for name, role in mlr.items()} == {
@@ -91,7 +91,7 @@ def test_roles_of_known_structures() -> None:
     }
     assert Role(kind="hidden", fan_in=64).init_std == 1 / 8
     assert Role(kind="hidden", fan_in=64).learning_rate(1e-3) == pytest.approx(1.2e-2)
-    assert Role(kind="vector").learning_rate(1e-3) == 1e-3
+    assert Role(kind="bias").learning_rate(1e-3) == 1e-3
     assert Role(kind="output", fan_in=768).init_std == 0
     for wrong in ({"kind": "big"}, {"kind": "hidden", "fan_in": 0}):
         with pytest.raises(ConfigError):

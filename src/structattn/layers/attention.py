@@ -16,6 +16,7 @@ from structattn.layers.latent import ScoringLatent
 from structattn.layers.rotary import Rotary
 from structattn.layers.scoring import HeadShape, LowRank, Scoring
 from structattn.layout import Layout, LevelLayout, visible_pairs, visible_pairs_per_level
+from structattn.mup import Role
 from structattn.ops import Backend, structured_attention
 from structattn.spec import AttentionSpec, parse_spec
 
@@ -150,6 +151,15 @@ class Attention(nn.Module):
             nn.init.normal_(linear.weight, std=1 / math.sqrt(embed_dim))
             if bias:
                 nn.init.zeros_(linear.bias)
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """The muP roles of the value and output projections; the scoring declares its own."""
+        roles = {
+            "value_proj.weight": Role(kind="hidden", fan_in=self.embed_dim),
+            "out_proj.weight": Role(kind="output", fan_in=self.embed_dim),
+        }
+        biases = {f"{name}.bias": Role(kind="bias") for name in ("value_proj", "out_proj")}
+        return roles if self.out_proj.bias is None else {**roles, **biases}
 
     @classmethod
     def from_spec(

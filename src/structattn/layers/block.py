@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from structattn.cache import LevelCache
 from structattn.layers.attention import Attention
+from structattn.mup import Role
 
 
 class MLP(nn.Module):
@@ -32,6 +33,15 @@ class MLP(nn.Module):
             nn.init.normal_(linear.weight, std=1 / math.sqrt(linear.in_features))
             if bias:
                 nn.init.zeros_(linear.bias)
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """The muP roles: the first layer is hidden, the second an output."""
+        roles = {
+            "up.weight": Role(kind="hidden", fan_in=self.up.in_features),
+            "down.weight": Role(kind="output", fan_in=self.down.in_features),
+        }
+        biases = {f"{name}.bias": Role(kind="bias") for name in ("up", "down")}
+        return roles if self.up.bias is None else {**roles, **biases}
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., E) to (..., E)."""

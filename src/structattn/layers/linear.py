@@ -89,12 +89,9 @@ class StructuredLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def parameter_roles(self) -> dict[str, Role]:
-        """The muP role of every parameter: factors are hidden matrices with the fan-in of one block, the rest vectors."""
-        fan_ins = {f"matrix.{name}": fan_in for name, fan_in in self.matrix.product_fan_ins.items()}
-        return {
-            name: Role(kind="hidden", fan_in=fan_ins[name]) if name in fan_ins else Role(kind="vector")
-            for name, _ in self.named_parameters()
-        }
+        """The muP role of every parameter: those of the matrix, and a bias. A layer that is an output says so where it is used."""
+        roles = {f"matrix.{name}": role for name, role in self.matrix.parameter_roles().items()}
+        return roles if self.bias is None else {**roles, "bias": Role(kind="bias")}
 
     def extra_repr(self) -> str:
         """As ``nn.Linear``."""

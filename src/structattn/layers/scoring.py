@@ -18,6 +18,7 @@ from structattn.errors import ConfigError
 from structattn.matrices import BlockTensorTrain, FactoredMatrix, MultiLevelLowRank, Structure, StructuredMatrix
 from structattn.matrices import LowRank as LowRankMatrix
 from structattn.matrices.base import Order
+from structattn.mup import Role
 
 ScoreScaling = Literal["variance", "mup"]
 
@@ -74,6 +75,15 @@ class ScoringModule(nn.Module):
     @abstractmethod
     def feature_dim(self) -> int:
         """D of the norms and of a layout: see ``Scoring.feature_dim``."""
+
+    @property
+    @abstractmethod
+    def matrix_fan_ins(self) -> dict[str, int]:
+        """The fan-in of every factor in the way this scoring uses it: in features of both sides, or in M x'."""
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """The muP roles of the factors of the matrix; its norms are known by their type."""
+        return {f"matrix.{name}": role for name, role in self.matrix.factor_roles(self.matrix_fan_ins).items()}
 
     def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """Unscaled queries and keys.
@@ -199,6 +209,10 @@ class _LowRankScoring(ScoringModule):
         self.k_norm = nn.LayerNorm(matrix.rank, bias=shape.bias) if shape.norm else nn.Identity()
 
     @property
+    def matrix_fan_ins(self) -> dict[str, int]:
+        return self.matrix.feature_fan_ins
+
+    @property
     def feature_dim(self) -> int:
         return self.matrix.inner_dim
 
@@ -232,6 +246,10 @@ class _BilinearScoring(ScoringModule):
         self.scaling = scaling
         self.q_norm = nn.LayerNorm(shape.embed_dim, bias=shape.bias) if shape.norm else nn.Identity()
         self.k_norm = nn.LayerNorm(shape.embed_dim, bias=shape.bias) if shape.norm else nn.Identity()
+
+    @property
+    def matrix_fan_ins(self) -> dict[str, int]:
+        return self.matrix.product_fan_ins
 
     @property
     def feature_dim(self) -> int:
@@ -275,6 +293,10 @@ class _MLRScoring(ScoringModule):
         self.level_scales = [
             share * (size**-0.5 if scaling == "variance" else 8 / size) for size in matrix.feature_sizes
         ]
+
+    @property
+    def matrix_fan_ins(self) -> dict[str, int]:
+        return self.matrix.feature_fan_ins
 
     @property
     def feature_dim(self) -> int:

@@ -53,6 +53,9 @@ class Dense(StructuredMatrix):
     def _rmatmul(self, x: Tensor) -> Tensor:
         return heads_matmul(self.weight.reshape(-1, self.num_rows, self.num_cols).transpose(1, 2), x)
 
+    def _is_written_out(self, x: Tensor, size: int) -> bool:
+        return False  # it is already
+
     @property
     def options(self) -> dict[str, Any]:
         """None."""
@@ -248,6 +251,12 @@ class Kronecker(FactoredMatrix):
         """The factor that acts last reads the other side's inputs: a for A, or b for B."""
         last = {"outer": self.row_dims[0]} if self.inner_first else {"inner": self.row_dims[1]}
         return {**self.product_fan_ins, **last}
+
+    @property
+    def factor_uses(self) -> dict[str, int]:
+        """The columns of the vector, seen as a matrix, when the factor meets it: b for A and c for B if B acts first."""
+        (a, b), (c, d) = self.row_dims, self.col_dims
+        return {"outer": b, "inner": c} if self.inner_first else {"outer": d, "inner": a}
 
     def used_factors(self) -> tuple[Tensor, Tensor]:
         """A (P or P', a, c) and B (P' or P, b, d) as they are used, capped."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from structattn.errors import ConfigError
 from structattn.models.transformer import Transformer
+from structattn.mup import Role
 
 
 class Forecaster(nn.Module):
@@ -70,6 +71,15 @@ class Forecaster(nn.Module):
         for linear in (self.embed, self.head):
             nn.init.zeros_(linear.bias)
         nn.init.zeros_(self.head.weight)
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """The muP roles of the read-in of patches, whose inputs do not grow with the width, and of the head."""
+        return {
+            "embed.weight": Role(kind="embedding"),
+            "embed.bias": Role(kind="bias"),
+            "head.weight": Role(kind="output", fan_in=self.head.in_features),
+            "head.bias": Role(kind="bias"),
+        }
 
     def forward(self, window: Tensor) -> Tensor:
         """(B, look_back) scaled values to (B, horizon)."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from structattn.models.transformer import Transformer
+from structattn.mup import Role
 
 
 class ICLRegressor(nn.Module):
@@ -17,38 +19,77 @@ class ICLRegressor(nn.Module):
         spec: attention variant of every layer.
         dim: d, dimension of the inputs; y is padded to it with zeros.
         num_points: N, most pairs in a prompt; the sequence has 2 N tokens.
-        embed_dim, num_layers, num_heads: of the trunk.
+        embed_dim, num_layers, num_heads, qk_norm: of the trunk.
+        read_in_std: of the initial read-in. Default ``None``: 1/sqrt(d), so that the tokens of x and the learned positions do not
+            start at the same size; 0.02 is the reference's.
 
     Source: Garg et al. 2022; Kuang et al. 2025, section 4.
     """
 
     def __init__(
-        self, spec: str, *, dim: int, num_points: int, embed_dim: int, num_layers: int, num_heads: int
+        self,
+        spec: str,
+        *,
+        dim: int,
+        num_points: int,
+        embed_dim: int,
+        num_layers: int,
+        num_heads: int,
+        qk_norm: bool = True,
+        read_in_std: float | None = None,
     ) -> None:
         super().__init__()
         self.dim = dim
         self.num_points = num_points
+        self._flops: dict[int, int] = {}
         self.read_in = nn.Linear(dim, embed_dim, bias=False)
-        nn.init.normal_(self.read_in.weight, std=1 / math.sqrt(dim))
+        self.read_in_std = 1 / math.sqrt(dim) if read_in_std is None else read_in_std
+        nn.init.normal_(self.read_in.weight, std=self.read_in_std)
         self.trunk = Transformer(
             spec,
             num_layers=num_layers,
             embed_dim=embed_dim,
             num_heads=num_heads,
+            qk_norm=qk_norm,
             context_length=2 * num_points,
         )
         self.read_out = nn.Linear(embed_dim, 1, bias=False)
         nn.init.zeros_(self.read_out.weight)
 
+    def parameter_roles(self) -> dict[str, Role]:
+        """The muP roles of the read-in, whose inputs do not grow with the width, and of the read-out."""
+        return {
+            "read_in.weight": Role(kind="embedding", std=self.read_in_std),
+            "read_out.weight": Role(kind="output", fan_in=self.read_out.in_features),
+        }
+
     def forward(self, xs: Tensor, ys: Tensor) -> Tensor:
-        """xs (B, n, d), ys (B, n) to predictions (B, n), prediction i made before y_i is read."""
-        padded = torch.zeros_like(xs)
-        padded[..., 0] = ys
+        """Predictions, (B, n), each made before its y is read.
+
+        Args:
+            xs: (B, n, d), n of 1 ... N.
+            ys: (B, n).
+
+        Raises:
+            ShapeError: more than N pairs.
+        """
+        padded = F.pad(ys[..., None], (0, self.dim - 1))
         tokens = torch.stack([xs, padded], dim=2).flatten(1, 2)
-        out: Tensor = self.read_out(self.trunk(self.read_in(tokens)))[:, ::2, 0]
+        features = self.trunk(self.read_in(tokens))[:, ::2]  # only at the x: nothing is read off at the y
+        out: Tensor = self.read_out(features)[..., 0]
         return out
 
+    def flops(self, num_points: int) -> int:
+        """Forward FLOPs of a prompt of that many pairs, 2 per multiply-add, without the read-in: compute is counted without
+        embeddings (Kuang et al. 2025, section 4)."""
+        if num_points not in self._flops:  # asked for at every step
+            self._flops[num_points] = self.trunk.flops(2 * num_points) + 2 * num_points * self.read_out.in_features
+        return self._flops[num_points]
+
+    def score_rank(self) -> int:
+        """The rank of the bilinear form of one head of the first layer: what the low-rank bottleneck is about."""
+        return self.trunk.layers[0].attention.scoring.matrix.rank_bound
+
     def flops_per_example(self) -> int:
-        """Forward FLOPs of a prompt of N pairs, read-in and read-out included."""
-        tokens, width = 2 * self.num_points, self.read_in.out_features
-        return self.trunk.flops(tokens) + 2 * tokens * width * (self.dim + 1)
+        """``flops`` of a full prompt, N pairs: without the read-in."""
+        return self.flops(self.num_points)

@@ -14,6 +14,7 @@ from structattn.layers.rotary import Rotary
 from structattn.models.prompts import Prompts, PromptTokens
 from structattn.models.sampling import GREEDY, RowSampler, Sampling
 from structattn.models.transformer import Transformer
+from structattn.mup import Role
 
 
 class LanguageModel(nn.Module):
@@ -74,6 +75,10 @@ class LanguageModel(nn.Module):
         outputs = [linear for block in self.trunk.layers for linear in (block.attention.out_proj, block.mlp.down)]
         for linear in (*outputs, self.read_out):
             nn.init.zeros_(linear.weight)
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """The muP role of the read-out; embeddings are known by their type."""
+        return {"read_out.weight": Role(kind="output", fan_in=self.read_out.in_features)}
 
     def forward(
         self, tokens: Tensor, *, caches: LayerCaches | None = None, left_padding: Tensor | None = None

@@ -14,6 +14,7 @@ from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention import Attention
 from structattn.layers.block import TransformerBlock
 from structattn.layers.rotary import Rotary
+from structattn.mup import Role
 
 
 class Transformer(nn.Module):
@@ -29,6 +30,7 @@ class Transformer(nn.Module):
         is_causal: default ``True``.
         rotary: turns queries and keys by their positions; then no positions are learned, and sequences have no limit. Default
             ``None``: positions are learned.
+        qk_norm: see ``Attention``.
         mlp_ratio, dropout, bias: see ``TransformerBlock``.
 
     Raises:
@@ -48,6 +50,7 @@ class Transformer(nn.Module):
         context_length: int,
         is_causal: bool = True,
         rotary: Rotary | None = None,
+        qk_norm: bool = True,
         mlp_ratio: int = 4,
         dropout: float = 0.0,
         bias: bool = False,
@@ -72,12 +75,17 @@ class Transformer(nn.Module):
                 context_length=context_length,
                 is_causal=is_causal,
                 rotary=rotary,
+                qk_norm=qk_norm,
                 bias=bias,
                 dropout=dropout,
             )
             blocks.append(TransformerBlock(attention, mlp_ratio=mlp_ratio, bias=bias, dropout=dropout))
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(embed_dim, bias=bias)
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """The muP role of the learned positions; the blocks declare their own."""
+        return {} if self.position is None else {"position": Role(kind="embedding")}
 
     def forward(self, x: Tensor, *, caches: LayerCaches | None = None, left_padding: Tensor | None = None) -> Tensor:
         """Features of a sequence, or of its next tokens.

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from structattn.errors import BackendUnavailableError, ConfigError, ShapeError, nearest_name
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
-from structattn.ops import custom_op, reference
+from structattn.ops import custom_op, reference, short
 from structattn.ops.call import Call
 from structattn.ops.checks import check_layout, check_options, check_sequences, check_tensors
 
 Backend = Literal["auto", "reference", "blocked", "triton"]
-Choice = Literal["auto", "reference", "blocked", "triton", "scaled_dot_product_attention"]
+Choice = Literal["auto", "reference", "blocked", "triton", "scaled_dot_product_attention", "short"]
 # Up to so many scores the dense definition is the fastest on a CPU (docs/speed.md).
 _DENSE_SCORES = 2**18
 
@@ -154,6 +154,8 @@ def _why_not_triton(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tuple[Choice, str]:
     """What ``backend="auto"`` runs, and why: the one place that chooses."""
+    if not return_lse and short.suits(q, k, v, call):
+        return "short", f"one level of {q.shape[2]} x {k.shape[2]} scores, written out"
     if _suits_sdpa(q, k, v, call, return_lse):
         return "scaled_dot_product_attention", "one level needs nothing else"
     levels = call.layout.num_levels
@@ -349,6 +351,8 @@ def structured_attention(
         choice = "scaled_dot_product_attention"  # linear in memory too, and one level has nothing to gain
     if choice == "scaled_dot_product_attention":
         return _sdpa(q, k, v, call)
+    if choice == "short":
+        return short.attention(q, k, v, call, _one_level_scale(layout, scale))
     if choice == "triton" and (reason := _why_not_triton(q, k, v, call)) is not None:
         raise BackendUnavailableError(f"backend 'triton' cannot run this call: {reason}")
     out, lse = _reference(q, k, v, call) if choice == "reference" else custom_op.attention(q, k, v, call, choice)

@@ -20,6 +20,7 @@ from structattn.integrations.transformers.loading import OwnModel, describe
 from structattn.integrations.transformers.masks import Sequences, StructuredMask, read_padding
 from structattn.layers.attention import Attention
 from structattn.layers.rotary import Rotary, RotaryEmbedding
+from structattn.mup import Role
 
 
 class GatedMLP(nn.Module):
@@ -38,6 +39,15 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(hidden, width, bias=False)
         for linear in (self.gate_proj, self.up_proj, self.down_proj):
             nn.init.normal_(linear.weight, std=std)
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """The muP roles: two hidden layers and an output."""
+        width, hidden = self.up_proj.in_features, self.up_proj.out_features
+        return {
+            "gate_proj.weight": Role(kind="hidden", fan_in=width),
+            "up_proj.weight": Role(kind="hidden", fan_in=width),
+            "down_proj.weight": Role(kind="output", fan_in=hidden),
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., E) to (..., E)."""
@@ -158,6 +168,10 @@ class StructAttnModel(StructAttnPreTrainedModel):
         self.norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """The muP role of the learned positions; embeddings and norms are known by their type."""
+        return {} if self.position is None else {"position": Role(kind="embedding")}
 
     def forward(
         self,
@@ -282,6 +296,12 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         nn.init.normal_(self.lm_head.weight, std=config.initializer_range)
         self.post_init()
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """The muP role of the head: an output, or what the embeddings are where it is tied to them."""
+        if self.lm_head.weight is self.model.embed_tokens.weight:
+            return {"lm_head.weight": Role(kind="embedding")}
+        return {"lm_head.weight": Role(kind="output", fan_in=self.lm_head.in_features)}
 
     def forward(
         self,

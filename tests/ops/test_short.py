@@ -1,0 +1,163 @@
+"""Short plain attention on a CPU against the definition, outputs and all gradients, and when ``auto`` takes it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import structattn as sa
+from structattn.models.icl_regressor import ICLRegressor
+from structattn.ops import explain, short
+from structattn.testing.tolerances import assert_close
+
+
+def make(B, H, G, T, S, D, V, *, dtype=torch.float64, token_major=False):
+    """q, k and v with gradients; token-major ones lie in memory as projections leave them, (B, T, H, D)."""
+
+    def draw(heads, length, dim):
+        shape = (B, length, heads, dim) if token_major else (B, heads, length, dim)
+        x = torch.randn(shape, dtype=dtype)
+        return (x.transpose(1, 2) if token_major else x).requires_grad_()
+
+    return draw(H, T, D), draw(G, S, D), draw(G, S, V)
+
+
+def outputs(q, k, v, cotangent=None, **options):
+    """The output and the gradients of q, k and v."""
+    out = sa.structured_attention(q, k, v, **options)
+    cotangent = torch.randn_like(out) if cotangent is None else cotangent
+    return cotangent, [out, *torch.autograd.grad(out, (q, k, v), cotangent)]
+
+
+def check(q, k, v, **options):
+    assert explain(q, k, v, **options).startswith("short: ")
+    cotangent, actual = outputs(q, k, v, **options)
+    _, expected = outputs(*(x.double() for x in (q, k, v)), cotangent.double(), backend="reference", **options)
+    assert actual[0].dtype == q.dtype
+    for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert_close(a, b, gradient=number > 0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    B=st.integers(1, 3),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
+    lengths=st.sampled_from([(2, 2), (3, 7), (17, 17), (20, 33)]),
+    D=st.sampled_from([1, 2, 5, 16, 19]),
+    V=st.sampled_from([1, 3, 16, 21]),
+    is_causal=st.booleans(),
+    window=st.sampled_from([None, 1, 4, 50]),
+    scale=st.sampled_from([None, 0.0, -1.3]),
+    token_major=st.booleans(),
+)
+def test_it_is_the_definition(B, heads, lengths, D, V, is_causal, window, scale, token_major) -> None:
+    torch.manual_seed(0)
+    q, k, v = make(B, *heads, *lengths, D, V, token_major=token_major)
+    if D != V or D <= short.NARROW_HEAD:
+        check(q, k, v, is_causal=is_causal, window=window, scale=scale)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 3, 1, 1, 2, 3), (2, 3, 3, 1, 5, 2, 3), (2, 3, 3, 9, 4, 2, 3)], ids=str)
+def test_what_it_leaves_to_others_is_right_too(sizes) -> None:
+    q, k, v = make(*sizes)
+    assert not explain(q, k, v).startswith("short")
+    cotangent, actual = outputs(q, k, v)
+    for a, b in zip(actual, outputs(q, k, v, cotangent, backend="reference")[1], strict=True):
+        assert_close(a, b)
+
+
+def test_more_queries_than_keys_without_a_mask() -> None:
+    check(*make(2, 3, 3, 9, 4, 2, 3), is_causal=False)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e2])  # exp of 200 would overflow
+def test_float32_and_large_scores(factor) -> None:
+    q, k, v = make(2, 4, 4, 24, 24, 4, 2, dtype=torch.float32)
+    check((factor * q).detach().requires_grad_(), k, v)
+
+
+def test_shared_queries_and_keys() -> None:
+    q, k, v = make(3, 4, 4, 7, 7, 6, 2)
+    for shared in ((True, False), (False, True)):
+        pair = [x[:, :1].detach().requires_grad_() if one else x for x, one in zip((q, k), shared, strict=True)]
+        a, b = (x.expand(-1, 4, -1, -1) for x in pair)
+        results = []
+        for backend in ("auto", "reference"):
+            out = sa.structured_attention(a, b, v, backend=backend)
+            results.append([out, *torch.autograd.grad(out, (*pair, v), torch.ones_like(out))])
+        for actual, expected in zip(*results, strict=True):
+            assert_close(actual, expected)
+
+
+def test_inputs_stay_as_they_are() -> None:
+    q, k, v = make(2, 2, 2, 8, 8, 20, 17)
+    before = [x.detach().clone() for x in (q, k, v)]
+    out = sa.structured_attention(q, k, v)
+    first = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), first, strict=True):
+        assert torch.equal(a, b)  # what is kept for the gradient is not overwritten by it
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
+
+
+def test_the_gradient_has_none_of_its_own() -> None:
+    q, k, v = make(1, 2, 2, 4, 4, 3, 2)
+    (gradient,) = torch.autograd.grad(sa.structured_attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_transforms_of_functions_take_another_way() -> None:
+    q, k, v = (x.detach() for x in make(3, 2, 2, 4, 4, 3, 2))
+    many = torch.vmap(lambda a, b, c: sa.structured_attention(a[None], b[None], c[None])[0])(q, k, v)
+    assert_close(many, sa.structured_attention(q, k, v, backend="reference"))
+
+
+def test_when_auto_takes_it() -> None:
+    def chosen(*sizes, dtype=torch.float32, **options):
+        return explain(*make(*sizes, dtype=dtype), **options).partition(":")[0]
+
+    assert chosen(2, 8, 8, 24, 24, 2, 2) == "short"
+    assert chosen(2, 8, 8, 24, 24, 16, 2) == "short"
+    assert chosen(2, 8, 8, 24, 24, 16, 16) == "scaled_dot_product_attention"
+    assert chosen(2, 8, 8, 24, 24, 16, 16, window=4) == "short"
+    assert chosen(1, 2, 2, 129, 129, 16, 2) == "scaled_dot_product_attention"  # longer than measured
+    assert chosen(2, 8, 8, 24, 24, 2, 2, dtype=torch.bfloat16) == "scaled_dot_product_attention"
+    assert chosen(2, 8, 8, 24, 24, 2, 2, return_lse=True) == "reference"
+    assert chosen(2, 8, 8, 24, 24, 2, 2, dropout_p=0.1) == "scaled_dot_product_attention"
+    assert chosen(2, 8, 8, 24, 24, 2, 2, attn_bias=torch.zeros(24, 24)) == "scaled_dot_product_attention"
+    assert chosen(2, 8, 8, 24, 24, 2, 2, left_padding=torch.tensor([0, 3])) == "reference"
+    assert chosen(2, 8, 8, 24, 24, 4, 2, layout=sa.LevelLayout((2, 2), (24, 12))) == "reference"
+    with torch.no_grad():  # without gradients the fused kernel is faster
+        assert chosen(2, 8, 8, 24, 24, 2, 2) == "scaled_dot_product_attention"
+        assert chosen(2, 8, 8, 24, 24, 16, 2) == "short"
+    with torch.autocast("cpu"):
+        assert chosen(2, 8, 8, 24, 24, 2, 2) == "scaled_dot_product_attention"
+
+
+@pytest.mark.parametrize("spec", ["standard", "standard:1", "bilinear-btt:1", "bilinear-btt:2", "bilinear-mlr:1|1|1"])
+def test_a_model_is_one_graph_and_stays_it(spec) -> None:
+    torch.manual_seed(0)
+    model = ICLRegressor(spec, dim=3, num_points=6, embed_dim=16, num_layers=2, num_heads=4).double()
+    torch.nn.init.normal_(model.read_out.weight)
+    xs, ys = torch.randn(5, 6, 3, dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+    for _ in range(3):
+        results = []
+        for call in (compiled, model):
+            model.zero_grad()
+            out = call(xs, ys)
+            out.square().sum().backward()
+            results.append([out, *(p.grad.clone() for p in model.parameters())])
+        for actual, expected in zip(*results, strict=True):
+            assert_close(actual, expected)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.01 * torch.randn_like(p))
+    assert len(graphs) == 1

@@ -20,6 +20,7 @@ from structattn.experiments.settings import from_plain
 from structattn.models.language_model import LanguageModel
 from structattn.tasks.base import Task
 from structattn.tasks.text import TextConfig, TextTask
+from structattn.training.build import spec_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,11 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return data, load(content)
 
 
+def _built_spec(data: dict[str, Any]) -> str:
+    """The spec that the model of a run was built from; runs from before there was a choice are in the standard parametrisation."""
+    return spec_for(data["spec"], data["config"].get("parametrization", "standard"))
+
+
 def load_run(folder: Path) -> Run:
     """The run that ``structattn train`` (or a comparison) finished in ``folder``.
 
@@ -81,7 +87,7 @@ def load_run(folder: Path) -> Run:
     with _reading(folder):
         entry = task_entry(data["task"])
         task = entry.make(from_plain(entry.config, data["task_config"]))
-        model = task.build_model(data["spec"])
+        model = task.build_model(_built_spec(data))
         model.load_state_dict(weights, strict=True)
         return Run(task=task, spec=data["spec"], seed=data["seed"], model=model.eval())
 
@@ -99,7 +105,7 @@ def load_language_model(folder: Path) -> LanguageModel:
             f"{folder} is a run of {data.get('task')}, which is no language model: train one with 'structattn train text'"
         )
     with _reading(folder):
-        model = from_plain(TextConfig, data["task_config"]).build_model(data["spec"])
+        model = from_plain(TextConfig, data["task_config"]).build_model(_built_spec(data))
         model.load_state_dict(weights, strict=True)
         return model.eval()
 

@@ -7,44 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from structattn.errors import ConfigError, nearest_name
+from structattn.experiments.icl_recipes import ICL_PRESETS
+from structattn.experiments.recipe import Preset, Recipe
 from structattn.tasks.base import Task
 from structattn.tasks.forecast import ForecastConfig, ForecastTask
-from structattn.tasks.icl_regression import Curriculum, ICLRegressionConfig, ICLRegressionTask
+from structattn.tasks.icl_regression import ICLRegressionConfig, ICLRegressionTask
 from structattn.tasks.nearest_neighbor import NearestNeighborConfig, NearestNeighborTask
 from structattn.tasks.text import TextConfig, TextTask
 from structattn.training.config import TrainingConfig
-
-TaskConfig = NearestNeighborConfig | ForecastConfig | ICLRegressionConfig | TextConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Everything that a comparison needs, so that it can be repeated.
-
-    Args:
-        task: settings of data and model.
-        training: settings of one run, the same for every variant.
-        attention: specs to compare.
-        seeds: runs per variant, with seeds 0 ... seeds - 1.
-        learning_rates: when more than one, each variant is first trained at every rate with seed 0, and its best rate on
-            the validation split is used for the other seeds: equal tuning effort. Empty: ``training.learning_rate``.
-
-    Raises:
-        ConfigError: no seeds, or a learning rate that is not positive.
-    """
-
-    task: TaskConfig
-    training: TrainingConfig
-    attention: tuple[str, ...]
-    seeds: int = 1
-    learning_rates: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.seeds < 1:
-            raise ConfigError(f"seeds must be at least 1, got {self.seeds}")
-        if any(not rate > 0 for rate in self.learning_rates):
-            raise ConfigError(f"learning_rates must be positive, got {self.learning_rates}")
-
 
 _NEAREST = TrainingConfig(
     steps=1000,
@@ -69,7 +39,6 @@ _FORECAST = TrainingConfig(
 )
 _FORECAST_MODEL = ForecastConfig(embed_dim=32, num_heads=2, dropout=0.3)
 _FORECAST_SPECS = ("standard", "mlr:8|4|2|2", "window:8", "bilinear-btt:1+mlr:16|8|4|4")
-_ICL_SPECS = ("standard", "standard:1", "bilinear-btt:1", "bilinear-mlr:8|4|2|2")
 _TEXT_SPECS = ("standard", "mlr:8|8|8|8", "mlr:16|8|4|4", "window:64")
 _TEXT_SMOKE = TextConfig(context_length=128, embed_dim=64, num_layers=2, eval_windows=64)
 _TEXT_SMOKE_SPECS = ("standard", "mlr:8|4|2|2", "window:32")
@@ -81,23 +50,6 @@ def _nearest(seeds: int, specs: tuple[str, ...] = _NEAREST_SPECS) -> Recipe:
 
 def _forecast(task: ForecastConfig, seeds: int) -> Recipe:
     return Recipe(task=task, training=_FORECAST, attention=_FORECAST_SPECS, seeds=seeds)
-
-
-def _icl(steps: int, dim: int, width: int) -> Recipe:
-    return Recipe(
-        task=ICLRegressionConfig(
-            dim=dim, embed_dim=width, curriculum=Curriculum(start_dim=min(2, dim), end_step=steps // 2)
-        ),
-        training=TrainingConfig(
-            steps=steps,
-            batch_size=64,
-            learning_rate=1e-3,
-            warmup_steps=steps // 10,
-            eval_every=max(1, steps // 10),
-            checkpoint_every=max(1, steps // 5),
-        ),
-        attention=_ICL_SPECS,
-    )
 
 
 def _text(task: TextConfig, steps: int, batch_size: int, specs: tuple[str, ...]) -> Recipe:
@@ -114,14 +66,6 @@ def _text(task: TextConfig, steps: int, batch_size: int, specs: tuple[str, ...])
         ),
         attention=specs,
     )
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A recipe by name, with what it is for and its time on 2 CPU cores."""
-
-    recipe: Recipe
-    about: str
 
 
 @dataclass(frozen=True)
@@ -171,14 +115,7 @@ TASKS: dict[str, TaskEntry] = {
         },
         {"data": "task.data.path", "time": "task.data.time", "target": "task.data.target"},
     ),
-    "icl-regression": TaskEntry(
-        ICLRegressionTask,
-        ICLRegressionConfig,
-        {
-            "default": Preset(_icl(4000, 8, 64), "d = 8, 16 points, 4,000 steps"),
-            "smoke": Preset(_icl(300, 4, 32), "d = 4, 300 steps: shows that it trains, not what it learns"),
-        },
-    ),
+    "icl-regression": TaskEntry(ICLRegressionTask, ICLRegressionConfig, ICL_PRESETS),
     "text": TaskEntry(
         TextTask,
         TextConfig,

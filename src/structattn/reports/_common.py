@@ -39,10 +39,28 @@ def baseline_score(results: Results, baseline: Row) -> float | None:
     return finite((baseline.get("metrics") or {}).get(results["metric"]))
 
 
+def row_name(row: Row) -> str:
+    """What a row is called in a figure: its spec, and the settings that it differs in from other rows."""
+    return f"{row['spec']} ({row['variant']})" if row.get("variant") else str(row["spec"])
+
+
 def ranked_rows(results: Results) -> list[Row]:
     """The rows with a finite score, best (lowest) first."""
     scored = [(s, i, row) for i, row in enumerate(results["rows"]) if (s := score_of(row)) is not None]
     return [row for _, _, row in sorted(scored, key=lambda t: t[:2])]
+
+
+def by_variant(results: Results) -> dict[str, Results]:
+    """The results of each variant of the settings, by its text; by an empty text where there is only one."""
+    names = dict.fromkeys(str(row.get("variant") or "") for row in results["rows"])
+
+    def part(entries: Any, name: str) -> list[Row]:
+        return [entry for entry in entries or [] if str(entry.get("variant") or "") == name]
+
+    return {
+        name: {**results, "rows": part(results["rows"], name), "baselines": part(results.get("baselines"), name)}
+        for name in names
+    }
 
 
 def standard_row(results: Results) -> Row | None:

@@ -127,15 +127,15 @@ def lowest(results: Results) -> str:
     return f"; lowest: {ranked[0]['spec']} at {fmt_score(score_of(ranked[0]))}" if ranked else ""
 
 
-def curve(results: Results, row: Row) -> tuple[list[float], list[list[float]]]:
-    """The steps at which a row was validated, and all seeds' values at each."""
+def curve(results: Results, row: Row, key: str = "step") -> tuple[list[float], list[list[float]]]:
+    """Where a row was validated, as steps or another number of its histories, and all seeds' values there."""
     found: dict[float, list[float]] = {}
     for history in row.get("histories") or []:
         for point in history:
             name = f"validation_{results['metric']}"
             if name not in point:
                 name = next((key for key in point if key.startswith("validation_")), name)
-            step, value = finite(point.get("step")), finite(point.get(name))
+            step, value = finite(point.get(key)), finite(point.get(name))
             if step is not None and value is not None:
                 found.setdefault(step, []).append(value)
     return sorted(found), [found[step] for step in sorted(found)]

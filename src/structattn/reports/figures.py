@@ -12,15 +12,19 @@ from typing import Any
 from structattn.errors import MissingDependencyError
 from structattn.reports._common import (
     Results,
+    Row,
+    by_variant,
     finite,
     finite_list,
     ranked_rows,
+    row_name,
     score_of,
     standard_row,
     write_whole,
 )
 from structattn.reports._plotting import (
     GREY,
+    OKABE_ITO,
     STYLE,
     baselines_in_view,
     curve,
@@ -83,7 +87,8 @@ def draw_figures(results: Results, folder: Path) -> list[Figure]:
     if results["task"] == "forecast":
         plans += [("examples", _examples), ("error-by-lead", _by_lead)]
     if results["task"] == "icl-regression":
-        plans.append(("error-by-point", _by_point))
+        plans += [("error-against-compute", _compute), ("error-by-point", _by_point)]
+        plans.append(("error-against-rank-over-dimension", _rank_over_dimension))
     plans.append(("learning-curves", _curves))
     drawn = [write_figure(name, functools.partial(draw, results), folder) for name, draw in plans]
     return [figure for figure in drawn if figure is not None]
@@ -130,7 +135,7 @@ def log_axis(ax: Axes, which: str) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _end_labels(ax: Axes, ends: Sequence[tuple[float, float, str, str]], height: float) -> None:
+def end_labels(ax: Axes, ends: Sequence[tuple[float, float, str, str]], height: float) -> None:
     """Names lines to the right of their ends ``(x, y, name, colour)``, moved apart, with thin leaders."""
     ax.set_xlim(ax.get_xlim())
     ax.set_ylim(ax.get_ylim())
@@ -165,7 +170,7 @@ def _scores(results: Results) -> Drawing | None:
     else:
         low, high = min(0.0, *everything), max(everything)
         ax.set_xlim(low, high + 0.06 * (high - low or 1.0))
-    ax.set_yticks(range(len(rows)), [str(row["spec"]) for row in rows])
+    ax.set_yticks(range(len(rows)), [row_name(row) for row in rows])
     ax.set_ylim(-0.6, len(rows) - 0.4)
     ax.grid(False, axis="y")
     ax.set_xlabel(f"{results['metric_label']} (lower is better)")
@@ -187,31 +192,50 @@ def _scores(results: Results) -> Drawing | None:
 
 
 def _curves(results: Results) -> Drawing | None:
-    curves = [(row, *curve(results, row)) for row in results["rows"]]
+    return draw_curves(results, "step", "training step")
+
+
+def draw_curves(results: Results, key: str, label: str, levels: Sequence[tuple[float, str]] = ()) -> Drawing | None:
+    """Validation error during training against ``key`` of the histories, one line per row, with the spread over seeds.
+
+    Args:
+        results: what ``results.json`` holds.
+        key: ``"step"``, or another growing number of the histories.
+        label: what it is, for the axis.
+        levels: dashed lines across the figure, each a value and its name.
+    """
+    curves = [(row, *curve(results, row, key)) for row in results["rows"]]
     curves = [found for found in curves if found[1]]
     if not curves:
         return None
-    figure = new_canvas(3.6)
+    figure = new_canvas(3.6 + 0.1 * len(levels))
     ax = figure.add_subplot()
     ends = []
-    for row, steps, values in curves:
+    for row, places, values in curves:
         means = [sum(v) / len(v) for v in values]
         style = row_style(results, row)
-        ax.plot(steps, means, lw=1.6, marker="o" if len(steps) == 1 else None, **style)
+        ax.plot(places, means, lw=1.6, marker="o" if len(places) == 1 else None, **style)
         ax.fill_between(
-            steps, [min(v) for v in values], [max(v) for v in values], color=style["color"], alpha=0.15, lw=0
+            places, [min(v) for v in values], [max(v) for v in values], color=style["color"], alpha=0.15, lw=0
         )
-        ends.append((steps[-1], means[-1], str(row["spec"]), style["color"]))
+        ends.append((places[-1], means[-1], row_name(row), style["color"]))
     if wide(v for _, _, values in curves for vs in values for v in vs):
         log_axis(ax, "y")
+    if key != "step" and wide(place for _, places, _ in curves for place in places):
+        log_axis(ax, "x")
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
     ax.margins(x=0.01)
-    ax.set_xlabel("training step")
+    for value, name in levels:
+        ax.axhline(value, color=GREY, lw=1.0, ls=(0, (4, 3)), zorder=1)
+        ends.append((ax.get_xlim()[1], value, name, GREY))
+    ax.set_xlabel(label)
     ax.set_ylabel(f"validation {results['metric']}")
-    _end_labels(ax, ends, 3.0)
+    end_labels(ax, ends, 3.0)
     several = max(len(vs) for _, _, values in curves for vs in values) > 1
     band = "mean over seeds, band from lowest to highest" if several else "one seed, so no spread is shown"
-    caption = f"Error on validation data during training ({band})."
-    return figure, caption, f"Learning curves{lowest(results)}."
+    dashed = "; dashed lines are the baselines" if levels else ""
+    caption = f"Error on validation data against {label} ({band}{dashed})."
+    return figure, caption, f"Error against {label}{lowest(results)}."
 
 
 def _rank(results: Results) -> Drawing | None:
@@ -251,6 +275,46 @@ def _rank(results: Results) -> Drawing | None:
     _point_labels(figure, ax, [(x, y, str(row["spec"]), row_style(results, row)["color"]) for row, x, y in known])
     caption = f"Error against the rank of the score matrix M ({seed_words(results)}); other differences remain."
     return figure, caption, f"Scatter plot of error against rank{lowest(results)}."
+
+
+def _compute(results: Results) -> Drawing | None:
+    if len(by_variant(results)) > 1:
+        return None  # errors at different sizes do not share an axis
+    scores = [v for row in results["rows"] if (v := score_of(row)) is not None]
+    levels, _ = baselines_in_view(results, scores) if scores else ([], "")
+    return draw_curves(results, "compute", "training compute (forward FLOPs of all examples)", levels)
+
+
+def _rank_over_dimension(results: Results) -> Drawing | None:
+    """Error against the rank of a head over the dimension of the data, one line per variant of the settings."""
+    lines: dict[str, list[tuple[float, float, Row]]] = {}
+    for row in results["rows"]:
+        dim, rank, score = finite((row.get("details") or {}).get("dim")), finite(row.get("rank")), score_of(row)
+        if dim and rank and score is not None:
+            lines.setdefault(str(row.get("variant") or ""), []).append((rank / dim, score, row))
+    points = sorted({x for line in lines.values() for x, _, _ in line})
+    if len(points) < 2:
+        return None
+    figure = new_canvas(4.0)
+    ax = figure.add_subplot()
+    labels = []
+    for index, (name, line) in enumerate(lines.items()):
+        colour = OKABE_ITO[index % len(OKABE_ITO)]
+        places = sorted(line, key=lambda point: point[:2])
+        ax.plot([x for x, *_ in places], [y for _, y, _ in places], "o", color=colour, ms=6, label=name or None)
+        labels += [(x, y, str(row["spec"]), colour) for x, y, row in places]
+    ax.axvline(1.0, color=GREY, lw=1.0, ls=(0, (4, 3)), zorder=1)
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.set_ylim(0, 1.08 * max(1.0, *(y for _, y, _, _ in labels)))
+    ax.margins(x=0.08)
+    ax.set_xlabel("rank of a head's score matrix over the dimension of the inputs (dashed: equal)")
+    ax.set_ylabel(str(results["metric"]))
+    if len(lines) > 1:
+        figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=8)
+    _point_labels(figure, ax, labels)
+    caption = f"Error against rank over dimension ({seed_words(results)}); other differences remain."
+    return figure, caption, f"Scatter plot of error against rank over dimension{lowest(results)}."
 
 
 def _axis_labels(results: Results) -> dict[str, str]:
@@ -298,7 +362,7 @@ def _by_position(results: Results, key: str, xlabel: str) -> MplFigure | None:
     lines: list[tuple[str, list[float], dict[str, Any]]] = []
     for row in results["rows"]:
         if values := finite_list((row.get("details") or {}).get(key)):
-            lines.append((str(row["spec"]), values, {**row_style(results, row), "lw": 1.6}))
+            lines.append((row_name(row), values, {**row_style(results, row), "lw": 1.6}))
     bound = [v for _, values, _ in lines for v in values]
     if not lines:
         return None
@@ -325,7 +389,7 @@ def _by_position(results: Results, key: str, xlabel: str) -> MplFigure | None:
     ax.set_ylabel(str(results["metric"]))
     low, high = ax.get_ylim()
     ends = [(float(len(v)), min(max(v[-1], low), high), name, str(style["color"])) for name, v, style in lines]
-    _end_labels(ax, ends, height - 0.6)
+    end_labels(ax, ends, height - 0.6)
     return figure
 
 

@@ -7,6 +7,7 @@ from structattn.reports._common import (
     Results,
     Row,
     baseline_score,
+    by_variant,
     finite,
     finite_list,
     fmt_count,
@@ -25,9 +26,10 @@ _KNOWS_NOTHING = "1 = knows nothing"
 
 def header(results: Results) -> list[str]:
     """The column titles of the results table."""
+    variant = ["settings"] if any(row.get("variant") for row in results["rows"]) else []
     rank = ["rank"] if any(finite(row.get("rank")) is not None for row in results["rows"]) else []
     costs = ["parameters", "FLOPs/example", "seconds", "peak MiB"]
-    return ["attention", str(results["metric"]), *other_metrics(results), *rank, *costs]
+    return ["attention", *variant, str(results["metric"]), *other_metrics(results), *rank, *costs]
 
 
 def row_cells(results: Results, row: Row) -> list[str]:
@@ -36,6 +38,7 @@ def row_cells(results: Results, row: Row) -> list[str]:
     has_rank = any(finite(r.get("rank")) is not None for r in results["rows"])
     return [
         str(row["spec"]),
+        *([str(row.get("variant") or DASH)] if "settings" in header(results) else []),
         fmt_pm(score_of(row), finite(row.get("score_std"))),
         *(fmt_score(finite(metrics.get(name))) for name in other_metrics(results)),
         *([f"{rank:.0f}" if (rank := finite(row.get("rank"))) is not None else DASH] if has_rank else []),
@@ -49,7 +52,8 @@ def row_cells(results: Results, row: Row) -> list[str]:
 def baseline_cells(results: Results, baseline: Row) -> list[str]:
     """The cells of one baseline, in the order of :func:`header`; its costs stay empty."""
     metrics = baseline.get("metrics") or {}
-    cells = [str(baseline["name"]), fmt_score(baseline_score(results, baseline))]
+    variant = [str(baseline.get("variant") or DASH)] if "settings" in header(results) else []
+    cells = [str(baseline["name"]), *variant, fmt_score(baseline_score(results, baseline))]
     cells += [fmt_score(finite(metrics.get(name))) for name in other_metrics(results)]
     return cells + [""] * (len(header(results)) - len(cells))
 
@@ -104,6 +108,13 @@ def verdict(results: Results) -> str:
         Which attention is best and by how much over ``standard``, whether that exceeds the seed spread, and
         a plain statement when a baseline beats every attention row.
     """
+    parts = by_variant(results)
+    if len(parts) > 1:
+        return "\n".join(f"{name}: {_verdict(part)}" for name, part in parts.items())
+    return _verdict(results)
+
+
+def _verdict(results: Results) -> str:
     ranked = ranked_rows(results)
     if not ranked:
         return "No attention finished with a finite score, so there is nothing to compare."

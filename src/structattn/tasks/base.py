@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
 
@@ -50,6 +50,15 @@ class Task(ABC):
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
         """The scalar training loss, a mean over the batch."""
+
+    def flops(self, model: nn.Module, step: int | None = None) -> int:
+        """Forward FLOPs of one example of the batch at a step.
+
+        Args:
+            model: from ``build_model``, not wrapped.
+            step: of the training, where examples change in size. Default ``None``: the full size.
+        """
+        return cast(Any, model).flops_per_example()
 
     @abstractmethod
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:

@@ -16,8 +16,9 @@ class TrainingConfig:
         steps: optimiser steps (at most, when ``patience`` is set).
         batch_size: examples per step over all processes.
         learning_rate: peak AdamW learning rate.
-        schedule: ``"constant"`` after the warm-up, ``"cosine"`` to zero after it, or ``"one-cycle"`` (up and down again).
-        warmup_steps: linear warm-up of ``constant`` and ``cosine``.
+        schedule: ``"constant"`` after the warm-up, ``"cosine"`` to zero after it, ``"wsd"`` (warm-up, stable, decay: linearly to zero
+            over the last quarter), or ``"one-cycle"`` (up and down again).
+        warmup_steps: linear warm-up of all but ``one-cycle``.
         weight_decay: decoupled weight decay on parameters of two or more dimensions.
         betas: AdamW's decay rates of the moments.
         gradient_clip: largest global gradient norm; ``None`` leaves gradients alone.
@@ -26,6 +27,10 @@ class TrainingConfig:
             set, the weights of the best validation are the result.
         checkpoint_every: steps between checkpoints; the last step always writes one.
         precision: ``"no"`` (float32) or ``"bf16"`` autocast.
+        parametrization: ``"standard"``: one learning rate for all parameters; or ``"mup"``: initial weights, scaling of scores and
+            learning rates by role (``structattn.mup``), so that a rate found on a small model holds for a wide one.
+        base_fan_in: under muP, the width at which ``learning_rate`` is meant. Default 768.
+        compile: train compiled code (``torch.compile``): slower to start, then faster. Default ``False``.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -34,7 +39,7 @@ class TrainingConfig:
     steps: int
     batch_size: int
     learning_rate: float
-    schedule: Literal["constant", "cosine", "one-cycle"] = "constant"
+    schedule: Literal["constant", "cosine", "wsd", "one-cycle"] = "constant"
     warmup_steps: int = 0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
@@ -43,9 +48,12 @@ class TrainingConfig:
     patience: int | None = None
     checkpoint_every: int = 200
     precision: Literal["no", "bf16"] = "no"
+    parametrization: Literal["standard", "mup"] = "standard"
+    base_fan_in: int = 768
+    compile: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "eval_every", "checkpoint_every"):
+        for name in ("steps", "batch_size", "eval_every", "checkpoint_every", "base_fan_in"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"training.{name} must be at least 1, got {getattr(self, name)}")
         if not self.learning_rate > 0:
@@ -60,7 +68,9 @@ class TrainingConfig:
             raise ConfigError(f"training.patience must be at least 1 or none, got {self.patience}")
         if self.weight_decay < 0:
             raise ConfigError(f"training.weight_decay must not be negative, got {self.weight_decay}")
-        if self.schedule not in ("constant", "cosine", "one-cycle"):
-            raise ConfigError(f"training.schedule: {self.schedule!r} is not constant, cosine or one-cycle")
+        if self.schedule not in ("constant", "cosine", "wsd", "one-cycle"):
+            raise ConfigError(f"training.schedule: {self.schedule!r} is not constant, cosine, wsd or one-cycle")
         if self.precision not in ("no", "bf16"):
             raise ConfigError(f"training.precision: {self.precision!r} is not no or bf16")
+        if self.parametrization not in ("standard", "mup"):
+            raise ConfigError(f"training.parametrization: {self.parametrization!r} is not standard or mup")

@@ -22,6 +22,7 @@ from structattn.errors import CheckpointError, ConfigError, TrainingDivergedErro
 from structattn.files import write_atomic
 from structattn.seeds import derive_seed
 from structattn.tasks.base import Batch, Task
+from structattn.training.build import build_model, build_optimizer, compiled
 from structattn.training.checkpoint import (
     Checkpoint,
     latest_checkpoint,
@@ -32,6 +33,7 @@ from structattn.training.config import TrainingConfig
 from structattn.training.memory import PeakMemory
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_STEPS_BETWEEN_WAITS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,8 @@ class TrainingResult:
 
     Attributes:
         model: with the final weights, or with early stopping the best ones.
-        history: one entry per validation: step, train_loss (mean since the last one), validation_<metric>.
+        history: one entry per validation: step, compute (forward FLOPs of all training examples so far), train_loss (mean since
+            the last one), validation_<metric>.
         steps: steps that were run.
         best_step: step of the best validation score.
         seconds: training and validation, over all sessions of a resumed run.
@@ -66,6 +69,7 @@ class _Progress:
     bad_validations: int = 0
     seconds: float = 0.0
     peak_memory_bytes: int = 0
+    compute: int = 0
     loss_sum: float = 0.0
     loss_count: int = 0
     finished: bool = False
@@ -84,18 +88,10 @@ def learning_rate_at(step: int, config: TrainingConfig) -> float:
         return peak * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return peak
+    if config.schedule == "wsd":
+        return peak * min(1.0, (config.steps - step) / max(1, config.steps - round(0.75 * config.steps)))
     done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
     return peak * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW groups: decay on parameters of two or more dimensions, none on gains and biases."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
 
 
 class _Run:
@@ -110,15 +106,10 @@ class _Run:
                 f"{self.accelerator.num_processes}"
             )
         torch.manual_seed(seed)
-        model = task.build_model(spec)
-        optimizer = torch.optim.AdamW(
-            parameter_groups(model, config.weight_decay),
-            lr=config.learning_rate,
-            betas=config.betas,
-            foreach=True,
-        )
-        self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
+        model = build_model(task, spec, config.parametrization)
+        self.wrapped, self.optimizer = self.accelerator.prepare(model, build_optimizer(model, config))
         self.model: nn.Module = self.accelerator.unwrap_model(self.wrapped)
+        self.trained = compiled(self.wrapped) if config.compile else self.wrapped
         self.names = {p: name for name, p in self.model.named_parameters()}
         self.best: dict[str, Tensor] = {}
         self.progress = _Progress()
@@ -211,29 +202,44 @@ def _own_share(batch: Batch, accelerator: Accelerator) -> Batch:
     return {key: value.to(accelerator.device, non_blocking=True) for key, value in share.items()}
 
 
-def _train_step(run: _Run) -> tuple[float, float]:
-    """One optimiser step; returns the loss and the learning rate."""
+def _train_step(run: _Run) -> tuple[Tensor, float]:
+    """One optimiser step; returns the loss, still on its device, and the learning rate."""
     step, config, accelerator = run.progress.step, run.config, run.accelerator
     # Dropout is a function of (seed, step) too: no random state has to be stored to resume bit for bit.
     torch.manual_seed(derive_seed("dropout", run.seed, step, accelerator.process_index))
     rate = learning_rate_at(step, config)
     for group in run.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["lr_scale"]
     batch = _own_share(run.task.batch(run.seed, step, config.batch_size), accelerator)
     with accelerator.autocast():
-        loss = run.task.loss(run.wrapped, batch, step)
-    value = float(accelerator.reduce(loss.detach(), reduction="mean"))
-    if not math.isfinite(value):
-        raise TrainingDivergedError(
-            f"{run.spec}: the training loss is {value} at step {step}; try a learning rate below {config.learning_rate:g}. "
-            f"The checkpoints in {run.checkpoints} are from before it"
-        )
+        loss = run.task.loss(run.trained, batch, step)
     run.optimizer.zero_grad(set_to_none=True)
     accelerator.backward(loss)
     if config.gradient_clip is not None:
         accelerator.clip_grad_norm_(run.wrapped.parameters(), config.gradient_clip)
     run.optimizer.step()
-    return value, rate
+    return loss.detach(), rate
+
+
+def _collect(run: _Run, losses: list[Tensor]) -> float:
+    """Adds the losses of the last steps to the record and returns the newest; the one place that waits for the device.
+
+    Raises:
+        TrainingDivergedError: a loss is not finite. Nothing was saved since.
+    """
+    progress = run.progress
+    values = run.accelerator.reduce(torch.stack(losses), reduction="mean").tolist()
+    first = progress.step - len(values)
+    losses.clear()
+    for step, value in enumerate(values, start=first):
+        if not math.isfinite(value):
+            raise TrainingDivergedError(
+                f"{run.spec}: the training loss is {value} at step {step}; try a learning rate below "
+                f"{run.config.learning_rate:g}. The checkpoints in {run.checkpoints} are from before it"
+            )
+        progress.loss_sum += value
+        progress.loss_count += 1
+    return float(values[-1])
 
 
 def _validate(run: _Run, writer: SummaryWriter | None) -> bool:
@@ -242,7 +248,8 @@ def _validate(run: _Run, writer: SummaryWriter | None) -> bool:
     run.model.eval()
     metrics = run.task.evaluate(run.model, "validation")
     run.model.train()
-    entry = {"step": progress.step, "train_loss": progress.loss_sum / max(1, progress.loss_count)}
+    train_loss = progress.loss_sum / max(1, progress.loss_count)
+    entry = {"step": progress.step, "compute": progress.compute, "train_loss": train_loss}
     progress.loss_sum, progress.loss_count = 0.0, 0
     progress.history.append(entry | {f"validation_{name}": value for name, value in metrics.items()})
     if writer is not None:
@@ -275,20 +282,25 @@ def _loop(run: _Run, show_progress: bool) -> None:
     run.model.train()
     try:
         stop = False
+        losses: list[Tensor] = []
         while progress.step < config.steps and not stop:
+            progress.compute += config.batch_size * run.task.flops(run.model, progress.step)
             loss, rate = _train_step(run)
+            losses.append(loss)
             progress.step += 1
-            progress.loss_sum += loss
-            progress.loss_count += 1
-            if writer is not None and progress.step % 10 == 0:
-                writer.add_scalar("train/loss", loss, progress.step)
-                writer.add_scalar("train/learning_rate", rate, progress.step)
-                bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
             bar.update()
-            if progress.step % config.eval_every == 0 or progress.step == config.steps:
+            validates = progress.step % config.eval_every == 0 or progress.step == config.steps
+            saves = progress.step % config.checkpoint_every == 0 and progress.step < config.steps
+            if validates or saves or len(losses) == _STEPS_BETWEEN_WAITS:
+                newest = _collect(run, losses)
+                if writer is not None:
+                    writer.add_scalar("train/loss", newest, progress.step)
+                    writer.add_scalar("train/learning_rate", rate, progress.step)
+                bar.set_postfix(loss=f"{newest:.4f}", refresh=False)
+            if validates:
                 stop = _validate(run, writer)
             progress.seconds = before + time.perf_counter() - started
-            if progress.step % config.checkpoint_every == 0 and progress.step < config.steps and not stop:
+            if saves and not stop:
                 run.save()
         progress.peak_memory_bytes = memory.peak_bytes()
         run.finish()

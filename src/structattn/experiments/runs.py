@@ -1,0 +1,108 @@
+"""Single training runs of a comparison: what they are, and doing many of them, one process for each core if asked."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from structattn.errors import ConfigError, TrainingDivergedError
+from structattn.experiments.recipes import task_entry
+from structattn.training.config import TrainingConfig
+from structattn.training.loop import TrainingResult, train
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One model to train.
+
+    Args:
+        task_name: see ``recipes.TASKS``.
+        task: its settings.
+        spec: attention variant.
+        training: settings of the run.
+        seed: of weights, data order and dropout.
+        folder: of the run.
+        may_diverge: a loss that is not finite is a result (of a sweep of learning rates) and no error.
+    """
+
+    task_name: str
+    task: Any
+    spec: str
+    training: TrainingConfig
+    seed: int
+    folder: Path
+    may_diverge: bool = False
+
+    def run(self, *, resume: bool, show_progress: bool) -> TrainingResult | None:
+        """Trains it, or returns what was trained before; ``None`` if it diverged and may."""
+        task = task_entry(self.task_name).make(self.task)
+        try:
+            return train(
+                task,
+                self.spec,
+                self.training,
+                seed=self.seed,
+                run_dir=self.folder,
+                resume=resume,
+                show_progress=show_progress,
+            )
+        except TrainingDivergedError:
+            if not self.may_diverge:
+                raise
+            logger.warning("%s diverged at learning rate %g", self.spec, self.training.learning_rate)
+            return None
+
+
+def _in_worker(job: Job) -> None:
+    job.run(resume=True, show_progress=False)
+
+
+def _one_share(threads: int) -> None:
+    torch.set_num_threads(threads)
+
+
+def train_all(jobs: Sequence[Job], *, workers: int, resume: bool, show_progress: bool) -> None:
+    """Trains every job, ``workers`` at a time, each in a process of its own with its share of the cores.
+
+    With one worker they are trained here, one after the other. What is left to do after an interruption is done by calling it
+    again with ``resume``.
+
+    Raises:
+        ConfigError: fewer than one worker, or a folder that holds a run while ``resume`` is off.
+        StructAttnError: what a run raised; the others are not started.
+    """
+    if workers < 1:
+        raise ConfigError(f"jobs must be at least 1, got {workers}")
+    if workers == 1 or len(jobs) < 2:
+        for job in jobs:
+            logger.info("training %s", job.spec)
+            job.run(resume=resume, show_progress=show_progress)
+        return
+    if not resume and any((job.folder / "checkpoints").exists() for job in jobs):
+        raise ConfigError("some of these runs were begun before: resume them, or use another folder")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_one_share,
+        initargs=(max(1, cores // workers),),
+    )
+    try:
+        futures = [pool.submit(_in_worker, job) for job in jobs]
+        for future in tqdm(as_completed(futures), total=len(jobs), unit="run", disable=not show_progress):
+            future.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()

@@ -1,0 +1,76 @@
+"""From settings to the model and the optimiser of a run, in the standard parametrisation or in muP."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from structattn import mup
+from structattn.spec import parse_spec
+from structattn.tasks.base import Task
+from structattn.training.config import TrainingConfig
+
+logger = logging.getLogger(__name__)
+Parametrization = Literal["standard", "mup"]
+
+
+def spec_for(spec: str, parametrization: Parametrization) -> str:
+    """The spec that a model is built from: under muP with its scaling of the scores, unless the spec chose another one."""
+    return spec if parametrization == "standard" else str(parse_spec(spec).with_scaling("mup"))
+
+
+def build_model(task: Task, spec: str, parametrization: Parametrization) -> nn.Module:
+    """The model of a task; under muP with its scaling of the scores and its initial weights.
+
+    Raises:
+        ConfigError: the spec does not fit, or a parameter has no muP role.
+    """
+    model = task.build_model(spec_for(spec, parametrization))
+    if parametrization == "mup":
+        mup.initialize(model)
+    return model
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW groups of the standard parametrisation: decay on parameters of two or more dimensions, one learning rate."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay, "lr_scale": 1.0},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, "lr_scale": 1.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+    """AdamW; every group has ``lr_scale``, by which the learning rate of a step is multiplied."""
+    if config.parametrization == "mup":
+        return mup.adamw(
+            model,
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+            betas=config.betas,
+            base_fan_in=config.base_fan_in,
+        )
+    groups = parameter_groups(model, config.weight_decay)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, **mup.fastest_adamw(groups))
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """The model compiled for each of the shapes that it meets, or as it is, with a warning, where nothing can be compiled.
+
+    Compiled code needs a C++ compiler on CPU, and Triton on CUDA; whether they work is tried on a function of one line.
+    """
+    device = next(model.parameters()).device
+    try:
+        torch.compile(_probe)(torch.zeros(2, device=device))
+    except Exception as error:  # whatever goes wrong inside a compiler: the run can do without
+        logger.warning("training is not compiled, and slower: %s", str(error).strip().splitlines()[0])
+        return model
+    return torch.compile(model, dynamic=False)  # type: ignore[return-value]
+
+
+def _probe(x: torch.Tensor) -> torch.Tensor:
+    return x + 1

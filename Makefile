@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/transformers-oldest
 INPUTS := pyproject.toml constraints.txt
+# One process per core, each with one thread: most tests are far too small for more.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .PHONY: demo test lint clean
 
@@ -13,8 +15,8 @@ demo: $(VENV)/.installed-train
 
 # The integration with Hugging Face is tested with the newest transformers that its extra allows, and with the oldest.
 test: $(VENV)/.installed-dev $(OLDEST)/.installed lint
-	$(BIN)/python -m pytest
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/integrations
+	$(PYTEST)
+	PYTHONPATH=$(OLDEST) $(PYTEST) tests/integrations
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -18,7 +18,8 @@ from tqdm import tqdm
 import benchmarks.attention
 import benchmarks.decode
 import benchmarks.linear
-import benchmarks.model  # noqa: F401
+import benchmarks.model
+import benchmarks.step  # noqa: F401
 from benchmarks import machine, memory, report
 from benchmarks.registry import BENCHMARKS, Benchmark, Group
 from benchmarks.timing import SEED, Ceilings, Clock, CpuClock, CudaClock, measure_ceilings, measure_group

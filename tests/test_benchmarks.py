@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks are no part of the package
 
 import structattn  # noqa: E402
-from benchmarks import attention, decode, figure, linear, memory, report, run, timing  # noqa: E402
+from benchmarks import attention, decode, figure, linear, memory, report, run, step, timing  # noqa: E402
 from benchmarks.registry import BENCHMARKS, CaseUnavailableError, Group  # noqa: E402
 from structattn import LevelLayout, StructuredLinear, cli, structured_attention  # noqa: E402
 from structattn.errors import ConfigError  # noqa: E402
@@ -479,6 +479,55 @@ def test_a_run_of_decoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert [path.suffix for path in paths] == [".json", ".md", ".png"]
     head = next(line for line in paths[1].read_text().splitlines() if line.startswith("| variant | S | B |"))
     assert "| tokens/s | cache bytes per token | times smaller | peak MiB |" in head
+
+
+def test_steps_are_planned() -> None:
+    groups = list(BENCHMARKS["step"].groups(CPU, FLOAT32))
+    assert [(group.mode, group.sizes["E"], group.sizes["T"]) for group in groups] == [
+        (mode, *size) for size in ((64, 64), (16, 24)) for mode in ("eager", "compiled")
+    ]
+    plain = {step.BASELINE, step.MULTIHEAD}
+    ours = {"standard", "standard:1", "bilinear-btt:1", "bilinear-btt:2", "bilinear-mlr"}
+    assert all({case.label for case in group.cases} == plain | ours for group in groups)
+    for group in groups:
+        flops = {case.label: case.flops for case in group.cases}
+        assert flops[step.BASELINE] == flops["standard"] < flops["bilinear-btt:1"] < flops["bilinear-btt:2"]
+
+
+SMALL_STEP = step.StepShape(embed_dim=16, num_layers=1, dim=2, num_points=3, ranks="1|1")
+
+
+def test_steps_are_right_and_the_same_each_time() -> None:
+    (group,) = step.step_groups(CPU, FLOAT32, shapes=[SMALL_STEP], modes=["eager"])
+    for case in group.cases:
+        work = case.build()
+        assert timing.checked_error(case.label, work, FLOAT32) < 5e-5
+        losses = []
+        for _ in range(2):
+            work.prepare()
+            losses.append([float(work()), float(work())])
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        assert losses[0][0] != pytest.approx(losses[0][1], rel=1e-4)  # weights moved
+
+
+def test_a_wrong_step_raises() -> None:
+    work = step.StepWork(
+        step.build_model("bilinear-btt:1", SMALL_STEP), step.prompts(SMALL_STEP, CPU, FLOAT32), is_compiled=False
+    )
+    right = work.loss
+    work.loss = lambda xs, ys: 1.01 * right(xs, ys)
+    with pytest.raises(timing.WrongResultError):
+        timing.checked_error("wrong", work, FLOAT32)
+    work.loss = lambda xs, ys: right(xs, ys).detach() + 0 * work.model.read_out.weight.sum()
+    with pytest.raises(ValueError, match="no gradient in .*read_in"):
+        timing.checked_error("wrong", work, FLOAT32)
+
+
+def test_a_compiled_step_is_right() -> None:
+    (group,) = step.step_groups(CPU, FLOAT32, shapes=[SMALL_STEP], modes=["compiled"])
+    built = {case.label: case.build() for case in group.cases if case.label in ("standard", "bilinear-btt:1")}
+    for label, work in built.items():  # the second one did not push the first one out
+        assert timing.checked_error(label, work, FLOAT32) < 5e-5
 
 
 def test_the_command_runs_a_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def test_the_two_commands_exist() -> None:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize(("name", "count"), [("family", 11), ("fitting", 3), ("inference", 4)])
+@pytest.mark.parametrize(("name", "count"), [("family", 11), ("fitting", 3), ("inference", 4), ("mup", 3)])
 def test_pages_print_what_they_show(name, count, capsys) -> None:
     page = (Path(__file__).parent.parent / "docs" / f"{name}.md").read_text()
     names: dict[str, object] = {}

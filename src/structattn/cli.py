@@ -51,6 +51,8 @@ class Compare(_TaskCommand):
     """Specs to compare, each in quotes (see `structattn specs`). Default: the preset's."""
     seeds: int | None = None
     """Runs per variant. Default: the preset's."""
+    jobs: int = 1
+    """Models trained at the same time, each in a process of its own; for small models as many as there are cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ class Bench:
     """Time structured code against what you would use instead; for a checkout of the repository, where the benchmarks live."""
 
     name: tyro.conf.Positional[str]
-    """attention, decode, model or linear."""
+    """attention, decode, model, step or linear."""
     quick: bool = False
     """A few sizes and repeats, no peak memory: a minute or two."""
     device: str = "cpu"
@@ -136,6 +138,61 @@ class Bench:
     """Seconds per size that may be lost to repeats that other programs disturb. Default: 60; 2 with --quick."""
     out: Path | None = None
     """Folder of the results. Default: benchmarks/results of the repository."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MupCheck:
+    """Check that sizes inside models and best learning rates do not depend on the width: a table, figures and a report.
+
+    Small models, on the CPU; TIME_OF_DEFAULT as it is, half a minute with --quick.
+    """
+
+    structures: tuple[str, ...] | None = None
+    """Attention specs, each in quotes; ranks are proportions of the head dimension. Default: one of every kind."""
+    widths: tuple[int, ...] | None = None
+    """Widths at which sizes are measured. Default: 32 64 128 256 512 1024."""
+    steps: tuple[int, ...] | None = None
+    """Training steps after which they are. Default: 1 2 4 8."""
+    seeds: int | None = None
+    """Draws of the initial weights. Default: 3."""
+    heads: int | None = None
+    """Attention heads at every width. Default: 4."""
+    learning_rate: float | None = None
+    """Of matrices with --base-width inputs, for the sizes. Default: 0.003."""
+    base_width: int | None = None
+    """The width at which both parametrisations have the same rate for matrices. Default: 64."""
+    transfer: bool = True
+    """Also look for the best learning rate at several widths, for the structures given, or three of the default ones."""
+    transfer_widths: tuple[int, ...] | None = None
+    """Widths for that. Default: 32 64 128 256."""
+    transfer_steps: int | None = None
+    """Training steps for that. Default: 40."""
+    quick: bool = False
+    """Two structures, three widths, one transfer, unless given."""
+    out: Path | None = None
+    """Output folder. Default: runs/mup-DATE-TIME."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MupRoles:
+    """What muP makes of every parameter of a small language model: role, initial scale, learning rate."""
+
+    attention: tyro.conf.Positional[str] = "standard"
+    """An attention spec (see `structattn specs`)."""
+    embed_dim: int = 256
+    """Its width."""
+    heads: int = 4
+    """Its heads."""
+
+
+@dataclass(frozen=True)
+class Mup:
+    """The maximal-update parametrisation, under which learning rates hold for wider models."""
+
+    action: Annotated[
+        Annotated[MupCheck, tyro.conf.subcommand("check")] | Annotated[MupRoles, tyro.conf.subcommand("roles")],
+        tyro.conf.arg(name=""),
+    ]
 
 
 @dataclass(frozen=True)
@@ -164,6 +221,7 @@ Command = (
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Fit, tyro.conf.subcommand("fit")]
+    | Annotated[Mup, tyro.conf.subcommand("mup")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Info, tyro.conf.subcommand("info")]
     | Annotated[Specs, tyro.conf.subcommand("specs")]
@@ -215,7 +273,9 @@ def _compare(command: Compare, line: str) -> None:
     if command.seeds is not None:
         recipe = replace(recipe, seeds=command.seeds)
     out = _default_folder(command.task) if command.out is None else command.out
-    done = compare(command.task, recipe, out, preset=command.preset, command=line, resume=command.resume)
+    done = compare(
+        command.task, recipe, out, preset=command.preset, command=line, resume=command.resume, jobs=command.jobs
+    )
     print(f"\n{format_table(done.results)}\n\n{verdict(done.results)}\n")
     print(f"results  {done.folder / 'results.json'}")
     print(f"figures  {done.folder / 'figures'}")
@@ -300,6 +360,38 @@ def _fit(command: Fit, line: str) -> None:
     print(f"report   {done.report}")
 
 
+def _mup(command: MupCheck | MupRoles, line: str) -> None:
+    if isinstance(command, MupRoles):
+        from structattn.experiments.listings import mup_roles
+
+        print(mup_roles(command.attention, command.embed_dim, command.heads))
+        return
+    _require_extra()
+    from structattn.experiments.mup_check import QUICK, CheckConfig, mup_check
+    from structattn.reports.mup import format_mup, mup_verdict
+
+    config = QUICK if command.quick else CheckConfig()
+    given = {
+        "structures": command.structures,
+        "transfer_structures": command.structures,  # of those that a user names, all
+        "widths": command.widths,
+        "record_steps": command.steps,
+        "seeds": command.seeds,
+        "learning_rate": command.learning_rate,
+        "base_width": command.base_width,
+        "transfer_widths": command.transfer_widths if command.transfer else (),
+        "transfer_steps": command.transfer_steps,
+        "bench": None if command.heads is None else replace(config.bench, num_heads=command.heads),
+    }
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    out = _default_folder("mup") if command.out is None else command.out
+    done = mup_check(replace(config, **changes), out, command=line)
+    print(f"\n{format_mup(done.results)}\n\n{mup_verdict(done.results)}\n")
+    print(f"results  {done.folder / 'results.json'}")
+    print(f"figures  {done.folder / 'figures'}")
+    print(f"report   {done.report}")
+
+
 def _bench(command: Bench) -> None:
     _require_extra()
     import structattn
@@ -371,6 +463,8 @@ def main(arguments: list[str] | None = None) -> int:
                 _generate(command)
             case Fit():
                 _fit(command, shlex.join(["structattn", *arguments]))
+            case Mup(action=action):
+                _mup(action, shlex.join(["structattn", *arguments]))
             case Bench():
                 _bench(command)
             case Structures() | Info() | Specs() | Presets():

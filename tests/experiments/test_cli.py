@@ -151,7 +151,7 @@ def test_options_are_frozen() -> None:
     """Whoever adds an option changes this list, on purpose: most belong into a dataclass that --set reaches."""
     task = {"task", "preset", "set", "out", "resume", "data", "time", "target"}
     expected = {
-        cli.Compare: task | {"attention", "seeds"},
+        cli.Compare: task | {"attention", "seeds", "jobs"},
         cli.Train: task | {"attention", "seed"},
         cli.Evaluate: {"run", "cache"},
         cli.Generate: {
@@ -198,3 +198,45 @@ def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
         process.stdout.close()
         assert process.wait(timeout=120) == 1
         assert process.stderr.read() == b""
+
+
+def test_a_sweep_at_a_small_width_is_part_of_the_results(tmp_path: Path) -> None:
+    """muP transfers the rate: the sweep trains narrower models, in folders of its own, and one that diverges is recorded."""
+    settings = [
+        "learning_rates=1e-2,1e30",
+        "sweep_settings=task.embed_dim=16",
+        "training.parametrization=mup",
+        "task.embed_dim=32",
+    ]
+    arguments = ["compare", "icl-regression", "--attention", "standard:1", "--out", str(tmp_path)]
+    assert main([*arguments, *small("icl-regression", *settings)]) == 0
+    row = json.loads((tmp_path / "results.json").read_text())["rows"][0]
+    assert row["learning_rate"] == 1e-2
+    assert row["sweep"]["settings"] == ["task.embed_dim=16"]
+    assert [run["learning_rate"] for run in row["sweep"]["runs"]] == [1e-2, 1e30]
+    assert (
+        row["sweep"]["runs"][1]["score"] is None or row["sweep"]["runs"][1]["score"] > row["sweep"]["runs"][0]["score"]
+    )
+    swept = [json.loads(path.read_text()) for path in (tmp_path / "sweep").rglob("run.json")]
+    assert {run["task_config"]["embed_dim"] for run in swept} == {16}
+    with pytest.raises(ConfigError, match="muP"):
+        apply_overrides(
+            recipe_for("icl-regression", "smoke"), ("learning_rates=1,2", "sweep_settings=task.embed_dim=16")
+        )
+
+
+def test_variants_and_processes_change_nothing_but_the_settings(tmp_path: Path, capsys) -> None:
+    """Each variant is what the same comparison gives alone, and so is what several processes train."""
+    specs = ["--attention", "standard:1", "bilinear-btt:1"]
+    both = "variants=task.dim=4,task.dim=3 task.num_heads=1"
+    out = ["--out", str(tmp_path / "both"), "--jobs", "2"]
+    assert main(["compare", "icl-regression", *specs, *out, *small("icl-regression", both)]) == 0
+    printed = capsys.readouterr().out
+    assert "task.dim=3 task.num_heads=1" in printed
+    rows = json.loads((tmp_path / "both" / "results.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["task.dim=4"] * 2 + ["task.dim=3 task.num_heads=1"] * 2
+    alone = small("icl-regression", "task.dim=3", "task.num_heads=1")
+    assert main(["compare", "icl-regression", *specs, "--out", str(tmp_path / "one"), *alone]) == 0
+    expected = json.loads((tmp_path / "one" / "results.json").read_text())["rows"]
+    assert [row["score"] for row in rows[2:]] == pytest.approx([row["score"] for row in expected], rel=1e-4)
+    assert rows[0]["histories"][0][-1]["compute"] == rows[0]["compute"] > 0

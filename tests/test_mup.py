@@ -262,7 +262,7 @@ def test_undeclared_and_missing_parameters_are_named() -> None:
         {"kind": "bias", "fan_in": 3},
         {"kind": "hidden", "fan_in": 3, "std": 0.1},
         {"kind": "embedding", "std": 0.0},
-        {"kind": "hidden", "fan_in": 3, "uses": 2},
+        {"kind": "gain", "uses": 2},
         {"kind": "factor", "fan_in": 3, "uses": 0},
     ],
 )
@@ -700,6 +700,28 @@ def test_a_structured_layer_that_is_used_as_an_output() -> None:
     for stage in rest:  # the others stay rotations
         block = stage.detach()[0, 0]
         torch.testing.assert_close(block @ block.T, torch.eye(2), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "family", ["dense", "btt:2", "kronecker", "mlr:4|2", "butterfly", "kaleidoscope", "mlbtc:1x1x8|4x4x16s"]
+)
+def test_layers_that_were_replaced(family) -> None:
+    model = icl()
+    names = sa.replace_linears(model.trunk, lambda layer: family if layer.out_features == E else None)
+    assert names == tuple(f"blocks.0.{n}" for n in ("attention.value_proj", "attention.out_proj", "mlp.down"))
+    roles = mup.roles_of(model)
+    assert list(roles) == [name for name, _ in model.named_parameters()]
+    block = model.trunk.blocks[0]
+    mup.initialize(model)
+    assert {role.kind for name, role in roles.items() if "value_proj" in name} <= {"factor", "gain"}
+    assert block.attention.value_proj.weight.detach().std() == pytest.approx(E**-0.5, rel=0.3)
+    for layer in (block.attention.out_proj, block.mlp.down):
+        assert not layer.weight.any()
+        dense = layer.weight
+        dense.backward(torch.randn_like(dense))
+        assert any(p.grad is not None and p.grad.any() for p in layer.parameters())  # and can leave zero
+    assert "output" in {role.kind for name, role in roles.items() if "mlp.down" in name}
+    mup.adamw(model, learning_rate=1e-3)
 
 
 def test_given_matrices_and_their_copies_have_roles() -> None:

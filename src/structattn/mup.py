@@ -8,7 +8,7 @@ with the fan-in of one block.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import getattr_static
 from typing import Any, Literal, Protocol, TypeGuard, get_args
@@ -32,9 +32,9 @@ class Role:
     kind        what                                                        initial std   learning rate (AdamW)
     ==========  ==========================================================  ============  ======================
     embedding   token and position embeddings, the read-in of numbers       0.02, or std  rate
-    hidden      a matrix that reads the width: q, k, v, MLP in              1/sqrt(f)     rate base_fan_in / f
-    factor      one factor of a structured matrix, f that of one block      1/sqrt(f)     rate base_fan_in sqrt(u) / f
-    output      attention output, MLP output, head                          0             rate base_fan_in / f
+    hidden      a matrix that reads the width: q, k, v, MLP in              1/sqrt(f)     rate base_fan_in sqrt(u) / f
+    factor      one factor of a structured matrix, f that of one block      1/sqrt(f)     likewise
+    output      attention output, MLP output, head                          0             likewise
     norm        the weights of a norm                                       1, constant   rate
     gain        other factors near one, such as the weights of a sum        1, constant   rate
     bias        anything added                                              0             rate
@@ -44,7 +44,7 @@ class Role:
         kind: see above.
         fan_in: f, the numbers that one entry of the output sums over; of a structured factor those of one block. Must be 1, the
             default, for kinds whose row does not mention it.
-        uses: u, of a factor: how many times one vector meets it, in a number that grows with the width. Default 1. The gradients
+        uses: u, of a matrix: how many times one vector meets it, in a number that grows with the width. Default 1. The gradients
             of these uses add up with random signs, not in step as the inputs of one sum do, so that a step at the rate of the
             fan-in alone would fade like 1/sqrt(u): a Kronecker product's factors meet sqrt(E) slices of a vector of E numbers.
         std: initial standard deviation of an embedding, the same at every width. Default ``None``: 0.02.
@@ -69,8 +69,8 @@ class Role:
             raise ConfigError(f"a role of kind {self.kind!r} has no fan-in: leave it at 1, got {self.fan_in}")
         if isinstance(self.uses, bool) or not isinstance(self.uses, int) or self.uses < 1:
             raise ConfigError(f"the uses of a role must be a positive int, got {self.uses!r}")
-        if self.uses != 1 and self.kind != "factor":
-            raise ConfigError(f"only a factor has uses, got {self.uses} for {self.kind!r}")
+        if self.uses != 1 and self.kind not in _WITH_FAN_IN:
+            raise ConfigError(f"a role of kind {self.kind!r} has no uses: leave it at 1, got {self.uses}")
         if self.std is not None and (self.kind != "embedding" or not 0 < self.std < math.inf):
             raise ConfigError(
                 f"only an embedding has a std of its own, a positive number: got {self.std!r} for {self.kind!r}"
@@ -132,6 +132,14 @@ class DrawsFactors(Protocol):
         ...
 
 
+class ComputesWeight(Protocol):
+    """A layer whose ``weight`` is made of several parameters, so that it can stand where a linear layer was."""
+
+    def weight_roles(self, role: Role) -> Mapping[str, Role]:
+        """The roles of these parameters, by name relative to the layer, where the weight as a whole has that role."""
+        ...
+
+
 # Modules of torch whose type alone says what their parameters are. A linear layer does not: it may be hidden or an output.
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
@@ -149,6 +157,10 @@ def _draws_factors(module: object) -> TypeGuard[DrawsFactors]:
     return _has(module, "reset_parameters", "product_fan_ins")
 
 
+def _computes_weight(module: object) -> TypeGuard[ComputesWeight]:
+    return _has(module, "weight_roles")
+
+
 def _declared(module: nn.Module) -> Mapping[str, Role]:
     """The roles that a module declares for parameters in itself or below."""
     if _declares_roles(module):
@@ -161,16 +173,32 @@ def _declared(module: nn.Module) -> Mapping[str, Role]:
     return {}
 
 
-def _reach(module: nn.Module, name: str) -> nn.Parameter:
-    """The parameter of that dotted name; by attributes, since the wrappers of compile and FSDP pass these on."""
+def _walk(module: nn.Module, parts: Sequence[str]) -> Any:
+    """What stands there; by attributes, since the wrappers of compile and FSDP pass these on."""
     value: Any = module
-    for part in name.split("."):
+    for part in parts:
         while isinstance(value, nn.parallel.DistributedDataParallel | nn.DataParallel):
             value = value.module
         value = getattr(value, part)
+    return value
+
+
+def _reach(module: nn.Module, name: str) -> nn.Parameter:
+    """The parameter of that dotted name."""
+    value = _walk(module, name.split("."))
     if not isinstance(value, nn.Parameter):
         raise AttributeError(f"{name} is no parameter")
     return value
+
+
+def _meant(module: nn.Module, name: str, role: Role) -> dict[str, Role]:
+    """The parameters that a declaration is about: the one of that name, or those that a weight of that name is made of."""
+    *path, last = name.split(".")
+    if path and last == "weight" and isinstance(role, Role):
+        layer = _walk(module, path)
+        if _computes_weight(layer):
+            return {".".join((*path, own)): found for own, found in layer.weight_roles(role).items()}
+    return {name: role}
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +220,7 @@ def _resolved(model: nn.Module) -> dict[int, Role]:
     for path, module in model.named_modules():
         for name, role in _declared(module).items():
             try:
-                parameter = _reach(module, name)
+                meant = {own: (_reach(module, own), found) for own, found in _meant(module, name, role).items()}
             except Exception as error:  # a property on the way may raise anything
                 raise ConfigError(
                     f"{type(module).__name__} declares a role for {name!r}, which it does not have; it has "
@@ -200,8 +228,9 @@ def _resolved(model: nn.Module) -> dict[int, Role]:
                 ) from error
             if not isinstance(role, Role):
                 raise ConfigError(f"{type(module).__name__} must declare a Role for {name!r}, got {role!r}")
-            full = f"{path}.{name}" if path else name
-            claims.setdefault(id(parameter), []).append(_Claim(role, module, full))
+            for own, (parameter, found) in meant.items():
+                full = f"{path}.{own}" if path else own
+                claims.setdefault(id(parameter), []).append(_Claim(found, module, full))
     return {key: _agreed(found) for key, found in claims.items()}
 
 

@@ -159,6 +159,7 @@ def test_options_are_frozen() -> None:
         },
         cli.Fit: {"matrices", "structures", "size", "refine", "seed", "out"},
         cli.Bench: {"name", "quick", "device", "dtype", "repeats", "only", "patience", "out"},
+        cli.Mup: {"action"},
         cli.Info: set(),
         cli.Specs: set(),
         cli.Structures: set(),
@@ -221,7 +222,8 @@ def test_a_sweep_at_a_small_width_is_part_of_the_results(tmp_path: Path) -> None
     assert {run["task_config"]["embed_dim"] for run in swept} == {16}
     with pytest.raises(ConfigError, match="muP"):
         apply_overrides(
-            recipe_for("icl-regression", "smoke"), ("learning_rates=1,2", "sweep_settings=task.embed_dim=16")
+            recipe_for("icl-regression", "smoke"),
+            ("learning_rates=1,2", "sweep_settings=task.embed_dim=16", "training.parametrization=standard"),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -89,9 +90,24 @@ class StructuredLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def parameter_roles(self) -> dict[str, Role]:
-        """The muP role of every parameter: those of the matrix, and a bias. A layer that is an output says so where it is used."""
+        """The muP role of every parameter: those of the matrix, and a bias; as an output see ``weight_roles``."""
         roles = {f"matrix.{name}": role for name, role in self.matrix.parameter_roles().items()}
         return roles if self.bias is None else {**roles, "bias": Role(kind="bias")}
+
+    def weight_roles(self, role: Role) -> dict[str, Role]:
+        """The muP roles of the factors where a module declares one for ``weight``, as if this were the linear layer it replaces.
+
+        Args:
+            role: an output starts at zero: so does one group of factors, in which M is linear, and the others as ever. Any other
+                role leaves the factors theirs.
+        """
+        roles = {f"matrix.{name}": found for name, found in self.matrix.parameter_roles().items()}
+        if role.kind == "output":
+            first = {id(parameter) for parameter in self.matrix.factor_groups[0]}
+            for name, parameter in self.named_parameters():
+                if id(parameter) in first:
+                    roles[name] = replace(roles[name], kind="output")
+        return roles
 
     def extra_repr(self) -> str:
         """As ``nn.Linear``."""

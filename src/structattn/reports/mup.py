@@ -153,6 +153,7 @@ def _coordinates(results: Results, pair: list[Row]) -> Drawing:
                     fontsize=7.5, color="#b03000" if abs(steepest) > _FLAT else "#444444",
                 )  # fmt: skip
             _width_axis(ax, row["widths"])
+            ax.tick_params(axis="y", labelsize=7)
         line[0].set_ylabel(_KINDS[row["parametrization"]])
     for ax, words in zip(grid[0], names.values(), strict=True):
         ax.set_title(words, fontsize=9, loc="left", pad=16)
@@ -184,7 +185,6 @@ def _least_range(ax: Axes) -> None:
     ax.yaxis.set_major_locator(decades)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_locator(NullLocator())
-    ax.tick_params(axis="y", labelsize=7)
 
 
 def _transfer(results: Results, pair: list[Row]) -> Drawing:

@@ -25,7 +25,7 @@ from structattn.mup import Role
 Order = Literal["factored", "formed_left", "formed_right"]
 
 # On a CPU a matrix of at most so many rows and columns is written out before it multiplies many vectors. One core (AMD EPYC,
-# MKL, float32), forward and backward of 4,096 vectors, times faster than the factors: btt:1 2.0 at 64, 1.2 at 128, 0.7 at 256;
+# MKL, float32), forward and backward of 4,096 vectors, times faster than the factors: btt:1 2.0 at 64, 1.4 at 128, 0.8 at 256;
 # 8 of them 1.9, 1.4 and 1.1; the features of 8 mlr:4|2|2 1.7 at 64.
 MOST_ROWS_WRITTEN_OUT = 128
 # Writing it out costs as much as multiplying that many columns; with fewer vectors than this many times the rows or columns,

@@ -67,7 +67,7 @@ def _small(dim: int, steps: int) -> Recipe:
 
 
 def _bottleneck() -> Recipe:
-    recipe = _small(8, 14_000)
+    recipe = _small(8, 22_000)
     return Recipe(
         task=recipe.task,
         training=recipe.training,
@@ -81,7 +81,7 @@ def _bottleneck() -> Recipe:
 
 
 def _rank_vs_dimension() -> Recipe:
-    recipe = _small(8, 14_000)
+    recipe = _small(8, 22_000)
     return Recipe(
         task=recipe.task,
         training=recipe.training,
@@ -130,11 +130,11 @@ ICL_PRESETS = {
     "smoke": Preset(_smoke(), "d = 4, 600 steps: shows that it trains, not what it learns; 2 minutes on a CPU"),
     "bottleneck": Preset(
         _bottleneck(),
-        "d = 8, width 32: 8 heads of dimension 4 against full rank at equal compute, 3 seeds; HOURS",
+        "d = 8, width 32: 8 heads of dimension 4 against full rank at equal compute, 3 seeds; about 4 hours on 2 CPU cores (estimated)",
     ),
     "rank-vs-dimension": Preset(
         _rank_vs_dimension(),
-        "head dimension 2 ... 32 against d = 4, 8, 12, one seed; HOURS",
+        "head dimension 2 ... 32 against d = 4, 8, 12, one seed; about 3 hours on 2 CPU cores (estimated)",
     ),
     "paper-d64": Preset(_paper(64), "the paper's d = 64 at width 256, 500,000 steps; months on a CPU, days on a GPU"),
     "paper-d128": Preset(

@@ -70,6 +70,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
             later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
             mask, is_causal = mask.masked_fill(later, -torch.inf), False
         mask = mask.expand(*torch.broadcast_shapes(mask.shape, (1, 1, q.shape[2], k.shape[2])))
+    scale = _one_level_scale(call.layout, call.scale)
+    if scale == 0:  # PyTorch's kernel multiplies the -inf of hidden pairs by it
+        q, scale = q * 0, 1.0
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -77,7 +80,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         attn_mask=mask,
         dropout_p=call.dropout_p,
         is_causal=is_causal,
-        scale=_one_level_scale(call.layout, call.scale),
+        scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
 

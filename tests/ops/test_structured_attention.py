@@ -354,7 +354,9 @@ except BackendUnavailableError as error:
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_scale_of_zero_averages_what_is_visible(requires_grad: bool) -> None:
+def test_a_scale_of_zero_averages_and_a_negative_one_turns(requires_grad: bool) -> None:
     q, k, v = (torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=requires_grad) for _ in range(3))
     expected = v.cumsum(dim=2) / torch.arange(1, 6)[:, None]
     torch.testing.assert_close(sa.structured_attention(q, k, v, None, scale=0.0), expected)
+    negative = sa.structured_attention(q, k, v, None, scale=-1.0)
+    torch.testing.assert_close(negative, sa.structured_attention(-q, k, v, None, scale=1.0))

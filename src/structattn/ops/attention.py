@@ -71,8 +71,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
             mask, is_causal = mask.masked_fill(later, -torch.inf), False
         mask = mask.expand(*torch.broadcast_shapes(mask.shape, (1, 1, q.shape[2], k.shape[2])))
     scale = _one_level_scale(call.layout, call.scale)
-    if scale == 0:  # PyTorch's kernel multiplies the -inf of hidden pairs by it
-        q, scale = q * 0, 1.0
+    if scale is not None and scale <= 0:  # PyTorch's kernel would multiply the -inf of hidden pairs by it
+        q, scale = q * scale, 1.0
     return F.scaled_dot_product_attention(
         q,
         k,

@@ -278,9 +278,7 @@ def _compare(command: Compare, line: str) -> None:
         command.task, recipe, out, preset=command.preset, command=line, resume=command.resume, jobs=command.jobs
     )
     print(f"\n{format_table(done.results)}\n\n{verdict(done.results)}\n")
-    print(f"results  {done.folder / 'results.json'}")
-    print(f"figures  {done.folder / 'figures'}")
-    print(f"report   {done.report}")
+    _print_paths(done.folder, done.report)
 
 
 def _train(command: Train) -> None:
@@ -356,9 +354,7 @@ def _fit(command: Fit, line: str) -> None:
         command=line,
     )
     print(f"\n{format_fits(done.results)}\n\n{fit_verdict(done.results)}\n")
-    print(f"results  {done.folder / 'results.json'}")
-    print(f"figures  {done.folder / 'figures'}")
-    print(f"report   {done.report}")
+    _print_paths(done.folder, done.report)
 
 
 def _mup(command: MupCheck | MupRoles, line: str) -> None:
@@ -388,9 +384,7 @@ def _mup(command: MupCheck | MupRoles, line: str) -> None:
     out = _default_folder("mup") if command.out is None else command.out
     done = mup_check(replace(config, **changes), out, command=line)
     print(f"\n{format_mup(done.results)}\n\n{mup_verdict(done.results)}\n")
-    print(f"results  {done.folder / 'results.json'}")
-    print(f"figures  {done.folder / 'figures'}")
-    print(f"report   {done.report}")
+    _print_paths(done.folder, done.report)
 
 
 def _bench(command: Bench) -> None:
@@ -432,6 +426,12 @@ def _listing(command: Structures | Info | Specs | Presets) -> str:
             return listings.specs()
         case Presets():
             return listings.presets()
+
+
+def _print_paths(folder: Path, report: Path) -> None:
+    print(f"results  {folder / 'results.json'}")
+    print(f"figures  {folder / 'figures'}")
+    print(f"report   {report}")
 
 
 def _print_metrics(metrics: dict[str, float]) -> None:

@@ -64,7 +64,7 @@ class CheckConfig:
     structures: tuple[str, ...] = STRUCTURES
     widths: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
     record_steps: tuple[int, ...] = (1, 2, 4, 8)
-    learning_rate: float = 0.003
+    learning_rate: float = 0.001
     base_width: int = 64
     seeds: int = 3
     transfer_widths: tuple[int, ...] = (32, 64, 128, 256)

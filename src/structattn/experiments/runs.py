@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -68,8 +69,22 @@ def _in_worker(job: Job) -> None:
     job.run(resume=True, show_progress=False)
 
 
-def _one_share(threads: int) -> None:
+def begin_worker(threads: int) -> None:
+    """Prepares a worker process: its share of the cores, and no life after its parent.
+
+    A parent that is killed cannot stop its workers, and one that is begun again would write to the same folders as they do. Leaving at once is
+    safe, since files are written to temporary names.
+    """
     torch.set_num_threads(threads)
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, name="follow-parent", daemon=True).start()
 
 
 def train_all(jobs: Sequence[Job], *, workers: int, resume: bool, show_progress: bool) -> None:
@@ -95,7 +110,7 @@ def train_all(jobs: Sequence[Job], *, workers: int, resume: bool, show_progress:
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=_one_share,
+        initializer=begin_worker,
         initargs=(max(1, cores // workers),),
     )
     try:

@@ -27,9 +27,9 @@ def _runs(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    state = f"/proc/{pid}/stat"
+    state = Path(f"/proc/{pid}/stat")
     # Who has left but was not yet waited for by its new parent is gone as well.
-    return not (os.path.exists(state) and Path(state).read_text().rsplit(")", 1)[1].split()[0] == "Z")
+    return not (state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")

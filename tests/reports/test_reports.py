@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +241,14 @@ def test_numbers_and_labels() -> None:
     assert placed[3] == 0.0
     assert spread([1.0, 1.0], 0.1) == pytest.approx([0.9, 1.0])
     assert spread([], 0.1) == []
+
+
+def test_missing_matplotlib_is_named_with_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import structattn\n"
+        "try:\n    import structattn.reports.figures\n"
+        "except structattn.errors.MissingDependencyError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'structattn[train]'" in done.stdout

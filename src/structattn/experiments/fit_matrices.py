@@ -131,7 +131,8 @@ def fit_matrices(
             fitted), or an unusable folder.
         DataError: a matrix is not finite.
     """
-    from structattn.reports.fits import draw_fits, write_fit_report  # matplotlib is optional
+    from structattn.reports.figures import draw_fits  # matplotlib is optional
+    from structattn.reports.fits import write_fit_report
 
     names = [matrix.name for matrix in matrices]
     if not matrices or len(set(names)) != len(names):

@@ -278,7 +278,8 @@ def mup_check(config: CheckConfig, out: Path, *, command: str = "", show_progres
     Raises:
         ConfigError: an unusable folder.
     """
-    from structattn.reports.mup import draw_mup, write_mup_report  # matplotlib is optional
+    from structattn.reports.figures import draw_mup  # matplotlib is optional
+    from structattn.reports.mup import write_mup_report
 
     open_folder(out, resume=False)
     started = time.perf_counter()

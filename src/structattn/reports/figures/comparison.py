@@ -1,74 +1,28 @@
-"""The figures of a report, drawn with matplotlib's object interface; no pyplot, no window, no state."""
+"""The figures of a comparison of attentions."""
 
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from structattn.errors import MissingDependencyError
-from structattn.reports._common import (
-    Results,
-    Row,
-    by_variant,
-    finite,
-    finite_list,
-    ranked_rows,
-    row_name,
-    score_of,
-    standard_row,
-    write_whole,
-)
+from matplotlib.figure import Figure as MplFigure
+from matplotlib.ticker import FuncFormatter, MultipleLocator
+
+from structattn.reports._common import Results, by_variant, finite_list, ranked_rows, row_name, score_of, standard_row
 from structattn.reports._plotting import (
     GREY,
-    OKABE_ITO,
-    STYLE,
     baselines_in_view,
     curve,
-    dimension,
     lowest,
-    place_labels,
     row_style,
     seed_words,
     spread,
     wide,
 )
-
-try:
-    import matplotlib
-    from matplotlib.axes import Axes
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as MplFigure
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MultipleLocator, NullFormatter
-except ImportError as error:
-    raise MissingDependencyError(
-        "figures need matplotlib, which is not installed; pip install 'structattn[train]'"
-    ) from error
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure on disk.
-
-    Attributes:
-        name: short name, also the stem of both files.
-        path_png: the figure as pixels, 160 per inch.
-        path_svg: the figure as vectors.
-        caption: one sentence on what is shown and how far it can be trusted.
-        alt: a description for readers who do not see the figure.
-    """
-
-    name: str
-    path_png: Path
-    path_svg: Path
-    caption: str
-    alt: str
-
-
-Drawing = tuple[MplFigure, str, str]
+from structattn.reports.figures.canvas import Drawing, Figure, end_labels, log_axis, new_canvas, write_figure
+from structattn.reports.figures.ranks import rank_figure, rank_over_dimension_figure
 
 
 def draw_figures(results: Results, folder: Path) -> list[Figure]:
@@ -83,71 +37,15 @@ def draw_figures(results: Results, folder: Path) -> list[Figure]:
     """
     plans: list[tuple[str, Callable[[Results], Drawing | None]]] = [("scores", _scores)]
     if results["task"] == "nearest-neighbor":
-        plans.append(("error-against-rank", _rank))
+        plans.append(("error-against-rank", rank_figure))
     if results["task"] == "forecast":
         plans += [("examples", _examples), ("error-by-lead", _by_lead)]
     if results["task"] == "icl-regression":
         plans += [("error-against-compute", _compute), ("error-by-point", _by_point)]
-        plans.append(("error-against-rank-over-dimension", _rank_over_dimension))
+        plans.append(("error-against-rank-over-dimension", rank_over_dimension_figure))
     plans.append(("learning-curves", _curves))
     drawn = [write_figure(name, functools.partial(draw, results), folder) for name, draw in plans]
     return [figure for figure in drawn if figure is not None]
-
-
-def write_figure(name: str, draw: Callable[[], Drawing | None], folder: Path) -> Figure | None:
-    """Draws one figure in the house's style and writes it as PNG and SVG, the same bytes for the same data.
-
-    Args:
-        name: stem of both files.
-        draw: makes the drawing, with its caption and its description; ``None`` when there is nothing to show.
-        folder: where the files go; made when missing.
-    """
-    style: Any = {**STYLE, "svg.hashsalt": f"structattn-{name}"}
-    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with matplotlib.rc_context(style):
-        drawing = draw()
-        if drawing is None:
-            return None
-        canvas, caption, alt = drawing
-        paths = []
-        for kind in ("png", "svg"):
-            buffer = io.BytesIO()
-            options: Any = {"metadata": no_metadata} if kind == "svg" else {}
-            canvas.savefig(buffer, format=kind, dpi=160, **options)
-            paths.append(write_whole(Path(folder) / f"{name}.{kind}", buffer.getvalue()))
-    return Figure(name, paths[0], paths[1], caption, alt)
-
-
-def new_canvas(height: float, width: float = 7.2) -> MplFigure:
-    """An empty figure of that size in inches."""
-    figure = MplFigure(figsize=(width, height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def log_axis(ax: Axes, which: str) -> None:
-    """Makes an axis logarithmic, with plain numbers at 1, 2 and 5 (or at powers of ten over a wide range)."""
-    (ax.set_xscale if which == "x" else ax.set_yscale)("log")
-    low, high = sorted(ax.get_xlim() if which == "x" else ax.get_ylim())
-    axis = ax.xaxis if which == "x" else ax.yaxis
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 2000 else (1.0,)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def end_labels(ax: Axes, ends: Sequence[tuple[float, float, str, str]], height: float) -> None:
-    """Names lines to the right of their ends ``(x, y, name, colour)``, moved apart, with thin leaders."""
-    ax.set_xlim(ax.get_xlim())
-    ax.set_ylim(ax.get_ylim())
-    to_axes = ax.transScale + ax.transLimits
-    points = [to_axes.transform((x, y)) for x, y, _, _ in ends]
-    places = spread([float(p[1]) for p in points], 12 / 72 / height)
-    for (x, y, name, colour), place in zip(ends, places, strict=True):
-        leader = {"arrowstyle": "-", "color": colour, "lw": 0.6, "alpha": 0.6, "shrinkA": 0, "shrinkB": 1}
-        ax.annotate(
-            name, (x, y), (1.03, place), textcoords="axes fraction", va="center", color=colour, fontsize=8,
-            arrowprops=leader, annotation_clip=False,
-        )  # fmt: skip
 
 
 def _scores(results: Results) -> Drawing | None:
@@ -238,83 +136,12 @@ def draw_curves(results: Results, key: str, label: str, levels: Sequence[tuple[f
     return figure, caption, f"Error against {label}{lowest(results)}."
 
 
-def _rank(results: Results) -> Drawing | None:
-    points = [(row, finite(row.get("rank")), score_of(row)) for row in results["rows"]]
-    known = [(row, x, y) for row, x, y in points if x is not None and y is not None]
-    if not known:
-        return None
-    ranks = sorted({x for _, x, _ in known})
-    top = max(dimension(results.get("config")) or 0.0, ranks[-1])
-    figure = new_canvas(4.0)
-    ax = figure.add_subplot()
-    for row, x, y in known:
-        ax.plot([x], [y], "o", ms=7, color=row_style(results, row)["color"])
-    if wide(y for *_, y in known):
-        log_axis(ax, "y")
-    else:
-        ax.set_ylim(0, 1.12 * max(1.0, *(y for *_, y in known)))
-    if ranks[0] > 0 and top / ranks[0] > 8:
-        ax.set_xscale("log", base=2)
-        ax.set_xlim(ranks[0] / 1.25, top * 1.25)
-    else:
-        ax.set_xlim(0, top * 1.06)
-    scale = ax.transScale + ax.transLimits
-    ticks: list[float] = []
-    for x in [top, *ranks]:
-        if all(abs(float(scale.transform((x, 1.0))[0] - scale.transform((t, 1.0))[0])) > 0.04 for t in ticks):
-            ticks.append(x)
-    ax.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
-    ax.xaxis.set_minor_locator(FixedLocator([]))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    if "1 = knows nothing" in str(results["metric_label"]):
-        ax.axhline(1.0, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
-        ax.annotate("1 = knows nothing", (0.01, 1.0), (0, 3), xycoords=ax.get_yaxis_transform(),
-                    textcoords="offset points", fontsize=8, color=GREY)  # fmt: skip
-    ax.set_xlabel(f"rank of the score matrix (axis ends at {top:g})")
-    ax.set_ylabel(str(results["metric"]))
-    _point_labels(figure, ax, [(x, y, str(row["spec"]), row_style(results, row)["color"]) for row, x, y in known])
-    caption = f"Error against the rank of the score matrix M ({seed_words(results)}); other differences remain."
-    return figure, caption, f"Scatter plot of error against rank{lowest(results)}."
-
-
 def _compute(results: Results) -> Drawing | None:
     if len(by_variant(results)) > 1:
         return None  # errors at different sizes do not share an axis
     scores = [v for row in results["rows"] if (v := score_of(row)) is not None]
     levels, _ = baselines_in_view(results, scores) if scores else ([], "")
     return draw_curves(results, "compute", "training compute (forward FLOPs of all examples)", levels)
-
-
-def _rank_over_dimension(results: Results) -> Drawing | None:
-    """Error against the rank of a head over the dimension of the data, one line per variant of the settings."""
-    lines: dict[str, list[tuple[float, float, Row]]] = {}
-    for row in results["rows"]:
-        dim, rank, score = finite((row.get("details") or {}).get("dim")), finite(row.get("rank")), score_of(row)
-        if dim and rank and score is not None:
-            lines.setdefault(str(row.get("variant") or ""), []).append((rank / dim, score, row))
-    points = sorted({x for line in lines.values() for x, _, _ in line})
-    if len(points) < 2:
-        return None
-    figure = new_canvas(4.0)
-    ax = figure.add_subplot()
-    labels = []
-    for index, (name, line) in enumerate(lines.items()):
-        colour = OKABE_ITO[index % len(OKABE_ITO)]
-        places = sorted(line, key=lambda point: point[:2])
-        ax.plot([x for x, *_ in places], [y for _, y, _ in places], "o", color=colour, ms=6, label=name or None)
-        labels += [(x, y, str(row["spec"]), colour) for x, y, row in places]
-    ax.axvline(1.0, color=GREY, lw=1.0, ls=(0, (4, 3)), zorder=1)
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.set_ylim(0, 1.08 * max(1.0, *(y for _, y, _, _ in labels)))
-    ax.margins(x=0.08)
-    ax.set_xlabel("rank of a head's score matrix over the dimension of the inputs (dashed: equal)")
-    ax.set_ylabel(str(results["metric"]))
-    if len(lines) > 1:
-        figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=8)
-    _point_labels(figure, ax, labels)
-    caption = f"Error against rank over dimension ({seed_words(results)}); other differences remain."
-    return figure, caption, f"Scatter plot of error against rank over dimension{lowest(results)}."
 
 
 def _axis_labels(results: Results) -> dict[str, str]:
@@ -403,22 +230,3 @@ def _by_point(results: Results) -> Drawing | None:
     figure = _by_position(results, "error_by_point", "examples in the prompt")
     caption = "Error against the examples seen in the prompt; baselines in grey, cut off at the frame."
     return None if figure is None else (figure, caption, f"Error by prompt length{lowest(results)}.")
-
-
-def _point_labels(figure: MplFigure, ax: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Names points ``(x, y, name, colour)``, each label at the nearest free place around its point."""
-    figure.draw_without_rendering()
-    unit = figure.dpi / 72
-    pixels = [ax.transData.transform((x, y)) for x, y, _, _ in points]
-    frame = [float(v) / unit for v in ax.get_window_extent().extents]
-    places = place_labels(
-        [(float(p[0]) / unit, float(p[1]) / unit) for p in pixels],
-        [5.2 * len(name) for _, _, name, _ in points],
-        (frame[0], frame[1], frame[2], frame[3]),
-    )
-    for (x, y, name, colour), (side, dy) in zip(points, places, strict=True):
-        leader = {"arrowstyle": "-", "color": colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 3}
-        ax.annotate(
-            name, (x, y), (8 * side, dy), textcoords="offset points", fontsize=8, color=colour, va="center",
-            ha=("center", "left", "right")[side], arrowprops=leader if abs(dy) > 12 else None,
-        ).set_in_layout(False)  # fmt: skip

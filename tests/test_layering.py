@@ -18,6 +18,7 @@ FLOORS = {
     "ops": 4,
     "cache": 5,
     "layers.scoring": 5,
+    "layers.scoring_modules": 4,
     "spec": 6,
     "layers": 7,
     "models": 8,

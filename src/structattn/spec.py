@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from structattn.errors import ConfigError, nearest_name
-from structattn.layers.scoring import BTT, MLR, LowRank, Matrix, ScoreScaling
+from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
+from structattn.layers.scoring_modules import ScoreScaling
 from structattn.layout import SCALINGS, GlobalWindowLayout, LevelLayout, Scaling
 from structattn.matrices import FAMILIES, Structure
 

@@ -14,7 +14,8 @@ from structattn.cache.levels import parts_of, widest
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.latent import ScoringLatent
 from structattn.layers.rotary import Rotary
-from structattn.layers.scoring import HeadShape, LowRank, Scoring
+from structattn.layers.scoring import LowRank, Scoring
+from structattn.layers.scoring_modules import HeadShape
 from structattn.layout import Layout, LevelLayout, visible_pairs, visible_pairs_per_level
 from structattn.mup import Role
 from structattn.ops import Backend, structured_attention

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from structattn.errors import CacheError
-from structattn.layers.scoring import ScoringModule
+from structattn.layers.scoring_modules import ScoringModule
 
 
 class ScoringLatent:

@@ -5,43 +5,23 @@
 
 from __future__ import annotations
 
-import math
-from abc import abstractmethod
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Literal, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from structattn.errors import ConfigError
+from structattn.layers.scoring_modules import (
+    BilinearScoring,
+    HeadShape,
+    LowRankScoring,
+    MLRScoring,
+    ScoreScaling,
+    ScoringModule,
+)
 from structattn.matrices import BlockTensorTrain, FactoredMatrix, MultiLevelLowRank, Structure, StructuredMatrix
 from structattn.matrices import LowRank as LowRankMatrix
-from structattn.matrices.base import Order
-from structattn.mup import Role
-
-ScoreScaling = Literal["variance", "mup"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadShape:
-    """What a scoring needs to know of its attention layer.
-
-    Args:
-        embed_dim: E, the width of the hidden states.
-        num_heads: H, query heads.
-        num_kv_heads: G, key heads; divides H.
-        norm: layer norm of queries and keys.
-        bias: whether those norms have a bias.
-        fixed_features: the layout gives a meaning to single features, so the contraction order is not free.
-    """
-
-    embed_dim: int
-    num_heads: int
-    num_kv_heads: int
-    norm: bool = True
-    bias: bool = False
-    fixed_features: bool = False
 
 
 class Scoring(Protocol):
@@ -54,280 +34,6 @@ class Scoring(Protocol):
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with the weights."""
         ...
-
-
-class ScoringModule(nn.Module):
-    """Queries and keys from hidden states, for all heads at once.
-
-    Attributes:
-        matrix: M for all heads, of batch shape (G, H // G); right factors of (G, 1) where key heads share them.
-        shape: the layer it belongs to.
-    """
-
-    matrix: StructuredMatrix
-
-    def __init__(self, matrix: StructuredMatrix, shape: HeadShape) -> None:
-        super().__init__()
-        self.matrix = matrix
-        self.shape = shape
-
-    @property
-    @abstractmethod
-    def feature_dim(self) -> int:
-        """D of the norms and of a layout: see ``Scoring.feature_dim``."""
-
-    @property
-    @abstractmethod
-    def matrix_fan_ins(self) -> dict[str, int]:
-        """The fan-in of every factor in the way this scoring uses it: in features of both sides, or in M x'."""
-
-    def parameter_roles(self) -> dict[str, Role]:
-        """The muP roles of the factors of the matrix; its norms are known by their type."""
-        return {f"matrix.{name}": role for name, role in self.matrix.factor_roles(self.matrix_fan_ins).items()}
-
-    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        """Unscaled queries and keys.
-
-        Args:
-            x: hidden states of the queries, (B, T, E).
-            context: hidden states of the keys, (B, S, E).
-
-        Returns:
-            q (B, H, T, D) and k (B, 1 or G or H, S, D); 1 head means that all heads share k.
-        """
-        order = self.order(x.shape[1], context.shape[1])
-        return self.queries(x, order), self.normed_keys(self.keys(context, order), order)
-
-    @abstractmethod
-    def queries(self, x: Tensor, order: Order) -> Tensor:
-        """Queries of hidden states (B, T, E) in a contraction order: (B, H, T, D), normed."""
-
-    @abstractmethod
-    def keys(self, context: Tensor, order: Order) -> Tensor:
-        """Keys of hidden states (B, S, E), a linear map of them, before any norm: (B, 1 or G or H, S, D)."""
-
-    @abstractmethod
-    def key_norms(self, order: Order) -> list[tuple[slice, nn.LayerNorm]]:
-        """The norms of the keys with the slices of the key dimension that they work on; empty without norms."""
-
-    def normed_keys(self, keys: Tensor, order: Order) -> Tensor:
-        """Keys after their norms."""
-        parts = [norm(keys[..., dims]) for dims, norm in self.key_norms(order)]
-        return keys if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-    def adjoint_keys(self, w: Tensor, order: Order) -> Tensor:
-        """The adjoint of ``keys``: u with <w, keys(x)> = <u, x> for each query head, (B, H, T, D) to (B, H, T, E)."""
-        per_group = w.unflatten(1, (self.shape.num_kv_heads, -1))
-        match order:
-            case "factored":
-                return self._factored.right_expand(per_group).flatten(1, 2)
-            case "formed_right":
-                return self.matrix.rmatmul(per_group).flatten(1, 2)
-            case "formed_left":
-                return w
-
-    @property
-    @abstractmethod
-    def cached_order(self) -> Order:
-        """The order in which keys are kept as features: one for all lengths, the smallest where there is a choice."""
-
-    @abstractmethod
-    def order(self, num_queries: int, num_keys: int) -> Order:
-        """The contraction order used for T queries and S keys: factored, formed_left or formed_right."""
-
-    @abstractmethod
-    def scaled(self, query: Tensor) -> tuple[Tensor, float]:
-        """The query and the scale to give to the op when no layout scales the scores; the query may be scaled here."""
-
-    def projection_flops(self, num_queries: int, num_keys: int) -> int:
-        """FLOPs of ``forward`` for one example, 2 per multiply-add, norms not counted."""
-        return self.matrix.projection_flops(self.order(num_queries, num_keys), num_queries, num_keys)
-
-    def num_key_heads(self, order: Order) -> int:
-        """How many different keys a token has: 1 if all heads share them, else one per right factor or per query head."""
-        match order:
-            case "formed_left":
-                return 1
-            case "factored":
-                return math.prod(self._factored.right_batch_shape)
-            case "formed_right":
-                return self.shape.num_heads
-
-    def score_dim(self, num_queries: int, num_keys: int) -> int:
-        """The dimension of the queries and keys that ``forward`` returns for these lengths."""
-        return self.matrix.pair_dim(self.order(num_queries, num_keys))
-
-    @property
-    def _factored(self) -> FactoredMatrix:
-        assert isinstance(self.matrix, FactoredMatrix)  # only then there is a factored order
-        return self.matrix
-
-    def _left_heads(self, x: Tensor) -> Tensor:
-        """w = L^T x for all query heads: (B, T, E) to (B, H, T, F)."""
-        return self._factored.left_features(x[:, None, None]).flatten(1, 2)
-
-    def _right_heads(self, y: Tensor) -> Tensor:
-        """u = R^T y for all key heads: (B, S, E) to (B, G, S, F)."""
-        return self._factored.right_features(y[:, None, None]).flatten(1, 2)
-
-    def _free_order(self, num_queries: int, num_keys: int) -> Order:
-        """The cheapest order by counting where every order gives the same scores, else the structure's own."""
-        return self.matrix.contraction(max(1, num_queries), max(1, num_keys)).order
-
-    def _formed_queries(self, x: Tensor, order: Order) -> Tensor:
-        """Queries of dimension E: M^T x, or x itself for all heads."""
-        if order == "formed_left":
-            return self.matrix.rmatmul(x[:, None, None]).flatten(1, 2)
-        return x[:, None].expand(-1, self.shape.num_heads, -1, -1)
-
-    def _formed_keys(self, context: Tensor, order: Order) -> Tensor:
-        """Keys of dimension E: the hidden state for all heads, or M x'."""
-        if order == "formed_left":
-            return context[:, None]
-        return self.matrix.matmul(context[:, None, None]).flatten(1, 2)
-
-    def _smallest_order(self) -> Order:
-        """The order with the fewest numbers per key, all heads."""
-        sizes = {order: self.num_key_heads(order) * self.matrix.pair_dim(order) for order in self.matrix.orders}
-        return min(sizes, key=lambda order: sizes[order])
-
-
-def _norms(norm: nn.Module) -> list[tuple[slice, nn.LayerNorm]]:
-    """One norm of all dimensions, or none."""
-    return [(slice(None), norm)] if isinstance(norm, nn.LayerNorm) else []
-
-
-class _LowRankScoring(ScoringModule):
-    """Standard attention: q = norm(W_Q x), k = norm(W_K x')."""
-
-    matrix: LowRankMatrix
-
-    def __init__(self, matrix: LowRankMatrix, shape: HeadShape, scaling: ScoreScaling) -> None:
-        super().__init__(matrix, shape)
-        self.scaling = scaling
-        self.q_norm = nn.LayerNorm(matrix.rank, bias=shape.bias) if shape.norm else nn.Identity()
-        self.k_norm = nn.LayerNorm(matrix.rank, bias=shape.bias) if shape.norm else nn.Identity()
-
-    @property
-    def matrix_fan_ins(self) -> dict[str, int]:
-        return self.matrix.feature_fan_ins
-
-    @property
-    def feature_dim(self) -> int:
-        return self.matrix.inner_dim
-
-    def order(self, num_queries: int, num_keys: int) -> Order:
-        fixed = self.shape.norm or self.shape.fixed_features
-        return "factored" if fixed else self._free_order(num_queries, num_keys)
-
-    def scaled(self, query: Tensor) -> tuple[Tensor, float]:
-        return query, 1 / math.sqrt(self.feature_dim) if self.scaling == "variance" else 8 / self.feature_dim
-
-    @property
-    def cached_order(self) -> Order:
-        fixed = self.shape.norm or self.shape.fixed_features
-        return "factored" if fixed else self._smallest_order()
-
-    def queries(self, x: Tensor, order: Order) -> Tensor:
-        return self.q_norm(self._left_heads(x)) if order == "factored" else self._formed_queries(x, order)
-
-    def keys(self, context: Tensor, order: Order) -> Tensor:
-        return self._right_heads(context) if order == "factored" else self._formed_keys(context, order)
-
-    def key_norms(self, order: Order) -> list[tuple[slice, nn.LayerNorm]]:
-        return _norms(self.k_norm)
-
-
-class _BilinearScoring(ScoringModule):
-    """Any M: q = norm(x), k_h = norm(M_h x'), both of dimension E. Without norms and levels the order is free."""
-
-    def __init__(self, matrix: StructuredMatrix, shape: HeadShape, scaling: ScoreScaling) -> None:
-        super().__init__(matrix, shape)
-        self.scaling = scaling
-        self.q_norm = nn.LayerNorm(shape.embed_dim, bias=shape.bias) if shape.norm else nn.Identity()
-        self.k_norm = nn.LayerNorm(shape.embed_dim, bias=shape.bias) if shape.norm else nn.Identity()
-
-    @property
-    def matrix_fan_ins(self) -> dict[str, int]:
-        return self.matrix.product_fan_ins
-
-    @property
-    def feature_dim(self) -> int:
-        return self.shape.embed_dim
-
-    def order(self, num_queries: int, num_keys: int) -> Order:
-        fixed = self.shape.norm or self.shape.fixed_features
-        return "formed_right" if fixed else self._free_order(num_queries, num_keys)
-
-    def scaled(self, query: Tensor) -> tuple[Tensor, float]:
-        return query, 1 / math.sqrt(self.feature_dim) if self.scaling == "variance" else 1 / self.feature_dim
-
-    @property
-    def cached_order(self) -> Order:
-        fixed = self.shape.norm or self.shape.fixed_features
-        return "formed_right" if fixed else self._smallest_order()
-
-    def queries(self, x: Tensor, order: Order) -> Tensor:
-        return self._left_heads(x) if order == "factored" else self._formed_queries(self.q_norm(x), order)
-
-    def keys(self, context: Tensor, order: Order) -> Tensor:
-        return self._right_heads(context) if order == "factored" else self._formed_keys(context, order)
-
-    def key_norms(self, order: Order) -> list[tuple[slice, nn.LayerNorm]]:
-        return _norms(self.k_norm)
-
-
-class _MLRScoring(ScoringModule):
-    """Bilinear MLR: the features of each level, each level with a norm and a scale of its own."""
-
-    matrix: MultiLevelLowRank
-
-    def __init__(
-        self, matrix: MultiLevelLowRank, shape: HeadShape, scaling: ScoreScaling, divide_by_levels: bool
-    ) -> None:
-        super().__init__(matrix, shape)
-        sizes = matrix.feature_sizes if shape.norm else ()
-        self.q_norms = nn.ModuleList(nn.LayerNorm(size, bias=shape.bias) for size in sizes)
-        self.k_norms = nn.ModuleList(nn.LayerNorm(size, bias=shape.bias) for size in sizes)
-        share = 1 / len(matrix.ranks) if divide_by_levels else 1.0
-        self.level_scales = [
-            share * (size**-0.5 if scaling == "variance" else 8 / size) for size in matrix.feature_sizes
-        ]
-
-    @property
-    def matrix_fan_ins(self) -> dict[str, int]:
-        return self.matrix.feature_fan_ins
-
-    @property
-    def feature_dim(self) -> int:
-        return self.matrix.inner_dim
-
-    def order(self, num_queries: int, num_keys: int) -> Order:
-        # Each level has a scale of its own, which the formed orders could not tell apart: the features are the definition.
-        return "factored"
-
-    def scaled(self, query: Tensor) -> tuple[Tensor, float]:
-        parts = query.split(self.matrix.feature_sizes, dim=-1)
-        return torch.cat([part * c for part, c in zip(parts, self.level_scales, strict=True)], dim=-1), 1.0
-
-    @property
-    def cached_order(self) -> Order:
-        return "factored"
-
-    def queries(self, x: Tensor, order: Order) -> Tensor:
-        features = self._left_heads(x)
-        if not self.q_norms:
-            return features
-        parts = features.split(self.matrix.feature_sizes, dim=-1)
-        return torch.cat([norm(part) for norm, part in zip(self.q_norms, parts, strict=True)], dim=-1)
-
-    def keys(self, context: Tensor, order: Order) -> Tensor:
-        return self._right_heads(context)
-
-    def key_norms(self, order: Order) -> list[tuple[slice, nn.LayerNorm]]:
-        ends = list(accumulate(self.matrix.feature_sizes))
-        found = zip(self.matrix.feature_sizes, ends, self.k_norms, strict=False)
-        return [(slice(end - size, end), norm) for size, end, norm in found if isinstance(norm, nn.LayerNorm)]
 
 
 class _HeadBatch(TypedDict):
@@ -378,7 +84,7 @@ class LowRank:
         """The module with W_Q for every query head and W_K for every key head."""
         rank = self.feature_dim(shape.embed_dim, shape.num_heads)
         matrix = LowRankMatrix(shape.embed_dim, shape.embed_dim, rank, rms_cap=self.rms_cap, **_batch(shape))
-        return _LowRankScoring(matrix, shape, self.scaling)
+        return LowRankScoring(matrix, shape, self.scaling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,7 +114,7 @@ class BTT:
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with one block tensor train per query head, right factors shared by key head."""
         matrix = BlockTensorTrain(shape.embed_dim, shape.embed_dim, self.rank, rms_cap=self.rms_cap, **_batch(shape))
-        return _BilinearScoring(matrix, shape, self.scaling)
+        return BilinearScoring(matrix, shape, self.scaling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,7 +150,7 @@ class MLR:
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with one multi-level low-rank matrix per query head, right factors shared by key head."""
         matrix = MultiLevelLowRank(shape.embed_dim, shape.embed_dim, self.ranks, rms_cap=self.rms_cap, **_batch(shape))
-        return _MLRScoring(matrix, shape, self.scaling, self.divide_by_levels)
+        return MLRScoring(matrix, shape, self.scaling, self.divide_by_levels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,13 +189,13 @@ class Matrix:
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with one matrix per query head; right factors shared by key head where the structure has any."""
         if isinstance(self.matrix, StructuredMatrix):
-            return _BilinearScoring(_copies(self.matrix, shape), shape, self.scaling)
+            return BilinearScoring(_copies(self.matrix, shape), shape, self.scaling)
         structure = Structure.of(self.matrix)
         matrix = structure.build(shape.embed_dim, shape.embed_dim, rms_cap=self.rms_cap, **_batch(shape))
         matrix.reset_parameters(
             matrix.product_fan_ins
         )  # the score is a product M x' with x, whatever the family is for
-        return _BilinearScoring(matrix, shape, self.scaling)
+        return BilinearScoring(matrix, shape, self.scaling)
 
 
 def _copies(matrix: StructuredMatrix, shape: HeadShape) -> StructuredMatrix:

@@ -76,6 +76,17 @@ def test_shared_right_factors_and_caps_are_kept(name) -> None:
     assert copied.right[0].shape[:2] == ((2, 3) if outer_shared else (2, 1))
 
 
+@pytest.mark.parametrize("name", sorted(set(MEMBERS) - {"dense"}))
+def test_right_factors_expand_vectors_that_all_matrices_share(name) -> None:
+    m = MEMBERS[name](12, 8, batch_shape=(2, 3), right_batch_shape=(2, 1)).double()
+    w = torch.randn(5, m.inner_dim, dtype=torch.float64)
+    out = m.right_expand(w)
+    assert out.shape == (2, 3, 5, 8)
+    assert difference(out, m.right_expand(w.expand(2, 3, 5, m.inner_dim))) < 1e-12
+    y = torch.randn(8, dtype=torch.float64)
+    assert difference(out @ y, (w @ m.right_features(y[None]).transpose(-2, -1))[..., 0].expand(2, 3, 5)) < 1e-12
+
+
 def test_the_copy_is_independent() -> None:
     m = LowRank(8, 8, 2)
     before = m.to_dense().clone()

@@ -41,10 +41,7 @@ def products(m):
     if isinstance(m, FactoredMatrix):
         found["left_features"] = m.left_features, m.num_rows
         found["right_features"] = m.right_features, m.num_cols
-        if (
-            m.right_batch_shape == m.batch_shape
-        ):  # else its vectors are those of each matrix, as products of features are
-            found["right_expand"] = m.right_expand, m.inner_dim
+        found["right_expand"] = m.right_expand, m.inner_dim
     return found
 
 

@@ -130,6 +130,8 @@ class Kaleidoscope(FactoredMatrix):
     def _right_expand(self, w: Tensor) -> Tensor:
         if self.right_batch_shape == self.batch_shape:
             return self.right._matmul(w)
+        if w.shape[0] == 1:  # vectors that all matrices share: once per right factor
+            return self._spread_right(self.right._matmul(w))
         return self._per_group(w, self.right._matmul)
 
     @property

@@ -173,6 +173,14 @@ def test_contraction_is_the_cheapest_and_does_not_change_the_result() -> None:
     assert "formed_left" in orders
 
 
+@pytest.mark.parametrize("spec", ["standard", "mlr:4|2|1|1", "mlr:4|4,values=4|4", "global-window:4|4@3", "window:3"])
+def test_every_layout_has_shapes_on_the_meta_device(spec: str) -> None:
+    with torch.device("meta"):
+        attn = sa.Attention.from_spec(spec, embed_dim=32, num_heads=4, context_length=16)
+        out = attn(torch.empty(2, 16, 32))
+    assert (out.device.type, out.shape) == ("meta", (2, 16, 32))
+
+
 @pytest.mark.parametrize("spec", ["standard", "bilinear-btt:1", "bilinear-btt:2", "bilinear-mlr:4|2|2"])
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("norm", [True, False])

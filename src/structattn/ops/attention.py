@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Literal, get_args, overload
 
 import torch
@@ -86,7 +87,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    with torch.autocast(q.device.type, enabled=False):  # the definition is in float32 at least
+    # The definition is in float32 at least. The meta device has no autocast to turn off.
+    with nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False):
         return reference.attention(
             q,
             k,

@@ -17,7 +17,7 @@ from structattn.errors import CheckpointError, ConfigError, TrainingDivergedErro
 from structattn.files import write_atomic
 from structattn.seeds import generator
 from structattn.tasks.base import Task
-from structattn.training.build import parameter_groups
+from structattn.training.build import compiled, parameter_groups
 from structattn.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from structattn.training.config import TrainingConfig
 from structattn.training.loop import learning_rate_at, train
@@ -250,3 +250,16 @@ def test_gains_and_biases_are_not_decayed() -> None:
 def test_bad_settings_are_named(change) -> None:
     with pytest.raises(ConfigError, match=f"training.{next(iter(change))}"):
         dataclasses.replace(CONFIG, **change)
+
+
+def test_more_shapes_are_compiled_than_dynamo_allows_at_first() -> None:
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        model = compiled(torch.nn.Linear(1, 1))
+        before = counters["stats"]["unique_graphs"]
+        for size in range(1, 6):
+            assert model(torch.ones(size, 1)).shape == (size, 1)
+    assert counters["stats"]["unique_graphs"] - before == 5

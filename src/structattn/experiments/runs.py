@@ -63,6 +63,9 @@ class Job:
                 raise
             logger.warning("%s diverged at learning rate %g", self.spec, self.training.learning_rate)
             return None
+        finally:
+            if self.training.compile:
+                torch.compiler.reset()  # else the code of every run of this process would be looked through at each step
 
 
 def _in_worker(job: Job) -> None:

@@ -15,6 +15,7 @@ from structattn.training.config import TrainingConfig
 
 logger = logging.getLogger(__name__)
 Parametrization = Literal["standard", "mup"]
+_MOST_SHAPES = 256
 
 
 def spec_for(spec: str, parametrization: Parametrization) -> str:
@@ -61,7 +62,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
 def compiled(model: nn.Module) -> nn.Module:
     """The model compiled for each of the shapes that it meets, or as it is, with a warning, where nothing can be compiled.
 
-    Compiled code needs a C++ compiler on CPU, and Triton on CUDA; whether they work is tried on a function of one line.
+    Raises dynamo's limit of shapes for the process. Compiled code needs a C++ compiler on CPU, and Triton on CUDA; whether they work is tried on a function of one line.
     """
     device = next(model.parameters()).device
     try:
@@ -69,6 +70,9 @@ def compiled(model: nn.Module) -> nn.Module:
     except Exception as error:  # whatever goes wrong inside a compiler: the run can do without
         logger.warning("training is not compiled, and slower: %s", str(error).strip().splitlines()[0])
         return model
+    # Past its limit, 8 by default, dynamo runs new shapes uncompiled: the last sizes of a curriculum, which are the most of the work.
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_SHAPES)
     return torch.compile(model, dynamic=False)  # type: ignore[return-value]
 
 

@@ -9,8 +9,7 @@ from typing import get_args
 
 import pytest
 
-from structattn import cli
-from structattn.cli import main
+from structattn.cli import commands, main
 from structattn.errors import ConfigError
 from structattn.experiments.recipes import TASKS, recipe_for
 from structattn.experiments.settings import apply_overrides, from_plain, to_plain
@@ -151,22 +150,27 @@ def test_options_are_frozen() -> None:
     """Whoever adds an option changes this list, on purpose: most belong into a dataclass that --set reaches."""
     task = {"task", "preset", "set", "out", "resume", "data", "time", "target"}
     expected = {
-        cli.Compare: task | {"attention", "seeds", "jobs"},
-        cli.Train: task | {"attention", "seed"},
-        cli.Evaluate: {"run", "cache"},
-        cli.Generate: {
+        commands.Compare: task | {"attention", "seeds", "jobs"},
+        commands.Train: task | {"attention", "seed"},
+        commands.Evaluate: {"run", "cache"},
+        commands.Generate: {
             *("run", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "cache"),
         },
-        cli.Fit: {"matrices", "structures", "size", "refine", "seed", "out"},
-        cli.Bench: {"name", "quick", "device", "dtype", "repeats", "only", "patience", "out"},
-        cli.Mup: {"action"},
-        cli.Info: set(),
-        cli.Specs: set(),
-        cli.Structures: set(),
-        cli.Presets: set(),
+        commands.Fit: {"matrices", "structures", "size", "refine", "seed", "out"},
+        commands.Bench: {"name", "quick", "device", "dtype", "repeats", "only", "patience", "out"},
+        commands.Mup: {"action"},
+        commands.MupCheck: {
+            *("structures", "widths", "steps", "seeds", "heads", "learning_rate", "base_width"),
+            *("transfer", "transfer_widths", "transfer_steps", "quick", "out"),
+        },
+        commands.MupRoles: {"attention", "embed_dim", "heads"},
+        commands.Info: set(),
+        commands.Specs: set(),
+        commands.Structures: set(),
+        commands.Presets: set(),
     }
-    commands = {get_args(option)[0] for option in get_args(cli.Command)}
-    assert {command: {field.name for field in dataclasses.fields(command)} for command in commands} == expected
+    found = {get_args(option)[0] for option in get_args(commands.Command)} | {commands.MupCheck, commands.MupRoles}
+    assert {command: {field.name for field in dataclasses.fields(command)} for command in found} == expected
 
 
 @pytest.mark.parametrize(("command", "word"), [("info", "backends"), ("specs", "global-window"), ("presets", "demo")])

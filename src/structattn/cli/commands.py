@@ -1,0 +1,228 @@
+"""The commands and their options: the dataclasses that the command line is parsed into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import tyro
+except ImportError as error:  # the library itself needs torch alone
+    raise SystemExit(
+        f"structattn: the command line needs the extra 'train': pip install 'structattn[train]' ({error})"
+    ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskCommand:
+    task: tyro.conf.Positional[str]
+    """nearest-neighbor, forecast, icl-regression or text."""
+    preset: str = "default"
+    """Named settings of the task (see `structattn presets`)."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A setting, as section.field=value, such as training.steps=500; may be repeated."""
+    out: Path | None = None
+    """Output folder. Default: runs/TASK-DATE-TIME."""
+    resume: bool = False
+    """Continue what --out already holds."""
+    data: Path | None = None
+    """forecast: a CSV file of your own; text: a text file."""
+    time: str | None = None
+    """forecast: its time column. Default: date."""
+    target: str | None = None
+    """forecast: the column to forecast. Default: OT."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(TaskCommand):
+    """Train attention variants on one task and write a table, figures and a report."""
+
+    attention: tuple[str, ...] = ()
+    """Specs to compare, each in quotes (see `structattn specs`). Default: the preset's."""
+    seeds: int | None = None
+    """Runs per variant. Default: the preset's."""
+    jobs: int = 1
+    """Models trained at the same time, each in a process of its own; for small models as many as there are cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TaskCommand):
+    """Train one attention variant; the folder can be evaluated and resumed."""
+
+    attention: str = "standard"
+    """The spec to train (see `structattn specs`)."""
+    seed: int = 0
+    """Seed of weights, data order and dropout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Score a finished run on the test split."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder that `structattn train` wrote."""
+    cache: bool = False
+    """text: also score it through the key/value cache, and print the difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Continue prompts with a language model that `structattn train text` trained."""
+
+    run: tyro.conf.Positional[Path]
+    """Its folder."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to continue; may be repeated. Default: a line break."""
+    max_new_tokens: int | None = None
+    """Most new characters per prompt. Default: what fits the learned positions, 512 with rotary ones."""
+    temperature: float = 0.8
+    """0 always takes the most likely character, 1 draws as the model says."""
+    top_k: int | None = None
+    """Draw only from so many of the most likely characters."""
+    top_p: float | None = None
+    """Draw only from the most likely characters that together have this probability."""
+    stop: str = ""
+    """A prompt ends when its new text ends with this."""
+    seed: int = 0
+    """Seed of what is drawn."""
+    cache: bool = True
+    """Keep keys and values; without, everything is computed anew for each character."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Fit structured matrices to dense ones and write a table, a figure and a report."""
+
+    matrices: tyro.conf.Positional[tuple[str, ...]] = ("gaussian", "hadamard", "line", "etth1")
+    """What to fit: .npy files; folders of finished runs (RUN or RUN@LAYER.HEAD: the score matrix of a head); examples by name
+    (gaussian, hadamard, line, etth1)."""
+    structures: tuple[str, ...] = ()
+    """Structures, each in quotes (see `structattn structures`), or mlr-allocated:R. Default: a sweep over every family."""
+    size: int = 64
+    """Rows and columns of the examples."""
+    refine: int | None = None
+    """L-BFGS iterations after the first fit. Default: 100 where the first fit is not optimal."""
+    seed: int = 0
+    """Seed of the refinement."""
+    out: Path | None = None
+    """Output folder. Default: runs/fit-DATE-TIME."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Time structured code against what you would use instead; for a checkout of the repository, where the benchmarks live."""
+
+    name: tyro.conf.Positional[str]
+    """attention, decode, model, step or linear."""
+    quick: bool = False
+    """A few sizes and repeats, no peak memory: a minute or two."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    dtype: str = "float32"
+    """float32 or bfloat16."""
+    repeats: int | None = None
+    """Times that every variant is timed. Default: 21; 3 with --quick."""
+    only: str = ""
+    """A regular expression on benchmark/mode/T=512,.../variant. Default: all."""
+    patience: float | None = None
+    """Seconds per size that may be lost to repeats that other programs disturb. Default: 60; 2 with --quick."""
+    out: Path | None = None
+    """Folder of the results. Default: benchmarks/results of the repository."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MupCheck:
+    """Check that sizes inside models and best learning rates do not depend on the width: a table, figures and a report.
+
+    Small models, on the CPU: 10 minutes of one core, with --quick three quarters of one. Structures, widths and seeds of your own
+    cost in proportion; a width of 1024 as much as all below together.
+    """
+
+    structures: tuple[str, ...] | None = None
+    """Attention specs, each in quotes; ranks are proportions of the head dimension. Default: one of every kind."""
+    widths: tuple[int, ...] | None = None
+    """Widths at which sizes are measured. Default: 32 64 128 256 512 1024."""
+    steps: tuple[int, ...] | None = None
+    """Training steps after which they are. Default: 1 2 4 8."""
+    seeds: int | None = None
+    """Draws of the initial weights. Default: 3."""
+    heads: int | None = None
+    """Attention heads at every width. Default: 2."""
+    learning_rate: float | None = None
+    """Of matrices with --base-width inputs, for the sizes. Default: 0.001."""
+    base_width: int | None = None
+    """The width at which both parametrisations have the same rate for matrices. Default: 64."""
+    transfer: bool = True
+    """Also look for the best learning rate at several widths, for the structures given, or three of the default ones."""
+    transfer_widths: tuple[int, ...] | None = None
+    """Widths for that. Default: 32 64 128 256."""
+    transfer_steps: int | None = None
+    """Training steps for that. Default: 40."""
+    quick: bool = False
+    """Two structures, three widths, one transfer, unless given."""
+    out: Path | None = None
+    """Output folder. Default: runs/mup-DATE-TIME."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MupRoles:
+    """What muP makes of every parameter of a small language model: role, initial scale, learning rate."""
+
+    attention: tyro.conf.Positional[str] = "standard"
+    """An attention spec (see `structattn specs`)."""
+    embed_dim: int = 256
+    """Its width."""
+    heads: int = 4
+    """Its heads."""
+
+
+@dataclass(frozen=True)
+class Mup:
+    """The maximal-update parametrisation, under which learning rates hold for wider models."""
+
+    action: Annotated[
+        Annotated[MupCheck, tyro.conf.subcommand("check")] | Annotated[MupRoles, tyro.conf.subcommand("roles")],
+        tyro.conf.arg(name=""),
+    ]
+
+
+@dataclass(frozen=True)
+class Structures:
+    """The text forms of structured matrices, with parameters and cost."""
+
+
+@dataclass(frozen=True)
+class Info:
+    """Versions, devices, and which backends can run here (and why not)."""
+
+
+@dataclass(frozen=True)
+class Specs:
+    """The text forms of attention variants, with parameters and cost."""
+
+
+@dataclass(frozen=True)
+class Presets:
+    """The presets of every task."""
+
+
+Command = (
+    Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Fit, tyro.conf.subcommand("fit")]
+    | Annotated[Mup, tyro.conf.subcommand("mup")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Info, tyro.conf.subcommand("info")]
+    | Annotated[Specs, tyro.conf.subcommand("specs")]
+    | Annotated[Structures, tyro.conf.subcommand("structures")]
+    | Annotated[Presets, tyro.conf.subcommand("presets")]
+)
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """The command that the words after the program's name say; exits with help or with what is wrong."""
+    return tyro.cli(Command, args=arguments, prog="structattn", description="structattn")

@@ -13,7 +13,7 @@ from structattn.experiments.mup_check import QUICK, CheckConfig, coordinate_chec
 from structattn.experiments.mup_models import QUANTITIES, Bench, Growing, Probe, apportioned, attention_scores
 from structattn.matrices import Kronecker
 
-FLAT = CheckConfig(structures=("standard",), widths=(64, 128, 256), seeds=4, transfer_widths=())
+FLAT = CheckConfig(structures=("standard",), widths=(64, 128, 256), transfer_widths=())
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_sizes_do_not_depend_on_the_width_under_mup(structure) -> None:
 def test_sizes_grow_with_the_width_in_the_standard_parametrisation() -> None:
     row = coordinate_check("standard", "standard", dataclasses.replace(FLAT, seeds=1))
     slopes = {name: max(s for s in row["slopes"][name].values() if s is not None) for name in QUANTITIES}
-    assert min(slopes.values()) > 0.3, slopes
+    assert min(slopes.values()) > 0.15, slopes
     assert abs(row["largest"]["slope"]) > 1
 
 
@@ -99,7 +99,7 @@ def test_probes_measure_what_they_say() -> None:
     attention = model.trunk.layers[0].attention
     x = torch.randn(2, 8, 32)
     v = attention.project(x)[2]
-    weights = torch.full((2, 4, 8, 8), -torch.inf)
+    weights = torch.full((2, bench.num_heads, 8, 8), -torch.inf)
     weights[..., torch.ones(8, 8).tril().bool()] = attention_scores(attention, x)
     mixed = attention.out_proj((weights.softmax(-1) @ v).transpose(1, 2).flatten(-2))
     torch.testing.assert_close(mixed, attention(x), atol=1e-5, rtol=1e-4)
@@ -126,6 +126,11 @@ def test_slopes() -> None:
     assert [large_end(range(n)) for n in (2, 3, 4, 5, 6, 7)] == [2, 3, 3, 3, 3, 4]
 
 
+def test_small_models_are_drawn_more_often() -> None:
+    config = CheckConfig(structures=("standard",), widths=(64, 256, 384, 1024), seeds=3, transfer_widths=())
+    assert [config.draws(width) for width in config.widths] == [24, 12, 6, 3]
+
+
 def test_divergence_is_recorded_and_not_fitted() -> None:
     config = CheckConfig(
         structures=("standard",), widths=(16, 32), seeds=1, record_steps=(1, 2), learning_rate=1e30, transfer_widths=(16, 32),
@@ -144,8 +149,8 @@ def test_divergence_is_recorded_and_not_fitted() -> None:
         ({"widths": (64,)}, "widths: a check compares at least two different widths, got .64."),
         ({"widths": (64, 64)}, "at least two"),
         ({"widths": ()}, "at least two"),
-        ({"widths": (32, 66)}, "width 66 is not divisible by 4 heads; the nearest that are: 64 and 68"),
-        ({"transfer_widths": (2, 4)}, "width 2 is not divisible by 4 heads; the nearest that are: 4 and 8"),
+        ({"widths": (32, 67)}, "width 67 is not divisible by 2 heads; the nearest that are: 66 and 68"),
+        ({"transfer_widths": (1, 4)}, "width 1 is not divisible by 2 heads; the nearest that are: 2 and 4"),
         ({"structures": ("bilinear-bt:1",)}, "unknown form 'bilinear-bt': did you mean 'bilinear-btt'"),
         ({"structures": ()}, "at least one structure"),
         ({"structures": ("standard", "standard")}, "each once"),
@@ -190,7 +195,7 @@ def test_the_command(tmp_path, capsys) -> None:
     ]
     assert len(results["transfers"]) == 2
     row = results["coordinates"][0]
-    assert row["specs"] == ["mlr:2|2", "mlr:4|4"]
+    assert row["specs"] == ["mlr:4|4", "mlr:8|8"]
     assert set(row["sizes"]["output"]) == {"0", "1", "3"}
     names = {path.name for path in (out / "figures").iterdir()}
     stems = ("coordinates-mlr-1-1", "transfer-mlr-1-1")
@@ -214,8 +219,8 @@ def test_options_reach_the_settings(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("structattn.experiments.mup_check.mup_check", check)
     assert cli.main(["mup", "check"]) == 2
     assert found.pop() == CheckConfig()
-    assert cli.main(["mup", "check", "--quick", "--no-transfer", "--heads", "2"]) == 2
-    assert found.pop() == dataclasses.replace(QUICK, transfer_widths=(), bench=Bench(num_heads=2))
+    assert cli.main(["mup", "check", "--quick", "--no-transfer", "--heads", "4"]) == 2
+    assert found.pop() == dataclasses.replace(QUICK, transfer_widths=(), bench=Bench(num_heads=4))
     assert cli.main(["mup", "check", "--structures", "standard:1", "--steps", "3", "1", "--base-width", "128"]) == 2
     config = found.pop()
     assert config.transferred == ("standard:1",)

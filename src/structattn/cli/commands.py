@@ -147,7 +147,7 @@ class MupCheck:
     steps: tuple[int, ...] | None = None
     """Training steps after which they are. Default: 1 2 4 8."""
     seeds: int | None = None
-    """Draws of the initial weights. Default: 3."""
+    """Draws of the initial weights at the largest width; smaller ones get up to 8 times as many. Default: 4."""
     heads: int | None = None
     """Attention heads at every width. Default: 2."""
     learning_rate: float | None = None

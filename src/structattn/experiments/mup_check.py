@@ -49,7 +49,8 @@ class CheckConfig:
         record_steps: after which training steps sizes are measured; the last one ends the training.
         learning_rate: of the coordinate check, that of matrices with ``base_width`` inputs.
         base_width: the fan-in at which muP and the standard parametrisation use the same rate for matrices.
-        seeds: draws of the initial weights; data are the same for all.
+        seeds: draws of the initial weights at the largest width; data are the same for all. Smaller models differ more between draws
+            and cost less: ``draws`` says how many they get.
         transfer_widths: of the transfer check; empty to leave it out.
         transfer_rates: learning rates tried, at ``base_width``.
         transfer_steps: training steps of one run of it.
@@ -66,7 +67,7 @@ class CheckConfig:
     record_steps: tuple[int, ...] = (1, 2, 4, 8)
     learning_rate: float = 0.001
     base_width: int = 64
-    seeds: int = 3
+    seeds: int = 4
     transfer_widths: tuple[int, ...] = (32, 64, 128, 256)
     transfer_rates: tuple[float, ...] = tuple(2.0**-k for k in range(11, 3, -1))
     transfer_steps: int = 40
@@ -96,6 +97,10 @@ class CheckConfig:
             structure = Growing.parse(text)
             for width in {*self.widths, *self.transfer_widths}:
                 self.bench.empty(structure, width, "mup")
+
+    def draws(self, width: int) -> int:
+        """Draws of the initial weights at a width: ``seeds`` times the ratio of the largest width to it, at most 8 times as many."""
+        return self.seeds * max(1, min(8, self.widths[-1] // width))
 
     @property
     def transferred(self) -> tuple[str, ...]:
@@ -150,14 +155,14 @@ def coordinate_check(
         has moved), ``by_seed`` likewise with one list per width, and ``largest``: the slope furthest from 0, and where (``None`` if
         training diverged everywhere).
 
-    Cost: the last record step times seeds and widths training steps.
+    Cost: the last record step times draws training steps at every width.
     """
     grown, bench = Growing.parse(structure), config.bench
     batch, held_out = bench.prompts("coordinates"), bench.prompts("held out")
     steps = (0, *config.record_steps)
     found: dict[str, dict[int, list[list[float]]]] = {}
     for width in config.widths:
-        for seed in range(config.seeds):
+        for seed in range(config.draws(width)):
             model = bench.build(grown, width, parametrization, seed)
             optimizer = optimizer_for(model, parametrization, config.learning_rate, config.base_width)
             probe = Probe(model, held_out)
@@ -286,7 +291,7 @@ def mup_check(config: CheckConfig, out: Path, *, command: str = "", show_progres
     kinds: tuple[Parametrization, ...] = get_args(Parametrization)
     chosen = config.transferred
     # A training step costs about the square of its width and some overhead: in those units the bar moves evenly.
-    coordinate_runs = [(w, config.record_steps[-1]) for w in config.widths for _ in range(config.seeds)]
+    coordinate_runs = [(w, config.record_steps[-1]) for w in config.widths for _ in range(config.draws(w))]
     repeats = len(config.transfer_rates) * config.transfer_seeds
     transfer_runs = [(w, config.transfer_steps) for w in config.transfer_widths for _ in range(repeats)]
     total = len(config.structures) * sum(_cost(*run) for run in coordinate_runs)

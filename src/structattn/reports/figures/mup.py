@@ -72,9 +72,10 @@ def _coordinates(results: Results, pair: list[Row]) -> Drawing:
         frameon=False,
     )  # fmt: skip
     structure = pair[0]["structure"]
+    draws = " ... ".join(str(n) for n in sorted({len(runs) for runs in pair[0]["by_seed"]["output"]["0"]}))
     fitted = ", ".join(map(str, pair[0]["slope_widths"]))
     caption = (
-        f"{structure}: root mean square sizes against width, geometric mean over {results['config']['seeds']} draws of the weights. "
+        f"{structure}: root mean square sizes against width, geometric mean over {draws} draws of the weights. "
         f"In each panel the slope furthest from 0 at the widths {fitted}. Sizes that are still exactly 0 are left out."
     )
     worst = "; ".join(f"{KINDS[row['parametrization']]}: largest slope {largest_slope(row)}" for row in pair)

@@ -60,7 +60,6 @@ _SMALL = Recipe(
         checkpoint_every=1000,
         parametrization="mup",
         base_fan_in=64,
-        compile=True,
     ),
     # The allocations of the paper (16|8|8, 8|8|16 and equal ranks) in small; not smaller, since layer norm makes a level of 2 features a sign.
     attention=(*_SPECS, "bilinear-mlr:4|2|2", "bilinear-mlr:2|2|4", "bilinear-mlr:4|4|4"),

@@ -51,7 +51,7 @@ _SMALL = Recipe(
         curriculum=Curriculum(start_dim=2, start_points=4, interval=1000, end_step=2000),
     ),
     training=TrainingConfig(
-        steps=8000,
+        steps=10_000,
         batch_size=64,
         learning_rate=3e-3,
         schedule="wsd",
@@ -72,7 +72,7 @@ def _bottleneck() -> Recipe:
     return replace(
         _SMALL,
         seeds=3,
-        learning_rates=(1e-3, 3e-3, 1e-2),
+        learning_rates=(1e-3, 2e-3, 4e-3),
         sweep_settings=("task.embed_dim=12", "task.num_heads=4", "training.steps=4000"),
     )
 

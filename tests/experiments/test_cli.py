@@ -164,12 +164,19 @@ def test_options_are_frozen() -> None:
             *("transfer", "transfer_widths", "transfer_steps", "quick", "out"),
         },
         commands.MupRoles: {"attention", "embed_dim", "heads"},
+        commands.Data: {"action"},
+        commands.Prepare: {
+            *("kind", "source", "tokens", "vocab_size", "unknown", "document_start", "text_column", "dataset_split"),
+            *("max_documents", "validation", "test", "out", "resume"),
+        },
+        commands.DataInfo: {"folder", "verify"},
         commands.Info: set(),
         commands.Specs: set(),
         commands.Structures: set(),
         commands.Presets: set(),
     }
-    found = {get_args(option)[0] for option in get_args(commands.Command)} | {commands.MupCheck, commands.MupRoles}
+    inner = {commands.MupCheck, commands.MupRoles, commands.Prepare, commands.DataInfo}
+    found = {get_args(option)[0] for option in get_args(commands.Command)} | inner
     assert {command: {field.name for field in dataclasses.fields(command)} for command in found} == expected
 
 

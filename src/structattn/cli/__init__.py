@@ -11,11 +11,13 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from structattn.cli.commands import (
     Bench,
     Compare,
+    Data,
+    DataInfo,
     Evaluate,
     Fit,
     Generate,
@@ -23,6 +25,7 @@ from structattn.cli.commands import (
     Mup,
     MupCheck,
     MupRoles,
+    Prepare,
     Presets,
     Specs,
     Structures,
@@ -188,6 +191,34 @@ def _mup(command: MupCheck | MupRoles, line: str) -> None:
     _print_paths(done.folder, done.report)
 
 
+def _data(action: Prepare | DataInfo) -> None:
+    from structattn.tasks.corpus import Corpus, PrepareConfig, Source, prepare
+
+    if isinstance(action, DataInfo):
+        corpus = Corpus(action.folder)
+        if action.verify:
+            corpus.verify()
+        print(corpus.summary())
+        return
+    source = Source(
+        path=action.source,
+        document_start=action.document_start,
+        text_column=action.text_column,
+        dataset_split=action.dataset_split,
+        max_documents=action.max_documents,
+    )
+    config = PrepareConfig(
+        source=source,
+        tokens=cast(Any, action.tokens),  # a wrong word is named by the settings
+        vocab_size=action.vocab_size,
+        unknown=cast(Any, action.unknown),
+        validation=action.validation,
+        test=action.test,
+    )
+    prepare(config, action.out, resume=action.resume)
+    print(Corpus(action.out).summary())
+
+
 def _bench(command: Bench) -> None:
     _require_extra()
     import structattn
@@ -267,6 +298,8 @@ def main(arguments: list[str] | None = None) -> int:
                 _fit(command, shlex.join(["structattn", *arguments]))
             case Mup(action=action):
                 _mup(action, shlex.join(["structattn", *arguments]))
+            case Data(action=action):
+                _data(action)
             case Bench():
                 _bench(command)
             case Structures() | Info() | Specs() | Presets():
@@ -281,7 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print(
-            "structattn: interrupted; compare and train continue from the last checkpoint with --resume",
+            "structattn: interrupted; compare, train and data prepare continue where they were with --resume",
             file=sys.stderr,
         )
         return 130

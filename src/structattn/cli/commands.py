@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 try:
     import tyro
@@ -188,6 +188,58 @@ class Mup:
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Make a corpus, token shards, of text files or of a data set: once, for any number of runs."""
+
+    kind: tyro.conf.Positional[Literal["text"]]
+    """What it is made of."""
+    source: str
+    """A text file, a file of JSON lines, a folder of them, or the name of a data set, such as openwebtext, which is streamed."""
+    tokens: str = "chars"
+    """chars, the 96 of the paper; bytes; or bpe, byte pairs learned from the training documents."""
+    vocab_size: int = 4096
+    """Of the byte pairs."""
+    unknown: str = "error"
+    """What happens to a character that is none of the 96: error or drop."""
+    document_start: str = ""
+    """In text files, a line that begins with this begins a document. Default: a file is a document."""
+    text_column: str = "text"
+    """The field of JSON lines and data sets that holds the text."""
+    dataset_split: str = "train"
+    """Of a data set."""
+    max_documents: int | None = None
+    """The first so many alone. Default: all."""
+    validation: float = 0.05
+    """Share of the documents that are kept for validation."""
+    test: float = 0.05
+    """Share of the documents that are kept for the test."""
+    out: Path
+    """Folder of the corpus."""
+    resume: bool = False
+    """Continue what --out already holds."""
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """What a corpus holds; with --verify, whether its files are as they were written."""
+
+    folder: tyro.conf.Positional[Path]
+    """The corpus."""
+    verify: bool = False
+    """Read every file and compare its hash."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Corpora: text as token shards."""
+
+    action: Annotated[
+        Annotated[Prepare, tyro.conf.subcommand("prepare")] | Annotated[DataInfo, tyro.conf.subcommand("info")],
+        tyro.conf.arg(name=""),
+    ]
+
+
 @dataclass(frozen=True)
 class Structures:
     """The text forms of structured matrices, with parameters and cost."""
@@ -215,6 +267,7 @@ Command = (
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Fit, tyro.conf.subcommand("fit")]
     | Annotated[Mup, tyro.conf.subcommand("mup")]
+    | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Info, tyro.conf.subcommand("info")]
     | Annotated[Specs, tyro.conf.subcommand("specs")]

@@ -1,0 +1,155 @@
+"""A prepared corpus: token shards on disk, mapped into memory, with the borders of documents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from structattn.errors import DataError
+from structattn.tasks.corpus.tokenizers import Tokenizer, tokenizer_from
+
+CorpusSplit = Literal["train", "validation", "test"]
+SPLITS: tuple[CorpusSplit, ...] = get_args(CorpusSplit)
+FORMAT = 1
+MANIFEST = "manifest.json"
+LENGTH_TYPE = np.dtype("<u4")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Pieces of text.
+
+    Attributes:
+        tokens: (N, length) int64.
+        documents: (N, length) int64, the number of the document that each token is of; equal numbers, one document.
+    """
+
+    tokens: Tensor
+    documents: Tensor
+
+
+class Tokens:
+    """The tokens of a split, one document after the other, in one or more arrays that are read where they lie.
+
+    Args:
+        arrays: pieces of the sequence of all tokens, in their order.
+        lengths: tokens of each document, in their order.
+    """
+
+    def __init__(self, arrays: Sequence[npt.NDArray[Any]], lengths: npt.NDArray[np.integer[Any]]) -> None:
+        self._arrays = list(arrays)
+        self._edges = np.cumsum([0, *map(len, self._arrays)])
+        self._document_ends = np.cumsum(lengths, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._edges[-1])
+
+    @property
+    def num_documents(self) -> int:
+        """The documents of the split."""
+        return len(self._document_ends)
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens start ... stop - 1, a copy."""
+        first = int(np.searchsorted(self._edges, start, side="right")) - 1
+        parts = []
+        while start < stop:
+            begin = int(self._edges[first])
+            end = min(stop, int(self._edges[first + 1]))
+            parts.append(self._arrays[first][start - begin : end - begin])
+            start, first = end, first + 1
+        return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+
+    def windows(self, starts: Tensor, length: int) -> Windows:
+        """The ``length`` tokens from each of the places ``starts``, (N,) ints."""
+        places = starts.tolist()
+        tokens = np.stack([self.read(place, place + length) for place in places])
+        positions = np.asarray(places)[:, None] + np.arange(length)
+        documents = np.searchsorted(self._document_ends, positions, side="right")
+        return Windows(torch.from_numpy(tokens), torch.from_numpy(documents))
+
+
+class Corpus:
+    """What ``prepare`` wrote, opened for reading: nothing is loaded but the lengths of the documents.
+
+    Args:
+        folder: the corpus.
+
+    Attributes:
+        manifest: what ``manifest.json`` says: tokenizer, source, counts, and the files with their hashes.
+        tokenizer: of the tokens.
+        splits: ``Tokens`` by name.
+
+    Raises:
+        DataError: not a corpus, one of a newer format, or with a file of another size than written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise DataError(f"{folder}: expected a corpus, got a folder without {MANIFEST}. {_HINT}") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise DataError(f"{folder / MANIFEST}: expected the manifest of a corpus, got: {error}") from None
+        if self.manifest.get("format") != FORMAT:
+            raise DataError(
+                f"{folder}: expected a corpus of format {FORMAT}, got {self.manifest.get('format')!r}. Prepare it anew, or update "
+                "structattn"
+            )
+        self.tokenizer: Tokenizer = tokenizer_from(self.manifest["tokenizer"])
+        self._type = np.dtype(self.manifest["dtype"])
+        self.splits: dict[str, Tokens] = {name: self._open(name) for name in SPLITS}
+
+    def _open(self, split: str) -> Tokens:
+        arrays: list[npt.NDArray[Any]] = []
+        lengths: list[npt.NDArray[Any]] = []
+        for shard in self.manifest["splits"][split]["shards"]:
+            self._checked(shard["file"], shard["tokens"] * self._type.itemsize)
+            path = self._checked(shard["lengths_file"], shard["documents"] * LENGTH_TYPE.itemsize)
+            arrays.append(np.memmap(self.folder / shard["file"], dtype=self._type, mode="r"))
+            lengths.append(np.fromfile(path, dtype=LENGTH_TYPE))
+        return Tokens(arrays, np.concatenate(lengths) if lengths else np.zeros(0, LENGTH_TYPE))
+
+    def _checked(self, name: str, size: int) -> Path:
+        path = self.folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            got = "no such file" if found is None else f"{found:,} bytes"
+            raise DataError(f"{path}: expected {size:,} bytes, got {got}. {_HINT}")
+        return path
+
+    def summary(self) -> str:
+        """The tokenizer, and documents and tokens of each split, one line each."""
+        lines = [f"{self.tokenizer.vocab_size:,} different tokens ({self.manifest['tokenizer']['kind']})"]
+        for name, tokens in self.splits.items():
+            lines.append(f"{name:<10} {tokens.num_documents:>12,} documents {len(tokens):>16,} tokens")
+        return "\n".join(lines)
+
+    def verify(self) -> None:
+        """Reads every file and compares its hash with the manifest; raises ``DataError`` with the first that differs."""
+        for split in self.manifest["splits"].values():
+            for shard in split["shards"]:
+                for kind in ("file", "lengths_file"):
+                    path = self.folder / shard[kind]
+                    with path.open("rb") as file:
+                        digest = hashlib.file_digest(file, "sha256").hexdigest()
+                    if digest != shard[f"{kind}_sha256"]:
+                        raise DataError(f"{path}: the contents have changed since it was written. {_HINT}")
+
+
+_HINT = "Prepare it with `structattn data prepare text`"
+
+
+def is_corpus(path: str) -> bool:
+    """Whether a path is a folder, which ``Corpus`` opens; else it is a text file."""
+    return bool(path) and Path(path).is_dir()

@@ -1,0 +1,366 @@
+"""Corpora: what is written, what is read back, kills in between, and damaged files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from structattn.cli import main
+from structattn.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
+from structattn.tasks.corpus import (
+    BytePairs,
+    Bytes,
+    Characters,
+    Corpus,
+    PrepareConfig,
+    Source,
+    Tokens,
+    prepare,
+    tokenizer_from,
+)
+from structattn.tasks.corpus.preparation import split_of
+from structattn.tasks.corpus.tokenizers import CHARACTERS
+
+WORDS = ["attention", "is", "a", "matrix", "of", "scores,", "and", "its", "rank", "matters.", "\n"]
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, size=int(rng.integers(5, 60)))) + f" {i}" for i in range(count)]
+
+
+def folder_of(tmp_path: Path, documents: list[str]) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir(parents=True)
+    for i, text in enumerate(documents):
+        (folder / f"{i:04d}.txt").write_text(text)
+    return folder
+
+
+def config_of(folder: Path, **options) -> PrepareConfig:
+    known = {"validation": 0.2, "test": 0.2, "shard_tokens": 700}
+    source = {k: options.pop(k) for k in ("document_start", "text_column", "max_documents") if k in options}
+    return PrepareConfig(source=Source(path=str(folder), **source), **known | options)
+
+
+def documents_of(corpus: Corpus, split: str) -> list[str]:
+    tokens = corpus.splits[split]
+    ids = tokens.read(0, len(tokens))
+    numbers = tokens.windows(torch.tensor([0]), len(tokens)).documents[0].numpy()
+    cuts = np.flatnonzero(np.diff(numbers)) + 1
+    return [corpus.tokenizer.decode(piece.tolist()) for piece in np.split(ids, cuts)]
+
+
+@pytest.mark.parametrize("tokens", ["chars", "bytes", "bpe"])
+def test_every_document_comes_back_in_its_split(tmp_path, tokens) -> None:
+    documents = texts(60)
+    config = config_of(folder_of(tmp_path, documents), tokens=tokens, vocab_size=300)
+    manifest = prepare(config, tmp_path / "corpus", show_progress=False)
+    corpus = Corpus(tmp_path / "corpus")
+    corpus.verify()
+    for split in ("train", "validation", "test"):
+        expected = [text for text in documents if split_of(text, 0.2, 0.2) == split]
+        assert documents_of(corpus, split) == expected
+        assert corpus.splits[split].num_documents == len(expected)
+        assert len(manifest["splits"][split]["shards"]) > 1
+    assert manifest["documents"] == 60
+    assert manifest["characters"] == sum(map(len, documents))
+    sizes = [shard["tokens"] for shard in manifest["splits"]["train"]["shards"][:-1]]
+    assert max(sizes) < 700 + max(map(len, documents))
+
+
+def test_splits_are_of_documents_and_equal_documents_share_one() -> None:
+    counts = Counter(split_of(text, 0.1, 0.2) for text in texts(4000))
+    assert counts["validation"] == pytest.approx(400, abs=80)
+    assert counts["test"] == pytest.approx(800, abs=110)
+    assert split_of("the same", 0.1, 0.2) == split_of("the same", 0.1, 0.2)
+
+
+_KILLED = """
+import os, sys
+from pathlib import Path
+import structattn.tasks.corpus.preparation as p
+from structattn.tasks.corpus import PrepareConfig, Source
+left = int(sys.argv[3])
+write = p.write_atomic
+def dying(path, content):
+    global left
+    left -= 1
+    if left < 0:
+        os._exit(9)
+    write(path, content)
+p.write_atomic = dying
+config = PrepareConfig(source=Source(path=sys.argv[1]), validation=0.2, test=0.2, shard_tokens=700)
+p.prepare(config, Path(sys.argv[2]), resume=True, show_progress=False)
+"""
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_killed_at_any_write_and_resumed_it_is_the_same(tmp_path) -> None:
+    folder = folder_of(tmp_path, texts(60))
+    prepare(config_of(folder), tmp_path / "whole", show_progress=False)
+    writes = len(files_of(tmp_path / "whole"))
+    for after in (0, 4, writes - 2):
+        out = tmp_path / f"killed-{after}"
+        done = subprocess.run([sys.executable, "-c", _KILLED, str(folder), str(out), str(after)], check=False)
+        assert done.returncode == 9
+        prepare(config_of(folder), out, resume=True, show_progress=False)
+        assert files_of(out) == files_of(tmp_path / "whole")
+    again = prepare(config_of(folder), tmp_path / "whole", resume=True, show_progress=False)
+    assert again == Corpus(tmp_path / "whole").manifest
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch) -> None:
+    import structattn.files
+
+    folder = folder_of(tmp_path, texts(60))
+    prepare(config_of(folder), tmp_path / "whole", show_progress=False)
+    write, left = structattn.files.write_synced, 5
+
+    def full(path: Path, data: bytes) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            path.write_bytes(data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+        write(path, data)
+
+    out = tmp_path / "full"
+    with monkeypatch.context() as patch:
+        patch.setattr(structattn.files, "write_synced", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            prepare(config_of(folder), out, show_progress=False)
+    prepare(config_of(folder), out, resume=True, show_progress=False)
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_begun_with_other_settings(tmp_path) -> None:
+    folder = folder_of(tmp_path, texts(30))
+    prepare(config_of(folder), tmp_path / "corpus", show_progress=False)
+    with pytest.raises(ConfigError, match="not empty"):
+        prepare(config_of(folder), tmp_path / "corpus", show_progress=False)
+    with pytest.raises(ConfigError, match="begun with tokens = 'chars', now 'bytes'"):
+        prepare(config_of(folder, tokens="bytes"), tmp_path / "corpus", resume=True, show_progress=False)
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "thesis.doc").write_text("mine")
+    with pytest.raises(ConfigError, match="holds 'thesis.doc', which is not of a corpus"):
+        prepare(config_of(folder), tmp_path / "else", resume=True, show_progress=False)
+    (tmp_path / "corpus" / "progress.json").write_text("{")
+    with pytest.raises(DataError, match="expected the record of a begun corpus"):
+        prepare(config_of(folder), tmp_path / "corpus", resume=True, show_progress=False)
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "changed", "manifest", "format"])
+def test_damage_is_named(tmp_path, damage) -> None:
+    out = tmp_path / "corpus"
+    prepare(config_of(folder_of(tmp_path, texts(40))), out, show_progress=False)
+    shard = out / "train-00000.tokens"
+    data = shard.read_bytes()
+    if damage == "cut":
+        shard.write_bytes(data[:-1])
+    elif damage == "gone":
+        shard.unlink()
+    elif damage == "changed":
+        shard.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        Corpus(out)  # opening does not read it all
+    elif damage == "manifest":
+        (out / "manifest.json").write_text("{")
+    else:
+        manifest = json.loads((out / "manifest.json").read_text())
+        (out / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    words = {
+        "cut": f"expected {len(data):,} bytes, got {len(data) - 1:,} bytes",
+        "gone": "no such file",
+        "changed": "the contents have changed",
+        "manifest": "expected the manifest of a corpus",
+        "format": "expected a corpus of format 1, got 99",
+    }
+    with pytest.raises(DataError, match=words[damage]):
+        Corpus(out).verify()
+
+
+def test_no_corpus(tmp_path) -> None:
+    with pytest.raises(DataError, match="structattn data prepare text"):
+        Corpus(tmp_path)
+
+
+def test_sources(tmp_path) -> None:
+    folder = tmp_path / "many"
+    (folder / "deep").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    (folder / "b.md").write_text("PEP: 1\nfirst\n\nPEP: 2\nsecond\n")
+    (folder / "a.txt").write_text("  \n")  # nothing in it
+    (folder / "c.csv").write_text("no text file")
+    (folder / ".hidden" / "d.txt").write_text("hidden")
+    with gzip.open(folder / "deep" / "e.jsonl.gz", "wt") as file:
+        file.write('{"text": "third", "id": 1}\n\n{"text": "fourth"}\n')
+    source = Source(path=str(folder), document_start="PEP: ")
+    found = list(source.documents())
+    assert [doc.text for doc in found] == ["PEP: 1\nfirst\n\n", "PEP: 2\nsecond\n", "third", "fourth"]
+    assert found[1].name.endswith("b.md, line 4")
+    assert [doc.text for doc in source.documents(skip=2)] == ["third", "fourth"]
+    assert len(list(Source(path=str(folder), max_documents=2).documents())) == 2
+    with pytest.raises(DataError, match=r"line 1: expected a text in the field 'body', got text, id"):
+        list(Source(path=str(folder), text_column="body").documents())
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    with pytest.raises(DataError, match=r"bad.jsonl, line 1: expected JSON"):
+        list(Source(path=str(tmp_path / "bad.jsonl")).documents())
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    with pytest.raises(DataError, match="expected text in UTF-8"):
+        list(Source(path=str(tmp_path / "latin.txt")).documents())
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"expected files with one of .txt"):
+        Source(path=str(tmp_path / "empty")).files()
+    with pytest.raises(DataError, match="no such file"):
+        Source(path="./nowhere").files()
+
+
+def test_a_data_set_is_streamed(monkeypatch) -> None:
+    asked = []
+
+    def load_dataset(name: str, *, split: str, streaming: bool):
+        asked.append((name, split, streaming))
+        if name == "down":
+            raise ConnectionError("no network\nand more")
+        return iter([{"text": "one"}, {"text": "two"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert [doc.text for doc in Source(path="openwebtext").documents(skip=1)] == ["two"]
+    assert asked == [("Skylion007/openwebtext", "train", True)]
+    with pytest.raises(DataError, match="data set named 'down', got: no network$"):
+        list(Source(path="down").documents())
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingDependencyError, match=r"structattn\[data\]"):
+        list(Source(path="openwebtext").documents())
+
+
+def test_a_split_without_documents_is_an_error(tmp_path) -> None:
+    folder = folder_of(tmp_path, ["only one document"])
+    with pytest.raises(DataError, match="got 1 in all and none for"):
+        prepare(config_of(folder), tmp_path / "corpus", show_progress=False)
+    assert not (tmp_path / "corpus" / "manifest.json").exists()
+
+
+def test_unknown_characters(tmp_path) -> None:
+    documents = [*texts(30), "a caf\u00e9\tin Paris"]
+    folder = folder_of(tmp_path, documents)
+    with pytest.raises(
+        DataError,
+        match=r"0030.txt: expected newlines and printable ASCII, got '\u00e9' \(U\+00E9\) in line 1, column 6",
+    ):
+        prepare(config_of(folder), tmp_path / "error", show_progress=False)
+    prepare(config_of(folder, unknown="drop"), tmp_path / "drop", show_progress=False)
+    found = [
+        text for split in ("train", "validation", "test") for text in documents_of(Corpus(tmp_path / "drop"), split)
+    ]
+    assert "a cafin Paris" in found
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tokens": "words"}, "not chars, bytes or bpe"),
+        ({"validation": 0.0}, "positive shares"),
+        ({"validation": 0.6, "test": 0.4}, "sum to less than 1"),
+        ({"shard_tokens": 0}, "shard_tokens must be at least 1"),
+        ({"unknown": "keep"}, "not error or drop"),
+        ({"tokens": "bytes", "unknown": "drop"}, "belongs to chars"),
+        ({"max_documents": 0}, "max_documents must be at least 1"),
+    ],
+)
+def test_wrong_settings(tmp_path, options, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_of(tmp_path, **options)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(st.characters(exclude_categories=("Cs",)), max_size=60))
+def test_tokenizers_lose_nothing(text) -> None:
+    pairs = BytePairs.train(WORDS, 300)
+    for tokenizer in (Bytes(), pairs, tokenizer_from(pairs.description())):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids.tolist()) == text
+        assert all(0 <= i < tokenizer.vocab_size for i in ids.tolist())
+    known = "".join(c for c in text if c in CHARACTERS)
+    assert Characters().decode(Characters("drop").encode(text).tolist()) == known
+
+
+def test_bad_tokenizers(monkeypatch) -> None:
+    with pytest.raises(ConfigError, match="256 bytes at least, got vocab_size 100"):
+        BytePairs.train(WORDS, 100)
+    with pytest.raises(DataError, match="one that does not load"):
+        BytePairs("{}")
+    with pytest.raises(DataError, match="got 'runes'"):
+        tokenizer_from({"kind": "runes"})
+    for tokenizer in (Bytes(), BytePairs.train(WORDS, 300)):
+        with pytest.raises(DataError, match="UTF-8 can hold"):
+            tokenizer.encode("a \ud800")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingDependencyError, match=r"structattn\[data\]"):
+        BytePairs.train(WORDS, 300)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_windows_cross_shards_and_know_their_documents(lengths, data) -> None:
+    flat = [n for shard in lengths for n in shard]
+    ids = np.arange(sum(flat), dtype=np.uint16)
+    cuts = np.cumsum([sum(shard) for shard in lengths])[:-1]
+    tokens = Tokens(np.split(ids, cuts), np.array(flat))
+    assert len(tokens) == len(ids)
+    length = data.draw(st.integers(1, len(ids)))
+    starts = data.draw(st.lists(st.integers(0, len(ids) - length), min_size=1, max_size=3))
+    found = tokens.windows(torch.tensor(starts), length)
+    owner = np.repeat(np.arange(len(flat)), flat)
+    for row, start in enumerate(starts):
+        assert found.tokens[row].tolist() == list(range(start, start + length))
+        assert found.documents[row].tolist() == owner[start : start + length].tolist()
+
+
+def test_the_command(tmp_path, capsys) -> None:
+    folder, out = folder_of(tmp_path, texts(40)), tmp_path / "corpus"
+    words = [
+        "data",
+        "prepare",
+        "text",
+        "--source",
+        str(folder),
+        "--validation",
+        "0.2",
+        "--test",
+        "0.2",
+        "--out",
+        str(out),
+    ]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    assert "96 different tokens (chars)" in printed.out
+    assert "train" in printed.out
+    assert "reading" in printed.err
+    assert main(words) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main([*words, "--resume"]) == 0
+    assert main(["data", "info", str(out), "--verify"]) == 0
+    capsys.readouterr()
+    (out / "train-00000.tokens").write_bytes(b"")
+    assert main(["data", "info", str(out)]) == 2
+    assert "got 0 bytes" in capsys.readouterr().err
+    assert main([*words[:-1], str(tmp_path / "new"), "--tokens", "words"]) == 2
+    assert "not chars, bytes or bpe" in capsys.readouterr().err

@@ -81,6 +81,22 @@ def test_cached_and_padded_logits_are_those_of_each_sequence(spec: str, rotary: 
                 assert_close(padded[row, pad:], expected[row])
 
 
+@pytest.mark.parametrize("rotary", [None, Rotary()], ids=str)
+@pytest.mark.parametrize("spec", SPECS)
+def test_packed_sequences_do_not_know_of_each_other(spec: str, rotary: Rotary | None) -> None:
+    model = make(spec, rotary)
+    sizes = [5, 1, CONTEXT, 7]  # together more than the learned positions
+    tokens = torch.randint(VOCAB, (1, sum(sizes)), generator=torch.Generator().manual_seed(1))
+    borders = torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32)
+    packed = model(tokens, cu_seqlens=borders)
+    gradients = torch.autograd.grad(packed.square().sum(), list(model.parameters()))
+    alone = [model(piece) for piece in tokens.split(sizes, dim=1)]
+    assert_close(packed, torch.cat(alone, dim=1))
+    expected = torch.autograd.grad(sum(out.square().sum() for out in alone), list(model.parameters()))
+    for gradient, same in zip(gradients, expected, strict=True):
+        assert_close(gradient, same)
+
+
 def test_rotary_models_go_on_past_the_context_length() -> None:
     model = make("mlr:8|4|2|2", Rotary())
     expected = alone(model, [1, 2], 2 * CONTEXT)
@@ -218,6 +234,12 @@ def test_wrong_tensors_and_caches_are_named() -> None:
     tokens = torch.zeros(1, 3, dtype=torch.int64)
     with pytest.raises(ConfigError, match="left padding belongs to the caches"):
         model(tokens, caches=model.new_cache(), left_padding=torch.tensor([1]))
+    with pytest.raises(ConfigError, match="leave cu_seqlens at None"):
+        model(tokens, caches=model.new_cache(), cu_seqlens=torch.tensor([0, tokens.shape[1]]))
+    with pytest.raises(ShapeError, match="must rise from 0 to the length"):
+        model(tokens, cu_seqlens=torch.tensor([0, 1]))
+    with pytest.raises(ShapeError, match="positions learned"):
+        model(torch.zeros(1, CONTEXT + 5, dtype=torch.long), cu_seqlens=torch.tensor([0, 3, CONTEXT + 5]))
     one = Transformer("standard", num_layers=1, embed_dim=32, num_heads=2, context_length=4)
     with pytest.raises(ConfigError, match="the model has 2 layers, the caches are of 1"):
         model(tokens, caches=one.new_cache())

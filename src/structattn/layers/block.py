@@ -70,14 +70,22 @@ class TransformerBlock(nn.Module):
         self.mlp = MLP(width, ratio=mlp_ratio, bias=bias, dropout=dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, *, cache: LevelCache | None = None, left_padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cache: LevelCache | None = None,
+        left_padding: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         """(B, T, E) to (B, T, E).
 
         Args:
             x: (B, T, E).
-            cache, left_padding: see ``Attention``.
+            cache, left_padding, cu_seqlens: see ``Attention``.
         """
-        x = x + self.dropout(self.attention(self.attention_norm(x), cache=cache, left_padding=left_padding))
+        attended = self.attention(self.attention_norm(x), cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens)
+        x = x + self.dropout(attended)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 

@@ -81,13 +81,18 @@ class LanguageModel(nn.Module):
         return {"read_out.weight": Role(kind="output", fan_in=self.read_out.in_features)}
 
     def forward(
-        self, tokens: Tensor, *, caches: LayerCaches | None = None, left_padding: Tensor | None = None
+        self,
+        tokens: Tensor,
+        *,
+        caches: LayerCaches | None = None,
+        left_padding: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Logits of the token after each.
 
         Args:
             tokens: (B, T) int64 token ids, T >= 1; with ``caches`` those that follow the ones in them.
-            caches, left_padding: see ``Transformer.forward``; any ids will do for padding.
+            caches, left_padding, cu_seqlens: see ``Transformer.forward``; any ids will do for padding.
 
         Returns:
             (B, T, V).
@@ -95,13 +100,21 @@ class LanguageModel(nn.Module):
         Raises:
             ShapeError: the tokens are not (B, T) ints, or lie beyond the learned positions.
         """
-        out: Tensor = self.read_out(self._features(tokens, caches, left_padding))
+        out: Tensor = self.read_out(self._features(tokens, caches, left_padding, cu_seqlens))
         return out
 
-    def _features(self, tokens: Tensor, caches: LayerCaches | None, left_padding: Tensor | None) -> Tensor:
+    def _features(
+        self,
+        tokens: Tensor,
+        caches: LayerCaches | None,
+        left_padding: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.is_floating_point():
             raise ShapeError(f"tokens must be ints of shape (batch, length), got {tokens.dtype} {tuple(tokens.shape)}")
-        out: Tensor = self.trunk(self.embedding(tokens), caches=caches, left_padding=left_padding)
+        out: Tensor = self.trunk(
+            self.embedding(tokens), caches=caches, left_padding=left_padding, cu_seqlens=cu_seqlens
+        )
         return out
 
     def new_cache(

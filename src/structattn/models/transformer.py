@@ -87,7 +87,14 @@ class Transformer(nn.Module):
         """The muP role of the learned positions; the blocks declare their own."""
         return {} if self.position is None else {"position": Role(kind="embedding")}
 
-    def forward(self, x: Tensor, *, caches: LayerCaches | None = None, left_padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        caches: LayerCaches | None = None,
+        left_padding: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         """Features of a sequence, or of its next tokens.
 
         Args:
@@ -95,13 +102,15 @@ class Transformer(nn.Module):
             caches: from ``new_cache``; the tokens are added to them. Default ``None``: x is the whole sequence.
             left_padding: (B,) ints, leading tokens of each row that are padding: they are not attended to, and positions
                 are counted from the first real token. What comes out for padding means nothing. With ``caches`` theirs holds.
+            cu_seqlens: (N + 1,) ints, the borders of N sequences that x, of one row, holds one after the other: they do not attend to
+                each other, and positions are counted in each. Default ``None``: every row is a sequence.
 
         Returns:
             (B, T, E).
 
         Raises:
             ShapeError: a token lies beyond the learned positions.
-            ConfigError: caches of another number of layers, or ``left_padding`` beside ``caches``.
+            ConfigError: caches of another number of layers, or ``left_padding`` or ``cu_seqlens`` beside ``caches``.
         """
         if caches is not None and len(caches) != len(self.blocks):
             raise ConfigError(
@@ -109,21 +118,36 @@ class Transformer(nn.Module):
             )
         if caches is not None and left_padding is not None:
             raise ConfigError("left padding belongs to the caches: give it to new_cache(), and leave it at None here")
+        if caches is not None and cu_seqlens is not None:
+            raise ConfigError(
+                "caches hold one sequence per row: leave cu_seqlens at None, or give the sequences as rows"
+            )
         if self.position is not None:
-            x = x + self._learned(self.position, x.shape[1], caches, left_padding)
+            x = x + self._learned(self.position, x.shape[1], caches, left_padding, cu_seqlens)
         x = self.dropout(x)
         for block, cache in zip(self.blocks, repeat(None) if caches is None else caches, strict=False):
-            x = block(x, cache=cache, left_padding=left_padding)
+            x = block(x, cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens)
         out: Tensor = self.norm(x)
         return out
 
-    def _learned(self, table: Tensor, length: int, caches: LayerCaches | None, left_padding: Tensor | None) -> Tensor:
+    def _learned(
+        self,
+        table: Tensor,
+        length: int,
+        caches: LayerCaches | None,
+        left_padding: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
         """The embeddings of the positions of the next tokens, (T, E) or (B, T, E); of padding, those of position 0."""
         start = 0 if caches is None else caches.length
         if caches is not None:
             positions = caches.positions(length)
         elif left_padding is not None:
             positions = torch.arange(length, device=left_padding.device) - left_padding[:, None]
+        elif cu_seqlens is not None:
+            places = torch.arange(length, device=cu_seqlens.device)
+            starts = cu_seqlens[torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True)]
+            positions = (places - starts)[None]
         else:
             positions = torch.arange(length)
         end = start + length

@@ -12,7 +12,7 @@ from structattn.errors import ConfigError
 from structattn.experiments.evaluate import load_language_model
 from structattn.experiments.generate import TextGeneration
 from structattn.models.sampling import Sampling
-from structattn.tasks.text import encode
+from structattn.tasks.corpus import Characters
 
 SMALL = [
     *("--set", "task.context_length=32", "--set", "task.embed_dim=16", "--set", "task.num_layers=2"),
@@ -176,7 +176,8 @@ def test_prompts_are_checked_before_the_first_character(runs) -> None:
     with pytest.raises(ConfigError, match="max_new_tokens"):
         TextGeneration(model, ("a",), sampling=Sampling(), max_new_tokens=0)
     generation = TextGeneration(model, ("ab",), sampling=Sampling.greedy(), max_new_tokens=3)
-    expected = model.generate([encode("ab")], max_new_tokens=3)[0]
+    encode = Characters().encode
+    expected = model.generate([encode("ab").tolist()], max_new_tokens=3)[0]
     assert [encode(step[0])[0] for step in generation] == expected
     assert generation.caches.length == 2 + 3 - 1
     assert torch.is_grad_enabled()

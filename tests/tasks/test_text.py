@@ -10,9 +10,21 @@ import pytest
 import torch
 
 from structattn.errors import ConfigError, DataError
-from structattn.tasks.text import CHARACTERS, TextConfig, TextTask, decode, encode
+from structattn.tasks.corpus import Characters, Tokens
+from structattn.tasks.corpus.tokenizers import CHARACTERS
+from structattn.tasks.text import TextConfig, TextTask
 
+TOKENIZER = Characters()
+decode = TOKENIZER.decode
 TINY = {"context_length": 10, "embed_dim": 8, "num_layers": 1, "num_heads": 2, "eval_windows": 7}
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text).tolist()
+
+
+def whole(tokens: Tokens) -> str:
+    return decode(tokens.read(0, len(tokens)).tolist())
 
 
 def text_of(length: int) -> str:
@@ -35,13 +47,13 @@ def test_characters() -> None:
 
 
 def test_splits_are_the_text_in_order(task: TextTask) -> None:
-    parts = [decode(task.splits[name].tolist()) for name in ("train", "validation", "test")]
+    parts = [whole(task.splits[name]) for name in ("train", "validation", "test")]
     assert "".join(parts) == text_of(3000)
     assert [len(part) for part in parts] == [2700, 150, 150]
 
 
 def test_batches_are_pure_and_of_the_training_text(task: TextTask) -> None:
-    train = decode(task.splits["train"].tolist())
+    train = whole(task.splits["train"])
     batch = task.batch(1, 2, 50)["tokens"]
     assert batch.shape == (50, 11)
     assert torch.equal(batch, task.batch(1, 2, 50)["tokens"])
@@ -54,15 +66,15 @@ def test_batches_are_pure_and_of_the_training_text(task: TextTask) -> None:
 
 @pytest.mark.parametrize("split", ["validation", "test"])
 def test_windows_are_fixed_and_do_not_overlap(task: TextTask, split: str) -> None:
-    text = decode(task.splits[split].tolist())
-    windows = task.eval_tokens(split)
+    text = whole(task.splits[split])
+    windows = task.eval_windows(split).tokens
     starts = [text.index(decode(row)) for row in windows.tolist()]
     assert len(starts) == 7
     assert starts[0] == 0
     assert starts[-1] == len(text) - 11
     assert all(b - a >= 11 for a, b in zip(starts, starts[1:], strict=False))
     many = TextTask(TextConfig(**{**TINY, "eval_windows": 10**6, "data": task.config.data}))
-    assert len(many.eval_tokens(split)) == len(text) // 11
+    assert len(many.eval_windows(split).tokens) == len(text) // 11
 
 
 def test_scores_are_the_mean_over_characters(task: TextTask) -> None:
@@ -72,7 +84,7 @@ def test_scores_are_the_mean_over_characters(task: TextTask) -> None:
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     logs = []
-    for window in task.eval_tokens("test").tolist():
+    for window in task.eval_windows("test").tokens.tolist():
         with torch.no_grad():
             p = model(torch.tensor([window[:-1]]))[0].softmax(-1)
         logs += [-math.log(float(p[i, token])) for i, token in enumerate(window[1:])]
@@ -94,11 +106,11 @@ def test_scores_through_the_cache_are_the_same(task: TextTask, spec: str, rotary
 
 
 def test_baselines_by_loops(task: TextTask) -> None:
-    train = decode(task.splits["train"].tolist())
+    train = whole(task.splits["train"])
     single, pairs = Counter(train), Counter(zip(train, train[1:], strict=False))
     firsts = Counter(train[:-1])
     unigram, bigram = [], []
-    for window in task.eval_tokens("test").tolist():
+    for window in task.eval_windows("test").tokens.tolist():
         text = decode(window)
         for a, b in zip(text, text[1:], strict=False):
             unigram.append(-math.log((single[b] + 1) / (len(train) + 96)))
@@ -112,7 +124,7 @@ def test_baselines_by_loops(task: TextTask) -> None:
 
 def test_the_packaged_text_is_cut_between_documents() -> None:
     task = TextTask(TextConfig())
-    texts = {name: decode(part.tolist()) for name, part in task.splits.items()}
+    texts = {name: whole(part) for name, part in task.splits.items()}
     counts = {}
     for name, text in texts.items():
         assert text.startswith("PEP: ")
@@ -147,10 +159,10 @@ def test_bad_files_are_named(content: bytes, message: str, tmp_path: Path) -> No
 def test_files_of_other_systems_and_missing_ones(tmp_path: Path) -> None:
     path = tmp_path / "my.txt"
     path.write_bytes(b"\xef\xbb\xbf" + b"ab\r\n" * 100)
-    assert decode(TextTask(TextConfig(data=str(path), **TINY)).splits["train"][:4].tolist()) == "ab\na"
+    assert whole(TextTask(TextConfig(data=str(path), **TINY)).splits["train"])[:4] == "ab\na"
     with pytest.raises(DataError, match=r"no\.txt, got no such file"):
         TextTask(TextConfig(data=str(tmp_path / "no.txt")))
-    with pytest.raises(DataError, match="readable text file"):
+    with pytest.raises(DataError, match="expected a corpus, got a folder without manifest.json"):
         TextTask(TextConfig(data=str(tmp_path)))
     path.write_bytes(b"x" * 220)
     TextTask(TextConfig(data=str(path), **TINY))

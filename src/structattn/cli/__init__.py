@@ -117,7 +117,7 @@ def _evaluate(command: Evaluate) -> None:
 
 def _generate(command: Generate) -> None:
     _require_extra()
-    from structattn.experiments.evaluate import load_language_model
+    from structattn.experiments.evaluate import load_language_model, load_tokenizer
     from structattn.experiments.generate import TextGeneration
     from structattn.models.sampling import Sampling
 
@@ -125,6 +125,7 @@ def _generate(command: Generate) -> None:
     generation = TextGeneration(
         load_language_model(command.run),
         prompts,
+        tokenizer=load_tokenizer(command.run),
         sampling=Sampling(temperature=command.temperature, top_k=command.top_k, top_p=command.top_p),
         max_new_tokens=command.max_new_tokens,
         stop=command.stop,

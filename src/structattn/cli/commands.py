@@ -28,7 +28,7 @@ class TaskCommand:
     resume: bool = False
     """Continue what --out already holds."""
     data: Path | None = None
-    """forecast: a CSV file of your own; text: a text file."""
+    """forecast: a CSV file of your own; text: a text file, or a folder from `structattn data prepare text`."""
     time: str | None = None
     """forecast: its time column. Default: date."""
     target: str | None = None

@@ -19,6 +19,7 @@ from structattn.experiments.recipes import task_entry
 from structattn.experiments.settings import from_plain
 from structattn.models.language_model import LanguageModel
 from structattn.tasks.base import Task
+from structattn.tasks.corpus import Tokenizer, tokenizer_from
 from structattn.tasks.text import TextConfig, TextTask
 from structattn.training.build import spec_for
 
@@ -105,9 +106,26 @@ def load_language_model(folder: Path) -> LanguageModel:
             f"{folder} is a run of {data.get('task')}, which is no language model: train one with 'structattn train text'"
         )
     with _reading(folder):
-        model = from_plain(TextConfig, data["task_config"]).build_model(_built_spec(data))
+        vocab_size = _tokenizer(data).vocab_size
+        model = from_plain(TextConfig, data["task_config"]).build_model(_built_spec(data), vocab_size)
         model.load_state_dict(weights, strict=True)
         return model.eval()
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a finished run of the text task.
+
+    Raises:
+        CheckpointError, ConfigError: as ``load_language_model``.
+    """
+    data, _ = _read(folder)
+    with _reading(folder):
+        return _tokenizer(data)
+
+
+def _tokenizer(data: dict[str, Any]) -> Tokenizer:
+    """That of a run; runs from before there was a choice are of characters."""
+    return tokenizer_from(data.get("record", {}).get("tokenizer", {"kind": "chars"}))
 
 
 def evaluate_cached(run: Run) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Text from a trained language model, character by character, with what it cost."""
+"""Text from a trained language model, token by token, with what it cost."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from collections.abc import Iterator
 from structattn.models.language_model import LanguageModel
 from structattn.models.prompts import Prompts
 from structattn.models.sampling import Sampling
-from structattn.tasks.text import decode, encode
+from structattn.tasks.corpus import Characters, Tokenizer
 
-_PREFILL_CHUNK = 1024  # characters of a prompt that are read at a time
+_PREFILL_CHUNK = 1024  # tokens of a prompt that are read at a time
 _NEW_TOKENS = 512  # where nothing else limits them
+_LONGEST_CHARACTER = 4  # bytes of UTF-8, and so tokens
 
 
 class TextGeneration:
     """Continues prompts; iterate over it once, then read what it cost.
 
     Args:
-        model: over the characters of the text task.
-        prompts: texts of newlines and printable ASCII, each of at least one character.
-        max_new_tokens: most new characters per prompt. Default ``None``: what fits the learned positions; 512 with rotary ones.
+        model: of the text task.
+        prompts: texts of at least one token each.
+        tokenizer: of the model. Default: the 96 characters.
+        max_new_tokens: most new tokens per prompt. Default ``None``: what fits the learned positions; 512 with rotary ones.
         sampling, seed, use_cache: see ``LanguageModel.generate``.
-        stop: a prompt ends when what it produced ends with this text. Default ``""``: none.
+        stop: a prompt ends with the first token after which what it produced holds this text. Default ``""``: none.
 
     Attributes:
-        num_tokens: characters produced so far, over all prompts.
+        num_tokens: tokens produced so far, over all prompts.
         seconds: spent on them, reading the prompts included.
         caches: of all layers; ``None`` without.
 
     Raises:
-        DataError: a character of a prompt that the model does not know.
+        DataError: a character of a prompt that the tokenizer does not know.
         ShapeError, ConfigError: see ``LanguageModel.generate``.
     """
 
@@ -40,12 +42,15 @@ class TextGeneration:
         prompts: tuple[str, ...],
         *,
         sampling: Sampling,
+        tokenizer: Tokenizer | None = None,
         max_new_tokens: int | None = None,
         stop: str = "",
         seed: int | None = None,
         use_cache: bool = True,
     ) -> None:
-        batch = Prompts.read([encode(prompt, "the prompt") for prompt in prompts], model.vocab_size)
+        self._tokenizer: Tokenizer = Characters() if tokenizer is None else tokenizer
+        rows = [self._tokenizer.encode(prompt, "the prompt").tolist() for prompt in prompts]
+        batch = Prompts.read(rows, model.vocab_size)
         if max_new_tokens is None:
             is_limited = model.trunk.position is not None
             max_new_tokens = max(1, model.context_length - batch.longest) if is_limited else _NEW_TOKENS
@@ -70,8 +75,9 @@ class TextGeneration:
         )
 
     def __iter__(self) -> Iterator[list[str | None]]:
-        """For each step the new character of every prompt, ``None`` where it has ended."""
+        """For each step the new text of every prompt, ``None`` where it has ended; empty where a character is not yet whole."""
         texts = [""] * self._batch_size
+        unread: list[list[int]] = [[] for _ in range(self._batch_size)]
         running = [True] * self._batch_size
         while any(running):
             started = time.perf_counter()
@@ -82,11 +88,22 @@ class TextGeneration:
             new: list[str | None] = [None] * self._batch_size
             for row, token in enumerate(step):
                 if token is not None and running[row]:
-                    new[row] = decode([token])
-                    texts[row] += decode([token])
-                    running[row] = not self._stop or not texts[row].endswith(self._stop)
+                    unread[row].append(token)
+                    piece = self._whole(unread[row])
+                    before = max(0, len(texts[row]) - len(self._stop) + 1)
+                    new[row] = piece
+                    texts[row] += piece
+                    running[row] = not self._stop or self._stop not in texts[row][before:]
                     self.num_tokens += 1
             yield new
+
+    def _whole(self, tokens: list[int]) -> str:
+        """The text of tokens, which are then forgotten; none while their last bytes are the beginning of a character."""
+        text = self._tokenizer.decode(tokens)
+        if text.endswith("\ufffd") and len(tokens) < _LONGEST_CHARACTER:
+            return ""
+        tokens.clear()
+        return text
 
     def plain_cache_bytes(self) -> int:
         """What keys and values of plain attention with the same heads would take for as many tokens."""

@@ -32,8 +32,8 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
-    metric: ClassVar[str]
-    metric_label: ClassVar[str]
+    metric: str
+    metric_label: str
     question: ClassVar[str]
 
     @abstractmethod
@@ -67,6 +67,10 @@ class Task(ABC):
     @abstractmethod
     def baselines(self) -> list[Baseline]:
         """Scores of the methods without attention, on the test split."""
+
+    def record(self) -> dict[str, Any]:
+        """What a trained model needs besides settings and weights, as plain data, for ``run.json``; empty by default."""
+        return {}
 
     def details(self, model: nn.Module) -> dict[str, Any]:
         """What the task's own figures need from a trained model (lists and numbers only); empty by default."""

@@ -1,12 +1,15 @@
-"""Language modelling by the character: the packaged excerpt, or a text file of the user's own."""
+"""Language modelling: the packaged excerpt, a text file of the user's own, or a prepared corpus."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,42 +19,11 @@ from structattn.layers.rotary import Rotary
 from structattn.models.language_model import LanguageModel
 from structattn.seeds import generator
 from structattn.tasks.base import Baseline, Batch, Split, Task
+from structattn.tasks.corpus import Characters, Corpus, Tokenizer, Tokens, Windows, is_corpus
 
-# The paper's 96 symbols: newline and printable ASCII.
-CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
-_TABLE = bytes(max(CHARACTERS.find(chr(byte)), 0) for byte in range(256))
-
-
-def _token_bytes(text: str, source: str) -> bytes:
-    """Token ids of a text as bytes."""
-    unknown = set(text) - set(CHARACTERS)
-    if not unknown:
-        return text.encode("ascii").translate(_TABLE)
-    place = min(map(text.index, unknown))
-    line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
-    more = f" (and {len(unknown) - 1} other such characters after it)" if len(unknown) > 1 else ""
-    raise DataError(
-        f"{source}: expected newlines and printable ASCII, got {text[place]!r} (U+{ord(text[place]):04X}) in line {line}, column "
-        f"{column}{more}. Replace or remove it, for example tabs by spaces and curly quotes by straight ones"
-    )
-
-
-def encode(text: str, source: str = "the text") -> list[int]:
-    """Characters as token ids, 0 ... 95.
-
-    Args:
-        text: newline and printable ASCII.
-        source: where it is from, for the error message.
-
-    Raises:
-        DataError: another character; named with its place.
-    """
-    return list(_token_bytes(text, source))
-
-
-def decode(tokens: list[int]) -> str:
-    """Token ids as characters, the inverse of ``encode``."""
-    return "".join(CHARACTERS[token] for token in tokens)
+_NONE = -100  # a target that is not scored
+_MOST_COUNTED = 2**25  # tokens of the training text that the baselines count
+_LARGEST_PAIR_TABLE = 1024  # tokens whose pairs are counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +31,9 @@ class TextConfig:
     """The text and the model.
 
     Args:
-        data: a text file of newlines and printable ASCII; empty: the packaged excerpt. Its first 90 % of characters train, the next
-            5 % validate, the last 5 % test.
-        context_length: T, characters of a window that predict the one after each.
+        data: the folder of a corpus from ``structattn data prepare text``; or a text file of newlines and printable ASCII, whose first
+            90 % of characters train, the next 5 % validate, the last 5 % test; empty: the packaged excerpt.
+        context_length: T, tokens of a window that predict the one after each.
         embed_dim, num_layers, num_heads: of the model.
         rotary: text form of rotary positions (see ``layers.rotary``); empty: learned positions.
         eval_windows: most windows of each evaluation; fixed, spread evenly over the split, and not overlapping.
@@ -90,10 +62,10 @@ class TextConfig:
         """The rotary positions, ``None`` for learned ones."""
         return Rotary.parse(self.rotary) if self.rotary else None
 
-    def build_model(self, spec: str) -> LanguageModel:
-        """The model; needs no data, so that it can generate where the file is not."""
+    def build_model(self, spec: str, vocab_size: int) -> LanguageModel:
+        """The model; needs no data, so that it can generate where the text is not."""
         return LanguageModel(
-            len(CHARACTERS),
+            vocab_size,
             spec,
             num_layers=self.num_layers,
             embed_dim=self.embed_dim,
@@ -104,96 +76,159 @@ class TextConfig:
 
 
 class TextTask(Task):
-    """Mean cross entropy of the next character over fixed windows, in nats."""
+    """Mean cross entropy of the next token over fixed windows, in nats per character (or byte, which counts alike for any tokens).
+
+    Where a window of a corpus holds several documents they are packed: no token attends to another document, positions begin anew in
+    each, and the first token of a document is not predicted from the one before.
+    """
 
     name = "text"
-    metric = "nats_per_char"
-    metric_label = "cross entropy of the next character, nats"
-    question = "Does a language model by the character get better when near characters are compared in more dimensions than far ones?"
+    question = "Does a language model get better when near characters are compared in more dimensions than far ones?"
 
     def __init__(self, config: TextConfig) -> None:
         self.config = config
-        text, source = _read(config.data)
-        if not text:
-            raise DataError(f"{source}: expected text, got an empty file. Check how it was written")
-        tokens = torch.frombuffer(bytearray(_token_bytes(text, source)), dtype=torch.uint8)
-        edges = (0, 9 * len(tokens) // 10, 19 * len(tokens) // 20, len(tokens))
-        names = ("train", "validation", "test")
-        self.splits = {name: tokens[a:b] for name, (a, b) in zip(names, pairwise(edges), strict=True)}
+        self.tokenizer, self.splits, source = _opened(config.data)
+        unit = "char" if self.tokenizer.unit == "char" else "byte"
+        self.metric = f"nats_per_{unit}"
+        self.metric_label = (
+            "cross entropy of the next character, nats" if unit == "char" else "cross entropy, nats per byte"
+        )
+        self._unit_sizes = torch.from_numpy(self.tokenizer.token_sizes())
         for name, part in self.splits.items():
             if len(part) <= config.context_length:
+                units = {"char": "characters", "byte": "bytes", "token": "tokens"}[self.tokenizer.unit]
                 raise DataError(
-                    f"{source}: expected more than {config.context_length} characters in each split (task.context_length), got "
-                    f"{len(part)} of {len(tokens)} for {name}. Give a text of at least {20 * (config.context_length + 1)} characters, "
-                    "or a shorter context"
+                    f"{source}: expected more than {config.context_length} {units} in each split (task.context_length), got "
+                    f"{len(part)} of {sum(map(len, self.splits.values()))} for {name}. Give a text of at least "
+                    f"{20 * (config.context_length + 1)} {units}, or a shorter context"
                 )
 
     def build_model(self, spec: str) -> LanguageModel:
-        """A causal language model over 96 characters."""
-        return self.config.build_model(spec)
+        """A causal language model over the tokens."""
+        return self.config.build_model(spec, self.tokenizer.vocab_size)
+
+    def record(self) -> dict[str, Any]:
+        """The tokenizer, so that the model can be given text where the corpus is not."""
+        return {"tokenizer": self.tokenizer.description()}
 
     def batch(self, seed: int, step: int, batch_size: int) -> Batch:
-        """Windows of T + 1 characters at random places of the training text, a function of (seed, step)."""
+        """Windows of T + 1 tokens at random places of the training text, a function of (seed, step); where one of them holds several
+        documents, also their numbers."""
         text, length = self.splits["train"], self.config.context_length + 1
         starts = torch.randint(
             len(text) - length + 1, (batch_size,), generator=generator(self.name, "train", seed, step)
         )
-        return {"tokens": _windows(text, starts, length)}
+        return _as_batch(text.windows(starts, length))
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
-        """Mean cross entropy of characters 2 ... T + 1 of each window."""
-        return _cross_entropy(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
+        """Mean cross entropy of tokens 2 ... T + 1 of each window. Those that begin a document count as 0: the mean over parts of a
+        batch is that of the whole, however documents are spread."""
+        logits, targets = _predictions(model, batch)
+        return F.cross_entropy(logits, targets, ignore_index=_NONE, reduction="sum") / targets.numel()
 
-    def eval_tokens(self, split: Split) -> Tensor:
-        """The windows of a split, (N, T + 1) int64, the same for every model."""
+    def eval_windows(self, split: Split) -> Windows:
+        """The windows of a split, of T + 1 tokens, the same for every model."""
         text, length = self.splits[split], self.config.context_length + 1
         count = min(self.config.eval_windows, len(text) // length)
-        starts = torch.linspace(0, len(text) - length, count, dtype=torch.float64).long()
-        return _windows(text, starts, length)
+        return text.windows(torch.linspace(0, len(text) - length, count, dtype=torch.float64).long(), length)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
-        """``nats_per_char`` over all characters of all windows."""
+        """The metric over all predicted tokens of all windows."""
         device = next(model.parameters()).device
-        windows = self.eval_tokens(split)
-        total = 0.0
-        for chunk in windows.split(16):
-            total += float(self.loss(model, {"tokens": chunk.to(device)}, 0)) * len(chunk)
-        return {self.metric: total / len(windows)}
+        scored = ((*_predictions(model, _on(batch, device)),) for batch in self._eval_batches(split))
+        return {self.metric: self._mean(scored)}
 
     @torch.no_grad()
     def evaluate_cached(self, model: LanguageModel, split: Split, chunk: int = 64) -> dict[str, float]:
-        """As ``evaluate``, with each window read through the key/value cache: the same number, up to rounding.
+        """As ``evaluate``, with each document of each window read through the key/value cache: the same number, up to rounding.
 
         Args:
             model: in eval mode.
             split: which text.
-            chunk: characters per step.
+            chunk: tokens per step.
         """
         device = next(model.parameters()).device
-        windows = self.eval_tokens(split)
-        total = 0.0
-        for part in windows.to(device).split(16):
-            caches = model.new_cache(max_length=self.config.context_length)
-            logits = [model(piece, caches=caches) for piece in part[:, :-1].split(chunk, dim=1)]
-            total += float(_cross_entropy(torch.cat(logits, dim=1), part[:, 1:])) * len(part)
-        return {self.metric: total / len(windows)}
+        scored = (self._read_cached(model, _pieces(batch), chunk, device) for batch in self._eval_batches(split))
+        return {self.metric: self._mean(scored)}
+
+    def _read_cached(
+        self, model: LanguageModel, pieces: list[Tensor], chunk: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and targets of pieces of text, one a row behind padding."""
+        length = max(map(len, pieces))
+        padding = [length - len(piece) for piece in pieces]
+        tokens = torch.stack([F.pad(piece, (pad, 0)) for piece, pad in zip(pieces, padding, strict=True)]).to(device)
+        caches = model.new_cache(max_length=length, left_padding=padding if any(padding) else None)
+        logits = torch.cat([model(part, caches=caches) for part in tokens[:, :-1].split(chunk, dim=1)], dim=1)
+        is_padding = torch.arange(length - 1, device=device) < torch.tensor(padding, device=device)[:, None]
+        return logits.flatten(0, 1), tokens[:, 1:].masked_fill(is_padding, _NONE).flatten()
+
+    def _eval_batches(self, split: Split) -> Iterator[Batch]:
+        windows = self.eval_windows(split)
+        for tokens, documents in zip(windows.tokens.split(16), windows.documents.split(16), strict=True):
+            yield _as_batch(Windows(tokens, documents))
+
+    def _mean(self, scored: Iterator[tuple[Tensor, Tensor]]) -> float:
+        """Nats per unit over logits and targets."""
+        nats, units = 0.0, 0
+        for logits, targets in scored:
+            nats += float(F.cross_entropy(logits, targets, ignore_index=_NONE, reduction="sum"))
+            units += int(self._unit_sizes[targets[targets != _NONE].cpu()].sum())
+        return nats / units
 
     def baselines(self) -> list[Baseline]:
-        """Frequencies of characters and of pairs in the training text, each count raised by one, on the test windows."""
-        size, train = len(CHARACTERS), self.splits["train"].long()
-        windows = self.eval_tokens("test")
-        context, target = windows[:, :-1], windows[:, 1:]
-        single = torch.bincount(train, minlength=size).double() + 1
-        pairs = torch.bincount(train[:-1] * size + train[1:], minlength=size * size).double().view(size, size) + 1
-        unigram = -(single / single.sum()).log()[target].mean()
-        bigram = -(pairs / pairs.sum(dim=1, keepdim=True)).log()[context, target].mean()
-        return [
-            Baseline(name="unigram", metrics={self.metric: float(unigram)}, note="how often each character comes"),
+        """Frequencies of tokens, and where there are few different ones of pairs, in the training text (its first 2^25 tokens), each
+        count raised by one, on the test windows."""
+        size = self.tokenizer.vocab_size
+        counts_pairs = size <= _LARGEST_PAIR_TABLE
+        single = np.ones(size, dtype=np.int64)
+        pairs = np.ones(size * size if counts_pairs else 0, dtype=np.int64)
+        train = self.splits["train"]
+        end = min(len(train), _MOST_COUNTED)
+        for start in range(0, end, 2**20):
+            part = train.read(start, min(end, start + 2**20 + 1))  # one more, for the pair across the border
+            single += np.bincount(part[: 2**20], minlength=size)
+            if counts_pairs:
+                pairs += np.bincount(part[:-1] * size + part[1:], minlength=size * size)
+        windows = self.eval_windows("test")
+        context, target = windows.tokens[:, :-1], windows.tokens[:, 1:]
+        scored = windows.documents[:, 1:] == windows.documents[:, :-1]
+        units = int(self._unit_sizes[target[scored]].sum())
+
+        def score(logs: Tensor) -> float:
+            return -float(logs[scored].sum()) / units
+
+        frequency = torch.from_numpy(single).double()
+        found = [
             Baseline(
-                name="bigram", metrics={self.metric: float(bigram)}, note="how often it comes after the one before"
-            ),
+                name="unigram",
+                metrics={self.metric: score((frequency / frequency.sum()).log()[target])},
+                note=f"how often each {self.tokenizer.unit} comes",
+            )
         ]
+        if counts_pairs:
+            table = torch.from_numpy(pairs).double().view(size, size)
+            logs = (table / table.sum(dim=1, keepdim=True)).log()[context, target]
+            note = "how often it comes after the one before"
+            found.append(Baseline(name="bigram", metrics={self.metric: score(logs)}, note=note))
+        return found
+
+
+def _opened(data: str) -> tuple[Tokenizer, dict[str, Tokens], str]:
+    """The tokenizer, the splits, and where they are from, for messages."""
+    if is_corpus(data):
+        corpus = Corpus(Path(data))
+        return corpus.tokenizer, corpus.splits, data
+    text, source = _read(data)
+    if not text:
+        raise DataError(f"{source}: expected text, got an empty file. Check how it was written")
+    tokenizer = Characters()
+    tokens = tokenizer.encode(text, source)
+    edges = (0, 9 * len(tokens) // 10, 19 * len(tokens) // 20, len(tokens))
+    names = ("train", "validation", "test")
+    parts = {name: tokens[a:b] for name, (a, b) in zip(names, pairwise(edges), strict=True)}
+    return tokenizer, {name: Tokens([part], np.array([len(part)])) for name, part in parts.items()}, source
 
 
 def _read(path: str) -> tuple[str, str]:
@@ -203,16 +238,45 @@ def _read(path: str) -> tuple[str, str]:
     try:
         return Path(path).read_text(encoding="utf-8-sig"), path
     except FileNotFoundError:
-        raise DataError(f"expected a text file at {path}, got no such file. Check the path") from None
+        raise DataError(f"expected a text file or a corpus at {path}, got no such file. Check the path") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: expected text in UTF-8, got: {error}. Save it as plain text") from error
     except OSError as error:
         raise DataError(f"expected a readable text file at {path}, got: {error}. Check that it is a file") from error
 
 
-def _windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
-    return text[starts[:, None] + torch.arange(length)].long()
+def _as_batch(windows: Windows) -> Batch:
+    """Tokens, and the numbers of the documents where that of a window's end is not that of its beginning."""
+    batch = {"tokens": windows.tokens}
+    if bool((windows.documents[:, 0] != windows.documents[:, -1]).any()):
+        batch["documents"] = windows.documents
+    return batch
 
 
-def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+def _on(batch: Batch, device: torch.device) -> Batch:
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def _predictions(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) and targets (N,) of all tokens of all windows but the first of each; targets that begin a document are ``_NONE``."""
+    tokens, documents = batch["tokens"], batch.get("documents")
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if documents is None:
+        return model(inputs).flatten(0, 1), targets.flatten()
+    changes = documents[:, 1:] != documents[:, :-1]
+    begins = F.pad(changes[:, :-1], (1, 0), value=True).flatten()
+    borders = F.pad(begins.nonzero().flatten(), (0, 1), value=inputs.numel())
+    logits = model(inputs.reshape(1, -1), cu_seqlens=borders)
+    return logits.flatten(0, 1), targets.masked_fill(changes, _NONE).flatten()
+
+
+def _pieces(batch: Batch) -> list[Tensor]:
+    """The documents of the windows, each alone; those of one token have nothing to predict."""
+    tokens, documents = batch["tokens"], batch.get("documents")
+    if documents is None:
+        return list(tokens)
+    found = []
+    for row, numbers in zip(tokens, documents, strict=True):
+        sizes: list[int] = numbers.unique_consecutive(return_counts=True)[1].tolist()
+        found += [piece for piece in row.split(sizes) if len(piece) > 1]
+    return found

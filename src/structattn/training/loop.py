@@ -165,7 +165,11 @@ class _Run:
         if self.accelerator.is_main_process:
             weights = save({k: v.detach().cpu().contiguous() for k, v in self.model.state_dict().items()})
             write_atomic(self.run_dir / "model.safetensors", weights)
-            record = {**self.settings, "model_sha256": hashlib.sha256(weights).hexdigest()}
+            record = {
+                **self.settings,
+                "record": self.task.record(),
+                "model_sha256": hashlib.sha256(weights).hexdigest(),
+            }
             write_atomic(self.run_dir / "run.json", json.dumps(record, indent=1))
 
     def result(self) -> TrainingResult:

@@ -41,6 +41,10 @@ class Tokenizer(Protocol):
         """The text of token ids; bytes that are no UTF-8 become the replacement character."""
         ...
 
+    def token_sizes(self) -> npt.NDArray[np.int64]:
+        """(V,), the bytes of UTF-8 that each token stands for."""
+        ...
+
     def description(self) -> dict[str, Any]:
         """What ``tokenizer_from`` makes it from again; plain data."""
         ...
@@ -73,6 +77,10 @@ class Characters:
     def decode(self, tokens: Sequence[int]) -> str:
         """See ``Tokenizer``."""
         return "".join(CHARACTERS[token] for token in tokens)
+
+    def token_sizes(self) -> npt.NDArray[np.int64]:
+        """See ``Tokenizer``."""
+        return np.ones(self.vocab_size, dtype=np.int64)
 
     def description(self) -> dict[str, Any]:
         """See ``Tokenizer``."""
@@ -107,6 +115,10 @@ class Bytes:
     def decode(self, tokens: Sequence[int]) -> str:
         """See ``Tokenizer``."""
         return bytes(tokens).decode("utf-8", errors="replace")
+
+    def token_sizes(self) -> npt.NDArray[np.int64]:
+        """See ``Tokenizer``."""
+        return np.ones(self.vocab_size, dtype=np.int64)
 
     def description(self) -> dict[str, Any]:
         """See ``Tokenizer``."""
@@ -171,6 +183,11 @@ class BytePairs:
         """See ``Tokenizer``."""
         text: str = self._tokenizer.decode([int(token) for token in tokens])
         return text
+
+    def token_sizes(self) -> npt.NDArray[np.int64]:
+        """See ``Tokenizer``."""
+        # Each character of the library's written form of a token is one byte.
+        return np.array([len(self._tokenizer.id_to_token(i)) for i in range(self.vocab_size)], dtype=np.int64)
 
     def description(self) -> dict[str, Any]:
         """See ``Tokenizer``."""

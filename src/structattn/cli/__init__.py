@@ -46,6 +46,11 @@ def _require_extra() -> None:
             ) from error
 
 
+def _num_processes() -> int:
+    """Those that torchrun or accelerate launch started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def _default_folder(task: str) -> Path:
     return Path("runs") / f"{task}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
@@ -72,6 +77,10 @@ def _compare(command: Compare, line: str) -> None:
     from structattn.experiments.compare import compare
     from structattn.reports.table import format_table, verdict
 
+    if _num_processes() > 1:
+        raise ConfigError(
+            "a launcher's processes train one model together (structattn train); compare trains several with --jobs"
+        )
     recipe = _recipe(command)
     if command.attention:
         recipe = replace(recipe, attention=command.attention)
@@ -91,14 +100,17 @@ def _train(command: Train) -> None:
     from structattn.experiments.recipes import task_entry
     from structattn.training.loop import train
 
+    if _num_processes() > 1 and command.out is None:
+        raise ConfigError("the processes of a launcher share one folder: give --out")
     recipe = _recipe(command)
     task = task_entry(command.task).make(recipe.task)
     out = _default_folder(command.task) if command.out is None else command.out
     open_folder(out, resume=True)
     result = train(task, command.attention, recipe.training, seed=command.seed, run_dir=out, resume=command.resume)
-    result.model.eval()
-    _print_metrics(task.evaluate(result.model, "test"))
-    print(f"run      {out}")
+    if os.environ.get("RANK", "0") == "0":  # one process of a launcher's speaks for all
+        result.model.eval()
+        _print_metrics(task.evaluate(result.model, "test"))
+        print(f"run      {out}")
 
 
 def _evaluate(command: Evaluate) -> None:

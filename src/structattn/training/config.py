@@ -15,6 +15,8 @@ class TrainingConfig:
     Args:
         steps: optimiser steps (at most, when ``patience`` is set).
         batch_size: examples per step over all processes.
+        micro_batch_size: most examples that a process computes at once; the gradients of a step are added up over as many passes as
+            it takes, and are the same but for rounding. Default ``None``: all at once.
         learning_rate: peak AdamW learning rate.
         schedule: ``"constant"`` after the warm-up, ``"cosine"`` to zero after it, ``"wsd"`` (warm-up, stable, decay: linearly to zero
             over the last quarter), or ``"one-cycle"`` (up and down again).
@@ -39,6 +41,7 @@ class TrainingConfig:
     steps: int
     batch_size: int
     learning_rate: float
+    micro_batch_size: int | None = None
     schedule: Literal["constant", "cosine", "wsd", "one-cycle"] = "constant"
     warmup_steps: int = 0
     weight_decay: float = 0.0
@@ -56,6 +59,8 @@ class TrainingConfig:
         for name in ("steps", "batch_size", "eval_every", "checkpoint_every", "base_fan_in"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"training.{name} must be at least 1, got {getattr(self, name)}")
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise ConfigError(f"training.micro_batch_size must be at least 1 or none, got {self.micro_batch_size}")
         if not self.learning_rate > 0:
             raise ConfigError(f"training.learning_rate must be positive, got {self.learning_rate}")
         if not 0 <= self.warmup_steps < self.steps:

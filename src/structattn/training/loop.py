@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ class _Run:
 
     def __init__(self, task: Task, spec: str, config: TrainingConfig, seed: int, run_dir: Path) -> None:
         self.task, self.spec, self.config, self.seed, self.run_dir = task, spec, config, seed, run_dir
-        self.accelerator = Accelerator(mixed_precision=config.precision)
+        # Without a GPU accelerate joins the processes of a launcher only if it is told to stay on the CPU.
+        self.accelerator = Accelerator(mixed_precision=config.precision, cpu=not torch.accelerator.is_available())
         if config.batch_size % self.accelerator.num_processes:
             raise ConfigError(
                 f"training.batch_size must divide by the number of processes: got {config.batch_size} and "
@@ -215,14 +217,31 @@ def _train_step(run: _Run) -> tuple[Tensor, float]:
     for group in run.optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
     batch = _own_share(run.task.batch(run.seed, step, config.batch_size), accelerator)
-    with accelerator.autocast():
-        loss = run.task.loss(run.trained, batch, step)
     run.optimizer.zero_grad(set_to_none=True)
-    accelerator.backward(loss)
+    loss = _backward(run, batch)
     if config.gradient_clip is not None:
         accelerator.clip_grad_norm_(run.wrapped.parameters(), config.gradient_clip)
     run.optimizer.step()
-    return loss.detach(), rate
+    return loss, rate
+
+
+def _backward(run: _Run, batch: Batch) -> Tensor:
+    """Gradients of the mean loss over this process's share of a batch, in as many passes as fit; returns that loss."""
+    count = len(next(iter(batch.values())))
+    size = run.config.micro_batch_size or count
+    parts = [{name: value[i : i + size] for name, value in batch.items()} for i in range(0, count, size)]
+    total = None
+    for part in parts:
+        # Processes exchange gradients once, after the last pass.
+        waits = nullcontext() if part is parts[-1] else run.accelerator.no_sync(run.wrapped)
+        with waits:
+            with run.accelerator.autocast():
+                loss = run.task.loss(run.trained, part, run.progress.step)
+            loss = loss * (len(next(iter(part.values()))) / count)
+            run.accelerator.backward(loss)
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None  # a batch has at least one example
+    return total
 
 
 def _collect(run: _Run, losses: list[Tensor]) -> float:

@@ -84,6 +84,7 @@ def test_visible_pairs_by_brute_force(T, S, window, causal) -> None:
         (lambda: sa.LevelLayout.halving((4, 4), 0), "context_length"),
         (lambda: sa.GlobalWindowLayout((4, 4, 4), 2), "2 ranks"),
         (lambda: sa.GlobalWindowLayout((4, 4), 0), "window"),
+        (lambda: sa.GlobalWindowLayout((4, 4), 2, "paper"), "variance or mup, got 'paper'"),
     ],
 )
 def test_bad_layouts_are_named(make, message: str) -> None:

@@ -25,6 +25,7 @@ from structattn.spec import FORMS, Halving
         "mlr:32|16|16,scaling=mup,values=8|8|48",
         "window:512",
         "global-window:32|32@512",
+        "global-window:32|32@512,scaling=mup",
         "bilinear-btt:1+mlr:32|16|8|8+window:256",
         "standard:1+mlr:32|32",
     ],

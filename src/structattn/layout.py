@@ -325,22 +325,24 @@ class LevelLayout:
 class GlobalWindowLayout:
     """Two softmaxes, added: one over all keys on the first dimensions, one over a sliding window on the others.
 
-        out_i = softmax_j(<q_i[:r_1], k_j[:r_1]> / sqrt(r_1)) v_j  +  softmax_{j in window(i)}(<q_i[r_1:], k_j[r_1:]> / sqrt(r_2)) v_j
+        out_i = softmax_j(<q_i[:r_1], k_j[:r_1]> c_1) v_j  +  softmax_{j in window(i)}(<q_i[r_1:], k_j[r_1:]> c_2) v_j
 
     A baseline of the paper. Not one softmax, so it has no log-sum-exp and is not a ``LevelLayout``.
 
     Args:
         ranks: dimensions (r_1, r_2) of the global and of the windowed part; they sum to the head dimension.
         window: visible keys of the windowed part, as the ``window`` of ``structured_attention``.
+        scaling: ``"variance"`` c = 1/sqrt(r), or ``"mup"`` 8/r.
 
     Raises:
-        ConfigError: not two positive ranks, or a window below 1.
+        ConfigError: not two positive ranks, a window below 1, or an unknown scaling.
 
     Source: Kuang et al. 2025, section 5.1 (global + window baseline).
     """
 
     ranks: tuple[int, int]
     window: int
+    scaling: Literal["variance", "mup"] = "variance"
 
     def __post_init__(self) -> None:
         ranks = positive_ints(self.ranks, "ranks")
@@ -349,6 +351,14 @@ class GlobalWindowLayout:
         object.__setattr__(self, "ranks", ranks)
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ConfigError(f"window must be an int of at least 1, got {self.window!r}")
+        if self.scaling not in ("variance", "mup"):
+            raise ConfigError(f"the scaling of a global-window layout is variance or mup, got {self.scaling!r}")
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """(c_1, c_2), what the scores of both parts are multiplied by."""
+        first, second = (8 / rank if self.scaling == "mup" else rank**-0.5 for rank in self.ranks)
+        return first, second
 
     @property
     def head_dim(self) -> int:

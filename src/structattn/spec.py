@@ -63,14 +63,13 @@ class AttentionSpec:
     def with_scaling(self, scaling: ScoreScaling) -> AttentionSpec:
         """The same variant with another scaling of its scores, as muP needs it (``"mup"``), where it had the default.
 
-        A scaling that was chosen (``"paper"``, say) stays. With a layout it is the layout's that counts; a global-window layout has
-        no choice of it.
+        A scaling that was chosen (``"paper"``, say) stays. With a layout it is the layout's that counts.
 
         Args:
             scaling: ``"variance"`` or ``"mup"``.
         """
         layout, scoring = self.layout, self.scoring
-        if isinstance(layout, LevelLayout | Halving) and layout.scaling == "variance":
+        if layout is not None and layout.scaling == "variance":
             return dataclasses.replace(self, layout=dataclasses.replace(layout, scaling=scaling))
         if layout is None and scoring.scaling == "variance":
             return dataclasses.replace(self, scoring=dataclasses.replace(scoring, scaling=scaling))
@@ -211,12 +210,12 @@ def _window(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
 
 
 def _global_window(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
-    _no_options(options, term)
+    scaling = _scoring_options(options, term, ("scaling",)).get("scaling", "variance")
     ranks, at, window = args.partition("@")
     values = _ints(ranks, term)
     if not at or len(values) != 2:
         raise _fail(term, "expected two ranks and a window, such as 32|32@512")
-    return {"layout": GlobalWindowLayout((values[0], values[1]), _int(window, term))}
+    return {"layout": GlobalWindowLayout((values[0], values[1]), _int(window, term), scaling)}
 
 
 _PARSERS: dict[str, Callable[[str, dict[str, str], str], dict[str, Any]]] = {
@@ -305,7 +304,8 @@ def format_spec(spec: AttentionSpec) -> str:
             )
     match spec.layout:
         case GlobalWindowLayout() as both:
-            terms.append(f"global-window:{_bars(both.ranks)}@{both.window}")
+            scaling = "" if both.scaling == "variance" else f",scaling={both.scaling}"
+            terms.append(f"global-window:{_bars(both.ranks)}@{both.window}{scaling}")
         case LevelLayout(boundaries=tuple()):
             raise ConfigError("a free partition has no text form: keep the LevelLayout")
         case LevelLayout() | Halving() as layout:

@@ -25,6 +25,7 @@ LAYOUTS = {
     "segments, values": sa.LevelLayout.from_boundaries((2, 2, 2), SEGMENTS, value_ranks=(1, 1, 4)),
     "rows": sa.LevelLayout.from_boundaries((3, 3), [((0,), (0, 9)), ((0,), (0,)), ((0,), (0, 20, 21))]),
     "global window": sa.GlobalWindowLayout((2, 4), 7),
+    "global window, mup": sa.GlobalWindowLayout((2, 4), 7, "mup"),
 }
 
 
@@ -306,7 +307,7 @@ def test_rows_can_be_reordered_and_selected(layout, padding) -> None:
 @pytest.mark.parametrize("padding", [None, (0, 4, 9)])
 def test_a_saved_cache_goes_on_with_the_same_numbers(tmp_path, layout, padding) -> None:
     q, k, v = draw(3, 4, 2, 2, 36)
-    window = None if layout == "global window" else 20
+    window = None if layout.startswith("global window") else 20
     cache = sa.LevelCache(LAYOUTS[layout], left_padding=padding, window=window, page_size=8)
     through(cache, q[:, :, :20], k[:, :, :20], v[:, :, :20], [20])
     cache.save(tmp_path / "one.safetensors")

@@ -256,11 +256,12 @@ def test_left_padding_equals_rows_without_it(layout, T: int, window, backend) ->
     assert bool((out[2] == 0).all())
 
 
-def test_global_window_adds_two_softmaxes() -> None:
+@pytest.mark.parametrize("scaling", ["variance", "mup"])
+def test_global_window_adds_two_softmaxes(scaling) -> None:
     q, k, v = make(2, 2, 2, 9, 9, 8, 3, grad=False)
-    far, _ = loops(q[..., :5], k[..., :5], v, [5], [99], "variance")
-    near, _ = loops(q[..., 5:], k[..., 5:], v, [3], [99], "variance", window=2)
-    assert_close(sa.structured_attention(q, k, v, sa.GlobalWindowLayout((5, 3), 2)), far + near)
+    far, _ = loops(q[..., :5], k[..., :5], v, [5], [99], scaling)
+    near, _ = loops(q[..., 5:], k[..., 5:], v, [3], [99], scaling, window=2)
+    assert_close(sa.structured_attention(q, k, v, sa.GlobalWindowLayout((5, 3), 2, scaling)), far + near)
 
 
 @BACKENDS

@@ -32,7 +32,7 @@ def _layout_of(data: dict[str, Any] | None) -> Layout | None:
         return None
     if "window" in data:
         first, second = data["ranks"]
-        return GlobalWindowLayout((first, second), data["window"])
+        return GlobalWindowLayout((first, second), data["window"], data.get("scaling", "variance"))
     return LevelLayout(
         tuple(data["ranks"]), tuple(data["block_sizes"]), data["scaling"], data["value_ranks"], data["boundaries"]
     )

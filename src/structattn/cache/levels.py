@@ -82,8 +82,8 @@ def parts_of(layout: Layout | None, window: int | None, head_dim: int) -> tuple[
     if isinstance(layout, GlobalWindowLayout):
         first, second = layout.ranks
         return (
-            _part(LevelLayout((first,), (1,)), slice(0, first), None),
-            _part(LevelLayout((second,), (1,)), slice(first, first + second), layout.window),
+            _part(LevelLayout((first,), (1,), layout.scaling), slice(0, first), None),
+            _part(LevelLayout((second,), (1,), layout.scaling), slice(first, first + second), layout.window),
         )
     layout = LevelLayout((head_dim,), (1,)) if layout is None else layout
     return (_part(layout, slice(0, layout.head_dim), window),)

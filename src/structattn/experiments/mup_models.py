@@ -192,8 +192,8 @@ def attention_scores(attention: Attention, x: Tensor) -> Tensor:
     mask = reference.visible(place, attention.is_causal, attention.window)
     layout = attention.layout
     if isinstance(layout, GlobalWindowLayout):
-        pairs = zip(q.split(layout.ranks, dim=-1), k.split(layout.ranks, dim=-1), strict=True)
-        score = torch.cat([(a @ b.transpose(-2, -1)) * a.shape[-1] ** -0.5 for a, b in pairs], dim=1)
+        parts = zip(q.split(layout.ranks, dim=-1), k.split(layout.ranks, dim=-1), layout.scales, strict=True)
+        score = torch.cat([(a @ b.transpose(-2, -1)) * part_scale for a, b, part_scale in parts], dim=1)
     elif isinstance(layout, LevelLayout):
         score = reference.scores(q, k, layout, scale, place.shared_levels(layout)[:, None])
     else:

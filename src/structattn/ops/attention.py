@@ -320,13 +320,15 @@ def structured_attention(
         if scale is not None or window is not None:
             raise ConfigError("a global-window layout has its own scale and window: leave scale and window at None")
         split = layout.ranks[0]
-        parts = [(slice(None, split), None), (slice(split, None), layout.window)]
+        first, second = layout.scales
+        parts = [(slice(None, split), first, None), (slice(split, None), second, layout.window)]
         far, near = (
             structured_attention(
                 q[..., part],
                 k[..., part],
                 v,
                 is_causal=is_causal,
+                scale=part_scale,
                 window=part_window,
                 attn_bias=attn_bias,
                 dropout_p=dropout_p,
@@ -334,7 +336,7 @@ def structured_attention(
                 left_padding=left_padding,
                 backend=backend,
             )
-            for part, part_window in parts
+            for part, part_scale, part_window in parts
         )
         return far + near
     layout = layout or _plain(q, k)

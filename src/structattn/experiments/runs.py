@@ -6,8 +6,8 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,10 @@ class Job:
     folder: Path
     may_diverge: bool = False
 
-    def run(self, *, resume: bool, show_progress: bool) -> TrainingResult | None:
-        """Trains it, or returns what was trained before; ``None`` if it diverged and may."""
+    def run(
+        self, *, resume: bool, show_progress: bool, on_steps: Callable[[int], None] | None = None
+    ) -> TrainingResult | None:
+        """Trains it, or returns what was trained before; ``None`` if it diverged and may. See ``train`` for the arguments."""
         task = task_entry(self.task_name).make(self.task)
         try:
             return train(
@@ -57,6 +59,7 @@ class Job:
                 run_dir=self.folder,
                 resume=resume,
                 show_progress=show_progress,
+                on_steps=on_steps,
             )
         except TrainingDivergedError:
             if not self.may_diverge:
@@ -68,16 +71,27 @@ class Job:
                 torch.compiler.reset()  # else the code of every run of this process would be looked through at each step
 
 
+# Of a worker process: steps done by all workers, which the parent reads.
+_steps_done: Any = None
+
+
+def _count(steps: int) -> None:
+    with _steps_done.get_lock():
+        _steps_done.value += steps
+
+
 def _in_worker(job: Job) -> None:
-    job.run(resume=True, show_progress=False)
+    job.run(resume=True, show_progress=False, on_steps=_count)
 
 
-def begin_worker(threads: int) -> None:
-    """Prepares a worker process: its share of the cores, and no life after its parent.
+def begin_worker(threads: int, steps_done: Any) -> None:
+    """Prepares a worker process: its share of the cores, a counter of steps, and no life after its parent.
 
     A parent that is killed cannot stop its workers, and one that is begun again would write to the same folders as they do. Leaving at once is
     safe, since files are written to temporary names.
     """
+    global _steps_done
+    _steps_done = steps_done
     torch.set_num_threads(threads)
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -110,16 +124,21 @@ def train_all(jobs: Sequence[Job], *, workers: int, resume: bool, show_progress:
     if not resume and any((job.folder / "checkpoints").exists() for job in jobs):
         raise ConfigError("some of these runs were begun before: resume them, or use another folder")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=begin_worker,
-        initargs=(max(1, cores // workers),),
-    )
+    context = multiprocessing.get_context("spawn")
+    done = context.Value("q", 0)
+    share = max(1, cores // workers)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=begin_worker, initargs=(share, done))
+    total = sum(job.training.steps for job in jobs)
     try:
-        futures = [pool.submit(_in_worker, job) for job in jobs]
-        for future in tqdm(as_completed(futures), total=len(jobs), unit="run", disable=not show_progress):
-            future.result()
+        left = {pool.submit(_in_worker, job) for job in jobs}
+        with tqdm(total=total, unit="step", disable=not show_progress) as bar:
+            while left:
+                bar.set_description_str(f"{len(jobs) - len(left)} of {len(jobs)} runs", refresh=False)
+                finished, left = wait(left, timeout=1, return_when=FIRST_COMPLETED)
+                bar.update(done.value - bar.n)
+                for future in finished:
+                    future.result()
+            bar.set_description_str(f"{len(jobs)} of {len(jobs)} runs")
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,7 +289,7 @@ def _validate(run: _Run, writer: SummaryWriter | None) -> bool:
     return run.config.patience is not None and progress.bad_validations >= run.config.patience
 
 
-def _loop(run: _Run, show_progress: bool) -> None:
+def _loop(run: _Run, show_progress: bool, on_steps: Callable[[int], None]) -> None:
     progress, config = run.progress, run.config
     main = run.accelerator.is_main_process
     writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=progress.step) if main else None
@@ -303,6 +304,7 @@ def _loop(run: _Run, show_progress: bool) -> None:
         disable=not (show_progress and main),
     )
     run.model.train()
+    on_steps(progress.step)
     try:
         stop = False
         losses: list[Tensor] = []
@@ -312,6 +314,7 @@ def _loop(run: _Run, show_progress: bool) -> None:
             losses.append(loss)
             progress.step += 1
             bar.update()
+            on_steps(1)
             validates = progress.step % config.eval_every == 0 or progress.step == config.steps
             saves = progress.step % config.checkpoint_every == 0 and progress.step < config.steps
             if validates or saves or len(losses) == _STEPS_BETWEEN_WAITS:
@@ -342,6 +345,7 @@ def train(
     run_dir: Path,
     resume: bool = False,
     show_progress: bool = True,
+    on_steps: Callable[[int], None] | None = None,
 ) -> TrainingResult:
     """Trains the task's model with one attention variant.
 
@@ -356,6 +360,7 @@ def train(
         run_dir: folder of checkpoints, TensorBoard files, and at the end ``model.safetensors`` and ``run.json``.
         resume: continue from the last checkpoint there, if there is one; a finished run returns its result at once.
         show_progress: a progress bar on stderr.
+        on_steps: called with the number of steps that are newly done, or need not be done: all calls sum to ``config.steps``.
 
     Returns:
         ``TrainingResult``.
@@ -371,8 +376,11 @@ def train(
     run = _Run(task, spec, config, seed, run_dir)
     if found is not None:
         run.restore(load_checkpoint(found))
+    tell = on_steps or (lambda _: None)
     if run.progress.finished:
         run.finish()  # a run killed between its last checkpoint and its model files gets them now
+        tell(run.progress.step)
     else:
-        _loop(run, show_progress)
+        _loop(run, show_progress, tell)
+    tell(config.steps - run.progress.step)
     return run.result()

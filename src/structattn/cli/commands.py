@@ -136,7 +136,7 @@ class Bench:
 class MupCheck:
     """Check that sizes inside models and best learning rates do not depend on the width: a table, figures and a report.
 
-    Small models, on the CPU: 10 minutes of one core, with --quick three quarters of one. Structures, widths and seeds of your own
+    Small models, on the CPU: a quarter of an hour of one core, with --quick a minute. Structures, widths and seeds of your own
     cost in proportion; a width of 1024 as much as all below together.
     """
 

@@ -121,10 +121,12 @@ def _paper(dim: int) -> Recipe:
 
 ICL_PRESETS = {
     "default": Preset(_smoke(), "the same as smoke"),
-    "smoke": Preset(_smoke(), "d = 4, 600 steps: shows that it trains, not what it learns; 2 minutes on a CPU"),
+    "smoke": Preset(
+        _smoke(), "d = 4, 600 steps: shows that it trains, not what it learns; 2 minutes on a CPU (estimated)"
+    ),
     "bottleneck": Preset(
         _bottleneck(),
-        "d = 6, width 24: 8 heads of dimension 3 against full rank at equal compute, 3 seeds; about 4 hours on 2 CPU cores (estimated)",
+        "d = 6, width 24: 8 heads of dimension 3 against full rank at equal compute, 3 seeds; about 3 hours on 2 CPU cores (estimated from a part of it)",
     ),
     "rank-vs-dimension": Preset(
         _rank_vs_dimension(),

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -176,21 +176,52 @@ class ScoringModule(nn.Module):
         return min(sizes, key=lambda order: sizes[order])
 
 
-def _norms(norm: nn.Module) -> list[tuple[slice, nn.LayerNorm]]:
-    """One norm of all dimensions, or none."""
-    return [(slice(None), norm)] if isinstance(norm, nn.LayerNorm) else []
+class OneNormScoring(ScoringModule):
+    """One norm over all dimensions of a query and of a key; with norms, or a layout, one order is the definition, else it is free.
+
+    Args:
+        matrix: M.
+        shape: of the layer.
+        scaling: of the scores, where no layout gives it.
+    """
+
+    fixed_order: ClassVar[Order]
+    mup_scale: ClassVar[int]
+
+    def __init__(self, matrix: StructuredMatrix, shape: HeadShape, scaling: ScoreScaling) -> None:
+        super().__init__(matrix, shape)
+        self.scaling = scaling
+        size = self.feature_dim
+        self.q_norm = nn.LayerNorm(size, bias=shape.bias) if shape.norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(size, bias=shape.bias) if shape.norm else nn.Identity()
+
+    @property
+    def _is_fixed(self) -> bool:
+        return self.shape.norm or self.shape.fixed_features
+
+    def order(self, num_queries: int, num_keys: int) -> Order:
+        return self.fixed_order if self._is_fixed else self._free_order(num_queries, num_keys)
+
+    @property
+    def cached_order(self) -> Order:
+        return self.fixed_order if self._is_fixed else self._smallest_order()
+
+    def scaled(self, query: Tensor) -> tuple[Tensor, float]:
+        return query, self.feature_dim**-0.5 if self.scaling == "variance" else self.mup_scale / self.feature_dim
+
+    def keys(self, context: Tensor, order: Order) -> Tensor:
+        return self._right_heads(context) if order == "factored" else self._formed_keys(context, order)
+
+    def key_norms(self, order: Order) -> list[tuple[slice, nn.LayerNorm]]:
+        return [(slice(None), self.k_norm)] if isinstance(self.k_norm, nn.LayerNorm) else []
 
 
-class LowRankScoring(ScoringModule):
+class LowRankScoring(OneNormScoring):
     """Standard attention: q = norm(W_Q x), k = norm(W_K x')."""
 
     matrix: LowRankMatrix
-
-    def __init__(self, matrix: LowRankMatrix, shape: HeadShape, scaling: ScoreScaling) -> None:
-        super().__init__(matrix, shape)
-        self.scaling = scaling
-        self.q_norm = nn.LayerNorm(matrix.rank, bias=shape.bias) if shape.norm else nn.Identity()
-        self.k_norm = nn.LayerNorm(matrix.rank, bias=shape.bias) if shape.norm else nn.Identity()
+    fixed_order = "factored"
+    mup_scale = 8
 
     @property
     def matrix_fan_ins(self) -> dict[str, int]:
@@ -200,36 +231,15 @@ class LowRankScoring(ScoringModule):
     def feature_dim(self) -> int:
         return self.matrix.inner_dim
 
-    def order(self, num_queries: int, num_keys: int) -> Order:
-        fixed = self.shape.norm or self.shape.fixed_features
-        return "factored" if fixed else self._free_order(num_queries, num_keys)
-
-    def scaled(self, query: Tensor) -> tuple[Tensor, float]:
-        return query, 1 / math.sqrt(self.feature_dim) if self.scaling == "variance" else 8 / self.feature_dim
-
-    @property
-    def cached_order(self) -> Order:
-        fixed = self.shape.norm or self.shape.fixed_features
-        return "factored" if fixed else self._smallest_order()
-
     def queries(self, x: Tensor, order: Order) -> Tensor:
         return self.q_norm(self._left_heads(x)) if order == "factored" else self._formed_queries(x, order)
 
-    def keys(self, context: Tensor, order: Order) -> Tensor:
-        return self._right_heads(context) if order == "factored" else self._formed_keys(context, order)
 
-    def key_norms(self, order: Order) -> list[tuple[slice, nn.LayerNorm]]:
-        return _norms(self.k_norm)
-
-
-class BilinearScoring(ScoringModule):
+class BilinearScoring(OneNormScoring):
     """Any M: q = norm(x), k_h = norm(M_h x'), both of dimension E. Without norms and levels the order is free."""
 
-    def __init__(self, matrix: StructuredMatrix, shape: HeadShape, scaling: ScoreScaling) -> None:
-        super().__init__(matrix, shape)
-        self.scaling = scaling
-        self.q_norm = nn.LayerNorm(shape.embed_dim, bias=shape.bias) if shape.norm else nn.Identity()
-        self.k_norm = nn.LayerNorm(shape.embed_dim, bias=shape.bias) if shape.norm else nn.Identity()
+    fixed_order = "formed_right"
+    mup_scale = 1
 
     @property
     def matrix_fan_ins(self) -> dict[str, int]:
@@ -239,26 +249,8 @@ class BilinearScoring(ScoringModule):
     def feature_dim(self) -> int:
         return self.shape.embed_dim
 
-    def order(self, num_queries: int, num_keys: int) -> Order:
-        fixed = self.shape.norm or self.shape.fixed_features
-        return "formed_right" if fixed else self._free_order(num_queries, num_keys)
-
-    def scaled(self, query: Tensor) -> tuple[Tensor, float]:
-        return query, 1 / math.sqrt(self.feature_dim) if self.scaling == "variance" else 1 / self.feature_dim
-
-    @property
-    def cached_order(self) -> Order:
-        fixed = self.shape.norm or self.shape.fixed_features
-        return "formed_right" if fixed else self._smallest_order()
-
     def queries(self, x: Tensor, order: Order) -> Tensor:
         return self._left_heads(x) if order == "factored" else self._formed_queries(self.q_norm(x), order)
-
-    def keys(self, context: Tensor, order: Order) -> Tensor:
-        return self._right_heads(context) if order == "factored" else self._formed_keys(context, order)
-
-    def key_norms(self, order: Order) -> list[tuple[slice, nn.LayerNorm]]:
-        return _norms(self.k_norm)
 
 
 class MLRScoring(ScoringModule):

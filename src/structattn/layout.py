@@ -5,6 +5,7 @@ A layout is a value: it holds no tensors and computes no attention. ``ops`` comp
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_right
 from collections import Counter
@@ -379,6 +380,7 @@ class GlobalWindowLayout:
 Layout = LevelLayout | GlobalWindowLayout
 
 
+@functools.lru_cache(maxsize=4096)  # the training loop asks at every step
 def visible_pairs(num_queries: int, num_keys: int, window: int | None, is_causal: bool) -> int:
     """The number of (query, key) pairs that a mask leaves visible, the last T of S positions being the queries.
 
@@ -398,6 +400,7 @@ def visible_pairs(num_queries: int, num_keys: int, window: int | None, is_causal
     return int(((last + 1).clamp(0, num_keys) - first).clamp(min=0).sum())
 
 
+@functools.lru_cache(maxsize=4096)
 def visible_pairs_per_level(
     layout: LevelLayout, num_queries: int, num_keys: int, window: int | None, is_causal: bool, row: int = 0
 ) -> tuple[int, ...]:

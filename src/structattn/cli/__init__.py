@@ -75,22 +75,24 @@ def _recipe(command: Compare | Train) -> Any:
 def _compare(command: Compare, line: str) -> None:
     _require_extra()
     from structattn.experiments.compare import compare
-    from structattn.reports.table import format_table, verdict
+    from structattn.reports.summary import format_results, verdict
 
     if _num_processes() > 1:
         raise ConfigError(
             "a launcher's processes train one model together (structattn train); compare trains several with --jobs"
         )
-    recipe = _recipe(command)
-    if command.attention:
-        recipe = replace(recipe, attention=command.attention)
-    if command.seeds is not None:
-        recipe = replace(recipe, seeds=command.seeds)
+    given = {
+        "attention": command.attention,
+        "seeds": command.seeds,
+        "widths": command.widths,
+        "budgets": command.budgets,
+    }
+    recipe = replace(_recipe(command), **{name: value for name, value in given.items() if value not in (None, ())})
     out = _default_folder(command.task) if command.out is None else command.out
     done = compare(
         command.task, recipe, out, preset=command.preset, command=line, resume=command.resume, jobs=command.jobs
     )
-    print(f"\n{format_table(done.results)}\n\n{verdict(done.results)}\n")
+    print(f"\n{format_results(done.results)}\n\n{verdict(done.results)}\n")
     _print_paths(done.folder, done.report)
 
 

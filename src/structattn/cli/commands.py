@@ -43,6 +43,10 @@ class Compare(TaskCommand):
     """Specs to compare, each in quotes (see `structattn specs`). Default: the preset's."""
     seeds: int | None = None
     """Runs per variant. Default: the preset's."""
+    widths: tuple[int, ...] = ()
+    """Widths of the models (task.embed_dim), each with all variants. Default: the preset's."""
+    budgets: tuple[float, ...] = ()
+    """Training compute of the runs in forward FLOPs, such as 1e12 4e12 16e12; three or more give scaling laws. Default: the preset's."""
     jobs: int = 1
     """Models trained at the same time, each in a process of its own; for small models as many as there are cores."""
 

@@ -6,32 +6,34 @@ import dataclasses
 import datetime
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
-import platform
 import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import numpy
 import torch
 from torch import nn
 
-import structattn
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
-from structattn.experiments.recipe import Recipe
+from structattn.experiments.recipe import Point, Recipe
 from structattn.experiments.recipes import task_entry
+from structattn.experiments.record import hardware, versions
 from structattn.experiments.runs import Job, train_all
-from structattn.experiments.settings import apply_overrides, to_plain
+from structattn.experiments.scaling import scaling
+from structattn.experiments.settings import to_plain
 from structattn.files import write_atomic
+from structattn.reports._common import fmt_flops
 from structattn.spec import parse_spec
 from structattn.tasks.base import Task
 from structattn.training.build import spec_for
+from structattn.training.config import TrainingConfig
 from structattn.training.loop import TrainingResult
+
+_FEWEST_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,36 +80,6 @@ def open_folder(out: Path, resume: bool) -> None:
         raise ConfigError(f"{out} already has results: give --resume to continue them, or another --out")
 
 
-def hardware() -> dict[str, Any]:
-    """The machine in words that matter for a timing: processor, cores, memory (GiB), device."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), flags=re.MULTILINE)
-        model = names[0] if names else model
-    cuda = torch.cuda.is_available()
-    memory = None
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_gib": memory,
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions that a result depends on."""
-    return {
-        "structattn": structattn.__version__,
-        "torch": str(torch.__version__),
-        "numpy": numpy.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def _check_models(recipe: Recipe, task: Task) -> None:
     """Builds every model once on the meta device, so that a wrong spec fails before hours of training."""
     specs = recipe.attention
@@ -124,6 +96,14 @@ def _check_models(recipe: Recipe, task: Task) -> None:
             raise ConfigError(f"{spec!r} does not fit this model: {error}") from error
 
 
+def _check_steps(parts: list[_Part]) -> None:
+    """Counts the steps of every run, so that a budget that pays for too few fails before hours of training."""
+    for part in parts:
+        for recipe in (part.point.recipe, part.point.swept):
+            for spec in recipe.attention:
+                _training(part.task_name, recipe, spec)
+
+
 def _best_validation(result: TrainingResult | None, metric: str) -> float:
     """The lowest validation score; infinite where there is none."""
     scores = [entry[f"validation_{metric}"] for entry in result.history] if result else []
@@ -131,55 +111,64 @@ def _best_validation(result: TrainingResult | None, metric: str) -> float:
 
 
 @functools.cache
-def _steps(task_name: str, recipe: Recipe, spec: str) -> int:
-    """Training steps of a variant: those of the recipe, or as many as its compute pays for, and at least one."""
-    steps = recipe.training.steps
-    if recipe.budget == "steps" or spec == recipe.attention[0]:
-        return steps
+def _training(task_name: str, recipe: Recipe, spec: str) -> TrainingConfig:
+    """The training of a variant: the recipe's steps, or as many as its compute pays for, and at least one."""
+    training = recipe.training
+    if not recipe.budgets and (recipe.equal == "steps" or spec == recipe.attention[0]):
+        return training
     task = task_entry(task_name).make(recipe.task)
     with torch.device("meta"):
         first, model = (
-            task.build_model(spec_for(name, recipe.training.parametrization)) for name in (recipe.attention[0], spec)
+            task.build_model(spec_for(name, training.parametrization)) for name in (recipe.attention[0], spec)
         )
-    left = sum(task.flops(first, step) for step in range(steps))
-    for step in itertools.count():
-        left -= task.flops(model, step)
-        if left < 0:
-            return max(step, recipe.training.warmup_steps + 1)
-    raise AssertionError("compute is positive")
+    if recipe.budgets:
+        left = recipe.budgets[0] / training.batch_size
+    else:
+        left = sum(task.flops(first, step) for step in range(training.steps))
+    steps = 0
+    while (left := left - task.flops(model, steps)) >= 0:
+        steps += 1
+    if not recipe.budgets:
+        return dataclasses.replace(training, steps=max(steps, training.warmup_steps + 1))
+    if steps < _FEWEST_STEPS:
+        raise ConfigError(
+            f"a budget of {recipe.budgets[0]:g} FLOPs pays for {steps} steps of {spec} of {task.flops(model, 0) * training.batch_size:.2g} each, "
+            f"and {_FEWEST_STEPS} are the fewest: give a larger budget, a smaller width or training.batch_size"
+        )
+    # Of the shortest runs the warm-up would be most.
+    return dataclasses.replace(training, steps=steps, warmup_steps=min(training.warmup_steps, steps // 4))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A comparison under one variant of its settings."""
+    """A comparison at one point of its recipe."""
 
     task_name: str
-    variant: str
-    recipe: Recipe
-    swept: Recipe
+    point: Point
     out: Path
 
     def job(self, recipe: Recipe, spec: str, seed: int, rate: float, *, sweep: bool) -> Job:
-        group = "sweep" if sweep and recipe.sweep_settings else "runs"
-        training = dataclasses.replace(recipe.training, learning_rate=rate, steps=_steps(self.task_name, recipe, spec))
+        apart = sweep and bool(self.point.recipe.sweep_settings)
+        group, settings = ("sweep", self.point.sweep_settings) if apart else ("runs", self.point.settings)
         return Job(
             task_name=self.task_name,
             task=recipe.task,
             spec=spec,
-            training=training,
+            training=dataclasses.replace(_training(self.task_name, recipe, spec), learning_rate=rate),
             seed=seed,
-            folder=run_folder(self.out, spec, seed, rate, self.variant, group),
+            folder=run_folder(self.out, spec, seed, rate, settings, group),
             may_diverge=sweep,
         )
 
     def sweep_jobs(self) -> dict[tuple[str, float], Job]:
         """Seed 0 of every spec at every learning rate to choose from; none if there is no choice."""
-        rates = self.recipe.learning_rates
-        if len(rates) < 2 and not self.recipe.sweep_settings:
+        recipe = self.point.recipe
+        rates = recipe.learning_rates
+        if len(rates) < 2 and not recipe.sweep_settings:
             return {}
         return {
-            (spec, rate): self.job(self.swept, spec, 0, rate, sweep=True)
-            for spec in self.recipe.attention
+            (spec, rate): self.job(self.point.swept, spec, 0, rate, sweep=True)
+            for spec in recipe.attention
             for rate in rates
         }
 
@@ -193,24 +182,16 @@ class _Part:
 
     def jobs(self, spec: str, rate: float) -> list[Job]:
         """All seeds of a spec at a learning rate."""
-        return [self.job(self.recipe, spec, seed, rate, sweep=False) for seed in range(self.recipe.seeds)]
-
-
-def _parts(task_name: str, recipe: Recipe, out: Path) -> list[_Part]:
-    """One part for each variant of the settings, the recipe alone without any."""
-    parts = []
-    for variant in recipe.variants or ("",):
-        changed = apply_overrides(dataclasses.replace(recipe, variants=()), tuple(variant.split()))
-        swept = apply_overrides(changed, changed.sweep_settings)
-        parts.append(_Part(task_name=task_name, variant=variant, recipe=changed, swept=swept, out=out))
-    return parts
+        recipe = self.point.recipe
+        return [self.job(recipe, spec, seed, rate, sweep=False) for seed in range(recipe.seeds)]
 
 
 def _chosen(part: _Part, spec: str, scores: dict[str, dict[float, float]]) -> float:
     """The learning rate of a spec: the best of its sweep, or the one there is."""
     rates = scores.get(spec)
     if not rates:
-        return (part.recipe.learning_rates or (part.recipe.training.learning_rate,))[0]
+        recipe = part.point.recipe
+        return (recipe.learning_rates or (recipe.training.learning_rate,))[0]
     best = min(rates, key=lambda rate: rates[rate])
     if not math.isfinite(rates[best]):
         raise TrainingDivergedError(
@@ -231,7 +212,7 @@ def _row(part: _Part, task: Task, spec: str, rate: float, sweep: dict[float, flo
     scores = [m[task.metric] for m in metrics]
     return {
         "spec": spec,
-        "variant": part.variant or None,
+        **_place(part.point),
         "score": statistics.fmean(scores),
         "score_std": statistics.stdev(scores) if len(scores) > 1 else None,
         "scores": scores,
@@ -240,7 +221,7 @@ def _row(part: _Part, task: Task, spec: str, rate: float, sweep: dict[float, flo
         "sweep": None
         if sweep is None
         else {
-            "settings": list(part.recipe.sweep_settings),
+            "settings": list(part.point.recipe.sweep_settings),
             "runs": [
                 {"learning_rate": tried, "score": score if math.isfinite(score) else None}
                 for tried, score in sweep.items()
@@ -260,10 +241,22 @@ def _row(part: _Part, task: Task, spec: str, rate: float, sweep: dict[float, flo
     }
 
 
+def _place(point: Point) -> dict[str, Any]:
+    """Where in the recipe a row belongs: ``variant`` names the whole point, ``setting`` what is varied besides width and budget."""
+    sizes = [f"E = {point.width}" if point.width else "", f"{fmt_flops(point.budget)} FLOPs" if point.budget else ""]
+    name = ", ".join(text for text in (point.variant, *sizes) if text)
+    return {
+        "variant": name or None,
+        "setting": point.variant or None,
+        "width": point.width,
+        "budget": point.budget,
+    }
+
+
 def _baselines(part: _Part, task: Task) -> list[dict[str, Any]]:
     extra = task.baseline_details()
     return [
-        {**dataclasses.asdict(row), "variant": part.variant or None, "details": extra.get(row.name, {})}
+        {**dataclasses.asdict(row), **_place(part.point), "details": extra.get(row.name, {})}
         for row in task.baselines()
     ]
 
@@ -316,35 +309,39 @@ def compare(
     Cost: the training of ``len(attention) * (seeds + len(learning_rates) - 1)`` models; where the sweep has settings of its own
     (smaller models), of ``len(attention) * seeds`` models and as many small ones as learning rates; all of it for each variant.
     """
-    from structattn.reports.figures import draw_figures  # matplotlib is optional: only a comparison needs it
+    # matplotlib is optional: only a comparison needs it
+    from structattn.reports.figures import draw_figures, draw_scaling
     from structattn.reports.html import write_report
+    from structattn.reports.scaling import write_scaling_report
 
-    parts = _parts(task_name, recipe, out)
-    tasks = [task_entry(task_name).make(part.recipe.task) for part in parts]
+    parts = [_Part(task_name=task_name, point=point, out=out) for point in recipe.points()]
+    tasks = [task_entry(task_name).make(part.point.recipe.task) for part in parts]
     for part, task in zip(parts, tasks, strict=True):
-        _check_models(part.recipe, task)
-        _check_models(part.swept, task_entry(task_name).make(part.swept.task))
+        _check_models(part.point.recipe, task)
+        _check_models(part.point.swept, task_entry(task_name).make(part.point.swept.task))
+    _check_steps(parts)
     open_folder(out, resume)
     metric = tasks[0].metric
-    sweeps = [job for part in parts for job in part.sweep_jobs().values()]
+    # Points that differ in nothing that their sweeps have share them.
+    sweeps = list({job.folder: job for part in parts for job in part.sweep_jobs().values()}.values())
     train_all(sweeps, workers=jobs, resume=resume, show_progress=show_progress)
     scores = [part.swept_scores(metric) for part in parts]
     chosen = [
-        {spec: _chosen(part, spec, found) for spec in part.recipe.attention}
+        {spec: _chosen(part, spec, found) for spec in recipe.attention}
         for part, found in zip(parts, scores, strict=True)
     ]
     done = {job.folder for job in sweeps}
     left = [
         job
         for part, rates in zip(parts, chosen, strict=True)
-        for spec in part.recipe.attention
+        for spec in recipe.attention
         for job in part.jobs(spec, rates[spec])
     ]
     train_all([job for job in left if job.folder not in done], workers=jobs, resume=resume, show_progress=show_progress)
     rows = [
         _row(part, task, spec, rates[spec], found.get(spec))
         for part, task, rates, found in zip(parts, tasks, chosen, scores, strict=True)
-        for spec in part.recipe.attention
+        for spec in recipe.attention
     ]
     task = tasks[0]
     results = {
@@ -361,12 +358,13 @@ def compare(
         "hardware": hardware(),
         "axis_labels": task.axis_labels(),
         "rows": rows,
+        "scaling": scaling(rows, recipe.attention) if recipe.budgets else None,
         "baselines": [row for part, task in zip(parts, tasks, strict=True) for row in _baselines(part, task)],
     }
     try:
         write_atomic(out / "results.json", json.dumps(results, indent=1))
-        figures = draw_figures(results, out / "figures")
-        report = write_report(results, figures, out / "report.html")
+        draw, write = (draw_scaling, write_scaling_report) if recipe.budgets else (draw_figures, write_report)
+        report = write(results, draw(results, out / "figures"), out / "report.html")
     except OSError as error:
         raise CheckpointError(f"could not write the results to {out}: {error.strerror or error}") from error
     return Comparison(results=results, folder=out, report=report)

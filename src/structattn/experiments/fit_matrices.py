@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from structattn.errors import CheckpointError, ConfigError
-from structattn.experiments.compare import hardware, open_folder, versions
+from structattn.experiments.compare import open_folder
 from structattn.experiments.matrix_examples import NamedMatrix
+from structattn.experiments.record import hardware, versions
 from structattn.files import write_atomic
 from structattn.matrices import Fit, Structure, allocate_ranks, fit
 from structattn.matrices.btt import factor_pair

@@ -63,7 +63,7 @@ _SMALL = Recipe(
     ),
     # The allocations of the paper (16|8|8, 8|8|16 and equal ranks) in small; not smaller, since layer norm makes a level of 2 features a sign.
     attention=(*_SPECS, "bilinear-mlr:4|2|2", "bilinear-mlr:2|2|4", "bilinear-mlr:4|4|4"),
-    budget="compute",
+    equal="compute",
 )
 
 

@@ -9,8 +9,8 @@ import torch
 
 from structattn import mup
 from structattn.errors import BackendUnavailableError
-from structattn.experiments.compare import hardware, versions
 from structattn.experiments.recipes import TASKS
+from structattn.experiments.record import hardware, versions
 from structattn.layers.attention import Attention
 from structattn.layout import LevelLayout
 from structattn.matrices import FAMILIES, Structure

@@ -16,7 +16,7 @@ from typing import Any, get_args
 from tqdm import tqdm
 
 from structattn.errors import CheckpointError, ConfigError
-from structattn.experiments.compare import hardware, open_folder, versions
+from structattn.experiments.compare import open_folder
 from structattn.experiments.mup_models import (
     QUANTITIES,
     Bench,
@@ -26,6 +26,7 @@ from structattn.experiments.mup_models import (
     optimizer_for,
     train_step,
 )
+from structattn.experiments.record import hardware, versions
 from structattn.files import write_atomic
 
 STRUCTURES = (

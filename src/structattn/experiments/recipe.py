@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from structattn.errors import ConfigError
+from structattn.experiments.settings import apply_overrides
 from structattn.tasks.forecast import ForecastConfig
 from structattn.tasks.icl_regression import ICLRegressionConfig
 from structattn.tasks.nearest_neighbor import NearestNeighborConfig
@@ -28,13 +31,17 @@ class Recipe:
             the validation split is used for all seeds: equal tuning effort. Empty: ``training.learning_rate``.
         sweep_settings: settings in which the runs that choose the learning rate differ from the others, such as
             ``("task.embed_dim=16",)``: under muP a rate found at a small width holds at a large one. Empty: no difference.
-        budget: ``"steps"``: ``training.steps`` for every variant. ``"compute"``: as many steps as cost what ``training.steps`` steps of
-            the first variant cost, in forward FLOPs, so that all are compared at equal compute.
-        variants: settings that are varied, each a text such as ``"task.dim=4 task.num_heads=2"``: everything is compared under each.
-            Empty: the settings as they are.
+        equal: ``"steps"``: ``training.steps`` for every variant. ``"compute"``: as many steps as cost what ``training.steps`` steps of
+            the first variant cost, in forward FLOPs, so that all are compared at equal compute. Budgets go before it.
+        variants: settings that are varied, each a text such as ``"task.dim=4 task.num_heads=2"``, or with a name of its own for
+            tables, ``"small: task.dim=4"``: everything is compared under each. Empty: the settings as they are.
+        widths: of the models: everything is compared at each ``task.embed_dim``, with heads of the dimension that the settings have.
+            Empty: that of the settings.
+        budgets: forward FLOPs of all training examples: everything is compared after so many, instead of after ``training.steps``.
 
     Raises:
-        ConfigError: no seeds, a learning rate that is not positive, or settings of a sweep without rates or without muP.
+        ConfigError: no seeds, a learning rate or budget that is not positive, something twice, settings of a sweep without rates or
+            without muP, several widths without muP or with heads that do not divide them.
     """
 
     task: TaskConfig
@@ -43,24 +50,95 @@ class Recipe:
     seeds: int = 1
     learning_rates: tuple[float, ...] = ()
     sweep_settings: tuple[str, ...] = ()
-    budget: Literal["steps", "compute"] = "steps"
+    equal: Literal["steps", "compute"] = "steps"
     variants: tuple[str, ...] = ()
+    widths: tuple[int, ...] = ()
+    budgets: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.seeds < 1:
             raise ConfigError(f"seeds must be at least 1, got {self.seeds}")
-        if any(not rate > 0 for rate in self.learning_rates):
-            raise ConfigError(f"learning_rates must be positive, got {self.learning_rates}")
-        if len(set(self.learning_rates)) != len(self.learning_rates) or len(set(self.variants)) != len(self.variants):
-            raise ConfigError("every learning rate and every variant once")
-        if self.budget not in ("steps", "compute"):
-            raise ConfigError(f"budget: {self.budget!r} is not steps or compute")
+        if any(not 0 < number < math.inf for number in (*self.learning_rates, *self.budgets)):
+            raise ConfigError(
+                f"learning rates and budgets must be positive, got {self.learning_rates} and {self.budgets}"
+            )
+        for name in ("learning_rates", "variants", "widths", "budgets"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                raise ConfigError(f"{name}: every one once, got {', '.join(map(str, values))}")
+        if self.equal not in ("steps", "compute"):
+            raise ConfigError(f"equal: {self.equal!r} is not steps or compute")
         if self.sweep_settings and not self.learning_rates:
             raise ConfigError(f"sweep_settings {self.sweep_settings} without learning_rates to sweep")
         if self.sweep_settings and self.training.parametrization != "mup":
             raise ConfigError(
                 "a learning rate found with other settings (sweep_settings) holds under muP only: set training.parametrization=mup"
             )
+        if self.widths:
+            self._check_widths()
+
+    def _check_widths(self) -> None:
+        if self.training.parametrization != "mup" and len(self.widths) > 1:
+            raise ConfigError(
+                "a learning rate holds at several widths under muP only: set training.parametrization=mup"
+            )
+        head_dim = self._head_dim()
+        if wrong := [width for width in self.widths if width < 1 or width % head_dim]:
+            raise ConfigError(f"widths must be multiples of the head dimension, {head_dim} here, got {wrong[0]}")
+
+    def _head_dim(self) -> int:
+        task: Any = self.task
+        if not hasattr(task, "embed_dim") or not hasattr(task, "num_heads"):
+            raise ConfigError(f"the models of {type(task).__name__} have no width to vary: leave widths empty")
+        return int(task.embed_dim // task.num_heads)
+
+    def points(self) -> list[Point]:
+        """Everything under which the attentions are compared: variants x widths x budgets, in that order; at least one point."""
+        axes = itertools.product(self.variants or ("",), self.widths or (None,), self.budgets or (None,))
+        return [self._point(variant, width, budget) for variant, width, budget in axes]
+
+    def _point(self, variant: str, width: int | None, budget: float | None) -> Point:
+        name, named, settings = variant.partition(": ")
+        changes = settings.split() if named else variant.split()
+        if width is not None:
+            changes += [f"task.embed_dim={width}", f"task.num_heads={width // self._head_dim()}"]
+        if budget is not None:
+            changes.append(f"budgets={budget:g}")
+        alone = replace(self, variants=(), widths=(), budgets=())
+        recipe = apply_overrides(alone, tuple(changes))
+        replaced = {setting.partition("=")[0] for setting in self.sweep_settings}
+        return Point(
+            variant=name,
+            width=width,
+            budget=budget,
+            settings=" ".join(changes),
+            recipe=recipe,
+            sweep_settings=" ".join(change for change in changes if change.partition("=")[0] not in replaced),
+            swept=apply_overrides(recipe, self.sweep_settings),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A recipe at one of its variants, widths and budgets.
+
+    Attributes:
+        variant: its name; empty where there is only one.
+        width, budget: ``None`` where the recipe does not vary them.
+        settings: all that differs from the recipe's own, as one text.
+        recipe: the settings there.
+        sweep_settings: as ``settings``, without what the runs that choose a learning rate have of their own: points that differ in nothing
+            else share those runs.
+        swept: the settings of those runs.
+    """
+
+    variant: str
+    width: int | None
+    budget: float | None
+    settings: str
+    recipe: Recipe
+    sweep_settings: str
+    swept: Recipe
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,36 @@ def _text(task: TextConfig, steps: int, batch_size: int, specs: tuple[str, ...])
     )
 
 
+# The paper's D = 64, in a size that two CPU cores train; a fourth as wide for the sweep.
+_SCALING = Recipe(
+    task=TextConfig(context_length=512, embed_dim=128, num_layers=4, num_heads=2),
+    training=TrainingConfig(
+        steps=1000,
+        batch_size=8,
+        learning_rate=4e-3,
+        schedule="wsd",
+        warmup_steps=100,
+        eval_every=250,
+        checkpoint_every=250,
+        parametrization="mup",
+        base_fan_in=128,
+    ),
+    attention=(
+        "standard",
+        "window:128",
+        "mlr:16|16|16|16",
+        "mlr:32|8|6|4|4|4|4|2",
+        "mlr:16|16|16|16,values=16|16|16|16",
+    ),
+    variants=("learned positions: task.rotary=", "RoPE: task.rotary=low_far"),
+    widths=(64, 128, 256),
+    budgets=(1e12, 2e12, 4e12),
+    seeds=2,
+    learning_rates=(2e-3, 4e-3, 8e-3),
+    sweep_settings=("task.embed_dim=64", "task.num_heads=1", "budgets=5e11"),
+)
+
+
 @dataclass(frozen=True)
 class TaskEntry:
     """A task by name: how to make it, the class of its settings, its presets, and the settings that name a user's own data.
@@ -127,6 +157,7 @@ TASKS: dict[str, TaskEntry] = {
                 _text(_TEXT_SMOKE, 500, 8, _TEXT_SMOKE_SPECS),
                 "the same text, 128 of context, 500 steps: shows that it trains, not what it learns",
             ),
+            "scaling": Preset(_SCALING, "widths x budgets x positions"),
         },
         {"data": "task.data"},
     ),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from torch import Tensor, arange, nn
+from torch import Tensor, arange, eye, nn
 
 from structattn.cache import PAGE_SIZE, LevelCache
 from structattn.cache.levels import parts_of, widest
@@ -278,6 +278,24 @@ class Attention(nn.Module):
             backend=self.backend,
         )
         return self._merged(out)
+
+    def weights(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """What each query takes from each key, for looking at it: of two added softmaxes (``GlobalWindowLayout``) the sum.
+
+        Args:
+            x, context: as ``forward``.
+
+        Returns:
+            (B, H, T, S), at least 0; rows sum to 1, or to 2 with two softmaxes.
+
+        Cost: T * S numbers per head are stored, and T * S * S multiply-adds spent: for short sequences.
+        """
+        q, k, _, scale = self.project(x, context)
+        layout = replace(self.layout, value_ranks=None) if isinstance(self.layout, LevelLayout) else self.layout
+        each = eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
+        return structured_attention(
+            q, k, each, layout, is_causal=self.is_causal, scale=scale, window=self.window, backend=self.backend
+        )
 
     def _merged(self, out: Tensor) -> Tensor:
         """The output projection of all heads, (B, H, T, head_dim) to (B, T, E)."""

@@ -112,6 +112,12 @@ def fmt_count(value: Any) -> str:
     return f"{number / 1e12:.1f}T"
 
 
+def fmt_flops(value: float) -> str:
+    """A number of FLOPs: ``4e12``, ``1.25e9``."""
+    mantissa, _, exponent = f"{value:.3g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+
+
 def fmt_seconds(value: Any) -> str:
     """Seconds with one decimal below 100 and none above."""
     number = finite(value)

@@ -147,6 +147,16 @@ def _table(results: Results) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>{base}</table></div>'
 
 
+def table_html(header: Iterable[str], lines: Iterable[list[str]]) -> str:
+    """A table whose lines are named by their first cell."""
+    head = "".join(f'<th scope="col">{escaped(name)}</th>' for name in header)
+    rows = "".join(
+        f'<tr><th scope="row">{escaped(line[0])}</th>{"".join(f"<td>{escaped(c)}</td>" for c in line[1:])}</tr>'
+        for line in lines
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
 def figure_html(figure: Figure, index: int) -> str:
     """A figure with its caption, drawn inside the page."""
     svg = inline_svg(figure.path_svg.read_text(encoding="utf-8"), f"f{index}-", figure.alt)

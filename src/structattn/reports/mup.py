@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from structattn.reports._common import DASH, Results, Row, fmt_seconds
-from structattn.reports.html import escaped, figure_html, repeat_html, write_page
+from structattn.reports.html import escaped, figure_html, repeat_html, table_html, write_page
 
 if TYPE_CHECKING:
     from structattn.reports.figures import Figure
@@ -117,12 +117,12 @@ def write_mup_report(results: Results, figures: Iterable[Figure], path: Path) ->
         f'<p class="dim">{escaped(results["created"])} · {fmt_seconds(results["seconds"])} seconds</p>',
         f'<div class="verdict"><b>Verdict</b>{escaped(mup_verdict(results))}</div>',
         "<h2>Results</h2>",
-        _table(_HEADER, [_cells(results, row) for row in results["coordinates"]]),
+        table_html(_HEADER, [_cells(results, row) for row in results["coordinates"]]),
         "".join(f'<p class="dim">{escaped(words)}</p>' for words in _legend(results)),
         "<h2>Figures</h2>",
         *(figure_html(figure, index) for index, figure in enumerate(figures)),
         f"<h2>Slopes</h2><p class='dim'>Of log size against log width at the widths {escaped(fitted)}.</p>",
-        _table(*_slopes(results)),
+        table_html(*_slopes(results)),
         repeat_html(results),
         '<h2>What is measured</h2><ul class="notes">'
         "<li>Sizes are root mean squares on held-out prompts, after steps on one fixed batch of in-context regression.</li>"
@@ -144,12 +144,3 @@ def _slopes(results: Results) -> tuple[tuple[str, ...], list[list[str]]]:
             lines.append([row["structure"], KINDS[row["parametrization"]], words, *cells])
     steps = [step for step in results["coordinates"][0]["slopes"]["output"] if step != "0"]
     return ("structure", "parametrisation", "size", *(f"step {step}" for step in steps)), lines
-
-
-def _table(header: Iterable[str], lines: Iterable[list[str]]) -> str:
-    head = "".join(f'<th scope="col">{escaped(name)}</th>' for name in header)
-    rows = "".join(
-        f'<tr><th scope="row">{escaped(line[0])}</th>{"".join(f"<td>{escaped(c)}</td>" for c in line[1:])}</tr>'
-        for line in lines
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'

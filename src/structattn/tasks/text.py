@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,10 +20,12 @@ from structattn.models.language_model import LanguageModel
 from structattn.seeds import generator
 from structattn.tasks.base import Baseline, Batch, Split, Task
 from structattn.tasks.corpus import Characters, Corpus, Tokenizer, Tokens, Windows, is_corpus
+from structattn.tasks.text_details import attention_by_distance, by_octave, octaves, positions_in_documents
 
 _NONE = -100  # a target that is not scored
 _MOST_COUNTED = 2**25  # tokens of the training text that the baselines count
 _LARGEST_PAIR_TABLE = 1024  # tokens whose pairs are counted
+_LOOKED_AT = 4  # pieces of text whose attention is looked at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +178,33 @@ class TextTask(Task):
             nats += float(F.cross_entropy(logits, targets, ignore_index=_NONE, reduction="sum"))
             units += int(self._unit_sizes[targets[targets != _NONE].cpu()].sum())
         return nats / units
+
+    @torch.no_grad()
+    def details(self, model: nn.Module) -> dict[str, Any]:
+        """What the model does with its context, on the test windows, by ``octaves`` of 1 ... T.
+
+        Returns:
+            ``loss_by_position``: the metric by the place in the document; ``attention_by_distance``: for each layer the shares of the token
+            itself and of tokens so far back, on four of the longest pieces.
+        """
+        device, length = next(model.parameters()).device, self.config.context_length
+        losses, sizes, places, pieces = [], [], [], []
+        for batch in self._eval_batches("test"):
+            logits, targets = _predictions(model, _on(batch, device))
+            targets = targets.cpu()
+            scored = targets != _NONE
+            losses.append(F.cross_entropy(logits.cpu()[scored], targets[scored], reduction="none"))
+            sizes.append(self._unit_sizes[targets[scored]])
+            documents = batch.get("documents", torch.zeros_like(batch["tokens"]))
+            places.append(positions_in_documents(documents[:, :-1]).flatten()[scored])
+            pieces += [piece[:length] for piece in _pieces(batch)]
+        longest = sorted(pieces, key=len, reverse=True)[:_LOOKED_AT]
+        loss = by_octave(torch.cat(losses), torch.cat(places), length, torch.cat(sizes))
+        return {
+            "octaves": octaves(length),
+            "loss_by_position": loss,
+            "attention_by_distance": attention_by_distance(cast(LanguageModel, model), longest),
+        }
 
     def baselines(self) -> list[Baseline]:
         """Frequencies of tokens, and where there are few different ones of pairs, in the training text (its first 2^25 tokens), each

@@ -42,6 +42,10 @@ class TrainingDivergedError(StructAttnError, RuntimeError):
     """The training loss stopped being a finite number."""
 
 
+class TrainingFailedError(StructAttnError, RuntimeError):
+    """Runs that were trained elsewhere did not end; the message names the first one."""
+
+
 class MissingDependencyError(StructAttnError, ImportError):
     """An optional library is not installed; the message names the extra that brings it."""
 

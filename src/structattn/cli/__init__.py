@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -75,6 +76,8 @@ def _recipe(command: Compare | Train) -> Any:
 def _compare(command: Compare, line: str) -> None:
     _require_extra()
     from structattn.experiments.compare import compare
+    from structattn.experiments.ray_runs import train_all_with_ray
+    from structattn.experiments.runs import train_all
     from structattn.reports.summary import format_results, verdict
 
     if _num_processes() > 1:
@@ -89,8 +92,17 @@ def _compare(command: Compare, line: str) -> None:
     }
     recipe = replace(_recipe(command), **{name: value for name, value in given.items() if value not in (None, ())})
     out = _default_folder(command.task) if command.out is None else command.out
+    if command.ray_address and command.jobs != 1:
+        raise ConfigError("--jobs is for this machine alone: on a Ray cluster its cores and GPUs decide")
+    on_ray = partial(train_all_with_ray, address=command.ray_address)
     done = compare(
-        command.task, recipe, out, preset=command.preset, command=line, resume=command.resume, jobs=command.jobs
+        command.task,
+        recipe,
+        out,
+        preset=command.preset,
+        command=line,
+        resume=command.resume,
+        train_jobs=on_ray if command.ray_address else partial(train_all, workers=command.jobs),
     )
     print(f"\n{format_results(done.results)}\n\n{verdict(done.results)}\n")
     _print_paths(done.folder, done.report)

@@ -49,6 +49,8 @@ class Compare(TaskCommand):
     """Training compute of the runs in forward FLOPs, such as 1e12 4e12 16e12; three or more give scaling laws. Default: the preset's."""
     jobs: int = 1
     """Models trained at the same time, each in a process of its own; for small models as many as there are cores."""
+    ray_address: str = ""
+    """Train through Ray Tune on this cluster: auto, ray://HOST:PORT, or local; --out must be on a file system that its machines share."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from structattn.errors import CheckpointError, ConfigError, TrainingDivergedErro
 from structattn.experiments.recipe import Point, Recipe
 from structattn.experiments.recipes import task_entry
 from structattn.experiments.record import hardware, versions
-from structattn.experiments.runs import Job, train_all
+from structattn.experiments.runs import Job, TrainAll, train_all
 from structattn.experiments.scaling import scaling
 from structattn.experiments.settings import to_plain
 from structattn.files import write_atomic
@@ -283,7 +283,7 @@ def compare(
     preset: str = "default",
     command: str = "",
     resume: bool = False,
-    jobs: int = 1,
+    train_jobs: TrainAll = train_all,
     show_progress: bool = True,
 ) -> Comparison:
     """Trains every attention spec of a recipe and writes ``results.json``, figures (PNG, SVG) and ``report.html``.
@@ -295,8 +295,9 @@ def compare(
         preset: its name, for the record.
         command: the command line, for the record.
         resume: continue the unfinished runs of ``out`` and keep the finished ones.
-        jobs: models trained at the same time, each in a process with its share of the cores. Small models leave most of a core's
-            threads idle, so one process per core is then the fastest. Default 1.
+        train_jobs: what trains many models. Default: one after the other. ``partial(train_all, workers=2)`` trains two at the same time,
+            each in a process with its share of the cores: small models leave most of a core's threads idle, so one process per core is
+            then the fastest. ``ray_runs.train_all_with_ray`` uses a cluster.
         show_progress: a progress bar per run; with several jobs one for all.
 
     Returns:
@@ -324,7 +325,7 @@ def compare(
     metric = tasks[0].metric
     # Points that differ in nothing that their sweeps have share them.
     sweeps = list({job.folder: job for part in parts for job in part.sweep_jobs().values()}.values())
-    train_all(sweeps, workers=jobs, resume=resume, show_progress=show_progress)
+    train_jobs(sweeps, resume=resume, show_progress=show_progress)
     scores = [part.swept_scores(metric) for part in parts]
     chosen = [
         {spec: _chosen(part, spec, found) for spec in recipe.attention}
@@ -337,7 +338,7 @@ def compare(
         for spec in recipe.attention
         for job in part.jobs(spec, rates[spec])
     ]
-    train_all([job for job in left if job.folder not in done], workers=jobs, resume=resume, show_progress=show_progress)
+    train_jobs([job for job in left if job.folder not in done], resume=resume, show_progress=show_progress)
     rows = [
         _row(part, task, spec, rates[spec], found.get(spec))
         for part, task, rates, found in zip(parts, tasks, chosen, scores, strict=True)

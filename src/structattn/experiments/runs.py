@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
@@ -71,6 +71,14 @@ class Job:
                 torch.compiler.reset()  # else the code of every run of this process would be looked through at each step
 
 
+class TrainAll(Protocol):
+    """Trains many jobs: ``train_all`` with its workers, or ``ray_runs.train_all_with_ray`` with its cluster."""
+
+    def __call__(self, jobs: Sequence[Job], *, resume: bool, show_progress: bool) -> None:
+        """Returns when all are trained."""
+        ...
+
+
 # Of a worker process: steps done by all workers, which the parent reads.
 _steps_done: Any = None
 
@@ -104,7 +112,7 @@ def begin_worker(threads: int, steps_done: Any) -> None:
     threading.Thread(target=follow, name="follow-parent", daemon=True).start()
 
 
-def train_all(jobs: Sequence[Job], *, workers: int, resume: bool, show_progress: bool) -> None:
+def train_all(jobs: Sequence[Job], *, workers: int = 1, resume: bool, show_progress: bool) -> None:
     """Trains every job, ``workers`` at a time, each in a process of its own with its share of the cores.
 
     With one worker they are trained here, one after the other. What is left to do after an interruption is done by calling it

@@ -7,6 +7,7 @@ are not so: on a CPU short sequences keep their scores, and small structured mat
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -53,9 +54,7 @@ class Kept:
 
     def times(self, count: int) -> Kept:
         """``count`` of it."""
-        return Kept(
-            per_token=count * self.per_token, per_position=count * self.per_position, fixed=count * self.fixed
-        )
+        return Kept(per_token=count * self.per_token, per_position=count * self.per_position, fixed=count * self.fixed)
 
     def nbytes(self, batch: int, length: int) -> int:
         """Bytes for so many sequences of that length."""
@@ -74,41 +73,41 @@ class Activations:
         block: one block.
         block_input: the residual stream at one place: all that is kept of a block under activation checkpointing.
         ends: embedding, last norm, read-out and cross entropy.
-        loss_gradients: not kept, but there beside all that is kept when the backward pass begins: the gradients of log-probabilities
-            and logits.
+        block_gradients: not kept, but there beside what is kept while a block is differentiated: an estimate, the larger of the
+            gradients of the hidden layer, before and after the GELU, and twice those of queries, keys, values and output; and the
+            gradient of the residual stream.
+        loss_gradients: likewise where the backward pass begins: those of log-probabilities and logits.
         num_layers: blocks.
     """
 
     block: Kept
     block_input: Kept
     ends: Kept
+    block_gradients: Kept
     loss_gradients: Kept
     num_layers: int
 
     @property
-    def kept(self) -> Kept:
-        """All that is kept without activation checkpointing."""
-        return self.block.times(self.num_layers) + self.ends
+    def fixed(self) -> int:
+        """Bytes of copies of weights."""
+        return self.num_layers * self.block.fixed + self.ends.fixed
 
-    @property
-    def kept_of_checkpoints(self) -> Kept:
-        """What is kept of all blocks when each is checkpointed: their inputs."""
-        return self.block_input.times(self.num_layers)
-
-    def nbytes(self, batch: int, length: int, *, checkpointing: bool, loss_gradients: bool = False) -> int:
+    def nbytes(self, batch: int, length: int, *, checkpointing: bool, gradients: bool = False) -> int:
         """Bytes at the highest point, without copies of weights.
 
         Args:
             batch, length: sequences and their tokens.
-            checkpointing: of every block. Then the highest point is at the ends, or later, when these are gone and the forward pass of
-                a block is repeated.
-            loss_gradients: count them as well, where the backward pass begins.
+            checkpointing: of every block. The highest point is at the ends, or later, when these are gone and the forward pass of a
+                block is repeated.
+            gradients: those of activations as well, which are there for a moment. The highest point may be another one.
         """
-        end = self.ends + self.loss_gradients if loss_gradients else self.ends
+        first, later = self.ends, self.block
+        if gradients:
+            first, later = first + self.loss_gradients, later + self.block_gradients
+        others = self.block_input.times(self.num_layers)
         if not checkpointing:
-            return (self.block.times(self.num_layers) + end).of_data(batch, length)
-        highest = max(part.of_data(batch, length) for part in (self.block, end))
-        return self.kept_of_checkpoints.of_data(batch, length) + highest
+            first, others = first + self.block, self.block.times(self.num_layers - 1)
+        return others.of_data(batch, length) + max(part.of_data(batch, length) for part in (first, later))
 
 
 def activations(model: LanguageModel, precision: Precision, device: Literal["cuda", "cpu"] = "cuda") -> Activations:
@@ -149,13 +148,16 @@ def activations(model: LanguageModel, precision: Precision, device: Literal["cud
     norm = Kept(per_token=WIDE * width + _STATISTICS)
     linears = (block.attention.value_proj, block.attention.out_proj, block.mlp.up, block.mlp.down)
     mlp = Kept(per_token=narrow * (width + 2 * block.mlp.up.out_features))
+    block_input = Kept(per_token=WIDE * width)
+    op = _op_bytes(block.attention, narrow)
     read_out = model.read_out.weight.numel()
     copies = [sum(linear.weight.numel() for linear in linears), read_out] if precision == "bf16" else [0, 0]
     return Activations(
         block=norm.times(2) + _attention(block.attention, precision, device) + mlp + Kept(fixed=2 * copies[0]),
-        block_input=Kept(per_token=WIDE * width),
+        block_input=block_input,
         # The last number is the count of what was scored.
         ends=norm + Kept(per_token=narrow * width + WIDE * vocab + 2 * _ID, fixed=2 * copies[1] + WIDE),
+        block_gradients=block_input + Kept(per_token=max(2 * narrow * block.mlp.up.out_features, 2 * op)),
         loss_gradients=Kept(per_token=2 * WIDE * vocab),
         num_layers=len(blocks),
     )
@@ -163,12 +165,12 @@ def activations(model: LanguageModel, precision: Precision, device: Literal["cud
 
 def _attention(attention: Attention, precision: Precision, device: str) -> Kept:
     """From the output of the block's norm to the input of the output projection."""
-    scoring, matrix = attention.scoring, attention.scoring.matrix
+    scoring = attention.scoring
+    matrix = copy.deepcopy(scoring.matrix).to("meta")
     width, heads = attention.embed_dim, attention.num_heads
     is_bilinear = isinstance(scoring, BilinearScoring)
     order = scoring.order(1, 1)  # norms and positions leave one
     dim, key_heads = scoring.score_dim(1, 1), scoring.num_key_heads(order)
-    value_heads = max(attention.num_kv_heads, key_heads)
     narrow = 2 if precision == "bf16" else WIDE
     normed = WIDE if device == "cuda" else narrow
     num_norms = len(scoring.q_norms) if isinstance(scoring, MLRScoring) else 1
@@ -186,16 +188,28 @@ def _attention(attention: Attention, precision: Precision, device: str) -> Kept:
         state = Kept(per_token=2 * width + (WIDE * width if is_bilinear else 0), fixed=2 * matrix.num_params)
     norm_inputs = normed * dim * (key_heads + (0 if is_bilinear else heads))
     statistics = _STATISTICS * num_norms * (query_rows + key_heads)
-    softmaxes = 2 if isinstance(attention.layout, GlobalWindowLayout) else 1
-    op = narrow * (dim * (heads + key_heads) + attention.head_dim * (value_heads + softmaxes * heads))
+    log_sums = WIDE * heads * _num_softmaxes(attention)
     return (
         state
         + inside
         + Kept(
-            per_token=norm_inputs + statistics + op + softmaxes * WIDE * heads + narrow * width,
+            per_token=norm_inputs + statistics + _op_bytes(attention, narrow) + log_sums + narrow * width,
             per_position=4 * WIDE * dim,  # cosines and sines, for queries and for keys
         )
     )
+
+
+def _num_softmaxes(attention: Attention) -> int:
+    return 2 if isinstance(attention.layout, GlobalWindowLayout) else 1
+
+
+def _op_bytes(attention: Attention, narrow: int) -> int:
+    """Bytes per token of what the attention reads, queries, keys and values, and of what it writes."""
+    scoring, heads = attention.scoring, attention.num_heads
+    key_heads = scoring.num_key_heads(scoring.order(1, 1))
+    value_heads = max(attention.num_kv_heads, key_heads)  # repeated where keys are not shared
+    outputs = _num_softmaxes(attention) * heads
+    return narrow * (scoring.score_dim(1, 1) * (heads + key_heads) + attention.head_dim * (value_heads + outputs))
 
 
 def _inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], precision: Precision) -> Kept:
@@ -210,9 +224,7 @@ def _inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], preci
     return Kept(per_token=2 * (inside + views))
 
 
-def _numbers_inside(
-    matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], length: int
-) -> tuple[int, int]:
+def _numbers_inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], length: int) -> tuple[int, int]:
     """Numbers that a product saves for one sequence: in storages of its own, and as views of its input."""
     own: dict[int, Tensor] = {}  # by storage; the tensors are held, so that no address is used twice
     views = 0

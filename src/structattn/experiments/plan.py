@@ -105,7 +105,9 @@ class PlanRequest:
                 f"batch_tokens must hold at least one sequence of {self.context_length} tokens, got {self.batch_tokens}"
             )
         if self.gpu_flops is not None and self.tokens is None:
-            raise ConfigError("gpu_flops gives a time only together with tokens, the number that the model is trained on")
+            raise ConfigError(
+                "gpu_flops gives a time only together with tokens, the number that the model is trained on"
+            )
 
     @classmethod
     def of(
@@ -240,14 +242,10 @@ class Plan:
         that fused attention computes again are not counted."""
         return 3 * self.forward_flops_per_token + (self.recomputed_flops_per_token if checkpointing else 0.0)
 
-    def activation_bytes(self, *, checkpointing: bool) -> int:
-        """What one sequence keeps for the backward pass."""
-        return self.activations.nbytes(1, self.request.context_length, checkpointing=checkpointing)
-
-    @property
-    def loss_gradient_bytes(self) -> int:
-        """Of one sequence, where the backward pass begins."""
-        return self.activations.loss_gradients.of_data(1, self.request.context_length)
+    def activation_bytes(self, *, checkpointing: bool, gradients: bool = False) -> int:
+        """What one sequence keeps for the backward pass; with ``gradients`` also what is there for a moment, at the highest point."""
+        length = self.request.context_length
+        return self.activations.nbytes(1, length, checkpointing=checkpointing, gradients=gradients)
 
     @property
     def total_flops(self) -> float | None:
@@ -283,7 +281,7 @@ def make_plan(request: PlanRequest) -> Plan:
         weights=WIDE * num_params,
         gradients=WIDE * num_params,
         optimizer=2 * WIDE * num_params + WIDE * sum(1 for _ in model.parameters()),
-        weight_copies=kept.kept.fixed,
+        weight_copies=kept.fixed,
         block=WIDE * block,
         ends=WIDE * (num_params - request.num_layers * block),
     )
@@ -309,7 +307,7 @@ def bytes_per_gpu(
     of them), and activations. With N (FSDP): an N-th of weights, gradients and moments, activations, and what is gathered: the
     weights of two blocks and of the ends, and the gradients of one block and of the ends, in the precision of the computation.
     """
-    data = kept.nbytes(micro_batch, request.context_length, checkpointing=checkpointing, loss_gradients=True)
+    data = kept.nbytes(micro_batch, request.context_length, checkpointing=checkpointing, gradients=True)
     whole = states.weights + states.gradients + states.optimizer
     if num_shards == 1:
         return whole + states.gradients + states.weight_copies + data

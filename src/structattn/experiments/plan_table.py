@@ -57,8 +57,9 @@ def _rows(plan: Plan) -> _Rows:
         ("AdamW", lambda p: _memory(p.states.optimizer)),
         ("copies of weights", lambda p: _memory(p.states.weight_copies)),
         ("activations, 1 sequence", lambda p: _memory(p.activation_bytes(checkpointing=False))),
-        ("  with checkpointing", lambda p: _memory(p.activation_bytes(checkpointing=True))),
-        ("gradients of the loss, 1 seq.", lambda p: _memory(p.loss_gradient_bytes)),
+        ("  and their gradients", lambda p: _memory(p.activation_bytes(checkpointing=False, gradients=True))),
+        ("with checkpointing", lambda p: _memory(p.activation_bytes(checkpointing=True))),
+        ("  and their gradients", lambda p: _memory(p.activation_bytes(checkpointing=True, gradients=True))),
         ("key/value cache, 1 sequence", lambda p: _memory(p.cache_bytes)),
         ("", lambda _: ""),
         ("layout", lambda p: _layout(p.layout)),
@@ -73,7 +74,10 @@ def _rows(plan: Plan) -> _Rows:
     if plan.request.gpu_flops is not None:
         rows += [
             ("  GPU hours", lambda p: "-" if p.gpu_seconds is None else f"{p.gpu_seconds / 3600:,.1f}"),
-            ("  time on these GPUs", lambda p: "-" if p.gpu_seconds is None else _time(p.gpu_seconds / p.layout.num_gpus)),
+            (
+                "  time on these GPUs",
+                lambda p: "-" if p.gpu_seconds is None else _time(p.gpu_seconds / p.layout.num_gpus),
+            ),
         ]
     return rows
 
@@ -90,7 +94,9 @@ def format_plans(plans: Sequence[Plan]) -> str:
     labels = ["", *(label for label, _ in rows)]
     widths = [max(map(len, column)) for column in (labels, *columns)]
     lines = [
-        "  ".join([f"{label:<{widths[0]}}", *(f"{cell:>{n}}" for cell, n in zip(cells, widths[1:], strict=True))]).rstrip()
+        "  ".join(
+            [f"{label:<{widths[0]}}", *(f"{cell:>{n}}" for cell, n in zip(cells, widths[1:], strict=True))]
+        ).rstrip()
         for label, *cells in zip(labels, *columns, strict=True)
     ]
     groups = "" if request.num_kv_heads is None else f" ({request.num_kv_heads} for keys and values)"
@@ -107,5 +113,7 @@ def format_plans(plans: Sequence[Plan]) -> str:
             "none fits: shown is what needs least; give a shorter context, GPUs with more memory, or a larger batch to shard over."
         )
     if request.gpu_flops is None:
-        notes.append("No time without a rate: --tokens and --gpu-flops, the FLOPs per second that you measured on one GPU.")
+        notes.append(
+            "No time without a rate: --tokens and --gpu-flops, the FLOPs per second that you measured on one GPU."
+        )
     return "\n".join([head, "", *lines, "", *notes])

@@ -35,9 +35,9 @@ def _time(seconds: float) -> str:
 
 
 def _layout(layout: Layout) -> str:
-    if not layout.fits:
-        return "none fits"
-    return "DDP, 1 GPU or more" if layout.kind == "DDP" else f"FSDP, {layout.num_gpus} GPUs"
+    if layout.kind == "DDP":
+        return "DDP, 1 GPU or more" if layout.fits else "too small: DDP"
+    return f"FSDP, {layout.num_gpus} GPUs" if layout.fits else f"too small: FSDP, {layout.num_gpus}"
 
 
 _Rows = list[tuple[str, Callable[[Plan], str]]]
@@ -110,7 +110,8 @@ def format_plans(plans: Sequence[Plan]) -> str:
     ]
     if not all(plan.layout.fits for plan in plans):
         notes.append(
-            "none fits: shown is what needs least; give a shorter context, GPUs with more memory, or a larger batch to shard over."
+            "too small: even the layout that needs least, which is shown, does not fit. Give a shorter context, GPUs with more memory, or"
+            "\na larger batch, over whose sequences more GPUs can divide the states."
         )
     if request.gpu_flops is None:
         notes.append(

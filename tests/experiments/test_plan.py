@@ -103,6 +103,18 @@ def test_activations_are_what_autograd_saves(spec: str, changes: dict, batch: in
     assert closed_form == pytest.approx(saved_bytes(model_of(wanted), batch, precision), rel=0.01)
 
 
+@pytest.mark.parametrize(("precision", "c", "read"), [("float32", 4, 4), ("bf16", 2, 3 * 2)])
+def test_the_form_of_a_block_is_the_one_of_the_page(precision: str, c: int, read: int) -> None:
+    E, H, G = 160, 4, 2
+    D = E // H
+    norms, qk_norms = 2 * (4 * E + 8), (4 * D + 8) * (H + G)
+    attention = c * (D * (H + G) + G * D + E) + 4 * H
+    expected = norms + read * E + qk_norms + attention + c * E + c * (E + 2 * 4 * E)
+    found = activations(request(num_kv_heads=G).build(), precision)
+    assert found.block.per_token == expected
+    assert found.block.per_position == 16 * D
+
+
 def test_small_matrices_that_are_written_out_cost_little_more() -> None:
     wanted = request("bilinear-btt:1", embed_dim=64)
     found = activations(wanted.build(), "float32", device="cpu")

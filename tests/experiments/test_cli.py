@@ -170,6 +170,20 @@ def test_options_are_frozen() -> None:
             *("max_documents", "validation", "test", "out", "resume"),
         },
         commands.DataInfo: {"folder", "verify"},
+        commands.Plan: {
+            *(
+                "task",
+                "model",
+                "attention",
+                "context",
+                "embed_dim",
+                "num_layers",
+                "num_heads",
+                "num_kv_heads",
+                "vocab_size",
+            ),
+            *("precision", "batch_tokens", "gpu_memory", "tokens", "gpu_flops"),
+        },
         commands.Info: set(),
         commands.Specs: set(),
         commands.Structures: set(),
@@ -184,6 +198,18 @@ def test_options_are_frozen() -> None:
 def test_listings(command: str, word: str, capsys) -> None:
     assert main([command]) == 0
     assert word in capsys.readouterr().out
+
+
+def test_plan_compares_specs_and_names_what_is_wrong(capsys) -> None:
+    sizes = ["--embed-dim", "64", "--num-layers", "2", "--num-heads", "2", "--vocab-size", "100", "--context", "256"]
+    specs = ["--attention", "standard", "mlr:16|8|8"]
+    assert main(["plan", "text", *sizes, *specs, "--tokens", "1e9", "--gpu-flops", "1e12"]) == 0
+    printed = capsys.readouterr().out
+    assert "mlr:16|8|8" in printed
+    assert "DDP" in printed
+    assert "GPU hours" in printed
+    assert main(["plan", "text", "--model", "14b"]) == 2
+    assert "did you mean '13b'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", TASKS)

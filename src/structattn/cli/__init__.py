@@ -26,6 +26,7 @@ from structattn.cli.commands import (
     Mup,
     MupCheck,
     MupRoles,
+    Plan,
     Prepare,
     Presets,
     Specs,
@@ -246,6 +247,27 @@ def _data(action: Prepare | DataInfo) -> None:
     print(Corpus(action.out).summary())
 
 
+def _plan(command: Plan) -> None:
+    from structattn.experiments.plan import PlanRequest, plans
+    from structattn.experiments.plan_table import format_plans
+
+    request = PlanRequest.of(
+        command.model,
+        embed_dim=command.embed_dim,
+        num_layers=command.num_layers,
+        num_heads=command.num_heads,
+        batch_tokens=command.batch_tokens,
+        num_kv_heads=command.num_kv_heads,
+        vocab_size=command.vocab_size,
+        context_length=command.context,
+        precision=command.precision,
+        gpu_memory_gib=command.gpu_memory,
+        tokens=command.tokens,
+        gpu_flops=command.gpu_flops,
+    )
+    print(format_plans(plans(request, command.attention)))
+
+
 def _bench(command: Bench) -> None:
     _require_extra()
     import structattn
@@ -327,6 +349,8 @@ def main(arguments: list[str] | None = None) -> int:
                 _mup(action, shlex.join(["structattn", *arguments]))
             case Data(action=action):
                 _data(action)
+            case Plan():
+                _plan(command)
             case Bench():
                 _bench(command)
             case Structures() | Info() | Specs() | Presets():

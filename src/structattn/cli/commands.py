@@ -246,6 +246,43 @@ class Data:
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Say what training a language model takes, before it is trained: parameters, FLOPs, memory, a layout, and the time.
+
+    For a size by name, for numbers of your own, or for both, in place of some of the name's.
+    """
+
+    task: tyro.conf.Positional[Literal["text"]]
+    """What is trained."""
+    model: str | None = None
+    """125m, 350m, 760m, 1.3b, 2.7b, 6.7b (or 7b), 13b or 175b."""
+    attention: tuple[str, ...] = ("standard",)
+    """Specs, side by side, each in quotes (see `structattn specs`)."""
+    context: int = 2048
+    """Tokens of a sequence."""
+    embed_dim: int | None = None
+    """Width."""
+    num_layers: int | None = None
+    """Blocks."""
+    num_heads: int | None = None
+    """Attention heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads. Default: as many."""
+    vocab_size: int = 50257
+    """Tokens that there are."""
+    precision: Literal["bf16", "float32"] = "bf16"
+    """bf16: autocast, with weights, gradients and moments in float32."""
+    batch_tokens: int | None = None
+    """Tokens of a step, over all GPUs. Default: the model's; 524288 without a model."""
+    gpu_memory: float = 80.0
+    """GiB of one GPU."""
+    tokens: float | None = None
+    """That the model is trained on."""
+    gpu_flops: float | None = None
+    """FLOPs per second that you measured on one GPU in training. Default: no time is printed."""
+
+
 @dataclass(frozen=True)
 class Structures:
     """The text forms of structured matrices, with parameters and cost."""
@@ -274,6 +311,7 @@ Command = (
     | Annotated[Fit, tyro.conf.subcommand("fit")]
     | Annotated[Mup, tyro.conf.subcommand("mup")]
     | Annotated[Data, tyro.conf.subcommand("data")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Info, tyro.conf.subcommand("info")]
     | Annotated[Specs, tyro.conf.subcommand("specs")]

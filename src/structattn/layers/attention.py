@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, arange, eye, nn
 
 from structattn.cache import PAGE_SIZE, LevelCache
-from structattn.cache.levels import parts_of, widest
+from structattn.cache.levels import parts_of, value_levels, widest
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.latent import ScoringLatent
 from structattn.layers.rotary import Rotary
@@ -36,7 +36,7 @@ class AttentionCost:
         score_flops: scores of visible pairs, each at its shared rank.
         value_flops: value projection and weighted sum.
         output_flops: output projection.
-        key_cache_numbers: numbers that ``new_cache`` holds for the keys at this length, all heads.
+        key_cache_numbers, value_cache_numbers: numbers that ``new_cache`` holds for keys and for values at this length, all heads.
     """
 
     contraction: str
@@ -46,6 +46,7 @@ class AttentionCost:
     value_flops: int
     output_flops: int
     key_cache_numbers: int
+    value_cache_numbers: int
 
     @property
     def flops(self) -> int:
@@ -379,6 +380,12 @@ class Attention(nn.Module):
         states = (self.embed_dim + self.latent.num_gains) * widest(parts).most_slots(length)
         return self.scoring.num_key_heads(order) * features, states
 
+    def _cached_values(self, length: int) -> int:
+        """The most numbers that a cache keeps for the values of so many tokens."""
+        parts = parts_of(self.layout, self.window, self.scoring.matrix.pair_dim(self.scoring.cached_order))
+        levels = value_levels(parts, self.layout, self.head_dim)
+        return self.num_kv_heads * sum(level.rank * level.most_slots(length) for level in levels)
+
     def cost(self, num_queries: int, num_keys: int | None = None) -> AttentionCost:
         """What one forward pass of T queries costs for one example, counted from the structure.
 
@@ -413,6 +420,7 @@ class Attention(nn.Module):
             value_flops=value_projection + heads * values,
             output_flops=2 * num_queries * width * width,
             key_cache_numbers=min(self._cached_numbers(num_keys)),
+            value_cache_numbers=self._cached_values(num_keys),
         )
 
     def extra_repr(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from structattn.errors import ConfigError, nearest_name
 from structattn.experiments.icl_recipes import ICL_PRESETS
 from structattn.experiments.recipe import Preset, Recipe
+from structattn.experiments.text_recipes import TEXT_PRESETS
 from structattn.tasks.base import Task
 from structattn.tasks.forecast import ForecastConfig, ForecastTask
 from structattn.tasks.icl_regression import ICLRegressionConfig, ICLRegressionTask
@@ -39,9 +40,6 @@ _FORECAST = TrainingConfig(
 )
 _FORECAST_MODEL = ForecastConfig(embed_dim=32, num_heads=2, dropout=0.3)
 _FORECAST_SPECS = ("standard", "mlr:8|4|2|2", "window:8", "bilinear-btt:1+mlr:16|8|4|4")
-_TEXT_SPECS = ("standard", "mlr:8|8|8|8", "mlr:16|8|4|4", "window:64")
-_TEXT_SMOKE = TextConfig(context_length=128, embed_dim=64, num_layers=2, eval_windows=64)
-_TEXT_SMOKE_SPECS = ("standard", "mlr:8|4|2|2", "window:32")
 
 
 def _nearest(seeds: int, specs: tuple[str, ...] = _NEAREST_SPECS) -> Recipe:
@@ -50,52 +48,6 @@ def _nearest(seeds: int, specs: tuple[str, ...] = _NEAREST_SPECS) -> Recipe:
 
 def _forecast(task: ForecastConfig, seeds: int) -> Recipe:
     return Recipe(task=task, training=_FORECAST, attention=_FORECAST_SPECS, seeds=seeds)
-
-
-def _text(task: TextConfig, steps: int, batch_size: int, specs: tuple[str, ...]) -> Recipe:
-    return Recipe(
-        task=task,
-        training=TrainingConfig(
-            steps=steps,
-            batch_size=batch_size,
-            learning_rate=3e-3,
-            schedule="cosine",
-            warmup_steps=steps // 20,
-            eval_every=steps // 10,
-            checkpoint_every=steps // 5,
-        ),
-        attention=specs,
-    )
-
-
-# The paper's D = 64, in a size that two CPU cores train; a fourth as wide for the sweep.
-_SCALING = Recipe(
-    task=TextConfig(context_length=512, embed_dim=128, num_layers=4, num_heads=2),
-    training=TrainingConfig(
-        steps=1000,
-        batch_size=8,
-        learning_rate=4e-3,
-        schedule="wsd",
-        warmup_steps=100,
-        eval_every=250,
-        checkpoint_every=250,
-        parametrization="mup",
-        base_fan_in=128,
-    ),
-    attention=(
-        "standard",
-        "window:128",
-        "mlr:16|16|16|16",
-        "mlr:32|8|6|4|4|4|4|2",
-        "mlr:16|16|16|16,values=16|16|16|16",
-    ),
-    variants=("learned positions: task.rotary=", "RoPE: task.rotary=low_far"),
-    widths=(64, 128, 256),
-    budgets=(1e12, 2e12, 4e12),
-    seeds=2,
-    learning_rates=(2e-3, 4e-3, 8e-3),
-    sweep_settings=("task.embed_dim=64", "task.num_heads=1", "budgets=5e11"),
-)
 
 
 @dataclass(frozen=True)
@@ -149,16 +101,7 @@ TASKS: dict[str, TaskEntry] = {
     "text": TaskEntry(
         TextTask,
         TextConfig,
-        {
-            "default": Preset(
-                _text(TextConfig(), 1000, 16, _TEXT_SPECS), "characters, 1 MB of PEPs, 256 of context, 1,000 steps"
-            ),
-            "smoke": Preset(
-                _text(_TEXT_SMOKE, 500, 8, _TEXT_SMOKE_SPECS),
-                "the same text, 128 of context, 500 steps: shows that it trains, not what it learns",
-            ),
-            "scaling": Preset(_SCALING, "widths x budgets x positions"),
-        },
+        TEXT_PRESETS,
         {"data": "task.data"},
     ),
 }

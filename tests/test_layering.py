@@ -20,6 +20,7 @@ FLOORS = {
     "layers.scoring": 5,
     "layers.scoring_modules": 4,
     "spec": 6,
+    "layer_specs": 7,
     "layers": 7,
     "models": 8,
     "tasks": 9,

@@ -241,6 +241,10 @@ def parse_spec(text: str) -> AttentionSpec:
     Raises:
         ConfigError: an unknown form (all are listed), a wrong number, or two terms for the same thing.
     """
+    if text.lstrip().startswith("["):
+        raise ConfigError(
+            f"attention spec {text!r} is a list, one spec per layer: give it to a whole model, or one of its specs to one layer"
+        )
     fields: dict[str, Any] = {}
     for term in text.strip().split("+"):
         head, *option_texts = term.strip().split(",")

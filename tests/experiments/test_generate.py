@@ -30,16 +30,20 @@ def trained(folder: Path, *more: str) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """One run with learned positions, one with rotary ones."""
+    """One run with learned positions, one with rotary ones, one whose layers differ."""
     return {
         "learned": trained(tmp_path_factory.mktemp("learned"), "--attention", "mlr:4|2|2,values=2|2|4"),
         "rotary": trained(
             tmp_path_factory.mktemp("rotary"), "--attention", "mlr:4|2|2", "--set", "task.rotary=low_far"
         ),
+        "mixed": trained(
+            tmp_path_factory.mktemp("mixed"),
+            *("--attention", "[mlr:4|2|2,scaling=paper,window:8]", "--set", "training.parametrization=mup"),
+        ),
     }
 
 
-@pytest.mark.parametrize("name", ["learned", "rotary"])
+@pytest.mark.parametrize("name", ["learned", "rotary", "mixed"])
 def test_text_comes_out_and_the_cache_does_not_change_it(name: str, runs, capsys) -> None:
     command = ["generate", str(runs[name]), "--prompt", "Line 4: ", "--max-new-tokens", "20", "--seed", "3"]
     assert main(command) == 0
@@ -103,7 +107,7 @@ def test_generating_needs_no_training_text(runs, tmp_path: Path, capsys) -> None
         (tmp_path / "gone.txt").rename(data)
 
 
-@pytest.mark.parametrize("name", ["learned", "rotary"])
+@pytest.mark.parametrize("name", ["learned", "rotary", "mixed"])
 def test_scores_through_the_cache(name: str, runs, capsys) -> None:
     assert main(["evaluate", str(runs[name])]) == 0
     plain = capsys.readouterr().out.splitlines()
@@ -118,7 +122,7 @@ def test_scores_through_the_cache(name: str, runs, capsys) -> None:
 
 def test_a_comparison_has_everything(tmp_path: Path, capsys) -> None:
     (tmp_path / "my.txt").write_text(TEXT)
-    specs = ["standard", "mlr:4|2|2", "window:8"]
+    specs = ["standard", "[mlr:4|2|2,scaling=paper,standard]", "window:8"]
     command = ["compare", "text", "--data", str(tmp_path / "my.txt"), *SMALL, "--attention", *specs]
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out

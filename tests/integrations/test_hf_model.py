@@ -274,3 +274,9 @@ def test_base_model_and_defaults() -> None:
     assert config(num_key_value_heads=None).num_key_value_heads == 4
     assert config(intermediate_size=None).intermediate_size == 128
     assert F.mse_loss(base(IDS).last_hidden_state, base.eval()(IDS).last_hidden_state) == 0
+
+
+def test_a_list_in_one_text_is_repeated_over_the_layers() -> None:
+    assert config("[standard,window:4]", num_hidden_layers=3).layer_specs == ("standard", "window:4", "standard")
+    with pytest.raises(ConfigError, match="3 specs for 2 layers"):
+        config("[standard,window:4,standard]")

@@ -28,7 +28,7 @@ from structattn.experiments.recipes import task_entry
 from structattn.experiments.runs import Job, train_all
 from structattn.experiments.settings import apply_overrides, to_plain
 from structattn.files import write_atomic
-from structattn.spec import parse_spec
+from structattn.layer_specs import LayerSpecs
 from structattn.tasks.base import Task
 from structattn.training.build import spec_for
 from structattn.training.loop import TrainingResult
@@ -116,7 +116,7 @@ def _check_models(recipe: Recipe, task: Task) -> None:
     if len(set(specs)) != len(specs):
         raise ConfigError(f"every attention spec once, got {', '.join(specs)}")
     for spec in specs:
-        parse_spec(spec)
+        LayerSpecs.parse(spec)
         try:
             with torch.device("meta"):
                 task.build_model(spec_for(spec, recipe.training.parametrization))

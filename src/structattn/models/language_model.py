@@ -22,7 +22,7 @@ class LanguageModel(nn.Module):
 
     Args:
         vocab_size: V, number of different tokens.
-        spec: attention of every layer, or one text per layer (see ``structattn.spec``).
+        spec: attention of the layers, as ``Transformer`` takes it.
         num_layers, embed_dim, num_heads, num_kv_heads, mlp_ratio, dropout: of the trunk (see ``Transformer``).
         context_length: longest sequence, in tokens, where positions are learned; MLR blocks are halved from it.
         rotary: rotary positions, and then no limit of length. Default ``None``: learned positions.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from structattn.cache import PAGE_SIZE, LayerCaches
 from structattn.errors import ConfigError, ShapeError
+from structattn.layer_specs import LayerSpecs
 from structattn.layers.attention import Attention
 from structattn.layers.block import TransformerBlock
 from structattn.layers.rotary import Rotary
@@ -21,7 +22,8 @@ class Transformer(nn.Module):
     """Positions, learned or rotary, and pre-norm blocks: (B, T, E) to (B, T, E).
 
     Args:
-        spec: attention of every block, or one text per block (see ``structattn.spec``).
+        spec: attention of every block (see ``structattn.spec``), a list that is repeated over the blocks, such as
+            ``"[standard,window:128]"`` (see ``structattn.layer_specs``), or one text per block.
         num_layers: blocks.
         embed_dim: E.
         num_heads: heads where the spec does not say otherwise.
@@ -56,7 +58,7 @@ class Transformer(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        specs = (spec,) * num_layers if isinstance(spec, str) else tuple(spec)
+        specs = LayerSpecs.parse(spec).layers(num_layers) if isinstance(spec, str) else tuple(spec)
         if num_layers < 1 or len(specs) != num_layers:
             raise ConfigError(f"expected one attention spec or {num_layers} of them, got {len(specs)}")
         self.context_length = context_length
@@ -66,9 +68,9 @@ class Transformer(nn.Module):
             nn.init.normal_(self.position, std=0.02)
         self.dropout = nn.Dropout(dropout)
         blocks = []
-        for text in specs:
+        for own in specs:
             attention = Attention.from_spec(
-                text,
+                own,
                 embed_dim=embed_dim,
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,

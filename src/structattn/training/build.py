@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from structattn import mup
-from structattn.spec import parse_spec
+from structattn.layer_specs import LayerSpecs
 from structattn.tasks.base import Task
 from structattn.training.config import TrainingConfig
 
@@ -20,7 +20,7 @@ _MOST_SHAPES = 256
 
 def spec_for(spec: str, parametrization: Parametrization) -> str:
     """The spec that a model is built from: under muP with its scaling of the scores, unless the spec chose another one."""
-    return spec if parametrization == "standard" else str(parse_spec(spec).with_scaling("mup"))
+    return spec if parametrization == "standard" else str(LayerSpecs.parse(spec).with_scaling("mup"))
 
 
 def build_model(task: Task, spec: str, parametrization: Parametrization) -> nn.Module:

@@ -13,6 +13,7 @@ FLOORS = {
     "seeds": 2,
     "partition": 2,
     "layout": 3,
+    "text_layout": 4,
     "matrices": 3,
     "mup": 2,
     "ops": 4,

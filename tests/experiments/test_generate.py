@@ -19,7 +19,7 @@ SMALL = [
     *("--set", "task.num_heads=2", "--set", "task.eval_windows=6", "--set", "training.batch_size=4"),
     *("--set", "training.steps=5", "--set", "training.warmup_steps=0", "--set", "training.eval_every=5"),
 ]
-TEXT = "".join(f"Line {i}: the {i * i}th of many.\n" for i in range(400))
+TEXT = "".join(f"Line {i}: the {i * i}th of many.\n" + "\n" * (i % 3 == 0) for i in range(400))
 
 
 def trained(folder: Path, *more: str) -> Path:
@@ -30,12 +30,13 @@ def trained(folder: Path, *more: str) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """One run with learned positions, one with rotary ones, one whose layers differ."""
+    """One run with learned positions, one with rotary ones, one whose layers differ, one that reads lines."""
     return {
         "learned": trained(tmp_path_factory.mktemp("learned"), "--attention", "mlr:4|2|2,values=2|2|4"),
         "rotary": trained(
             tmp_path_factory.mktemp("rotary"), "--attention", "mlr:4|2|2", "--set", "task.rotary=low_far"
         ),
+        "paragraphs": trained(tmp_path_factory.mktemp("paragraphs"), "--attention", "mlr-text:4|2|2,values=2|2|4"),
         "mixed": trained(
             tmp_path_factory.mktemp("mixed"),
             *("--attention", "[mlr:4|2|2,scaling=paper,window:8]", "--set", "training.parametrization=mup"),
@@ -43,7 +44,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("name", ["learned", "rotary", "mixed"])
+@pytest.mark.parametrize("name", ["learned", "rotary", "mixed", "paragraphs"])
 def test_text_comes_out_and_the_cache_does_not_change_it(name: str, runs, capsys) -> None:
     command = ["generate", str(runs[name]), "--prompt", "Line 4: ", "--max-new-tokens", "20", "--seed", "3"]
     assert main(command) == 0
@@ -107,7 +108,7 @@ def test_generating_needs_no_training_text(runs, tmp_path: Path, capsys) -> None
         (tmp_path / "gone.txt").rename(data)
 
 
-@pytest.mark.parametrize("name", ["learned", "rotary", "mixed"])
+@pytest.mark.parametrize("name", ["learned", "rotary", "mixed", "paragraphs"])
 def test_scores_through_the_cache(name: str, runs, capsys) -> None:
     assert main(["evaluate", str(runs[name])]) == 0
     plain = capsys.readouterr().out.splitlines()

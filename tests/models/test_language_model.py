@@ -11,6 +11,7 @@ from structattn.models.language_model import LanguageModel
 from structattn.models.sampling import Sampling
 from structattn.models.transformer import Transformer
 from structattn.testing.tolerances import assert_close
+from structattn.text_layout import TextUnits
 
 VOCAB, CONTEXT = 13, 24
 SPECS = [
@@ -22,7 +23,11 @@ SPECS = [
     "global-window:8|8@5",
     "mlr:8|8@24|4+window:7",
     "[mlr:8|4|2|2,scaling=paper,window:5]",
+    "mlr-text:8|4|2|2",
+    "[mlr-text:10|6@line,values=4|12,bilinear-btt:1+mlr-text:16|8|8+window:7]",
 ]
+# What the tokens are for mlr-text: so many newlines that random tokens have all kinds of segments.
+TOKENS = ["a", "b", "\n", " ", " the", "\n\n", ".\n", "\n", "c", " ", "\nand", "d", "e\n\nf"]
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 0, 1, 2]]
 SAMPLED = Sampling(temperature=1.3, top_k=9, top_p=0.95)
 
@@ -31,7 +36,15 @@ def make(spec: str | tuple[str, ...], rotary: Rotary | None = None, num_layers: 
     """A model whose every weight is random, so that no part is silent."""
     torch.manual_seed(0)
     model = LanguageModel(
-        VOCAB, spec, num_layers=num_layers, embed_dim=32, num_heads=2, context_length=CONTEXT, rotary=rotary, **options
+        VOCAB,
+        spec,
+        num_layers=num_layers,
+        embed_dim=32,
+        num_heads=2,
+        context_length=CONTEXT,
+        rotary=rotary,
+        text_units=TextUnits.of(TOKENS),
+        **options,
     ).double()
     with torch.no_grad():
         for p in model.parameters():

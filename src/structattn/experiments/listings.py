@@ -19,6 +19,7 @@ from structattn.matrices import FAMILIES, Structure
 from structattn.models.language_model import LanguageModel
 from structattn.ops.attention import Backend, explain, why_not
 from structattn.spec import FORMS
+from structattn.tasks.corpus import Bytes, text_units
 
 
 def structures() -> str:
@@ -52,7 +53,7 @@ def specs() -> str:
         )
     lines += [
         "",
-        f"One layer of width {width}, {heads} heads, causal, {length:,} tokens; keys: numbers in its key cache.",
+        f"One layer of width {width}, {heads} heads, causal, {length:,} tokens; keys: numbers in its key cache; mlr-text: text without borders.",
         "Terms are joined by +, as in 'bilinear-btt:1+mlr:128|64|32|32+window:512'; options follow commas,",
         f"as in 'mlr:32|16|8|8,scaling=paper'. {LAYER_FORM.syntax}: {LAYER_FORM.meaning},",
         f"as in '{LAYER_FORM.example}'. Quote a spec in the shell: | is a pipe there.",
@@ -69,6 +70,7 @@ def mup_roles(spec: str, width: int, num_heads: int) -> str:
             256,
             str(specs.with_scaling("mup")),
             num_layers=len(specs.pattern),
+            text_units=text_units(Bytes()),
             embed_dim=width,
             num_heads=num_heads,
             context_length=1024,

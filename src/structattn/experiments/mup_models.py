@@ -22,6 +22,7 @@ from structattn.models.icl_regressor import ICLRegressor
 from structattn.ops import reference
 from structattn.seeds import generator
 from structattn.spec import AttentionSpec, Halving
+from structattn.text_layout import TextLayout
 
 Parametrization = Literal["mup", "standard"]
 Prompts = tuple[Tensor, Tensor]
@@ -96,7 +97,7 @@ def _grown(spec: AttentionSpec, width: int, num_heads: int) -> AttentionSpec:
     if isinstance(layout, GlobalWindowLayout):
         near, far = apportioned(layout.ranks, features)
         layout = dataclasses.replace(layout, ranks=(near, far))
-    elif isinstance(layout, LevelLayout | Halving):
+    elif isinstance(layout, LevelLayout | Halving | TextLayout):
         values = layout.value_ranks and apportioned(layout.value_ranks, width // heads)
         layout = dataclasses.replace(layout, ranks=apportioned(layout.ranks, features), value_ranks=values)
     return dataclasses.replace(spec, scoring=scoring, layout=layout)

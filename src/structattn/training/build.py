@@ -10,7 +10,9 @@ from torch import nn
 
 from structattn import mup
 from structattn.layer_specs import LayerSpecs
+from structattn.layers.attention import Attention
 from structattn.tasks.base import Task
+from structattn.text_layout import TextLayout
 from structattn.training.config import TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,9 @@ def compiled(model: nn.Module) -> nn.Module:
     Raises dynamo's limit of shapes for the process. Compiled code needs a C++ compiler on CPU, and Triton on CUDA; whether they work is tried on a function of one line.
     """
     device = next(model.parameters()).device
+    if any(isinstance(module, Attention) and isinstance(module.layout, TextLayout) for module in model.modules()):
+        logger.warning("training is not compiled, and slower: the layout of mlr-text is another for every batch")
+        return model
     try:
         torch.compile(_probe)(torch.zeros(2, device=device))
     except Exception as error:  # whatever goes wrong inside a compiler: the run can do without

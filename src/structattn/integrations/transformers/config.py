@@ -10,6 +10,7 @@ from structattn.errors import ConfigError
 from structattn.layer_specs import LayerSpecs
 from structattn.layers.rotary import Rotary
 from structattn.spec import parse_spec
+from structattn.text_layout import TextLayout
 
 _OPTIONAL_SIZES = ("num_key_value_heads", "intermediate_size")
 _SIZES = (
@@ -89,7 +90,11 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64
         for spec in self.layer_specs:
-            parse_spec(spec)
+            if isinstance(parse_spec(spec).layout, TextLayout):
+                raise ConfigError(
+                    f"attention spec {spec!r} has the parts of a text as levels, and a StructAttnConfig does not know which tokens "
+                    "end lines: train a structattn.LanguageModel, or give blocks (mlr)"
+                )
         if self.rotary is not None:
             Rotary.parse(self.rotary)
         super().__post_init__(**kwargs)

@@ -53,7 +53,8 @@ def test_text_comes_out_and_the_cache_does_not_change_it(name: str, runs, capsys
     pattern = r"20 tokens in [\d.]+ s, [\d,]+ tokens/s; cache of 27 tokens: ([\d,]+) bytes, plain attention ([\d,]+)"
     cache, plain = (int(number.replace(",", "")) for number in re.match(pattern, summary).groups())
     assert plain == 2 * 27 * 2 * 16 * 4  # layers, tokens, keys and values, width, float32
-    assert cache < plain
+    # Of lines, whose length nobody knows, a page of up to 256 tokens is kept: here as much as everything.
+    assert cache == plain if name == "paragraphs" else cache < plain
     assert main([*command, "--no-cache"]) == 0
     again, summary = capsys.readouterr()
     assert again == text

@@ -19,6 +19,7 @@ from structattn.models.icl_regressor import ICLRegressor
 from structattn.models.nearest_neighbor import NearestNeighborModel
 from structattn.mup import Role
 from structattn.spec import FORMS, parse_spec
+from structattn.text_layout import TextUnits
 
 E, H = 32, 4
 SIZES = {"embed_dim": E, "num_layers": 1, "num_heads": H}
@@ -90,6 +91,7 @@ def test_every_form_has_roles_and_both_ends(example) -> None:
             num_layers=2,
             num_heads=4,
             context_length=64,
+            text_units=TextUnits.of(["a"] * 50),
         )
     roles = mup.roles_of(model)
     assert set(roles) == {name for name, _ in model.named_parameters()}

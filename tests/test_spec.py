@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 import structattn as sa
 from structattn.errors import ConfigError
+from structattn.layer_specs import LayerSpecs
 from structattn.spec import FORMS, Halving
+from structattn.training.build import spec_for
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,10 @@ from structattn.spec import FORMS, Halving
         "mlr:32|32@512|64,scaling=paper",
         "mlr:32|32@512|64,values=16|8",
         "mlr:32|16|16,scaling=mup,values=8|8|48",
+        "mlr-text:32|16|16",
+        "mlr-text:32|32@line,scaling=mup,values=8|8",
+        "mlr-text:8|8|8|8",
+        "bilinear-btt:1+mlr-text:8|8|8@line|word+window:9",
         "window:512",
         "global-window:32|32@512",
         "global-window:32|32@512,scaling=mup",
@@ -71,6 +77,10 @@ def test_unknown_form_lists_all() -> None:
         ("mlr:", "whole number, got ''"),
         ("mlr:4|4@8|3", "level 2 must divide"),
         ("window:0", "positive"),
+        ("mlr-text:4|4@lines", "unknown unit 'lines': .*did you mean 'line'"),
+        ("mlr-text:4|4|4@line|paragraph", "from the largest to the smallest"),
+        ("mlr-text:8", "2 to 4 ranks"),
+        ("mlr-text:4|4,scaling=x", "scaling must be one of"),
         ("global-window:4@8", "two ranks"),
         ("bilinear-btt:1+bilinear-mlr:4|4", "two terms give the scoring"),
         ("global-window:4|4@8+window:3", "own window"),
@@ -84,3 +94,64 @@ def test_unknown_form_lists_all() -> None:
 def test_bad_specs_are_named(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sa.parse_spec(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("standard", ["standard"] * 4),
+        ("[standard,window:128]", ["standard", "window:128", "standard", "window:128"]),
+        ("[standard,window:8,window:8]", ["standard", "window:8", "window:8", "standard"]),
+        ("[mlr:32|32,scaling=paper,window:128]", ["mlr:32|32,scaling=paper", "window:128"] * 2),
+        ("[mlr:8|8,values=4|4,scaling=mup+window:3,standard:1]", ["mlr:8|8,scaling=mup,values=4|4+window:3", "standard:1"] * 2),
+    ],
+)  # fmt: skip
+def test_a_list_is_repeated_over_the_layers(text: str, layers: list[str]) -> None:
+    specs = LayerSpecs.parse(text)
+    assert list(specs.texts(4)) == layers
+    assert specs.layers(4) == tuple(map(sa.parse_spec, layers))
+    assert LayerSpecs.parse(str(specs)) == specs
+    spaced = text.replace(",", " , ").replace("[", " [ ") if "=" not in text else text.replace(",w", ", w")
+    assert LayerSpecs.parse(spaced) == specs
+
+
+@given(
+    st.lists(
+        st.sampled_from(["standard", "mlr:4|4,scaling=paper", "bilinear-btt:1,rms_cap=true,scaling=mup+window:3"]),
+        min_size=1,
+    )
+)
+def test_every_list_round_trips(texts: list[str]) -> None:
+    specs = LayerSpecs(tuple(map(sa.parse_spec, texts)))
+    assert LayerSpecs.parse(str(specs)) == specs
+    assert specs.layers(len(texts)) == specs.pattern
+
+
+def test_mup_scales_every_spec_of_a_list() -> None:
+    specs = LayerSpecs.parse("[standard,mlr:4|4,scaling=paper,mlr:4|4]").with_scaling("mup")
+    assert str(specs) == "[standard,scaling=mup,mlr:4|4,scaling=paper,mlr:4|4,scaling=mup]"
+    assert spec_for("[mlr:4|4,window:3]", "mup") == "[mlr:4|4,scaling=mup,standard,scaling=mup+window:3]"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[standard,window:4", "one pair of brackets"),
+        ("[[standard],window:4]", "one pair of brackets"),
+        ("[", "one pair of brackets"),
+        ("[]", "a spec before and after"),
+        ("[standard,,window:4]", "a spec before and after"),
+        ("[standard,windw:4]", "did you mean 'window'"),
+        ("[standard,standard,standard]", "3 specs for 2 layers"),
+    ],
+)
+def test_bad_lists_are_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LayerSpecs.parse(text).layers(2)
+
+
+def test_one_layer_takes_no_list() -> None:
+    with pytest.raises(ConfigError, match="is a list, one spec per layer"):
+        sa.Attention.from_spec("[standard,window:4]", embed_dim=16, num_heads=2, context_length=8)
+    with pytest.raises(ConfigError, match="needs at least one"):
+        LayerSpecs(())

@@ -1,7 +1,7 @@
 """The one-line text form of an attention variant: scoring + layout, to and from objects.
 
     standard   standard:1   bilinear-btt:2   bilinear-mlr:16|8|4|4   bilinear-monarch   mlr:32|16|8|8   mlr:32|32@512|64
-    window:512   global-window:32|32@512   bilinear-btt:1+mlr:32|16|8|8+window:256
+    mlr-text:32|16|16   window:512   global-window:32|32@512   bilinear-btt:1+mlr:32|16|8|8+window:256
 
 Options follow after commas: ``mlr:32|16|8|8,scaling=paper``, ``bilinear-btt:1,rms_cap=true``.
 """
@@ -18,6 +18,7 @@ from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
 from structattn.layers.scoring_modules import ScoreScaling
 from structattn.layout import SCALINGS, GlobalWindowLayout, LevelLayout, Scaling
 from structattn.matrices import FAMILIES, Structure
+from structattn.text_layout import UNITS, TextLayout
 
 Form = LowRank | BTT | MLR | Matrix
 
@@ -52,11 +53,11 @@ class AttentionSpec:
     """
 
     scoring: Form = field(default_factory=LowRank)
-    layout: LevelLayout | GlobalWindowLayout | Halving | None = None
+    layout: LevelLayout | GlobalWindowLayout | Halving | TextLayout | None = None
     window: int | None = None
     num_heads: int | None = None
 
-    def layout_for(self, context_length: int) -> LevelLayout | GlobalWindowLayout | None:
+    def layout_for(self, context_length: int) -> LevelLayout | GlobalWindowLayout | TextLayout | None:
         """The layout for a model of that context length (in positions)."""
         return self.layout.resolve(context_length) if isinstance(self.layout, Halving) else self.layout
 
@@ -110,6 +111,12 @@ FORMS: dict[str, SpecForm] = {
         "mlr:32|16|8|8",
         "MLR attention: near pairs share more levels; ranks sum to the feature dimension, block sizes are halved; with "
         "values the value dimensions are shared by level too",
+    ),
+    "mlr-text": SpecForm(
+        "mlr-text:R|R|...[@UNIT|...][,values=V|V|...]",
+        "mlr-text:32|16|16",
+        "MLR attention whose levels are all text and then its parts, paragraph, line and word unless UNITs are given; for "
+        "language models",
     ),
     "window": SpecForm("window:W", "window:512", "each query sees the last W positions"),
     "global-window": SpecForm(
@@ -190,13 +197,29 @@ def _bilinear(family: str) -> Callable[[str, dict[str, str], str], dict[str, Any
     return read
 
 
+def _value_ranks(options: dict[str, str], term: str) -> tuple[tuple[int, ...] | None, Scaling]:
+    values = _ints(options["values"], term) if "values" in options else None
+    return values, _layout_scaling({name: text for name, text in options.items() if name != "values"}, term)
+
+
 def _mlr(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
     ranks, at, blocks = args.partition("@")
-    values = _ints(options["values"], term) if "values" in options else None
-    scaling = _layout_scaling({name: text for name, text in options.items() if name != "values"}, term)
+    values, scaling = _value_ranks(options, term)
     if not at:
         return {"layout": Halving(_ints(ranks, term), scaling, values)}
     return {"layout": LevelLayout(_ints(ranks, term), _ints(blocks, term), scaling, values)}
+
+
+def _mlr_text(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
+    ranks, at, names = args.partition("@")
+    values, scaling = _value_ranks(options, term)
+    units = []
+    for name in names.split("|") if at else ():
+        found = [unit for unit in UNITS if unit == name]
+        if not found:
+            raise _fail(term, f"unknown unit {name!r}: {nearest_name(name, UNITS)}")
+        units += found
+    return {"layout": TextLayout(_ints(ranks, term), tuple(units), scaling, values)}
 
 
 def _no_options(options: dict[str, str], term: str) -> None:
@@ -224,6 +247,7 @@ _PARSERS: dict[str, Callable[[str, dict[str, str], str], dict[str, Any]]] = {
     "bilinear-mlr": _bilinear_mlr,
     **{f"bilinear-{name}": _bilinear(name) for name in FAMILIES if name not in ("btt", "mlr")},
     "mlr": _mlr,
+    "mlr-text": _mlr_text,
     "window": _window,
     "global-window": _global_window,
 }
@@ -241,6 +265,10 @@ def parse_spec(text: str) -> AttentionSpec:
     Raises:
         ConfigError: an unknown form (all are listed), a wrong number, or two terms for the same thing.
     """
+    if text.lstrip().startswith("["):
+        raise ConfigError(
+            f"attention spec {text!r} is a list, one spec per layer: give it to a whole model, or one of its specs to one layer"
+        )
     fields: dict[str, Any] = {}
     for term in text.strip().split("+"):
         head, *option_texts = term.strip().split(",")
@@ -308,11 +336,15 @@ def format_spec(spec: AttentionSpec) -> str:
             terms.append(f"global-window:{_bars(both.ranks)}@{both.window}{scaling}")
         case LevelLayout(boundaries=tuple()):
             raise ConfigError("a free partition has no text form: keep the LevelLayout")
-        case LevelLayout() | Halving() as layout:
+        case LevelLayout() | Halving() | TextLayout() as layout:
             scaling = "" if layout.scaling == "variance" else f",scaling={layout.scaling}"
             blocks = f"@{_bars(layout.block_sizes)}" if isinstance(layout, LevelLayout) else ""
             values = "" if layout.value_ranks is None else f",values={_bars(layout.value_ranks)}"
-            terms.append(f"mlr:{_bars(layout.ranks)}{blocks}{scaling}{values}")
+            name = "mlr"
+            if isinstance(layout, TextLayout):
+                name = "mlr-text"
+                blocks = "" if layout.has_default_units else f"@{'|'.join(layout.units)}"
+            terms.append(f"{name}:{_bars(layout.ranks)}{blocks}{scaling}{values}")
         case None:
             pass
     if spec.window is not None:

@@ -19,7 +19,7 @@ SMALL = [
     *("--set", "task.num_heads=2", "--set", "task.eval_windows=6", "--set", "training.batch_size=4"),
     *("--set", "training.steps=5", "--set", "training.warmup_steps=0", "--set", "training.eval_every=5"),
 ]
-TEXT = "".join(f"Line {i}: the {i * i}th of many.\n" for i in range(400))
+TEXT = "".join(f"Line {i}: the {i * i}th of many.\n" + "\n" * (i % 3 == 0) for i in range(400))
 
 
 def trained(folder: Path, *more: str) -> Path:
@@ -30,16 +30,21 @@ def trained(folder: Path, *more: str) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """One run with learned positions, one with rotary ones."""
+    """One run with learned positions, one with rotary ones, one whose layers differ, one that reads lines."""
     return {
         "learned": trained(tmp_path_factory.mktemp("learned"), "--attention", "mlr:4|2|2,values=2|2|4"),
         "rotary": trained(
             tmp_path_factory.mktemp("rotary"), "--attention", "mlr:4|2|2", "--set", "task.rotary=low_far"
         ),
+        "paragraphs": trained(tmp_path_factory.mktemp("paragraphs"), "--attention", "mlr-text:4|2|2,values=2|2|4"),
+        "mixed": trained(
+            tmp_path_factory.mktemp("mixed"),
+            *("--attention", "[mlr:4|2|2,scaling=paper,window:8]", "--set", "training.parametrization=mup"),
+        ),
     }
 
 
-@pytest.mark.parametrize("name", ["learned", "rotary"])
+@pytest.mark.parametrize("name", ["learned", "rotary", "mixed", "paragraphs"])
 def test_text_comes_out_and_the_cache_does_not_change_it(name: str, runs, capsys) -> None:
     command = ["generate", str(runs[name]), "--prompt", "Line 4: ", "--max-new-tokens", "20", "--seed", "3"]
     assert main(command) == 0
@@ -48,7 +53,8 @@ def test_text_comes_out_and_the_cache_does_not_change_it(name: str, runs, capsys
     pattern = r"20 tokens in [\d.]+ s, [\d,]+ tokens/s; cache of 27 tokens: ([\d,]+) bytes, plain attention ([\d,]+)"
     cache, plain = (int(number.replace(",", "")) for number in re.match(pattern, summary).groups())
     assert plain == 2 * 27 * 2 * 16 * 4  # layers, tokens, keys and values, width, float32
-    assert cache < plain
+    # Of lines, whose length nobody knows, a page of up to 256 tokens is kept: here as much as everything.
+    assert cache == plain if name == "paragraphs" else cache < plain
     assert main([*command, "--no-cache"]) == 0
     again, summary = capsys.readouterr()
     assert again == text
@@ -103,7 +109,7 @@ def test_generating_needs_no_training_text(runs, tmp_path: Path, capsys) -> None
         (tmp_path / "gone.txt").rename(data)
 
 
-@pytest.mark.parametrize("name", ["learned", "rotary"])
+@pytest.mark.parametrize("name", ["learned", "rotary", "mixed", "paragraphs"])
 def test_scores_through_the_cache(name: str, runs, capsys) -> None:
     assert main(["evaluate", str(runs[name])]) == 0
     plain = capsys.readouterr().out.splitlines()
@@ -118,7 +124,7 @@ def test_scores_through_the_cache(name: str, runs, capsys) -> None:
 
 def test_a_comparison_has_everything(tmp_path: Path, capsys) -> None:
     (tmp_path / "my.txt").write_text(TEXT)
-    specs = ["standard", "mlr:4|2|2", "window:8"]
+    specs = ["standard", "[mlr:4|2|2,scaling=paper,standard]", "window:8"]
     command = ["compare", "text", "--data", str(tmp_path / "my.txt"), *SMALL, "--attention", *specs]
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out

@@ -88,6 +88,9 @@ def test_structures_at_widths() -> None:
     assert at("bilinear-btt:1+mlr:1|1+window:4", 64) == "bilinear-btt:1+mlr:32|32+window:4"
     assert at("global-window:1|1@4", 64) == "global-window:8|8@4"
     assert at("standard:1", 7) == "standard:1"
+    assert at("[mlr:1|1,window:4]", 64) == "[mlr:8|8,window:4]"
+    mixed = Bench().empty(Growing.parse("[mlr:1|1,window:4]"), 64, "mup")
+    assert [block.attention.window for block in mixed.trunk.layers] == [None, 4]
     for total in range(4, 40):
         parts = apportioned((5, 2, 1, 1), total)
         assert sum(parts) == total

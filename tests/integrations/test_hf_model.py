@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from structattn.errors import CacheError, ConfigError, ShapeError
 from structattn.integrations.transformers import StructAttnConfig, StructAttnForCausalLM, StructAttnModel, level_cache
+from structattn.integrations.transformers.variant import trained_spec
 from structattn.testing.tolerances import assert_close
 
 IDS, MASK = padded([tokens(1, 9)[0], tokens(1, 17, seed=2)[0]])
@@ -274,3 +275,16 @@ def test_base_model_and_defaults() -> None:
     assert config(num_key_value_heads=None).num_key_value_heads == 4
     assert config(intermediate_size=None).intermediate_size == 128
     assert F.mse_loss(base(IDS).last_hidden_state, base.eval()(IDS).last_hidden_state) == 0
+
+
+def test_a_list_in_one_text_is_repeated_over_the_layers() -> None:
+    assert config("[standard,window:4]", num_hidden_layers=3).layer_specs == ("standard", "window:4", "standard")
+    with pytest.raises(ConfigError, match="3 specs for 2 layers"):
+        config("[standard,window:4,standard]")
+
+
+def test_levels_of_a_text_are_refused() -> None:
+    with pytest.raises(ConfigError, match="does not know which tokens end lines"):
+        config("mlr-text:4|4")
+    with pytest.raises(ConfigError, match="does not tell a model which tokens end lines"):
+        trained_spec("mlr-text:4|4")

@@ -116,6 +116,8 @@ def test_chosen_layers_and_one_spec_each() -> None:
     model = trained(llama)
     expected = by_definition(model, [None, LevelLayout.halving((6, 2), CONTEXT)], "low_far")
     other = structurize(copy.deepcopy(model), ["standard", "mlr:6|2"])
+    listed = structurize(copy.deepcopy(model), "[standard,mlr:6|2]")
+    assert listed.config.structattn == other.config.structattn
     structurize(model, "mlr:6|2", layers=[1])
     assert_close(logits(model)[REAL], logits(expected, use_cache=False)[REAL])
     assert torch.equal(logits(other)[REAL], logits(model)[REAL])

@@ -11,6 +11,7 @@ from structattn.models.language_model import LanguageModel
 from structattn.models.sampling import Sampling
 from structattn.models.transformer import Transformer
 from structattn.testing.tolerances import assert_close
+from structattn.text_layout import TextUnits
 
 VOCAB, CONTEXT = 13, 24
 SPECS = [
@@ -21,16 +22,29 @@ SPECS = [
     "window:5",
     "global-window:8|8@5",
     "mlr:8|8@24|4+window:7",
+    "[mlr:8|4|2|2,scaling=paper,window:5]",
+    "mlr-text:8|4|2|2",
+    "[mlr-text:10|6@line,values=4|12,bilinear-btt:1+mlr-text:16|8|8+window:7]",
 ]
+# What the tokens are for mlr-text: so many newlines that random tokens have all kinds of segments.
+TOKENS = ["a", "b", "\n", " ", " the", "\n\n", ".\n", "\n", "c", " ", "\nand", "d", "e\n\nf"]
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 0, 1, 2]]
 SAMPLED = Sampling(temperature=1.3, top_k=9, top_p=0.95)
 
 
-def make(spec: str, rotary: Rotary | None = None, **options) -> LanguageModel:
+def make(spec: str | tuple[str, ...], rotary: Rotary | None = None, num_layers: int = 2, **options) -> LanguageModel:
     """A model whose every weight is random, so that no part is silent."""
     torch.manual_seed(0)
     model = LanguageModel(
-        VOCAB, spec, num_layers=2, embed_dim=32, num_heads=2, context_length=CONTEXT, rotary=rotary, **options
+        VOCAB,
+        spec,
+        num_layers=num_layers,
+        embed_dim=32,
+        num_heads=2,
+        context_length=CONTEXT,
+        rotary=rotary,
+        text_units=TextUnits.of(TOKENS),
+        **options,
     ).double()
     with torch.no_grad():
         for p in model.parameters():
@@ -95,6 +109,15 @@ def test_packed_sequences_do_not_know_of_each_other(spec: str, rotary: Rotary | 
     expected = torch.autograd.grad(sum(out.square().sum() for out in alone), list(model.parameters()))
     for gradient, same in zip(gradients, expected, strict=True):
         assert_close(gradient, same)
+
+
+def test_a_list_of_specs_is_one_spec_per_layer() -> None:
+    listed, given = (make(spec, num_layers=3) for spec in ("[mlr:8|8,window:5]", ("mlr:8|8", "window:5", "mlr:8|8")))
+    assert [str(block.attention.window) for block in listed.trunk.layers] == ["None", "5", "None"]
+    tokens = torch.randint(VOCAB, (2, CONTEXT), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(listed(tokens), given(tokens))
+    with pytest.raises(ConfigError, match="3 specs for 2 layers"):
+        make("[standard,window:5,window:5]", num_layers=2)
 
 
 def test_rotary_models_go_on_past_the_context_length() -> None:

@@ -60,7 +60,7 @@ def by_documents(task: TextTask, model: torch.nn.Module, tokens: list[int], docu
     return found
 
 
-@pytest.mark.parametrize("spec", ["standard", "mlr:4|2|2", "window:5", "bilinear-btt:1"])
+@pytest.mark.parametrize("spec", ["standard", "mlr:4|2|2", "window:5", "bilinear-btt:1", "mlr-text:4|4@word"])
 @pytest.mark.parametrize("rotary", ["", "low_far"])
 def test_scores_are_those_of_each_document_alone(corpus, spec, rotary) -> None:
     task, model = made(corpus, spec, rotary=rotary)

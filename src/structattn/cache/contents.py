@@ -15,6 +15,7 @@ from structattn.cache.levels import Level, Part, parts_of, value_levels, widest
 from structattn.cache.store import Store
 from structattn.errors import CacheError, ShapeError
 from structattn.layout import Layout, LevelLayout
+from structattn.text_layout import TextLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class Contents:
         shape: of the tokens.
         layout, window, max_length, page_size, latent: as of ``LevelCache``.
         padding: leading padding tokens of each row, or ``None``.
+        text: where the segments of the layout are those of a text, of which ``set_layout`` tells the new ones.
 
     Attributes:
         length: tokens so far, padding included.
@@ -53,6 +55,7 @@ class Contents:
         page_size: int,
         padding: tuple[int, ...] | None,
         latent: Latent | None,
+        text: TextLayout | None = None,
     ) -> None:
         _check_layout(shape, layout, latent)
         self.shape = shape
@@ -60,6 +63,7 @@ class Contents:
         self.window = window
         self.padding = padding
         self.latent = latent
+        self.text = text
         self.length = 0
         self._factors: dict[tuple[object, ...], Tensor] = {}
         self._set_levels()
@@ -68,8 +72,10 @@ class Contents:
             dims = [shape.keys[1], latent.num_gains]
 
         def store(dim: int, level: Level) -> Store:
-            reserve = 0 if max_length is None else level.most_slots(max_length)
-            return Store(dim, ring=level.ring, longest=level.longest, page_size=page_size, reserve=reserve)
+            reserve, size = 0 if max_length is None else level.most_slots(max_length), page_size
+            if text is not None and level.number > 1 and level.ring is None:
+                reserve, size = 0, min(page_size, _TEXT_PAGE, max_length or page_size)
+            return Store(dim, ring=level.ring, longest=level.longest, page_size=size, reserve=reserve)
 
         self.keys = [store(dim, level) for dim, level in zip(dims, self.key_levels, strict=False)]
         self.values = [store(level.rank, level) for level in self.value_levels]
@@ -85,6 +91,17 @@ class Contents:
         else:
             self.key_levels = (widest(self.parts),) * (2 if self.latent.num_gains else 1)
         self.value_levels = value_levels(self.parts, self.layout, self.shape.values[1])
+
+    def set_layout(self, layout: LevelLayout) -> None:
+        """The layout from now on: other segments from the next token on, the current ones as they were, one entry per row."""
+        if layout == self.layout:
+            return
+        was_uniform = self.is_uniform
+        self.layout = layout
+        self._set_levels()
+        if was_uniform and not self.is_uniform:
+            for store, _ in self.stores():
+                store.oldest = store.oldest * self.shape.batch
 
     def stores(self) -> Iterator[tuple[Store, Level]]:
         """All stores with their levels, keys first."""
@@ -256,7 +273,7 @@ class Contents:
             kept = []
             for row, _, pad in self.rows:
                 following = length - pad  # the position of the token that comes next
-                needed = max(0, level.first_needed(following, row))
+                needed = max(0, self._first_needed(level, following, row))
                 if needed < following and store.oldest[row] > needed:
                     raise CacheError(
                         f"cannot crop from {self.length} to {length} tokens: level {level.number} would need the positions from "
@@ -267,11 +284,22 @@ class Contents:
             oldest.append(kept)
         return oldest
 
+    def _first_needed(self, level: Level, following: int, row: int) -> int:
+        """The first position that a token at ``following``, which is not known, may share a level with and see."""
+        needed = level.first_needed(following, row)
+        if needed < following or following < 1 or not self._may_go_on(level):
+            return needed
+        return level.first_needed(following - 1, row)
+
+    def _may_go_on(self, level: Level) -> bool:
+        """Whether another token than there was may belong to the segment before: words begin with their own token."""
+        return self.text is not None and level.number > 1 and self.text.units[level.number - 2] == "word"
+
     def _shortest(self) -> int:
         """The smallest length above 0 from which on every crop works."""
         length = self.length
         while length > 1 and all(
-            (needed := max(0, level.first_needed(length - 1 - pad, row))) >= length - 1 - pad
+            (needed := max(0, self._first_needed(level, length - 1 - pad, row))) >= length - 1 - pad
             or store.oldest[row] <= needed
             for store, level in self.stores()
             for row, _, pad in self.rows
@@ -285,6 +313,14 @@ class Contents:
         for (store, _), kept in zip(self.stores(), oldest, strict=True):
             store.oldest = kept
         self.length = length
+        if self.text is not None and isinstance(self.layout, LevelLayout) and self.layout.boundaries is not None:
+            pads = self.padding or (0,) * len(self.layout.boundaries)
+            cut = tuple(
+                tuple(tuple(start for start in starts if start < max(1, length - pad)) for starts in levels)
+                for levels, pad in zip(self.layout.boundaries, pads, strict=False)
+            )
+            self.layout = replace(self.layout, boundaries=cut)
+            self._set_levels()
 
     def select(self, indices: Tensor) -> None:
         """Row b becomes row ``indices[b]``."""
@@ -299,6 +335,9 @@ class Contents:
             if self.is_uniform and not was_uniform:
                 store.oldest = store.oldest[:1]
         self._set_levels()
+
+
+_TEXT_PAGE = 256  # slots of a page of a paragraph, line or word, whose lengths nobody knows
 
 
 def _check_layout(shape: Shape, layout: Layout | None, latent: Latent | None) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from structattn.errors import CheckpointError
 from structattn.files import write_atomic
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
+from structattn.text_layout import TextHistory, TextUnits
 
 FORMAT_VERSION = 1
 _KEY = "structattn_cache"
@@ -45,8 +46,8 @@ def _digest(record: str, tensors: dict[str, Tensor]) -> str:
 State = tuple[dict[str, Any], dict[str, Tensor]]
 
 
-def save(path: str | Path, layers: Sequence[tuple[State, Layout | None]]) -> None:
-    """Writes the states of caches, with their layouts, to one file.
+def save(path: str | Path, layers: Sequence[tuple[State, Layout | None]], text: TextHistory | None = None) -> None:
+    """Writes the states of caches, with their layouts and what is remembered of the text, to one file.
 
     Raises:
         CheckpointError: it cannot be written; a file that was there is untouched.
@@ -57,11 +58,19 @@ def save(path: str | Path, layers: Sequence[tuple[State, Layout | None]]) -> Non
         for name, x in found.items()
     }
     plain = [{**state, "layout": _layout_data(layout)} for (state, _), layout in layers]
-    record = json.dumps({"format_version": FORMAT_VERSION, "layers": plain}, sort_keys=True)
+    data: dict[str, Any] = {"format_version": FORMAT_VERSION, "layers": plain}
+    if text is not None:
+        data["text"] = {"units": text.units, "rows": len(text.marks)}
+        tensors["text.table"] = torch.tensor(list(text.table.marks), dtype=torch.uint8)
+        for row, marks in enumerate(text.marks):
+            tensors[f"text.{row}"] = torch.tensor(list(marks), dtype=torch.uint8)
+    record = json.dumps(data, sort_keys=True)
     write_atomic(Path(path), save_tensors(tensors, {_KEY: record, "sha256": _digest(record, tensors)}))
 
 
-def load(path: str | Path, device: torch.device | str | None) -> list[tuple[State, Layout | None]]:
+def load(
+    path: str | Path, device: torch.device | str | None
+) -> tuple[list[tuple[State, Layout | None]], TextHistory | None]:
     """What ``save`` wrote, verified, with the tensors on ``device`` (default: the CPU).
 
     Raises:
@@ -86,4 +95,10 @@ def load(path: str | Path, device: torch.device | str | None) -> list[tuple[Stat
         own = {name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == str(number)}
         moved = {name: x if device is None else x.to(device) for name, x in own.items()}
         found.append(((plain, moved), _layout_of(plain["layout"])))
-    return found
+    text = None
+    if "text" in data:
+        padding = data["layers"][0]["left_padding"]
+        table = TextUnits(bytes(tensors["text.table"].tolist()))
+        text = TextHistory(table, tuple(data["text"]["units"]), padding)
+        text.restore([bytes(tensors[f"text.{row}"].tolist()) for row in range(data["text"]["rows"])])
+    return found, text

@@ -13,6 +13,7 @@ from structattn.cache import files
 from structattn.cache.latent import Latent
 from structattn.cache.level_cache import LevelCache
 from structattn.errors import ConfigError
+from structattn.text_layout import TextHistory
 
 
 class LayerCaches(Sequence[LevelCache]):
@@ -20,13 +21,15 @@ class LayerCaches(Sequence[LevelCache]):
 
     Args:
         layers: at least one; they stand at the same length.
+        text: what is remembered of the text, where layouts depend on it. Default ``None``.
 
     Raises:
         ConfigError: there is none.
     """
 
-    def __init__(self, layers: Iterable[LevelCache]) -> None:
+    def __init__(self, layers: Iterable[LevelCache], text: TextHistory | None = None) -> None:
         self._layers = tuple(layers)
+        self.text = text
         if not self._layers:
             raise ConfigError("LayerCaches needs the cache of at least one layer, got none")
 
@@ -74,6 +77,8 @@ class LayerCaches(Sequence[LevelCache]):
         """Forgets all tokens; see ``LevelCache.reset``."""
         for layer in self._layers:
             layer.reset()
+        if self.text is not None:
+            self.text.reset()
 
     def crop(self, length: int) -> None:
         """Forgets all tokens but the first ``length``, in all layers or (with an error) in none; see ``LevelCache.crop``."""
@@ -81,25 +86,31 @@ class LayerCaches(Sequence[LevelCache]):
             layer.check_crop(length)
         for layer in self._layers:
             layer.crop(length)
+        if self.text is not None:
+            self.text.crop(length)
 
     def reorder(self, indices: Tensor) -> None:
         """Row b becomes row ``indices[b]``; see ``LevelCache.reorder``."""
         for layer in self._layers:
             layer.reorder(indices)
+        if self.text is not None:
+            self.text.select(indices.tolist())
 
     def select(self, indices: Tensor) -> None:
         """Keeps rows; see ``LevelCache.select``."""
         for layer in self._layers:
             layer.select(indices)
+        if self.text is not None:
+            self.text.select(indices.tolist())
 
     def repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times; see ``LevelCache.repeat_interleave``."""
-        for layer in self._layers:
-            layer.repeat_interleave(repeats)
+        if self.batch_size is not None:
+            self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def save(self, path: str | Path) -> None:
         """Writes all layers to one safetensors file; see ``LevelCache.save``."""
-        files.save(path, [(layer.state(), layer.layout) for layer in self._layers])
+        files.save(path, [(layer.state(), layer.layout) for layer in self._layers], self.text)
 
     @classmethod
     def load(
@@ -117,9 +128,9 @@ class LayerCaches(Sequence[LevelCache]):
         Raises:
             CheckpointError, ConfigError: as ``LevelCache.load``.
         """
-        layers = files.load(path, device)
+        layers, text = files.load(path, device)
         latents = [None] * len(layers) if latents is None else latents
         if len(latents) != len(layers):
             raise ConfigError(f"{path} holds {len(layers)} layers, but {len(latents)} latents were given")
         pairs = zip(layers, latents, strict=True)
-        return cls(LevelCache.from_state(*state, layout, latent) for (state, layout), latent in pairs)
+        return cls((LevelCache.from_state(*state, layout, latent) for (state, layout), latent in pairs), text)

@@ -17,6 +17,7 @@ from structattn.errors import CacheError, ConfigError, ShapeError
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
 from structattn.ops import Backend, structured_attention
 from structattn.ops.checks import check_tensors
+from structattn.text_layout import TextLayout
 
 # So many new tokens at once are decoded one run after the other; more are computed as a stretch of a sequence.
 _FEW_TOKENS = 16
@@ -33,7 +34,8 @@ class LevelCache:
     Blocks are counted from the first real token of each row. What is kept carries no gradient.
 
     Args:
-        layout: as of ``structured_attention``. Default ``None``: plain attention, everything is kept.
+        layout: as of ``structured_attention``. Or a ``TextLayout``: then each call is given its levels with the segments that the new
+            tokens see. Default ``None``: plain attention, everything is kept.
         window: sliding window in positions. Default ``None``.
         max_length: tokens for which memory is taken with the first ones; more are possible. Default ``None``: it grows by pages.
         page_size: tokens per page. What is allocated is ``layout.key_cache_size(T)`` with each level rounded up to a page (but
@@ -59,7 +61,7 @@ class LevelCache:
 
     def __init__(
         self,
-        layout: Layout | None = None,
+        layout: Layout | TextLayout | None = None,
         *,
         window: int | None = None,
         max_length: int | None = None,
@@ -74,7 +76,8 @@ class LevelCache:
             raise ConfigError(f"{name} must be a positive int{' or None' if optional else ''}, got {value!r}")
         if window is not None and isinstance(layout, GlobalWindowLayout):
             raise ConfigError("a global-window layout has its own window: leave window at None")
-        self._layout = layout
+        self.text = layout if isinstance(layout, TextLayout) else None
+        self._layout: Layout | None = layout.bound if isinstance(layout, TextLayout) else layout
         self.window = window
         self.max_length = max_length
         self.page_size = page_size
@@ -145,7 +148,14 @@ class LevelCache:
         return steps if self._padding is None else steps - torch.tensor(self._padding)[:, None]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: Backend = "auto"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        backend: Backend = "auto",
+        layout: LevelLayout | None = None,
     ) -> Tensor:
         """Appends new tokens and returns the attention of their queries over all tokens so far.
 
@@ -160,15 +170,18 @@ class LevelCache:
             backend: ``"auto"`` decodes few tokens straight from what is kept (where no gradient is asked for), on a GPU by a
                 fused kernel if ``max_length`` was given; so does ``"triton"``, or raises. Any other is given all keys as a
                 dense tensor.
+            layout: of a cache with a ``TextLayout``: its levels with the segments that the new tokens see (``TextHistory.step``),
+                for every batch row.
 
         Returns:
             (B, H, T, V).
 
         Raises:
             ShapeError: a shape, dtype or device does not fit, or is not that of the first tokens.
+            ConfigError: a layout is missing, not needed, or has other levels.
             BackendUnavailableError: the named backend cannot run here; the message says why.
         """
-        contents = self._checked(q, k, v)
+        contents = self._checked(q, k, v, layout)
         kept_k, kept_v = k.detach(), v.detach()
         if contents.length == 0 or not self._is_direct(contents, q, k, v, backend):
             state, values = (k, v) if contents.length == 0 else contents.dense(k, v)
@@ -192,11 +205,11 @@ class LevelCache:
         is_past_padding = contents.length >= contents.most_padding
         return backend in ("auto", "triton") and q.shape[2] <= _FEW_TOKENS and is_past_padding and not makes_keys
 
-    def append(self, k: Tensor, v: Tensor) -> None:
+    def append(self, k: Tensor, v: Tensor, *, layout: LevelLayout | None = None) -> None:
         """Appends tokens without attending; arguments as ``attend``."""
-        self._checked(None, k, v).append(k.detach(), v.detach())
+        self._checked(None, k, v, layout).append(k.detach(), v.detach())
 
-    def _checked(self, q: Tensor | None, k: Tensor, v: Tensor) -> Contents:
+    def _checked(self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None) -> Contents:
         """The contents, if the tokens fit them, made for the first ones."""
         for name, x in (("k", k), ("v", v)) if q is None else (("q", q), ("k", k), ("v", v)):
             if x.dim() != 4 or min(x.shape) < 1 or not x.is_floating_point():
@@ -226,6 +239,18 @@ class LevelCache:
             dtype=k.dtype,
             device=k.device,
         )
+        if layout is not None and self.text is None:
+            raise ConfigError(f"the layout of this cache is always {self.layout}: leave layout at None, got {layout}")
+        if self.text is not None:
+            if layout is None or not self.text.fits(layout):
+                raise ConfigError(
+                    f"a cache with {self.text} needs its levels with the segments that the tokens see: got {layout}"
+                )
+            if len(layout.boundaries or ()) != found.batch:
+                raise ShapeError(
+                    f"segments need one entry per batch row: expected {found.batch}, got {len(layout.boundaries or ())}"
+                )
+            self._layout = layout
         if self._contents is None:
             if self._padding is not None and len(self._padding) != found.batch:
                 raise ShapeError(
@@ -236,6 +261,8 @@ class LevelCache:
             raise ShapeError(
                 f"the tokens must be like the first ones: expected {self._contents.shape}, got {found}; or use a new cache"
             )
+        elif layout is not None:
+            self._contents.set_layout(layout)
         return self._contents
 
     def _empty(self, shape: Shape) -> Contents:
@@ -247,6 +274,7 @@ class LevelCache:
             page_size=self.page_size,
             padding=self._padding,
             latent=self.latent,
+            text=self.text,
         )
 
     def _made(self, state: Tensor) -> Tensor:
@@ -289,6 +317,7 @@ class LevelCache:
         self.check_crop(length)
         if self._contents is not None:
             self._contents.crop(length)
+            self._layout = self._contents.layout
 
     def check_crop(self, length: int) -> None:
         """Raises what ``crop`` would raise, and changes nothing."""
@@ -358,6 +387,7 @@ class LevelCache:
             "length": self.length,
             "left_padding": self._padding,
             "keeps": self.keeps,
+            "text": None if self.text is None else self.text.units,
             "oldest": [store.oldest for store, _ in self._contents.stores()],
             "key_shape": self._contents.shape.keys,
             "value_shape": self._contents.shape.values,
@@ -374,14 +404,18 @@ class LevelCache:
                 f"the cache keeps the {plain['keeps']}: "
                 + ("give the latent of its layer (Attention.latent)" if latent is None else "it takes no latent")
             )
+        text = None
+        if plain.get("text") is not None and isinstance(layout, LevelLayout):
+            text = TextLayout(layout.ranks, tuple(plain["text"]), layout.scaling, layout.value_ranks)
         cache = cls(
-            layout,
+            text or layout,
             window=plain["window"],
             max_length=plain["max_length"],
             page_size=plain["page_size"],
             left_padding=plain["left_padding"],
             latent=latent,
         )
+        cache._layout = layout  # with its segments
         first = tensors["0"]
         (key_heads, key_dim), (value_heads, value_dim) = plain["key_shape"], plain["value_shape"]
         contents = cache._empty(
@@ -423,7 +457,7 @@ class LevelCache:
             CheckpointError: the file is missing, truncated, changed, or not a cache.
             ConfigError: a latent is missing or not needed.
         """
-        layers = files.load(path, device)
+        layers, _ = files.load(path, device)
         if len(layers) != 1:
             raise ConfigError(f"{path} holds the caches of {len(layers)} layers: read it with LayerCaches.load")
         (state, layout) = layers[0]

@@ -26,8 +26,8 @@ from structattn.experiments.runs import Job, TrainAll, train_all
 from structattn.experiments.scaling import scaling
 from structattn.experiments.settings import to_plain
 from structattn.files import write_atomic
+from structattn.layer_specs import LayerSpecs
 from structattn.reports._common import fmt_flops
-from structattn.spec import parse_spec
 from structattn.tasks.base import Task
 from structattn.training.build import spec_for
 from structattn.training.config import TrainingConfig
@@ -88,7 +88,7 @@ def _check_models(recipe: Recipe, task: Task) -> None:
     if len(set(specs)) != len(specs):
         raise ConfigError(f"every attention spec once, got {', '.join(specs)}")
     for spec in specs:
-        parse_spec(spec)
+        LayerSpecs.parse(spec)
         try:
             with torch.device("meta"):
                 task.build_model(spec_for(spec, recipe.training.parametrization))

@@ -106,8 +106,7 @@ def load_language_model(folder: Path) -> LanguageModel:
             f"{folder} is a run of {data.get('task')}, which is no language model: train one with 'structattn train text'"
         )
     with _reading(folder):
-        vocab_size = _tokenizer(data).vocab_size
-        model = from_plain(TextConfig, data["task_config"]).build_model(_built_spec(data), vocab_size)
+        model = from_plain(TextConfig, data["task_config"]).build_model(_built_spec(data), _tokenizer(data))
         model.load_state_dict(weights, strict=True)
         return model.eval()
 

@@ -11,12 +11,15 @@ from structattn import mup
 from structattn.errors import BackendUnavailableError
 from structattn.experiments.recipes import TASKS
 from structattn.experiments.record import hardware, versions
+from structattn.layer_specs import FORM as LAYER_FORM
+from structattn.layer_specs import LayerSpecs
 from structattn.layers.attention import Attention
 from structattn.layout import LevelLayout
 from structattn.matrices import FAMILIES, Structure
 from structattn.models.language_model import LanguageModel
 from structattn.ops.attention import Backend, explain, why_not
-from structattn.spec import FORMS, parse_spec
+from structattn.spec import FORMS
+from structattn.tasks.corpus import Bytes, text_units
 
 
 def structures() -> str:
@@ -50,20 +53,24 @@ def specs() -> str:
         )
     lines += [
         "",
-        f"One layer of width {width}, {heads} heads, causal, {length:,} tokens; keys: numbers in its key cache.",
+        f"One layer of width {width}, {heads} heads, causal, {length:,} tokens; keys: numbers in its key cache; mlr-text: text without borders.",
         "Terms are joined by +, as in 'bilinear-btt:1+mlr:128|64|32|32+window:512'; options follow commas,",
-        "as in 'mlr:32|16|8|8,scaling=paper'. Quote a spec in the shell: | is a pipe there.",
+        f"as in 'mlr:32|16|8|8,scaling=paper'. {LAYER_FORM.syntax}: {LAYER_FORM.meaning},",
+        f"as in '{LAYER_FORM.example}'. Quote a spec in the shell: | is a pipe there.",
     ]
     return "\n".join(lines)
 
 
 def mup_roles(spec: str, width: int, num_heads: int) -> str:
-    """What muP makes of the parameters of one block and of the ends of a language model of that width, one line each."""
+    """What muP makes of the parameters of one block (of each spec of a list) and of the ends of a language model of that width, one line
+    each."""
+    specs = LayerSpecs.parse(spec)
     with torch.device("meta"):
         model = LanguageModel(
             256,
-            str(parse_spec(spec).with_scaling("mup")),
-            num_layers=1,
+            str(specs.with_scaling("mup")),
+            num_layers=len(specs.pattern),
+            text_units=text_units(Bytes()),
             embed_dim=width,
             num_heads=num_heads,
             context_length=1024,

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 from structattn import mup
 from structattn.errors import ConfigError
+from structattn.layer_specs import LayerSpecs
 from structattn.layers.attention import Attention
 from structattn.layers.scoring import MLR
 from structattn.layout import GlobalWindowLayout, LevelLayout
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.ops import reference
 from structattn.seeds import generator
-from structattn.spec import AttentionSpec, Halving, parse_spec
+from structattn.spec import AttentionSpec, Halving
+from structattn.text_layout import TextLayout
 
 Parametrization = Literal["mup", "standard"]
 Prompts = tuple[Tensor, Tensor]
@@ -62,39 +64,43 @@ class Growing:
     windows, blocks.
 
     Args:
-        spec: the variant.
+        spec: the variant, or one per layer.
     """
 
-    spec: AttentionSpec
+    spec: LayerSpecs
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """The variant of a text form; raises ``ConfigError`` for unknown ones, with the nearest."""
-        return cls(parse_spec(text))
+        return cls(LayerSpecs.parse(text))
 
-    def at(self, width: int, num_heads: int) -> AttentionSpec:
+    def at(self, width: int, num_heads: int) -> LayerSpecs:
         """The variant in a model of that width.
 
         Raises:
             ConfigError: the heads do not divide the width, or have fewer dimensions than levels.
         """
-        heads = self.spec.num_heads or num_heads
-        if width < 1 or width % heads:
-            near = max(heads, width // heads * heads)
-            raise ConfigError(
-                f"width {width} is not divisible by {heads} heads; the nearest that are: {near} and {near + heads}"
-            )
-        scoring, layout = self.spec.scoring, self.spec.layout
-        if isinstance(scoring, MLR):
-            scoring = dataclasses.replace(scoring, ranks=apportioned(scoring.ranks, width // heads))
-        features = scoring.feature_dim(width, heads)
-        if isinstance(layout, GlobalWindowLayout):
-            near, far = apportioned(layout.ranks, features)
-            layout = dataclasses.replace(layout, ranks=(near, far))
-        elif isinstance(layout, LevelLayout | Halving):
-            values = layout.value_ranks and apportioned(layout.value_ranks, width // heads)
-            layout = dataclasses.replace(layout, ranks=apportioned(layout.ranks, features), value_ranks=values)
-        return dataclasses.replace(self.spec, scoring=scoring, layout=layout)
+        return LayerSpecs(tuple(_grown(spec, width, num_heads) for spec in self.spec.pattern))
+
+
+def _grown(spec: AttentionSpec, width: int, num_heads: int) -> AttentionSpec:
+    heads = spec.num_heads or num_heads
+    if width < 1 or width % heads:
+        near = max(heads, width // heads * heads)
+        raise ConfigError(
+            f"width {width} is not divisible by {heads} heads; the nearest that are: {near} and {near + heads}"
+        )
+    scoring, layout = spec.scoring, spec.layout
+    if isinstance(scoring, MLR):
+        scoring = dataclasses.replace(scoring, ranks=apportioned(scoring.ranks, width // heads))
+    features = scoring.feature_dim(width, heads)
+    if isinstance(layout, GlobalWindowLayout):
+        near, far = apportioned(layout.ranks, features)
+        layout = dataclasses.replace(layout, ranks=(near, far))
+    elif isinstance(layout, LevelLayout | Halving | TextLayout):
+        values = layout.value_ranks and apportioned(layout.value_ranks, width // heads)
+        layout = dataclasses.replace(layout, ranks=apportioned(layout.ranks, features), value_ranks=values)
+    return dataclasses.replace(spec, scoring=scoring, layout=layout)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from structattn.layout import Layout, LevelLayout, visible_pairs, visible_pairs_
 from structattn.mup import Role
 from structattn.ops import Backend, structured_attention
 from structattn.spec import AttentionSpec, parse_spec
+from structattn.text_layout import TextLayout
 
 RotaryFunction = Callable[[Tensor, Tensor], Tensor]
 KeyCache = Literal["smaller", "features", "hidden"]
@@ -65,7 +66,8 @@ class Attention(nn.Module):
         num_kv_heads: G, key and value heads; divides H. Default: H.
         scoring: ``scoring.LowRank``, ``BTT``, ``MLR`` or ``Matrix``. Default: ``LowRank()``, standard attention.
         layout: ``LevelLayout`` or ``GlobalWindowLayout`` whose ranks sum to the feature dimension of the scoring (E / H,
-            E for BTT and Matrix, sum r_l p_l for MLR). Its scaling replaces the scoring's. Default ``None``: plain.
+            E for BTT and Matrix, sum r_l p_l for MLR). Its scaling replaces the scoring's. Or a ``TextLayout``: then each call is given
+            the layout of its text. Default ``None``: plain.
         window: sliding window in positions, with any layout of levels. Default ``None``.
         is_causal: default ``True``.
         qk_norm: layer norm of queries and keys (per level for MLR). Default ``True``.
@@ -87,7 +89,7 @@ class Attention(nn.Module):
         num_heads: int,
         num_kv_heads: int | None = None,
         scoring: Scoring | None = None,
-        layout: Layout | None = None,
+        layout: Layout | TextLayout | None = None,
         is_causal: bool = True,
         qk_norm: bool = True,
         rotary: Rotary | RotaryFunction | None = None,
@@ -118,9 +120,9 @@ class Attention(nn.Module):
         feature_dim = scoring.feature_dim(embed_dim, num_heads)
         if layout is not None and layout.head_dim != feature_dim:
             raise ConfigError(_rank_mismatch(layout, feature_dim, scoring))
-        if window is not None and not isinstance(layout, LevelLayout | None):
+        if window is not None and not isinstance(layout, LevelLayout | TextLayout | None):
             raise ConfigError("a global-window layout has its own window: leave window at None")
-        value_ranks = layout.value_ranks if isinstance(layout, LevelLayout) else None
+        value_ranks = layout.value_ranks if isinstance(layout, LevelLayout | TextLayout) else None
         if value_ranks is not None and sum(value_ranks) != embed_dim // num_heads:
             raise ConfigError(
                 f"the value_ranks of the layout must sum to the head dimension: expected {embed_dim // num_heads}, got "
@@ -237,6 +239,7 @@ class Attention(nn.Module):
         cu_seqlens: Tensor | None = None,
         left_padding: Tensor | None = None,
         cache: LevelCache | None = None,
+        layout: LevelLayout | None = None,
     ) -> Tensor:
         """Attends.
 
@@ -246,20 +249,23 @@ class Attention(nn.Module):
             attn_bias, cu_seqlens, left_padding: see ``structured_attention``.
             cache: from ``new_cache``: x holds the tokens that follow those in it, and they are added to it. There is no dropout
                 then, and no gradient through what it holds.
+            layout: where the module's layout is a ``TextLayout``, its levels with the segments of this batch
+                (``TextLayout.at``); with a cache those that the new tokens see. Otherwise ``None``.
 
         Returns:
             (B, T, E).
 
         Raises:
             ShapeError: a shape does not fit.
-            ConfigError: a cache of another layer, or a cache beside another option.
+            ConfigError: a cache of another layer, or a cache beside another option; a layout that is missing or not of the module.
         """
+        known = self._layout_of_call(layout)
         if cache is not None:
             if any(option is not None for option in (context, attn_bias, cu_seqlens, left_padding)):
                 raise ConfigError(
                     "with a cache, leave context, attn_bias, cu_seqlens and left_padding at None; padding belongs to new_cache()"
                 )
-            return self._decode(x, cache)
+            return self._decode(x, cache, layout)
         positions = None
         if left_padding is not None and self.rotary is not None and context is None:
             positions = arange(x.shape[1], device=x.device) - left_padding.to(x.device)[:, None]
@@ -268,7 +274,7 @@ class Attention(nn.Module):
             q,
             k,
             v,
-            self.layout,
+            known,
             is_causal=self.is_causal,
             scale=scale,
             window=self.window,
@@ -280,11 +286,11 @@ class Attention(nn.Module):
         )
         return self._merged(out)
 
-    def weights(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+    def weights(self, x: Tensor, context: Tensor | None = None, *, layout: LevelLayout | None = None) -> Tensor:
         """What each query takes from each key, for looking at it: of two added softmaxes (``GlobalWindowLayout``) the sum.
 
         Args:
-            x, context: as ``forward``.
+            x, context, layout: as ``forward``.
 
         Returns:
             (B, H, T, S), at least 0; rows sum to 1, or to 2 with two softmaxes.
@@ -292,10 +298,11 @@ class Attention(nn.Module):
         Cost: T * S numbers per head are stored, and T * S * S multiply-adds spent: for short sequences.
         """
         q, k, _, scale = self.project(x, context)
-        layout = replace(self.layout, value_ranks=None) if isinstance(self.layout, LevelLayout) else self.layout
+        known = self._layout_of_call(layout)
+        known = replace(known, value_ranks=None) if isinstance(known, LevelLayout) else known
         each = eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
         return structured_attention(
-            q, k, each, layout, is_causal=self.is_causal, scale=scale, window=self.window, backend=self.backend
+            q, k, each, known, is_causal=self.is_causal, scale=scale, window=self.window, backend=self.backend
         )
 
     def _merged(self, out: Tensor) -> Tensor:
@@ -303,13 +310,29 @@ class Attention(nn.Module):
         projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(-2))
         return projected
 
-    def _decode(self, x: Tensor, cache: LevelCache) -> Tensor:
+    def _layout_of_call(self, layout: LevelLayout | None) -> Layout | None:
+        """The module's layout, or that of the text it is given."""
+        if isinstance(self.layout, TextLayout):
+            if not self.layout.fits(layout):
+                raise ConfigError(
+                    f"a module with {self.layout} needs the layout of each text, layout.at(text_units.segments(tokens)): got {layout}"
+                )
+        elif layout is not None:
+            raise ConfigError(f"the layout of this module is always {self.layout}: leave layout at None, got {layout}")
+        return self._known_layout if layout is None else layout
+
+    @property
+    def _known_layout(self) -> Layout | None:
+        """The layout, of a text without borders where it depends on the text."""
+        return self.layout.bound if isinstance(self.layout, TextLayout) else self.layout
+
+    def _decode(self, x: Tensor, cache: LevelCache, layout: LevelLayout | None) -> Tensor:
         """The next tokens against a cache."""
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
             raise ShapeError(f"x must have shape (batch, length, {self.embed_dim}), got {tuple(x.shape)}")
-        if not _has_levels_of(cache.layout, self.layout) or cache.window != self.window:
+        if not _has_levels_of(cache, self.layout) or cache.window != self.window:
             raise ConfigError(
-                f"the cache is of another layer: expected layout {self.layout} and window {self.window}, got {cache.layout} and "
+                f"the cache is of another layer: expected layout {self.layout} and window {self.window}, got {cache.text or cache.layout} and "
                 f"{cache.window}; make it with new_cache()"
             )
         order = self.scoring.cached_order
@@ -325,7 +348,8 @@ class Attention(nn.Module):
         v, scale = self._values(x), None
         if self.layout is None:
             q, scale = self.scoring.scaled(q)
-        return self._merged(cache.attend(q.to(v.dtype), k.to(v.dtype), v, scale=scale, backend=self.backend))
+        out = cache.attend(q.to(v.dtype), k.to(v.dtype), v, scale=scale, backend=self.backend, layout=layout)
+        return self._merged(out)
 
     @property
     def latent(self) -> ScoringLatent:
@@ -375,7 +399,7 @@ class Attention(nn.Module):
     def _cached_numbers(self, length: int) -> tuple[int, int]:
         """The most numbers that a cache keeps for the keys of so many tokens: as features, and as hidden states."""
         order = self.scoring.cached_order
-        parts = parts_of(self.layout, self.window, self.scoring.matrix.pair_dim(order))
+        parts = parts_of(self._known_layout, self.window, self.scoring.matrix.pair_dim(order))
         features = sum(level.rank * level.most_slots(length) for part in parts for level in part.levels)
         states = (self.embed_dim + self.latent.num_gains) * widest(parts).most_slots(length)
         return self.scoring.num_key_heads(order) * features, states
@@ -392,7 +416,7 @@ class Attention(nn.Module):
         Args:
             num_queries: T.
             num_keys: S. Default: T. A global-window layout with T != S is counted at the S x S rate, a layout with segments
-                per batch row by its first row.
+                per batch row by its first row, a text layout as if the text had no borders: other texts cost less.
 
         Returns:
             ``AttentionCost``.
@@ -402,14 +426,15 @@ class Attention(nn.Module):
         heads, groups, width = self.num_heads, self.num_kv_heads, self.embed_dim
         pairs = visible_pairs(num_queries, num_keys, self.window, self.is_causal)
         scores, values = 2 * dim * pairs, 2 * self.head_dim * pairs
-        if isinstance(self.layout, LevelLayout):
-            counts = visible_pairs_per_level(self.layout, num_queries, num_keys, self.window, self.is_causal)
-            scores = 2 * sum(rank * n for rank, n in zip(self.layout.ranks, counts, strict=True))
-            if self.layout.value_ranks is not None:
-                values = 2 * sum(rank * n for rank, n in zip(self.layout.value_ranks, counts, strict=True))
-        elif self.layout is not None:
+        layout = self._known_layout
+        if isinstance(layout, LevelLayout):
+            counts = visible_pairs_per_level(layout, num_queries, num_keys, self.window, self.is_causal)
+            scores = 2 * sum(rank * n for rank, n in zip(layout.ranks, counts, strict=True))
+            if layout.value_ranks is not None:
+                values = 2 * sum(rank * n for rank, n in zip(layout.value_ranks, counts, strict=True))
+        elif layout is not None:
             full = visible_pairs(num_keys, num_keys, None, self.is_causal)
-            scores = round(self.layout.score_flops(num_keys, self.is_causal) * pairs / full)
+            scores = round(layout.score_flops(num_keys, self.is_causal) * pairs / full)
             values *= 2
         value_projection = 2 * num_keys * width * groups * self.head_dim
         return AttentionCost(
@@ -428,14 +453,17 @@ class Attention(nn.Module):
         return f"layout={self.layout}, window={self.window}, is_causal={self.is_causal}"
 
 
-def _has_levels_of(layout: Layout | None, other: Layout | None) -> bool:
-    """Whether two layouts have the same levels; the segments of single rows may be in another order."""
+def _has_levels_of(cache: LevelCache, other: Layout | TextLayout | None) -> bool:
+    """Whether a cache has the levels of a layout; the segments of single rows may be in another order."""
+    if cache.text is not None or isinstance(other, TextLayout):
+        return cache.text == other
+    layout = cache.layout
     if isinstance(layout, LevelLayout) and isinstance(other, LevelLayout) and layout.num_rows is not None:
         return replace(layout, boundaries=other.boundaries) == other if other.boundaries else False
     return layout == other
 
 
-def _rank_mismatch(layout: Layout, feature_dim: int, scoring: Scoring) -> str:
+def _rank_mismatch(layout: Layout | TextLayout, feature_dim: int, scoring: Scoring) -> str:
     """The error text for a layout whose ranks do not sum to the feature dimension, with a fitting one if scaling works."""
     given = "|".join(map(str, layout.ranks))
     text = (

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from structattn.cache import LevelCache
 from structattn.layers.attention import Attention
+from structattn.layout import LevelLayout
 from structattn.mup import Role
 
 
@@ -77,14 +78,17 @@ class TransformerBlock(nn.Module):
         cache: LevelCache | None = None,
         left_padding: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        layout: LevelLayout | None = None,
     ) -> Tensor:
         """(B, T, E) to (B, T, E).
 
         Args:
             x: (B, T, E).
-            cache, left_padding, cu_seqlens: see ``Attention``.
+            cache, left_padding, cu_seqlens, layout: see ``Attention``.
         """
-        attended = self.attention(self.attention_norm(x), cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens)
+        attended = self.attention(
+            self.attention_norm(x), cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=layout
+        )
         x = x + self.dropout(attended)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out

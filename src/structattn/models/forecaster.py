@@ -18,7 +18,7 @@ class Forecaster(nn.Module):
     Each window is centred on its last value and divided by its standard deviation; the forecast is put back.
 
     Args:
-        spec: attention variant of every layer.
+        spec: attention of the layers, as ``Transformer`` takes it.
         look_back: input steps; patches are cut from its end, so the newest steps are always whole patches.
         horizon: output steps.
         patch_length: steps per token.

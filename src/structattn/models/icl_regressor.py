@@ -16,7 +16,7 @@ class ICLRegressor(nn.Module):
     """Predicts y_i at the position of x_i from the pairs before it.
 
     Args:
-        spec: attention variant of every layer.
+        spec: attention of the layers, as ``Transformer`` takes it.
         dim: d, dimension of the inputs; y is padded to it with zeros.
         num_points: N, most pairs in a prompt; the sequence has 2 N tokens.
         embed_dim, num_layers, num_heads, qk_norm: of the trunk.

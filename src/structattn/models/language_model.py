@@ -15,6 +15,7 @@ from structattn.models.prompts import Prompts, PromptTokens
 from structattn.models.sampling import GREEDY, RowSampler, Sampling
 from structattn.models.transformer import Transformer
 from structattn.mup import Role
+from structattn.text_layout import TextHistory, TextUnits
 
 
 class LanguageModel(nn.Module):
@@ -22,13 +23,14 @@ class LanguageModel(nn.Module):
 
     Args:
         vocab_size: V, number of different tokens.
-        spec: attention of every layer, or one text per layer (see ``structattn.spec``).
+        spec: attention of the layers, as ``Transformer`` takes it.
         num_layers, embed_dim, num_heads, num_kv_heads, mlp_ratio, dropout: of the trunk (see ``Transformer``).
         context_length: longest sequence, in tokens, where positions are learned; MLR blocks are halved from it.
         rotary: rotary positions, and then no limit of length. Default ``None``: learned positions.
+        text_units: what the tokens mean for the parts of a text, which ``mlr-text`` needs (``TextUnits.of``). Default ``None``.
 
     Raises:
-        ConfigError: a number below 1, or a spec that does not fit.
+        ConfigError: a number below 1, a spec that does not fit, or text units of another vocabulary.
 
     Cost: see ``flops_per_example``.
 
@@ -49,13 +51,19 @@ class LanguageModel(nn.Module):
         rotary: Rotary | None = None,
         mlp_ratio: int = 4,
         dropout: float = 0.0,
+        text_units: TextUnits | None = None,
     ) -> None:
         super().__init__()
         if vocab_size < 1 or context_length < 1:
             raise ConfigError(
                 f"vocab_size and context_length must be at least 1, got {vocab_size} and {context_length}"
             )
+        if text_units is not None and len(text_units.marks) != vocab_size:
+            raise ConfigError(
+                f"text_units are of {len(text_units.marks)} tokens, the vocabulary has {vocab_size}: make them of its tokens"
+            )
         self.vocab_size = vocab_size
+        self.text_units = text_units
         self.context_length = context_length
         self.embedding = nn.Embedding(vocab_size, embed_dim)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -69,7 +77,9 @@ class LanguageModel(nn.Module):
             rotary=rotary,
             mlp_ratio=mlp_ratio,
             dropout=dropout,
+            reads_text=text_units is not None,
         )
+        self._units = () if text_units is None else self.trunk.text_units
         self.read_out = nn.Linear(embed_dim, vocab_size, bias=False)
         # Outputs start at zero, so that the small embeddings are not drowned by what random blocks add to them.
         outputs = [linear for block in self.trunk.layers for linear in (block.attention.out_proj, block.mlp.down)]
@@ -112,9 +122,28 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.is_floating_point():
             raise ShapeError(f"tokens must be ints of shape (batch, length), got {tokens.dtype} {tuple(tokens.shape)}")
+        segments = step = None
+        if self.text_units is not None and self._units:
+            if caches is None:
+                segments = self.text_units.segments(
+                    tokens, left_padding=left_padding, cu_seqlens=cu_seqlens, units=self._units
+                )
+            elif caches.text is None:
+                raise ConfigError(
+                    "these caches do not know the text that they hold: make them with the model's new_cache()"
+                )
+            else:
+                step = caches.text.step(tokens, caches.length)
+                segments = step.segments
         out: Tensor = self.trunk(
-            self.embedding(tokens), caches=caches, left_padding=left_padding, cu_seqlens=cu_seqlens
+            self.embedding(tokens),
+            caches=caches,
+            left_padding=left_padding,
+            cu_seqlens=cu_seqlens,
+            segments=segments,
         )
+        if caches is not None and caches.text is not None and step is not None:
+            caches.text.take(step)
         return out
 
     def new_cache(
@@ -125,7 +154,10 @@ class LanguageModel(nn.Module):
         left_padding: Tensor | Sequence[int] | None = None,
     ) -> LayerCaches:
         """Empty caches of all layers, for ``forward``; see ``LevelCache`` for the arguments."""
-        return self.trunk.new_cache(max_length=max_length, page_size=page_size, left_padding=left_padding)
+        caches = self.trunk.new_cache(max_length=max_length, page_size=page_size, left_padding=left_padding)
+        if self.text_units is None or not self._units:
+            return caches
+        return LayerCaches(caches, text=TextHistory(self.text_units, self._units, caches.left_padding))
 
     def flops_per_example(self) -> int:
         """Forward FLOPs of a sequence of the context length, read-out included, 2 per multiply-add."""

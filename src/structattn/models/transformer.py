@@ -11,17 +11,20 @@ from torch import Tensor, nn
 
 from structattn.cache import PAGE_SIZE, LayerCaches
 from structattn.errors import ConfigError, ShapeError
+from structattn.layer_specs import LayerSpecs
 from structattn.layers.attention import Attention
 from structattn.layers.block import TransformerBlock
 from structattn.layers.rotary import Rotary
 from structattn.mup import Role
+from structattn.text_layout import UNITS, Segments, TextLayout, Unit
 
 
 class Transformer(nn.Module):
     """Positions, learned or rotary, and pre-norm blocks: (B, T, E) to (B, T, E).
 
     Args:
-        spec: attention of every block, or one text per block (see ``structattn.spec``).
+        spec: attention of every block (see ``structattn.spec``), a list that is repeated over the blocks, such as
+            ``"[standard,window:128]"`` (see ``structattn.layer_specs``), or one text per block.
         num_layers: blocks.
         embed_dim: E.
         num_heads: heads where the spec does not say otherwise.
@@ -32,6 +35,7 @@ class Transformer(nn.Module):
             ``None``: positions are learned.
         qk_norm: see ``Attention``.
         mlp_ratio, dropout, bias: see ``TransformerBlock``.
+        reads_text: whether ``forward`` will be given the segments of texts, which ``mlr-text`` needs. Default ``False``.
 
     Raises:
         ConfigError: a list of specs of the wrong length, or a spec that does not fit.
@@ -54,9 +58,10 @@ class Transformer(nn.Module):
         mlp_ratio: int = 4,
         dropout: float = 0.0,
         bias: bool = False,
+        reads_text: bool = False,
     ) -> None:
         super().__init__()
-        specs = (spec,) * num_layers if isinstance(spec, str) else tuple(spec)
+        specs = LayerSpecs.parse(spec).layers(num_layers) if isinstance(spec, str) else tuple(spec)
         if num_layers < 1 or len(specs) != num_layers:
             raise ConfigError(f"expected one attention spec or {num_layers} of them, got {len(specs)}")
         self.context_length = context_length
@@ -66,9 +71,9 @@ class Transformer(nn.Module):
             nn.init.normal_(self.position, std=0.02)
         self.dropout = nn.Dropout(dropout)
         blocks = []
-        for text in specs:
+        for own in specs:
             attention = Attention.from_spec(
-                text,
+                own,
                 embed_dim=embed_dim,
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
@@ -81,6 +86,11 @@ class Transformer(nn.Module):
             )
             blocks.append(TransformerBlock(attention, mlp_ratio=mlp_ratio, bias=bias, dropout=dropout))
         self.blocks = nn.ModuleList(blocks)
+        if self.text_units and not reads_text:
+            raise ConfigError(
+                "mlr-text has the parts of a text as levels, and this model does not know which tokens end lines: give LanguageModel "
+                "text_units, or choose another spec, such as mlr"
+            )
         self.norm = nn.LayerNorm(embed_dim, bias=bias)
 
     def parameter_roles(self) -> dict[str, Role]:
@@ -94,6 +104,7 @@ class Transformer(nn.Module):
         caches: LayerCaches | None = None,
         left_padding: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        segments: Segments | None = None,
     ) -> Tensor:
         """Features of a sequence, or of its next tokens.
 
@@ -104,6 +115,7 @@ class Transformer(nn.Module):
                 are counted from the first real token. What comes out for padding means nothing. With ``caches`` theirs holds.
             cu_seqlens: (N + 1,) ints, the borders of N sequences that x, of one row, holds one after the other: they do not attend to
                 each other, and positions are counted in each. Default ``None``: every row is a sequence.
+            segments: of the texts, of each of ``text_units``; with ``caches`` those that the tokens see. Needed with ``mlr-text`` alone.
 
         Returns:
             (B, T, E).
@@ -125,8 +137,11 @@ class Transformer(nn.Module):
         if self.position is not None:
             x = x + self._learned(self.position, x.shape[1], caches, left_padding, cu_seqlens)
         x = self.dropout(x)
-        for block, cache in zip(self.blocks, repeat(None) if caches is None else caches, strict=False):
-            x = block(x, cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens)
+        layouts = {} if segments is None else {layout: layout.at(segments) for layout in self._text_layouts}
+        for block, cache in zip(self.layers, repeat(None) if caches is None else caches, strict=False):
+            layout = block.attention.layout
+            known = layouts.get(layout) if isinstance(layout, TextLayout) else None
+            x = block(x, cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=known)
         out: Tensor = self.norm(x)
         return out
 
@@ -180,6 +195,17 @@ class Transformer(nn.Module):
     def layers(self) -> tuple[TransformerBlock, ...]:
         """The blocks, with their type."""
         return cast(tuple[TransformerBlock, ...], tuple(self.blocks))
+
+    @property
+    def _text_layouts(self) -> set[TextLayout]:
+        """The layouts of the layers whose segments depend on the text."""
+        return {layout for block in self.layers if isinstance(layout := block.attention.layout, TextLayout)}
+
+    @property
+    def text_units(self) -> tuple[Unit, ...]:
+        """The parts of a text that are levels of a layer, from the largest to the smallest."""
+        wanted = {unit for layout in self._text_layouts for unit in layout.units}
+        return tuple(unit for unit in UNITS if unit in wanted)
 
     def flops(self, num_tokens: int) -> int:
         """Forward FLOPs for one example of that many tokens, 2 per multiply-add."""

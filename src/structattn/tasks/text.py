@@ -19,7 +19,7 @@ from structattn.layers.rotary import Rotary
 from structattn.models.language_model import LanguageModel
 from structattn.seeds import generator
 from structattn.tasks.base import Baseline, Batch, Split, Task
-from structattn.tasks.corpus import Characters, Corpus, Tokenizer, Tokens, Windows, is_corpus
+from structattn.tasks.corpus import Characters, Corpus, Tokenizer, Tokens, Windows, is_corpus, text_units
 from structattn.tasks.text_details import attention_by_distance, by_octave, octaves, positions_in_documents
 
 _NONE = -100  # a target that is not scored
@@ -64,16 +64,17 @@ class TextConfig:
         """The rotary positions, ``None`` for learned ones."""
         return Rotary.parse(self.rotary) if self.rotary else None
 
-    def build_model(self, spec: str, vocab_size: int) -> LanguageModel:
+    def build_model(self, spec: str, tokenizer: Tokenizer) -> LanguageModel:
         """The model; needs no data, so that it can generate where the text is not."""
         return LanguageModel(
-            vocab_size,
+            tokenizer.vocab_size,
             spec,
             num_layers=self.num_layers,
             embed_dim=self.embed_dim,
             num_heads=self.num_heads,
             context_length=self.context_length,
             rotary=self.rotary_value(),
+            text_units=text_units(tokenizer),
         )
 
 
@@ -107,7 +108,7 @@ class TextTask(Task):
 
     def build_model(self, spec: str) -> LanguageModel:
         """A causal language model over the tokens."""
-        return self.config.build_model(spec, self.tokenizer.vocab_size)
+        return self.config.build_model(spec, self.tokenizer)
 
     def record(self) -> dict[str, Any]:
         """The tokenizer, so that the model can be given text where the corpus is not."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from structattn.layout import LevelLayout
 from structattn.models.language_model import LanguageModel
 
 
@@ -62,9 +64,16 @@ def attention_by_distance(model: LanguageModel, pieces: Sequence[Tensor]) -> lis
     length = max(map(len, pieces))
     device = next(model.parameters()).device
     totals = torch.zeros(len(model.trunk.layers), length, dtype=torch.float64, device=device)
-    states: dict[int, Tensor] = {}
+    calls: dict[int, tuple[Tensor, LevelLayout | None]] = {}
+
+    def note(i: int) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Any]], None]:
+        def noted(_: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+            calls[i] = (inputs[0], options["layout"])
+
+        return noted
+
     hooks = [
-        block.attention.register_forward_pre_hook(lambda _, inputs, i=i: states.__setitem__(i, inputs[0]))
+        block.attention.register_forward_pre_hook(note(i), with_kwargs=True)
         for i, block in enumerate(model.trunk.layers)
     ]
     try:
@@ -73,7 +82,8 @@ def attention_by_distance(model: LanguageModel, pieces: Sequence[Tensor]) -> lis
             places = torch.arange(len(piece), device=device)
             distances = (places[:, None] - places).clamp(min=0).flatten()
             for i, block in enumerate(model.trunk.layers):
-                weights = block.attention.weights(states[i]).mean(dim=(0, 1)).double()
+                states, layout = calls[i]
+                weights = block.attention.weights(states, layout=layout).mean(dim=(0, 1)).double()
                 totals[i].index_add_(0, distances, weights.flatten())
     finally:
         for hook in hooks:

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from structattn import mup
-from structattn.spec import parse_spec
+from structattn.layer_specs import LayerSpecs
+from structattn.layers.attention import Attention
 from structattn.tasks.base import Task
+from structattn.text_layout import TextLayout
 from structattn.training.config import TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -20,7 +22,7 @@ _MOST_SHAPES = 256
 
 def spec_for(spec: str, parametrization: Parametrization) -> str:
     """The spec that a model is built from: under muP with its scaling of the scores, unless the spec chose another one."""
-    return spec if parametrization == "standard" else str(parse_spec(spec).with_scaling("mup"))
+    return spec if parametrization == "standard" else str(LayerSpecs.parse(spec).with_scaling("mup"))
 
 
 def build_model(task: Task, spec: str, parametrization: Parametrization) -> nn.Module:
@@ -65,6 +67,9 @@ def compiled(model: nn.Module) -> nn.Module:
     Raises dynamo's limit of shapes for the process. Compiled code needs a C++ compiler on CPU, and Triton on CUDA; whether they work is tried on a function of one line.
     """
     device = next(model.parameters()).device
+    if any(isinstance(module, Attention) and isinstance(module.layout, TextLayout) for module in model.modules()):
+        logger.warning("training is not compiled, and slower: the layout of mlr-text is another for every batch")
+        return model
     try:
         torch.compile(_probe)(torch.zeros(2, device=device))
     except Exception as error:  # whatever goes wrong inside a compiler: the run can do without

@@ -7,8 +7,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from structattn.errors import ConfigError
+from structattn.layer_specs import LayerSpecs
 from structattn.layers.rotary import Rotary
 from structattn.spec import parse_spec
+from structattn.text_layout import TextLayout
 
 _OPTIONAL_SIZES = ("num_key_value_heads", "intermediate_size")
 _SIZES = (
@@ -25,7 +27,8 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
     """A Llama-like decoder whose attention is given by specs.
 
     Args:
-        attention: one spec of ``structattn.spec`` for all layers, or a list with one per layer. There is no default.
+        attention: one spec of ``structattn.spec`` for all layers, a text of ``structattn.layer_specs`` that is repeated over them, or
+            a list with one per layer. There is no default.
         rotary: text of ``structattn.layers.rotary.Rotary``, such as ``"low_far,base=500000"``; ``None``: positions are learned, up
             to ``max_position_embeddings``. Default ``"low_far"``.
         vocab_size: V.
@@ -87,7 +90,11 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64
         for spec in self.layer_specs:
-            parse_spec(spec)
+            if isinstance(parse_spec(spec).layout, TextLayout):
+                raise ConfigError(
+                    f"attention spec {spec!r} has the parts of a text as levels, and a StructAttnConfig does not know which tokens "
+                    "end lines: train a structattn.LanguageModel, or give blocks (mlr)"
+                )
         if self.rotary is not None:
             Rotary.parse(self.rotary)
         super().__post_init__(**kwargs)
@@ -106,7 +113,7 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
                 "default, so that a model without its structure is never mistaken for one with it"
             )
         if isinstance(given, str):
-            return (given,) * self.num_hidden_layers
+            return LayerSpecs.parse(given).texts(self.num_hidden_layers)
         if not isinstance(given, list | tuple) or not all(isinstance(spec, str) for spec in given):
             raise ConfigError(f"attention must be a text or a list of texts, got {given!r}")
         if len(given) != self.num_hidden_layers:

@@ -22,6 +22,7 @@ from structattn.integrations.transformers.loading import OwnModel, describe
 from structattn.integrations.transformers.masks import structured_mask
 from structattn.integrations.transformers.regroup import RotarySplit, check_split
 from structattn.integrations.transformers.variant import Variant, trained_spec
+from structattn.layer_specs import LayerSpecs
 from structattn.spec import AttentionSpec, parse_spec
 
 # The attn_implementation of structurized models: it makes transformers build our masks.
@@ -251,8 +252,8 @@ def structurize(
 
     Args:
         model: it is changed in place: its class, its config and, with rotary positions and levels, its weights' order.
-        spec: a layout and a window, such as ``"mlr:32|16|16"``, ``"mlr:32|32,values=32|32"`` or ``"window:512"``; or one per
-            chosen layer.
+        spec: a layout and a window, such as ``"mlr:32|16|16"``, ``"mlr:32|32,values=32|32"`` or ``"window:512"``; a list that is
+            repeated over the chosen layers, such as ``"[mlr:32|32,window:512]"``; or one per chosen layer.
         layers: numbers of the layers to change. Default: all.
         rotary_split: ``"low_far"``: the global level gets the slowest frequencies; ``"interleaved"``: every level gets some of
             the whole range. Without meaning for GPT-2.
@@ -273,7 +274,11 @@ def structurize(
         raise ConfigError(_unsupported(model))
     old = model.config
     chosen = _chosen(layers, old.num_hidden_layers)
-    given: list[Any] = list(spec) if isinstance(spec, Sequence) and not isinstance(spec, str) else [spec] * len(chosen)
+    given: list[Any]
+    if isinstance(spec, str):
+        given = list(LayerSpecs.parse(spec).layers(len(chosen)))
+    else:
+        given = list(spec) if isinstance(spec, Sequence) else [spec] * len(chosen)
     if len(given) != len(chosen):
         raise ConfigError(f"expected one attention spec or {len(chosen)}, one per chosen layer, got {len(given)}")
     specs: list[str | None] = [None] * old.num_hidden_layers

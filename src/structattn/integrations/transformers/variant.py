@@ -13,6 +13,7 @@ from structattn.layers.scoring import LowRank
 from structattn.layout import GlobalWindowLayout, Layout
 from structattn.ops import Backend, structured_attention
 from structattn.spec import AttentionSpec, parse_spec
+from structattn.text_layout import TextLayout
 
 
 def trained_spec(spec: str | AttentionSpec) -> AttentionSpec:
@@ -31,6 +32,11 @@ def trained_spec(spec: str | AttentionSpec) -> AttentionSpec:
         raise ConfigError(
             f"attention spec {str(value)!r} asks for {what}, which cannot keep trained query and key weights: give a layout "
             "(mlr, global-window) and a window alone, or train a StructAttnForCausalLM from scratch"
+        )
+    if isinstance(value.layout, TextLayout):
+        raise ConfigError(
+            f"attention spec {str(value)!r} has the parts of a text as levels, and transformers does not tell a model which tokens end "
+            "lines: train a structattn.LanguageModel, or give blocks (mlr)"
         )
     return value
 
@@ -51,7 +57,9 @@ class Variant:
     @classmethod
     def of(cls, spec: AttentionSpec, context_length: int, backend: Backend = "auto") -> Variant:
         """That of a spec, with blocks halved from a context length."""
-        return cls(layout=spec.layout_for(context_length), window=spec.window, backend=backend)
+        layout = spec.layout_for(context_length)
+        assert not isinstance(layout, TextLayout)  # trained_spec has refused it
+        return cls(layout=layout, window=spec.window, backend=backend)
 
     def within(self, window: int | None) -> Variant:
         """This variant in a layer that has a sliding window of its own.

@@ -3,7 +3,7 @@
 from structattn.tasks.corpus.corpus import Corpus, Tokens, Windows, is_corpus
 from structattn.tasks.corpus.documents import Document, Source
 from structattn.tasks.corpus.preparation import PrepareConfig, prepare
-from structattn.tasks.corpus.tokenizers import BytePairs, Bytes, Characters, Tokenizer, tokenizer_from
+from structattn.tasks.corpus.tokenizers import BytePairs, Bytes, Characters, Tokenizer, text_units, tokenizer_from
 
 __all__ = [
     "BytePairs",
@@ -18,5 +18,6 @@ __all__ = [
     "Windows",
     "is_corpus",
     "prepare",
+    "text_units",
     "tokenizer_from",
 ]

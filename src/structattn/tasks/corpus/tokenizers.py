@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from structattn.errors import ConfigError, DataError, MissingDependencyError
+from structattn.text_layout import TextUnits
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -207,6 +208,11 @@ def _library() -> Any:
             "byte pairs need tokenizers, which is not installed; pip install 'structattn[data]'"
         ) from error
     return tokenizers
+
+
+def text_units(tokenizer: Tokenizer) -> TextUnits:
+    """What each token means for paragraphs, lines and words; a part of a character means nothing."""
+    return TextUnits.of([tokenizer.decode([token]) for token in range(tokenizer.vocab_size)])
 
 
 def tokenizer_from(description: dict[str, Any]) -> Tokenizer:

@@ -20,7 +20,8 @@ from structattn.tasks.base import Task
 from structattn.training.build import compiled, parameter_groups
 from structattn.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from structattn.training.config import TrainingConfig
-from structattn.training.loop import learning_rate_at, train
+from structattn.training.loop import train
+from structattn.training.step import learning_rate_at
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import patch_environment
 from safetensors.torch import save
 from torch import Tensor, nn
 
@@ -53,8 +54,11 @@ class Run:
 
     def __init__(self, task: Task, spec: str, config: TrainingConfig, seed: int, run_dir: Path) -> None:
         self.task, self.spec, self.config, self.seed, self.run_dir = task, spec, config, seed, run_dir
-        # Without a GPU accelerate joins the processes of a launcher only if it is told to stay on the CPU.
-        self.accelerator = Accelerator(mixed_precision=config.precision, cpu=not torch.accelerator.is_available())
+        shards = sharding.is_requested()
+        # accelerate would shard on GPUs only, and by the launcher's version of FSDP: it is not told, and ``sharding`` does it.
+        # Without a GPU it joins the processes of a launcher only if it is told to stay on the CPU.
+        with patch_environment(accelerate_use_fsdp="false"):
+            self.accelerator = Accelerator(mixed_precision=config.precision, cpu=not torch.accelerator.is_available())
         if config.batch_size % self.accelerator.num_processes:
             raise ConfigError(
                 f"training.batch_size must divide by the number of processes: got {config.batch_size} and "
@@ -64,7 +68,7 @@ class Run:
         self.model: nn.Module = build_model(task, spec, config.parametrization)
         if config.activation_checkpointing:
             checkpoint_activations(self.model)
-        self._prepare()
+        self._prepare(shards and self.accelerator.num_processes > 1)
         self.trained = compiled(self.wrapped) if config.compile else self.wrapped
         self.names = {p: name for name, p in self.model.named_parameters()}
         self.best: dict[str, Tensor] = {}
@@ -81,10 +85,10 @@ class Run:
             )
         )
 
-    def _prepare(self) -> None:
+    def _prepare(self, shards: bool) -> None:
         """Puts the model on the device, shares it among the processes, and builds its optimiser."""
-        if self.accelerator.num_processes > 1 and sharding.is_requested():
-            # By hand, since accelerate shards on GPUs only. The parameters are new ones afterwards: the optimiser comes last.
+        if shards:
+            # The parameters are new ones afterwards: the optimiser comes last.
             self.wrapped: nn.Module = sharding.shard(self.model, self.accelerator.device)
             self.optimizer = self.accelerator.prepare_optimizer(build_optimizer(self.model, self.config))
         else:

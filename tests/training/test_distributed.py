@@ -133,7 +133,7 @@ def runs(tmp_path_factory) -> Path:
     launched(root, [job(root / "two then one", micro_batch_size=2, stops_at=STOPPED_AT, dies=True)])
     shutil.copytree(root / "two then one", root / "two then two")
     jobs = {
-        "two": {},
+        "two": {"activation_checkpointing": True},
         "two in parts": {"micro_batch_size": 2},
         "two then two": {"micro_batch_size": 2},
         "one then two": {},
@@ -152,7 +152,9 @@ def history_of(folder: Path) -> list[dict[str, float]]:
     return load_checkpoint(latest_checkpoint(folder / "checkpoints")).state["progress"]["history"]
 
 
-@pytest.mark.parametrize("name", ["two", "two in parts", "one then two", "sharded", "sharded in parts", "one then sharded"])
+@pytest.mark.parametrize(
+    "name", ["two", "two in parts", "one then two", "sharded", "sharded in parts", "one then sharded"]
+)
 def test_two_processes_train_as_one_does(runs, name) -> None:
     same(history_of(runs / name), history_of(runs / "one"))
     processes, held = json.loads((runs / "held.json").read_text())[name]

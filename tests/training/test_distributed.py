@@ -214,6 +214,16 @@ def test_what_fsdp_cannot_do_here_is_named(monkeypatch) -> None:
         sharding.shard(model, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [(None, True), ("true", True), ("FULL_SHARD", True), ("false", False), ("SHARD_GRAD_OP", False)],
+)
+def test_the_launcher_says_whether_weights_are_given_up(monkeypatch, word, expected) -> None:
+    if word is not None:
+        monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", word)
+    assert sharding.reshards_after_forward() is expected
+
+
 @pytest.mark.parametrize("size", [1, 4, 6, 99])
 def test_a_batch_in_several_passes_gives_the_same_losses(tmp_path, size) -> None:
     same(trained(tmp_path / "parts", micro_batch_size=size), trained(tmp_path / "whole"))

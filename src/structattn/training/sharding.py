@@ -41,8 +41,11 @@ def is_requested() -> bool:
     return True
 
 
-def _reshards() -> bool:
-    """Whether blocks give up the weights of others after their forward pass; the launcher's word, also that of FSDP1's strategies."""
+def reshards_after_forward() -> bool:
+    """Whether a block gives up the weights of other processes after its forward pass, and gathers them again for the backward pass.
+
+    The launcher says it by ``FSDP_RESHARD_AFTER_FORWARD``, as a truth value or as a strategy of FSDP1. Default: it does.
+    """
     word = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
     return word not in ("false", "0", "no", "shard_grad_op", "no_shard")
 
@@ -72,7 +75,7 @@ def shard(model: nn.Module, device: torch.device) -> nn.Module:
     model.to(device)
     for module in model.modules():
         if isinstance(module, TransformerBlock):
-            fully_shard(module, mesh=mesh, reshard_after_forward=_reshards())
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshards_after_forward())
     fully_shard(model, mesh=mesh)
     return model
 

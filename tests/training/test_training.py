@@ -1,6 +1,8 @@
 """The loop and its checkpoints: killed runs resume to the same bits, damaged files are refused."""
 
 import dataclasses
+import errno
+import math
 import signal
 import subprocess
 import sys
@@ -13,20 +15,23 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
+from structattn import files
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
 from structattn.files import write_atomic
+from structattn.models.transformer import Transformer
 from structattn.seeds import generator
 from structattn.tasks.base import Task
+from structattn.training import checkpoint as checkpoint_module
 from structattn.training.build import compiled, parameter_groups
 from structattn.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from structattn.training.config import TrainingConfig
-from structattn.training.loop import learning_rate_at, train
+from structattn.training.loop import train
+from structattn.training.step import learning_rate_at
 
 
 @dataclasses.dataclass(frozen=True)
 class TinyConfig:
     width: int = 8
-    noise: float = 0.0
 
 
 class Tiny(Task):
@@ -48,7 +53,7 @@ class Tiny(Task):
     def batch(self, seed, step, batch_size):
         x = torch.randn(batch_size, 4, generator=generator("tiny", seed, step))
         y = x.sum(-1, keepdim=True)
-        return {"x": x, "y": y + (float("nan") if self.config.noise < 0 and step >= 5 else 0)}
+        return {"x": x, "y": y}
 
     def loss(self, model, batch, step):
         return F.mse_loss(model(batch["x"]), batch["y"])
@@ -71,6 +76,14 @@ CONFIG = TrainingConfig(
 
 def run(folder: Path, config=CONFIG, resume=False, task=None, seed=0):
     return train(task or Tiny(), "spec", config, seed=seed, run_dir=folder, resume=resume, show_progress=False)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The weights of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder)
+    return weights(folder)
 
 
 def weights(folder: Path):
@@ -161,10 +174,103 @@ def test_other_settings_and_a_used_folder_are_refused(tmp_path: Path) -> None:
         run(tmp_path, resume=True, task=Tiny(TinyConfig(width=9)))
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    with pytest.raises(TrainingDivergedError, match="step 5; try a learning rate below 0.01"):
-        run(tmp_path, task=Tiny(TinyConfig(noise=-1)))
+def test_settings_that_are_newer_than_a_checkpoint_had_their_defaults(tmp_path: Path) -> None:
+    run(tmp_path)
+    found = latest_checkpoint(tmp_path / "checkpoints")
+    loaded = load_checkpoint(found)
+    del loaded.state["settings"]["config"]["activation_checkpointing"]
+    save_checkpoint(found.parent, loaded.step, tensors=loaded.tensors, state=loaded.state)
+    assert run(tmp_path, resume=True).steps == CONFIG.steps
+    with pytest.raises(CheckpointError, match="activation_checkpointing = False, now True"):
+        run(tmp_path, dataclasses.replace(CONFIG, activation_checkpointing=True), resume=True, task=Blocks())
+
+
+class Blocks(Tiny):
+    """As ``Tiny``, with a model that has transformer blocks."""
+
+    def build_model(self, spec):
+        return nn.Sequential(nn.Linear(4, 8), nn.Unflatten(1, (1, 8)), trunk(), nn.Flatten(), nn.Linear(8, 1))
+
+
+def trunk() -> Transformer:
+    return Transformer("standard", num_layers=1, embed_dim=8, num_heads=2, context_length=4)
+
+
+class Failing(Tiny):
+    """Goes wrong at a step: in the loss, or only in its gradient."""
+
+    def __init__(self, step: int, kind: str) -> None:
+        super().__init__()
+        self.step, self.kind = step, kind
+
+    def loss(self, model, batch, step):
+        loss = super().loss(model, batch, step)
+        if step != self.step or not model.training:
+            return loss
+        # The square root has an infinite slope at 0: a finite loss, and gradients that are not.
+        return loss * math.inf if self.kind == "loss" else loss + (0 * loss).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "message", "left"),
+    [
+        (5, "loss", "the training loss is inf at step 5; try a learning rate below 0.01. There is no checkpoint", None),
+        (17, "loss", "the training loss is inf at step 17; .* The checkpoint .*step-00000014 is from before it", 14),
+        # Step 20 is the last one before a checkpoint, which would hold the broken weights.
+        (20, "gradient", "a weight is not finite at step 20; .* The checkpoint .*step-00000014 is from before it", 14),
+        # No checkpoint comes before the next loss, which then is not a number.
+        (
+            15,
+            "gradient",
+            "the training loss is nan at step 16; .* The checkpoint .*step-00000014 is from before it",
+            14,
+        ),
+        (29, "gradient", "a weight is not finite at step 29; .* The checkpoint .*step-00000028 is from before it", 28),
+    ],
+)
+def test_a_run_that_diverges_stops_with_a_checkpoint_from_before(
+    tmp_path: Path, expected, step, kind, message, left
+) -> None:
+    with pytest.raises(TrainingDivergedError, match=message):
+        run(tmp_path, task=Failing(step, kind))
     assert not (tmp_path / "model.safetensors").exists()
+    found = latest_checkpoint(tmp_path / "checkpoints")
+    assert (found and load_checkpoint(found).step) == left
+    run(tmp_path, resume=True)
+    assert_same(weights(tmp_path), expected)
+
+
+@pytest.mark.parametrize("full_at", ["model.safetensors", "manifest.json"])
+def test_a_disk_that_is_full_while_saving_loses_nothing(tmp_path: Path, monkeypatch, expected, full_at) -> None:
+    root = tmp_path / "cut" / "checkpoints"
+
+    def write(path: Path, data: bytes) -> None:
+        if path.name == full_at and latest_checkpoint(root) is not None:  # the second checkpoint does not fit
+            path.write_bytes(data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        files.write_synced(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "write_synced", write)
+        with pytest.raises(CheckpointError, match=r"No space left on device; the checkpoints before it are untouched"):
+            run(tmp_path / "cut")
+    assert load_checkpoint(latest_checkpoint(root)).step == 7
+    run(tmp_path / "cut", resume=True)
+    assert_same(weights(tmp_path / "cut"), expected)
+    assert not [path for path in root.iterdir() if not path.name.startswith("step-")]
+
+
+def test_a_disk_that_is_full_leaves_the_old_file(tmp_path: Path, monkeypatch) -> None:
+    write_atomic(tmp_path / "run.json", "old")
+
+    def write(path: Path, data: bytes) -> None:
+        path.write_bytes(data[:1])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_synced", write)
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_atomic(tmp_path / "run.json", "new")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
 def checkpoint(root: Path) -> Path:

@@ -122,9 +122,10 @@ def _train(command: Train) -> None:
     out = _default_folder(command.task) if command.out is None else command.out
     open_folder(out, resume=True)
     result = train(task, command.attention, recipe.training, seed=command.seed, run_dir=out, resume=command.resume)
-    if os.environ.get("RANK", "0") == "0":  # one process of a launcher's speaks for all
-        result.model.eval()
-        _print_metrics(task.evaluate(result.model, "test"))
+    # Every process of a launcher evaluates, since each may hold a part of the model, and one speaks for all.
+    metrics = task.evaluate(result.model, "test")
+    if os.environ.get("RANK", "0") == "0":
+        _print_metrics(metrics)
         print(f"run      {out}")
 
 

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from structattn.cache import PAGE_SIZE, LayerCaches
 from structattn.errors import ConfigError, ShapeError
@@ -37,6 +38,11 @@ class Transformer(nn.Module):
         mlp_ratio, dropout, bias: see ``TransformerBlock``.
         reads_text: whether ``forward`` will be given the segments of texts, which ``mlr-text`` needs. Default ``False``.
 
+    Attributes:
+        activation_checkpointing: where gradients are wanted, keep only the input of every block and compute the block again in the
+            backward pass: less memory, one more forward pass. Dropout draws the same masks again, so that gradients are the same.
+            Default ``False``.
+
     Raises:
         ConfigError: a list of specs of the wrong length, or a spec that does not fit.
 
@@ -65,6 +71,7 @@ class Transformer(nn.Module):
         if num_layers < 1 or len(specs) != num_layers:
             raise ConfigError(f"expected one attention spec or {num_layers} of them, got {len(specs)}")
         self.context_length = context_length
+        self.activation_checkpointing = False
         self.position: nn.Parameter | None = None
         if rotary is None:
             self.position = nn.Parameter(torch.empty(context_length, embed_dim))
@@ -141,7 +148,13 @@ class Transformer(nn.Module):
         for block, cache in zip(self.layers, repeat(None) if caches is None else caches, strict=False):
             layout = block.attention.layout
             known = layouts.get(layout) if isinstance(layout, TextLayout) else None
-            x = block(x, cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=known)
+            # A cache would be filled a second time by a block that is computed again.
+            if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
+                x = checkpoint(
+                    block, x, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=known, use_reentrant=False
+                )
+            else:
+                x = block(x, cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=known)
         out: Tensor = self.norm(x)
         return out
 

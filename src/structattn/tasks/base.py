@@ -60,6 +60,14 @@ class Task(ABC):
         """
         return cast(Any, model).flops_per_example()
 
+    def tokens(self, model: nn.Module, step: int | None = None) -> int:
+        """Tokens of one example of the batch at a step, for the speed of training. Default: 1, so that the speed is in examples.
+
+        Args:
+            model, step: see ``flops``.
+        """
+        return 1
+
     @abstractmethod
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
         """Scores on held-out examples, the same for every model; contains ``metric``. ``model`` is in eval mode."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -127,6 +127,10 @@ class ForecastTask(Task):
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
         """Mean squared error on the scaled target."""
         return F.mse_loss(model(batch["window"]), batch["target"])
+
+    def tokens(self, model: nn.Module, step: int | None = None) -> int:
+        """The patches of a window."""
+        return cast(Forecaster, model).num_tokens
 
     @torch.no_grad()
     def _forecast(self, model: nn.Module, split: Split) -> tuple[Tensor, Tensor]:

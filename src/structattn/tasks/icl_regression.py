@@ -210,6 +210,10 @@ class ICLRegressionTask(Task):
         num_points = self.config.full_points if step is None else self.size_at(step)[1]
         return cast(ICLRegressor, model).flops(num_points)
 
+    def tokens(self, model: nn.Module, step: int | None = None) -> int:
+        """An x and a y for each point of a prompt at that step."""
+        return 2 * (self.config.full_points if step is None else self.size_at(step)[1])
+
     def eval_prompts(self, split: Split, dtype: torch.dtype = torch.float32) -> Iterator[DrawnPrompts]:
         """The prompts of an evaluation, at most ``EVAL_CHUNK`` at a time: full size, the same for every model, never in training.
 

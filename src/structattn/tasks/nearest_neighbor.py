@@ -82,6 +82,10 @@ class NearestNeighborTask(Task):
         """Mean squared error per dimension."""
         return F.mse_loss(model(batch["query"], batch["points"]), batch["target"])
 
+    def tokens(self, model: nn.Module, step: int | None = None) -> int:
+        """The points and the query."""
+        return self.config.num_points + 1
+
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
         """``nmse`` on examples that training never draws, the same for every model."""

@@ -129,6 +129,10 @@ class TextTask(Task):
         logits, targets = _predictions(model, batch)
         return F.cross_entropy(logits, targets, ignore_index=_NONE, reduction="sum") / targets.numel()
 
+    def tokens(self, model: nn.Module, step: int | None = None) -> int:
+        """T, the tokens that predict the one after each."""
+        return self.config.context_length
+
     def eval_windows(self, split: Split) -> Windows:
         """The windows of a split, of T + 1 tokens, the same for every model."""
         text, length = self.splits[split], self.config.context_length + 1

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from structattn import mup
+from structattn.errors import ConfigError
 from structattn.layer_specs import LayerSpecs
 from structattn.layers.attention import Attention
+from structattn.models.transformer import Transformer
 from structattn.tasks.base import Task
 from structattn.text_layout import TextLayout
 from structattn.training.config import TrainingConfig
@@ -35,6 +37,22 @@ def build_model(task: Task, spec: str, parametrization: Parametrization) -> nn.M
     if parametrization == "mup":
         mup.initialize(model)
     return model
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Turns on activation checkpointing in every ``Transformer`` of a model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    trunks = [module for module in model.modules() if isinstance(module, Transformer)]
+    if not trunks:
+        raise ConfigError(
+            "training.activation_checkpointing needs a model with transformer blocks, which are computed again; got "
+            f"{type(model).__name__}, which has none: leave it false"
+        )
+    for trunk in trunks:
+        trunk.activation_checkpointing = True
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

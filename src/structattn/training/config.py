@@ -32,6 +32,8 @@ class TrainingConfig:
         parametrization: ``"standard"``: one learning rate for all parameters; or ``"mup"``: initial weights, scaling of scores and
             learning rates by role (``structattn.mup``), so that a rate found on a small model holds for a wide one.
         base_fan_in: under muP, the width at which ``learning_rate`` is meant. Default 768.
+        activation_checkpointing: keep only the input of every transformer block and compute the block again in the backward pass: the
+            same gradients, in less memory and about a third more time. Default ``False``.
         compile: train compiled code (``torch.compile``): slower to start, then faster. Default ``False``.
 
     Raises:
@@ -53,6 +55,7 @@ class TrainingConfig:
     precision: Literal["no", "bf16"] = "no"
     parametrization: Literal["standard", "mup"] = "standard"
     base_fan_in: int = 768
+    activation_checkpointing: bool = False
     compile: bool = False
 
     def __post_init__(self) -> None:

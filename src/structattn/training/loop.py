@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
-from structattn.files import write_atomic
-from structattn.seeds import derive_seed
-from structattn.tasks.base import Batch, Task
-from structattn.training.build import build_model, build_optimizer, compiled
-from structattn.training.checkpoint import (
-    Checkpoint,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from structattn.errors import ConfigError
+from structattn.tasks.base import Task
+from structattn.training.checkpoint import latest_checkpoint, load_checkpoint
 from structattn.training.config import TrainingConfig
 from structattn.training.memory import PeakMemory
+from structattn.training.run import Run
+from structattn.training.speed import SpeedMeter, matmul_rate, wait_for_device
+from structattn.training.step import train_step
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _STEPS_BETWEEN_WAITS = 10
 
 
@@ -43,13 +31,16 @@ class TrainingResult:
     """A trained model and how it got there.
 
     Attributes:
-        model: with the final weights, or with early stopping the best ones.
+        model: with the final weights, or with early stopping the best ones. Under FSDP it is sharded: all processes must call it together.
         history: one entry per validation: step, compute (forward FLOPs of all training examples so far), train_loss (mean since
             the last one), validation_<metric>.
         steps: steps that were run.
         best_step: step of the best validation score.
         seconds: training and validation, over all sessions of a resumed run.
         peak_memory_bytes: see ``PeakMemory``; of the last session.
+        speeds: one entry per validation, of the training since the last one without validations and checkpoints: step, seconds,
+            tokens_per_second, mfu and hfu (see ``SpeedMeter``), peak_memory_bytes so far. They differ from one run to the next, unlike
+            ``history``.
     """
 
     model: Any
@@ -58,194 +49,24 @@ class TrainingResult:
     best_step: int
     seconds: float
     peak_memory_bytes: int
-
-
-@dataclass
-class _Progress:
-    """What changes during a run besides weights and moments; plain data in the checkpoint."""
-
-    step: int = 0
-    history: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    best_score: float = math.inf
-    best_step: int = 0
-    bad_validations: int = 0
-    seconds: float = 0.0
-    peak_memory_bytes: int = 0
-    compute: int = 0
-    loss_sum: float = 0.0
-    loss_count: int = 0
-    finished: bool = False
-
-
-def learning_rate_at(step: int, config: TrainingConfig) -> float:
-    """The learning rate of a step (0-based), a pure function, so that resuming needs no scheduler state."""
-    peak = config.learning_rate
-    if config.schedule == "one-cycle":
-        rise = max(1, round(0.3 * config.steps))
-        if step < rise:
-            return peak * (0.04 + 0.96 * 0.5 * (1 - math.cos(math.pi * step / rise)))
-        done = (step - rise) / max(1, config.steps - rise)
-        return peak * (1e-4 + (1 - 1e-4) * 0.5 * (1 + math.cos(math.pi * done)))
-    if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return peak
-    if config.schedule == "wsd":
-        return peak * min(1.0, (config.steps - step) / max(1, config.steps - round(0.75 * config.steps)))
-    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    return peak * 0.5 * (1 + math.cos(math.pi * done))
-
-
-class _Run:
-    """One run: the model, the optimiser, and what is saved of them."""
-
-    def __init__(self, task: Task, spec: str, config: TrainingConfig, seed: int, run_dir: Path) -> None:
-        self.task, self.spec, self.config, self.seed, self.run_dir = task, spec, config, seed, run_dir
-        # Without a GPU accelerate joins the processes of a launcher only if it is told to stay on the CPU.
-        self.accelerator = Accelerator(mixed_precision=config.precision, cpu=not torch.accelerator.is_available())
-        if config.batch_size % self.accelerator.num_processes:
-            raise ConfigError(
-                f"training.batch_size must divide by the number of processes: got {config.batch_size} and "
-                f"{self.accelerator.num_processes}"
-            )
-        torch.manual_seed(seed)
-        model = build_model(task, spec, config.parametrization)
-        self.wrapped, self.optimizer = self.accelerator.prepare(model, build_optimizer(model, config))
-        self.model: nn.Module = self.accelerator.unwrap_model(self.wrapped)
-        self.trained = compiled(self.wrapped) if config.compile else self.wrapped
-        self.names = {p: name for name, p in self.model.named_parameters()}
-        self.best: dict[str, Tensor] = {}
-        self.progress = _Progress()
-        self.settings = json.loads(
-            json.dumps(
-                {
-                    "task": task.name,
-                    "spec": spec,
-                    "seed": seed,
-                    "config": dataclasses.asdict(config),
-                    "task_config": dataclasses.asdict(task.config),  # type: ignore[attr-defined]
-                }
-            )
-        )
+    speeds: list[dict[str, float]]
 
     @property
-    def checkpoints(self) -> Path:
-        return self.run_dir / "checkpoints"
+    def tokens_per_second(self) -> float:
+        """Tokens that all processes trained on, per second of training."""
+        return self._mean_speed("tokens_per_second")
 
-    def save(self) -> None:
-        """Writes a checkpoint of the present moment (main process only)."""
-        if self.accelerator.is_main_process:
-            moments = {
-                f"{self.names[p]}/{key}": value
-                for p, state in self.optimizer.optimizer.state.items()
-                for key, value in state.items()
-            }
-            tensors = {"model": dict(self.model.state_dict()), "optimizer": moments, "best": self.best}
-            state = {"settings": self.settings, "progress": dataclasses.asdict(self.progress)}
-            save_checkpoint(self.checkpoints, self.progress.step, tensors=tensors, state=state)
-        self.accelerator.wait_for_everyone()
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: those of the training steps over what the machine's matrix products could do meanwhile."""
+        return self._mean_speed("mfu")
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Puts a checkpoint back; raises ``CheckpointError`` if it belongs to other settings."""
-        _check_settings(checkpoint.state.get("settings", {}), self.settings, str(self.run_dir))
-        self.model.load_state_dict(checkpoint.tensors["model"], strict=True)
-        saved = checkpoint.tensors["optimizer"]
-        for p, name in self.names.items():
-            entry = {key: saved[f"{name}/{key}"] for key in _MOMENTS if f"{name}/{key}" in saved}
-            if entry:
-                self.optimizer.optimizer.state[p] = {
-                    key: value if key == "step" else value.to(p.device) for key, value in entry.items()
-                }
-        self.best = checkpoint.tensors["best"]
-        self.progress = _Progress(**checkpoint.state["progress"])
-
-    def finish(self) -> None:
-        """Marks the run as finished, loads the best weights, and writes the model and its record."""
-        self.progress.finished = True
-        self.save()
-        if self.best:
-            self.model.load_state_dict(self.best, strict=True)
-        if self.accelerator.is_main_process:
-            weights = save({k: v.detach().cpu().contiguous() for k, v in self.model.state_dict().items()})
-            write_atomic(self.run_dir / "model.safetensors", weights)
-            record = {
-                **self.settings,
-                "record": self.task.record(),
-                "model_sha256": hashlib.sha256(weights).hexdigest(),
-            }
-            write_atomic(self.run_dir / "run.json", json.dumps(record, indent=1))
-
-    def result(self) -> TrainingResult:
-        """The result, with the best weights in the model where early stopping kept them."""
-        if self.best:
-            self.model.load_state_dict(self.best, strict=True)
-        progress = self.progress
-        return TrainingResult(
-            model=self.model.eval(),
-            history=progress.history,
-            steps=progress.step,
-            best_step=progress.best_step,
-            seconds=progress.seconds,
-            peak_memory_bytes=progress.peak_memory_bytes,
-        )
+    def _mean_speed(self, name: str) -> float:
+        seconds = sum(entry["seconds"] for entry in self.speeds)
+        return sum(entry[name] * entry["seconds"] for entry in self.speeds) / seconds if seconds else 0.0
 
 
-def _check_settings(saved: dict[str, Any], current: dict[str, Any], where: str, path: str = "") -> None:
-    for key in sorted(set(saved) | set(current)):
-        old, new = saved.get(key), current.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            _check_settings(old, new, where, f"{path}{key}.")
-        elif old != new:
-            raise CheckpointError(
-                f"the run in {where} was started with {path}{key} = {old!r}, now {new!r}: resume with the same settings, or "
-                "use another folder"
-            )
-
-
-def _own_share(batch: Batch, accelerator: Accelerator) -> Batch:
-    """This process's contiguous share of a batch, on its device."""
-    index, count = accelerator.process_index, accelerator.num_processes
-    share = {key: value.chunk(count)[index] if count > 1 else value for key, value in batch.items()}
-    return {key: value.to(accelerator.device, non_blocking=True) for key, value in share.items()}
-
-
-def _train_step(run: _Run) -> tuple[Tensor, float]:
-    """One optimiser step; returns the loss, still on its device, and the learning rate."""
-    step, config, accelerator = run.progress.step, run.config, run.accelerator
-    # Dropout is a function of (seed, step) too: no random state has to be stored to resume bit for bit.
-    torch.manual_seed(derive_seed("dropout", run.seed, step, accelerator.process_index))
-    rate = learning_rate_at(step, config)
-    for group in run.optimizer.param_groups:
-        group["lr"] = rate * group["lr_scale"]
-    batch = _own_share(run.task.batch(run.seed, step, config.batch_size), accelerator)
-    run.optimizer.zero_grad(set_to_none=True)
-    loss = _backward(run, batch)
-    if config.gradient_clip is not None:
-        accelerator.clip_grad_norm_(run.wrapped.parameters(), config.gradient_clip)
-    run.optimizer.step()
-    return loss, rate
-
-
-def _backward(run: _Run, batch: Batch) -> Tensor:
-    """Gradients of the mean loss over this process's share of a batch, in as many passes as fit; returns that loss."""
-    count = len(next(iter(batch.values())))
-    size = run.config.micro_batch_size or count
-    parts = [{name: value[i : i + size] for name, value in batch.items()} for i in range(0, count, size)]
-    total = None
-    for part in parts:
-        # Processes exchange gradients once, after the last pass.
-        waits = nullcontext() if part is parts[-1] else run.accelerator.no_sync(run.wrapped)
-        with waits:
-            with run.accelerator.autocast():
-                loss = run.task.loss(run.trained, part, run.progress.step)
-            loss = loss * (len(next(iter(part.values()))) / count)
-            run.accelerator.backward(loss)
-        total = loss.detach() if total is None else total + loss.detach()
-    assert total is not None  # a batch has at least one example
-    return total
-
-
-def _collect(run: _Run, losses: list[Tensor]) -> float:
+def _collect(run: Run, losses: list[Tensor]) -> float:
     """Adds the losses of the last steps to the record and returns the newest; the one place that waits for the device.
 
     Raises:
@@ -257,16 +78,13 @@ def _collect(run: _Run, losses: list[Tensor]) -> float:
     losses.clear()
     for step, value in enumerate(values, start=first):
         if not math.isfinite(value):
-            raise TrainingDivergedError(
-                f"{run.spec}: the training loss is {value} at step {step}; try a learning rate below "
-                f"{run.config.learning_rate:g}. The checkpoints in {run.checkpoints} are from before it"
-            )
+            raise run.diverged(f"the training loss is {value}", step)
         progress.loss_sum += value
         progress.loss_count += 1
     return float(values[-1])
 
 
-def _validate(run: _Run, writer: SummaryWriter | None) -> bool:
+def _validate(run: Run, writer: SummaryWriter | None) -> bool:
     """Scores the model, keeps the best weights; returns whether to stop early."""
     progress = run.progress
     run.model.eval()
@@ -283,16 +101,37 @@ def _validate(run: _Run, writer: SummaryWriter | None) -> bool:
     if score < progress.best_score:
         progress.best_score, progress.best_step, progress.bad_validations = score, progress.step, 0
         if run.config.patience is not None:
-            run.best = {key: value.detach().cpu().clone() for key, value in run.model.state_dict().items()}
+            run.keep_best()
     else:
         progress.bad_validations += 1
     return run.config.patience is not None and progress.bad_validations >= run.config.patience
 
 
-def _loop(run: _Run, show_progress: bool, on_steps: Callable[[int], None]) -> None:
-    progress, config = run.progress, run.config
+def _speed_meter(run: Run) -> SpeedMeter:
+    accelerator = run.accelerator
+    dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
+    # All processes measure at once, so that those that share a machine also share it in the measurement.
+    accelerator.wait_for_everyone()
+    peak = matmul_rate(accelerator.device, dtype) * accelerator.num_processes
+    return SpeedMeter(peak=peak, passes=4 if run.config.activation_checkpointing else 3)
+
+
+def _record_speed(run: Run, meter: SpeedMeter, memory: PeakMemory, writer: SummaryWriter | None) -> None:
+    """One more entry of ``speeds``, of the main process's view, and the same for TensorBoard."""
+    step = run.progress.step
+    speed, peak = meter.read(), memory.peak_bytes()
+    run.progress.speeds.append({"step": step} | speed | {"peak_memory_bytes": peak})
+    if writer is not None:
+        for name in ("tokens_per_second", "mfu", "hfu"):
+            writer.add_scalar(f"speed/{name}", speed[name], step)
+        writer.add_scalar("memory/peak_bytes", peak, step)
+
+
+def _loop(run: Run, show_progress: bool, on_steps: Callable[[int], None]) -> None:
+    progress, config, task = run.progress, run.config, run.task
     main = run.accelerator.is_main_process
     writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=progress.step) if main else None
+    meter = _speed_meter(run)
     memory = PeakMemory()
     memory.start()
     before, started = progress.seconds, time.perf_counter()
@@ -308,9 +147,12 @@ def _loop(run: _Run, show_progress: bool, on_steps: Callable[[int], None]) -> No
     try:
         stop = False
         losses: list[Tensor] = []
+        meter.start()
         while progress.step < config.steps and not stop:
-            progress.compute += config.batch_size * run.task.flops(run.model, progress.step)
-            loss, rate = _train_step(run)
+            flops = config.batch_size * task.flops(run.model, progress.step)
+            progress.compute += flops
+            meter.count(config.batch_size * task.tokens(run.model, progress.step), flops)
+            loss, rate = train_step(run)
             losses.append(loss)
             progress.step += 1
             bar.update()
@@ -323,11 +165,17 @@ def _loop(run: _Run, show_progress: bool, on_steps: Callable[[int], None]) -> No
                     writer.add_scalar("train/loss", newest, progress.step)
                     writer.add_scalar("train/learning_rate", rate, progress.step)
                 bar.set_postfix(loss=f"{newest:.4f}", refresh=False)
+            if validates or saves:
+                wait_for_device(run.accelerator.device)
+                meter.stop()
             if validates:
+                _record_speed(run, meter, memory, writer)
                 stop = _validate(run, writer)
             progress.seconds = before + time.perf_counter() - started
             if saves and not stop:
                 run.save()
+            if validates or saves:
+                meter.start()
         progress.peak_memory_bytes = memory.peak_bytes()
         run.finish()
     finally:
@@ -350,7 +198,7 @@ def train(
     """Trains the task's model with one attention variant.
 
     Weights, batches and dropout are functions of (seed, step) alone: a run that is killed at any moment and resumed ends with
-    the same weights, bit for bit on one CPU.
+    the same weights, bit for bit on one CPU. Under a launcher (``torchrun``, ``accelerate launch``) all processes train one model.
 
     Args:
         task: data, loss and evaluation.
@@ -368,12 +216,12 @@ def train(
     Raises:
         ConfigError: ``run_dir`` holds a run and ``resume`` is off, or the batch does not divide over the processes.
         CheckpointError: the checkpoint is damaged or of other settings, or cannot be written.
-        TrainingDivergedError: the loss is not finite; the last checkpoint is from before that.
+        TrainingDivergedError: the loss or a weight is not finite; the last checkpoint is from before that.
     """
     found = latest_checkpoint(run_dir / "checkpoints")
     if found is not None and not resume:
         raise ConfigError(f"{run_dir} already holds a run: resume it, or use another folder")
-    run = _Run(task, spec, config, seed, run_dir)
+    run = Run(task, spec, config, seed, run_dir)
     if found is not None:
         run.restore(load_checkpoint(found))
     tell = on_steps or (lambda _: None)
@@ -383,4 +231,13 @@ def train(
     else:
         _loop(run, show_progress, tell)
     tell(config.steps - run.progress.step)
-    return run.result()
+    run.load_best()
+    return TrainingResult(
+        model=run.model.eval(),
+        history=run.progress.history,
+        steps=run.progress.step,
+        best_step=run.progress.best_step,
+        seconds=run.progress.seconds,
+        peak_memory_bytes=run.progress.peak_memory_bytes,
+        speeds=run.progress.speeds,
+    )

@@ -1,0 +1,215 @@
+"""One run: its model, its optimiser, and what is saved of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import patch_environment
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
+from structattn.files import write_atomic
+from structattn.tasks.base import Task
+from structattn.training import sharding
+from structattn.training.build import build_model, build_optimizer, checkpoint_activations, compiled
+from structattn.training.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from structattn.training.config import TrainingConfig
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclass
+class Progress:
+    """What changes during a run besides weights and moments; plain data in the checkpoint."""
+
+    step: int = 0
+    history: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    speeds: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    best_score: float = math.inf
+    best_step: int = 0
+    bad_validations: int = 0
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    compute: int = 0
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    finished: bool = False
+
+
+class Run:
+    """The model and the optimiser of a run, over all processes, and their checkpoints.
+
+    The model is whole in every process, with gradients averaged (DDP), or sharded where the launcher asks for FSDP. Checkpoints
+    hold whole tensors either way.
+    """
+
+    def __init__(self, task: Task, spec: str, config: TrainingConfig, seed: int, run_dir: Path) -> None:
+        self.task, self.spec, self.config, self.seed, self.run_dir = task, spec, config, seed, run_dir
+        shards = sharding.is_requested()
+        # accelerate would shard on GPUs only, and by the launcher's version of FSDP: it is not told, and ``sharding`` does it.
+        # Without a GPU it joins the processes of a launcher only if it is told to stay on the CPU.
+        with patch_environment(accelerate_use_fsdp="false"):
+            self.accelerator = Accelerator(mixed_precision=config.precision, cpu=not torch.accelerator.is_available())
+        if config.batch_size % self.accelerator.num_processes:
+            raise ConfigError(
+                f"training.batch_size must divide by the number of processes: got {config.batch_size} and "
+                f"{self.accelerator.num_processes}"
+            )
+        torch.manual_seed(seed)
+        self.model: nn.Module = build_model(task, spec, config.parametrization)
+        if config.activation_checkpointing:
+            checkpoint_activations(self.model)
+        self._prepare(shards and self.accelerator.num_processes > 1)
+        self.trained = compiled(self.wrapped) if config.compile else self.wrapped
+        self.names = {p: name for name, p in self.model.named_parameters()}
+        self.best: dict[str, Tensor] = {}
+        self.progress = Progress()
+        self.settings = json.loads(
+            json.dumps(
+                {
+                    "task": task.name,
+                    "spec": spec,
+                    "seed": seed,
+                    "config": dataclasses.asdict(config),
+                    "task_config": dataclasses.asdict(task.config),  # type: ignore[attr-defined]
+                }
+            )
+        )
+
+    def _prepare(self, shards: bool) -> None:
+        """Puts the model on the device, shares it among the processes, and builds its optimiser."""
+        if shards:
+            # The parameters are new ones afterwards: the optimiser comes last.
+            self.wrapped: nn.Module = sharding.shard(self.model, self.accelerator.device)
+            self.optimizer = self.accelerator.prepare_optimizer(build_optimizer(self.model, self.config))
+        else:
+            self.wrapped, self.optimizer = self.accelerator.prepare(
+                self.model, build_optimizer(self.model, self.config)
+            )
+            self.model = self.accelerator.unwrap_model(self.wrapped)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    def save(self) -> None:
+        """Writes a checkpoint of the present moment; all processes call it together, the main one writes.
+
+        Raises:
+            TrainingDivergedError: a weight is not finite; nothing is written.
+            CheckpointError: it cannot be written.
+        """
+        self._check_weights()
+        main = self.accelerator.is_main_process
+        moments = {
+            f"{name}/{key}": self.optimizer.optimizer.state[p][key]
+            for p, name in self.names.items()
+            for key in self.optimizer.optimizer.state.get(p, {})
+        }
+        groups = {"model": dict(self.model.state_dict()), "optimizer": moments, "best": self.best}
+        tensors = {name: sharding.whole(group, keep=main) for name, group in groups.items()}
+        if main:
+            state = {"settings": self.settings, "progress": dataclasses.asdict(self.progress)}
+            save_checkpoint(self.checkpoints, self.progress.step, tensors=tensors, state=state)
+        self.accelerator.wait_for_everyone()
+
+    def _check_weights(self) -> None:
+        """A loss may be finite and its gradient not: the weights show it one step before the next loss does."""
+        with torch.no_grad():
+            finite = torch.stack([sharding.own_part(p).isfinite().all() for p in self.model.parameters()]).all()
+        if float(self.accelerator.reduce((~finite).float(), reduction="sum")) > 0:
+            raise self.diverged("a weight is not finite", self.progress.step - 1)
+
+    def diverged(self, what: str, step: int) -> TrainingDivergedError:
+        """The error of a run that went wrong at a step, which names the checkpoint from before it."""
+        last = latest_checkpoint(self.checkpoints)
+        where = "There is no checkpoint from before it" if last is None else f"The checkpoint {last} is from before it"
+        return TrainingDivergedError(
+            f"{self.spec}: {what} at step {step}; try a learning rate below {self.config.learning_rate:g}. {where}"
+        )
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Puts a checkpoint back; raises ``CheckpointError`` if it belongs to other settings."""
+        saved_settings = dict(checkpoint.state.get("settings", {}))
+        # A setting that is newer than the checkpoint had its default value then.
+        saved_settings["config"] = _default_settings() | saved_settings.get("config", {})
+        _check_settings(saved_settings, self.settings, str(self.run_dir))
+        self.load(checkpoint.tensors["model"])
+        own = self.model.state_dict()
+        self.best = {
+            name: sharding.kept(sharding.divided_like(value, own[name]))
+            for name, value in checkpoint.tensors["best"].items()
+        }
+        saved = checkpoint.tensors["optimizer"]
+        for p, name in self.names.items():
+            entry = {key: saved[f"{name}/{key}"] for key in _MOMENTS if f"{name}/{key}" in saved}
+            if entry:
+                self.optimizer.optimizer.state[p] = {
+                    key: value if key == "step" else sharding.divided_like(value, p) for key, value in entry.items()
+                }
+        self.progress = Progress(**checkpoint.state["progress"])
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Puts whole weights into the model, sharded or not."""
+        own = self.model.state_dict()
+        divided = {
+            name: sharding.divided_like(value, own[name]) if name in own else value for name, value in weights.items()
+        }
+        self.model.load_state_dict(divided, strict=True)
+
+    def keep_best(self) -> None:
+        """Remembers the present weights as the best."""
+        self.best = {name: sharding.kept(value) for name, value in self.model.state_dict().items()}
+
+    def finish(self) -> None:
+        """Marks the run as finished, loads the best weights, and writes the model and its record."""
+        self.progress.finished = True
+        self.save()
+        self.load_best()
+        main = self.accelerator.is_main_process
+        tensors = sharding.whole(dict(self.model.state_dict()), keep=main)
+        if main:
+            weights = save(tensors)
+            write_atomic(self.run_dir / "model.safetensors", weights)
+            record = {
+                **self.settings,
+                "record": self.task.record(),
+                "model_sha256": hashlib.sha256(weights).hexdigest(),
+            }
+            write_atomic(self.run_dir / "run.json", json.dumps(record, indent=1))
+        self.accelerator.wait_for_everyone()
+
+    def load_best(self) -> None:
+        """Puts the best weights into the model, where early stopping kept them."""
+        if self.best:
+            self.load(self.best)
+
+
+def _default_settings() -> dict[str, Any]:
+    found = {
+        field.name: field.default
+        for field in dataclasses.fields(TrainingConfig)
+        if field.default is not dataclasses.MISSING
+    }
+    return json.loads(json.dumps(found))
+
+
+def _check_settings(saved: dict[str, Any], current: dict[str, Any], where: str, path: str = "") -> None:
+    for key in sorted(set(saved) | set(current)):
+        old, new = saved.get(key), current.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            _check_settings(old, new, where, f"{path}{key}.")
+        elif old != new:
+            raise CheckpointError(
+                f"the run in {where} was started with {path}{key} = {old!r}, now {new!r}: resume with the same settings, or "
+                "use another folder"
+            )

@@ -232,6 +232,8 @@ def _row(part: _Part, task: Task, spec: str, rate: float, sweep: dict[float, flo
         "compute": statistics.fmean(result.history[-1]["compute"] for result in runs),
         "seconds": statistics.fmean(result.seconds for result in runs),
         "steps_per_second": sum(result.steps for result in runs) / max(1e-9, sum(result.seconds for result in runs)),
+        "tokens_per_second": statistics.fmean(result.tokens_per_second for result in runs),
+        "mfu": statistics.fmean(result.mfu for result in runs),
         "peak_memory_bytes": max(result.peak_memory_bytes for result in runs),
         "steps": [result.steps for result in runs],
         "best_steps": [result.best_step for result in runs],

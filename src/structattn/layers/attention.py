@@ -406,8 +406,9 @@ class Attention(nn.Module):
 
     def _cached_values(self, length: int) -> int:
         """The most numbers that a cache keeps for the values of so many tokens."""
-        parts = parts_of(self.layout, self.window, self.scoring.matrix.pair_dim(self.scoring.cached_order))
-        levels = value_levels(parts, self.layout, self.head_dim)
+        layout = self._known_layout
+        parts = parts_of(layout, self.window, self.scoring.matrix.pair_dim(self.scoring.cached_order))
+        levels = value_levels(parts, layout, self.head_dim)
         return self.num_kv_heads * sum(level.rank * level.most_slots(length) for level in levels)
 
     def cost(self, num_queries: int, num_keys: int | None = None) -> AttentionCost:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from structattn.reports._common import DASH, Results, Row, fmt_count, fmt_flops, fmt_pm, fmt_score, row_name
+from structattn.reports._common import DASH, Results, Row, fmt_count, fmt_flops, fmt_mib, fmt_pm, fmt_score, row_name
 from structattn.reports.html import escaped, figure_html, repeat_html, table_html, write_page
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _by_width(results: Results) -> tuple[list[str], list[list[str]]]:
 
 
 def _runs(results: Results) -> tuple[list[str], list[list[str]]]:
-    head = ["model", str(results["metric"]), "steps", "FLOPs", "parameters", "learning rate", "steps/s"]
+    head = ["model", str(results["metric"]), "steps", "FLOPs", "parameters", "learning rate", "tokens/s", "peak MiB"]
     lines = [[row_name(row), *_run_cells(row)] for row in results["rows"]]
     return head, lines
 
@@ -183,5 +183,6 @@ def _run_cells(row: Row) -> list[str]:
         fmt_flops(row["compute"]),
         fmt_count(row["num_params"]),
         f"{row['learning_rate']:g}",
-        fmt_score(row["steps_per_second"]),
+        fmt_count(row["tokens_per_second"]),
+        fmt_mib(row["peak_memory_bytes"]),
     ]

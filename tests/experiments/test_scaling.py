@@ -6,13 +6,16 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from structattn.cli import main
 from structattn.errors import ConfigError
-from structattn.experiments.recipes import recipe_for
+from structattn.experiments.recipes import TASKS, recipe_for
 from structattn.experiments.scaling import scaling
 from structattn.experiments.settings import apply_overrides
 from structattn.reports.scaling import format_scaling, scaling_verdict
+from structattn.tasks.corpus import Characters
+from structattn.training.build import spec_for
 
 BUDGETS = (1e12, 2e12, 4e12, 8e12, 16e12)
 
@@ -180,3 +183,15 @@ def test_a_grid_from_the_command_line(tmp_path: Path, capsys) -> None:
     assert main([*command, "--budgets", "10", "--out", str(tmp_path / "few")]) == 2
     assert "give a larger budget" in capsys.readouterr().err
     assert not (tmp_path / "few").exists()
+
+
+@pytest.mark.parametrize("preset", TASKS["text"].presets)
+def test_every_preset_has_models_that_fit(preset: str) -> None:
+    recipe = recipe_for("text", preset)
+    point = recipe.points()[-1]
+    for settings in (point.recipe, point.swept):
+        with torch.device("meta"):
+            for spec in recipe.attention:
+                text = spec_for(spec, settings.training.parametrization)
+                model = settings.task.build_model(text, Characters())
+                assert len(model.trunk.layers) == settings.task.num_layers

@@ -93,6 +93,18 @@ def test_attention_by_distance_by_loops() -> None:
         assert sum(layer) == pytest.approx(1.0)
 
 
+def test_partitions_by_text_are_looked_at_as_they_were_used(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("one two\nthree\n\nfour five\n" * 80)
+    task = TextTask(
+        TextConfig(data=str(path), context_length=16, embed_dim=8, num_layers=2, num_heads=1, eval_windows=4)
+    )
+    torch.manual_seed(0)
+    model = task.build_model("mlr-text:4|2|2").eval()
+    layers = task.details(model)["attention_by_distance"]
+    assert [sum(layer) for layer in layers] == pytest.approx([1.0, 1.0])
+
+
 def test_loss_by_position_is_the_metric_taken_apart(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog\n" * 60)

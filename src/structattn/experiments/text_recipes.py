@@ -61,6 +61,7 @@ _METHODS = (
     "window:512",
     "window:128",
     "global-window:32|32@128",
+    "[standard,window:128,window:128]",
     "mlr:32|32",
     "mlr:48|8|4|4",
     "mlr:40|16|4|4",
@@ -70,6 +71,7 @@ _METHODS = (
     "mlr:24|12|8|6|4|4|4|2",
     "mlr:8|8|8|8|8|8|8|8",
     "mlr:16|16|16|16,values=16|16|16|16",
+    "mlr-text:32|16|16",
     "bilinear-mlr:32|16|8|8",
     "bilinear-btt:1",
 )
@@ -82,6 +84,7 @@ def _methods() -> Recipe:
         widths=(128,),
         budgets=(1e12,),
         seeds=1,
+        sweep_settings=("budgets=2.5e11",),  # at the same width: levels of a bilinear score share out all of it
     )
 
 
@@ -128,7 +131,7 @@ TEXT_PRESETS = {
     ),
     "methods": Preset(
         _methods(),
-        "16 attentions at width 128 and 1e12 FLOPs, learned positions and RoPE, one seed; about 2 hours on 2 CPU cores (estimated)",
+        "18 attentions at width 128 and 1e12 FLOPs, learned positions and RoPE, one seed; about 2 hours on 2 CPU cores (estimated)",
     ),
     "paper": Preset(
         _paper(), "the paper's widths 256 ... 768, 1,024 of context, 100,000 steps; years on a CPU, weeks on a GPU"

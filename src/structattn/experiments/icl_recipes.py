@@ -126,7 +126,7 @@ ICL_PRESETS = {
     ),
     "bottleneck": Preset(
         _bottleneck(),
-        "d = 6, width 24: 8 heads of dimension 3 against full rank at equal compute, 3 seeds; about 3 hours on 2 CPU cores (estimated from a part of it)",
+        "d = 6, width 24: 8 heads of dimension 3 against full rank at equal compute, 3 seeds; under 3 hours on 2 CPU cores",
     ),
     "rank-vs-dimension": Preset(
         _rank_vs_dimension(),

@@ -18,6 +18,7 @@ from structattn.errors import ConfigError
 from structattn.experiments.activations import activations
 from structattn.experiments.plan import GIB, SIZES, USABLE, Plan, PlanRequest, make_plan, plans, suggest_layout
 from structattn.experiments.plan_table import format_plans
+from structattn.layers.block import TransformerBlock
 from structattn.training.build import build_optimizer
 from structattn.training.config import TrainingConfig
 
@@ -65,17 +66,14 @@ def saved_bytes(model: sa.LanguageModel, batch: int, precision: str) -> int:
 
 
 class Checkpointed(torch.nn.Module):
-    def __init__(self, block: torch.nn.Module, use_reentrant: bool) -> None:
+    """A block whose checkpoint shows what it keeps to ``saved_tensors_hooks``, as the one without reentrance does not."""
+
+    def __init__(self, block: TransformerBlock) -> None:
         super().__init__()
-        self.block, self.use_reentrant = block, use_reentrant
+        self.block, self.attention = block, block.attention
 
     def forward(self, x: torch.Tensor, **options: object) -> torch.Tensor:
-        return checkpoint(lambda y: self.block(y, **options), x, use_reentrant=self.use_reentrant)
-
-
-def checkpointed(model: sa.LanguageModel, use_reentrant: bool) -> sa.LanguageModel:
-    model.trunk.blocks = torch.nn.ModuleList(Checkpointed(block, use_reentrant) for block in model.trunk.blocks)
-    return model
+        return checkpoint(lambda y: self.block(y, **options), x, use_reentrant=True)
 
 
 CASES = [
@@ -127,9 +125,9 @@ def test_activation_checkpointing_keeps_the_inputs_of_blocks(spec: str) -> None:
     wanted = request(spec, num_layers=5)
     found = activations(wanted.build(), "float32", device="cpu")
     kept = found.block_input.times(5) + found.ends
-    assert kept.nbytes(2, 320) == pytest.approx(
-        saved_bytes(checkpointed(model_of(wanted), True), 2, "float32"), rel=0.01
-    )
+    model = model_of(wanted)
+    model.trunk.blocks = torch.nn.ModuleList(map(Checkpointed, model.trunk.layers))
+    assert kept.nbytes(2, 320) == pytest.approx(saved_bytes(model, 2, "float32"), rel=0.01)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -140,7 +138,7 @@ def test_the_highest_point_of_a_step(spec: str, vocab: int, checkpointing: bool)
     model = model_of(wanted)
     found = activations(model, "float32", device="cpu")
     closed_form = found.nbytes(1, 640, checkpointing=checkpointing, gradients=True) + found.fixed
-    model = checkpointed(model, False) if checkpointing else model
+    model.trunk.activation_checkpointing = checkpointing
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         loss_of(model, 1, "float32").backward()
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -10,6 +10,7 @@ import torch
 
 from structattn.cli import main
 from structattn.errors import ConfigError
+from structattn.experiments.compare import _training
 from structattn.experiments.recipes import TASKS, recipe_for
 from structattn.experiments.scaling import scaling
 from structattn.experiments.settings import apply_overrides
@@ -183,6 +184,17 @@ def test_a_grid_from_the_command_line(tmp_path: Path, capsys) -> None:
     assert main([*command, "--budgets", "10", "--out", str(tmp_path / "few")]) == 2
     assert "give a larger budget" in capsys.readouterr().err
     assert not (tmp_path / "few").exists()
+
+
+@pytest.mark.parametrize("spec", ["standard", "mlr:16|16|16|16"])
+def test_a_budget_of_any_size_is_counted_at_once(spec: str) -> None:
+    (point, *_) = grid("widths=64", "budgets=1e18").points()
+    training = _training("text", point.recipe, spec)
+    with torch.device("meta"):
+        model = point.recipe.task.build_model(spec_for(spec, "mup"), Characters())
+    step = point.recipe.training.batch_size * model.flops_per_example()
+    assert training.steps == pytest.approx(1e18 / step, abs=2)
+    assert training.warmup_steps == 100
 
 
 @pytest.mark.parametrize("preset", TASKS["text"].presets)

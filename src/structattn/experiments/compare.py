@@ -125,9 +125,12 @@ def _training(task_name: str, recipe: Recipe, spec: str) -> TrainingConfig:
         left = recipe.budgets[0] / training.batch_size
     else:
         left = sum(task.flops(first, step) for step in range(training.steps))
-    steps = 0
-    while (left := left - task.flops(model, steps)) >= 0:
+    steps, full = 0, task.flops(model)
+    while (cost := task.flops(model, steps)) != full and left >= cost:
+        left -= cost
         steps += 1
+    if cost == full:  # from here on every step costs as much
+        steps += int(left // full)
     if not recipe.budgets:
         return dataclasses.replace(training, steps=max(steps, training.warmup_steps + 1))
     if steps < _FEWEST_STEPS:

@@ -56,7 +56,8 @@ class Task(ABC):
 
         Args:
             model: from ``build_model``, not wrapped.
-            step: of the training, where examples change in size. Default ``None``: the full size.
+            step: of the training, where examples change in size: they grow to the full size and stay there. Default ``None``: the
+                full size.
         """
         return cast(Any, model).flops_per_example()
 

@@ -90,8 +90,10 @@ class PlainCache(LevelCache):
             kept[:, :, self._length : end] = x
         self._length = end
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: Any = "auto") -> Tensor:
-        """Adds one token and attends to all."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: Any = "auto", layout: Any = None
+    ) -> Tensor:
+        """Adds one token and attends to all; the options are those of ``LevelCache``."""
         self.append(k, v)
         assert self._kept is not None
         keys, values = (x[:, :, : self._length] for x in self._kept)

@@ -16,6 +16,7 @@ from structattn.layer_specs import LayerSpecs
 from structattn.layers.attention import Attention
 from structattn.layers.block import TransformerBlock
 from structattn.layers.rotary import Rotary
+from structattn.layout import LevelLayout
 from structattn.mup import Role
 from structattn.text_layout import UNITS, Segments, TextLayout, Unit
 
@@ -144,10 +145,11 @@ class Transformer(nn.Module):
         if self.position is not None:
             x = x + self._learned(self.position, x.shape[1], caches, left_padding, cu_seqlens)
         x = self.dropout(x)
-        layouts = {} if segments is None else {layout: layout.at(segments) for layout in self._text_layouts}
+        layouts: dict[object, LevelLayout] = (
+            {} if segments is None else {layout: layout.at(segments) for layout in self._text_layouts}
+        )
         for block, cache in zip(self.layers, repeat(None) if caches is None else caches, strict=False):
-            layout = block.attention.layout
-            known = layouts.get(layout) if isinstance(layout, TextLayout) else None
+            known = layouts.get(block.attention.layout) if layouts else None
             # A cache would be filled a second time by a block that is computed again.
             if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
                 x = checkpoint(

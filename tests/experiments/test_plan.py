@@ -296,3 +296,8 @@ def test_activations_are_refused_for_models_that_they_are_not_counted_for() -> N
             activations(model, "float32")
     with pytest.raises(ConfigError, match="precision"):
         activations(request().build(), "fp16")
+
+
+def test_a_plan_of_nothing_is_named() -> None:
+    with pytest.raises(ConfigError, match="at least one attention spec"):
+        plans(PlanRequest.of("125m"), ())

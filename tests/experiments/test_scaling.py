@@ -10,7 +10,7 @@ import torch
 
 from structattn.cli import main
 from structattn.errors import ConfigError
-from structattn.experiments.compare import _training
+from structattn.experiments.compare import _training, affordable_steps
 from structattn.experiments.recipes import TASKS, recipe_for
 from structattn.experiments.scaling import scaling
 from structattn.experiments.settings import apply_overrides
@@ -43,6 +43,13 @@ def test_a_grid_has_every_variant_at_every_width_and_budget() -> None:
     assert {(p.swept.task.embed_dim, p.swept.budgets) for p in points} == {(64, (2.5e11,))}
 
 
+def test_budgets_are_kept_to_the_last_digit() -> None:
+    near = grid("widths=64", "variants=", "budgets=1000001,1000002,1e12").points()
+    assert [point.recipe.budgets for point in near] == [(1000001.0,), (1000002.0,), (1e12,)]
+    assert len({point.settings for point in near}) == 3
+    assert near[-1].settings.endswith("budgets=1e+12")  # the short form names the folders of runs that there are
+
+
 def test_a_recipe_without_a_grid_is_one_point() -> None:
     recipe = recipe_for("text", "smoke")
     (point,) = recipe.points()
@@ -59,6 +66,9 @@ def test_a_recipe_without_a_grid_is_one_point() -> None:
         (("budgets=inf",), "must be positive"),
         (("training.parametrization=standard", "sweep_settings=", "widths=64,128"), "muP only"),
         (("equal=tokens",), "tokens"),
+        (("variants=a: task.rotary=,a: task.rotary=low_far",), "every name once"),
+        (("variants=a: task.rotary= task.num_heads=2",), "task.num_heads=2 would be lost, since widths set it"),
+        (("variants=a: budgets=1e12",), "budgets=1e12 would be lost"),
     ],
 )
 def test_bad_grids_are_named(changes, message: str) -> None:
@@ -207,3 +217,18 @@ def test_every_preset_has_models_that_fit(preset: str) -> None:
                 text = spec_for(spec, settings.training.parametrization)
                 model = settings.task.build_model(text, Characters())
                 assert len(model.trunk.layers) == settings.task.num_layers
+
+
+def test_steps_of_a_budget_by_counting() -> None:
+    costs = [3, 5, 8]  # then 10 each
+
+    class Growing:
+        def flops(self, model, step=None):
+            return costs[step] if step is not None and step < len(costs) else 10
+
+    for budget in range(60):
+        left, expected = budget, 0
+        while (left := left - Growing().flops(None, expected)) >= 0:
+            expected += 1
+        assert affordable_steps(Growing(), None, budget) == expected
+    assert affordable_steps(Growing(), None, 16 + 1e18) == 3 + 10**17  # at once

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from structattn.errors import ConfigError, ShapeError
+from structattn.layers.attention import Attention
 from structattn.layers.rotary import SCALING_KINDS, SPLITS, Rotary, RotaryScaling
 from structattn.layout import LevelLayout
 from structattn.testing.tolerances import FORWARD, assert_close
@@ -478,3 +479,19 @@ def test_errors_of_the_call(x, positions, message) -> None:
 
 def test_the_kinds_are_all_tested() -> None:
     assert {scaling.kind for scaling in SCALINGS if scaling is not None} == set(SCALING_KINDS)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("spec", ["standard", "mlr:4|2|2", "bilinear-mlr:4|4", "bilinear-mlr:2|2|1", "bilinear-btt:1"])
+def test_the_place_of_a_sequence_means_nothing_to_attention(spec, split) -> None:
+    # Packed sequences are rotated by their places in the row. The levels of bilinear MLR have scales of their own, so that a pair of
+    # dimensions must not be of two of them.
+    attention = Attention.from_spec(
+        spec, embed_dim=16, num_heads=2, context_length=8, rotary=Rotary(split=split)
+    ).double()
+    x = torch.randn(1, 21, 16, dtype=torch.float64)
+    packed = attention(x, cu_seqlens=torch.tensor([0, 5, 13, 21]))
+    for start, end in ((0, 5), (5, 13), (13, 21)):
+        assert_close(packed[:, start:end], attention(x[:, start:end]))
+    cache = attention.new_cache(max_length=8)
+    assert_close(torch.cat([attention(part, cache=cache) for part in x[:, 13:].split(3, dim=1)], 1), packed[:, 13:])

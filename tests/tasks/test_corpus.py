@@ -159,12 +159,13 @@ def test_begun_with_other_settings(tmp_path) -> None:
     (tmp_path / "else" / "thesis.doc").write_text("mine")
     with pytest.raises(ConfigError, match="holds 'thesis.doc', which is not of a corpus"):
         prepare(config_of(folder), tmp_path / "else", resume=True, show_progress=False)
-    (tmp_path / "corpus" / "progress.json").write_text("{")
-    with pytest.raises(DataError, match="expected the record of a begun corpus"):
-        prepare(config_of(folder), tmp_path / "corpus", resume=True, show_progress=False)
+    for damaged in ("{", "[]"):
+        (tmp_path / "corpus" / "progress.json").write_text(damaged)
+        with pytest.raises(DataError, match="expected the record of a begun corpus"):
+            prepare(config_of(folder), tmp_path / "corpus", resume=True, show_progress=False)
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "changed", "manifest", "format"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "changed", "manifest", "list", "field", "format"])
 def test_damage_is_named(tmp_path, damage) -> None:
     out = tmp_path / "corpus"
     prepare(config_of(folder_of(tmp_path, texts(40))), out, show_progress=False)
@@ -179,6 +180,10 @@ def test_damage_is_named(tmp_path, damage) -> None:
         Corpus(out)  # opening does not read it all
     elif damage == "manifest":
         (out / "manifest.json").write_text("{")
+    elif damage == "list":
+        (out / "manifest.json").write_text("[]")
+    elif damage == "field":
+        (out / "manifest.json").write_text('{"format": 1}')
     else:
         manifest = json.loads((out / "manifest.json").read_text())
         (out / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
@@ -187,10 +192,54 @@ def test_damage_is_named(tmp_path, damage) -> None:
         "gone": "no such file",
         "changed": "the contents have changed",
         "manifest": "expected the manifest of a corpus",
+        "list": "expected the manifest of a corpus",
+        "field": "expected the manifest of a corpus, got: KeyError",
         "format": "expected a corpus of format 1, got 99",
     }
     with pytest.raises(DataError, match=words[damage]):
         Corpus(out).verify()
+
+
+def test_a_source_that_has_changed_is_not_continued(tmp_path) -> None:
+    folder = folder_of(tmp_path, texts(60))
+    out = tmp_path / "corpus"
+    prepare(config_of(folder), out, show_progress=False)
+    before = files_of(out)
+    (folder / "0000a.txt").write_text("a document in between")
+    for left in ("finished", "unfinished"):
+        with pytest.raises(ConfigError, match="had other files, or files of other sizes"):
+            prepare(config_of(folder), out, resume=True, show_progress=False)
+        if left == "finished":
+            (out / "manifest.json").unlink()
+    (folder / "0000a.txt").unlink()
+    prepare(config_of(folder), out, resume=True, show_progress=False)
+    assert files_of(out) == before
+    folder.rename(tmp_path / "elsewhere")
+    prepare(config_of(folder), out, resume=True, show_progress=False)  # a finished corpus does not need its source
+    assert files_of(out) == before
+
+
+def test_damaged_sources_are_named(tmp_path) -> None:
+    packed = gzip.compress(np.random.default_rng(0).bytes(4000).hex().encode())
+    for name, data in (("cut", packed[: len(packed) // 2]), ("wrong", packed[:200] + bytes(50) + packed[250:])):
+        path = tmp_path / f"{name}.txt.gz"
+        path.write_bytes(data)
+        with pytest.raises(DataError, match=rf"{name}.txt.gz: expected a whole gzip file"):
+            list(Source(path=str(path)).documents())
+    path = tmp_path / "deep.jsonl"
+    for line in ("[" * 100_000, '{"id": ' + "1" * 5000 + "}"):
+        path.write_text('{"text": "fine"}\n' + line + "\n")
+        with pytest.raises(DataError, match=r"deep.jsonl, line 2: expected JSON"):
+            list(Source(path=str(path)).documents())
+
+
+@pytest.mark.parametrize("tokens", ["bytes", "bpe"])
+def test_half_a_surrogate_pair_is_named_with_its_place(tmp_path, tokens) -> None:
+    path = tmp_path / "half.jsonl"
+    path.write_text('{"text": "whole"}\n{"text": "\\ud83d"}\n')
+    config = config_of(path, tokens=tokens, vocab_size=256, validation=1e-9, test=1e-9)
+    with pytest.raises(DataError, match=r"half.jsonl, line 2: expected text that UTF-8 can hold"):
+        prepare(config, tmp_path / "corpus", show_progress=False)
 
 
 def test_no_corpus(tmp_path) -> None:

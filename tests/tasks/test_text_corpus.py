@@ -1,5 +1,6 @@
 """The text task on prepared corpora: documents do not know of each other, and scores count alike for any tokens."""
 
+import json
 import math
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from structattn.cli import main
+from structattn.errors import DataError
 from structattn.experiments.evaluate import load_language_model, load_run, load_tokenizer
 from structattn.tasks.corpus import Bytes, Corpus, PrepareConfig, Source, prepare
 from structattn.tasks.text import TextConfig, TextTask
@@ -179,3 +181,23 @@ def test_characters_of_several_tokens_come_whole(corpus, tmp_path) -> None:
 
     assert pieces("a\u00e9\u20ac!") == ["a", "", "\u00e9", "", "", "\u20ac", "!"]
     assert pieces("a\u00e9bc", stop="\u00e9") == ["a", "", "\u00e9"]
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_documents_of_one_token_leave_nothing_to_score(tmp_path, longer) -> None:
+    lines = [json.dumps({"text": chr(33 + i % 90)}) for i in range(900)]
+    lines += [
+        json.dumps({"text": text}) for text in ("ab", "cd", "ef", "gh", "ij", "kl", "mn", "op", "qr", "st")
+    ] * longer
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    config = PrepareConfig(source=Source(path=str(tmp_path / "a.jsonl")), validation=0.3, test=0.3)
+    prepare(config, tmp_path / "corpus", show_progress=False)
+
+    def score() -> None:
+        task = TextTask(
+            TextConfig(data=str(tmp_path / "corpus"), context_length=4, embed_dim=8, num_heads=1, eval_windows=1)
+        )
+        task.evaluate(task.build_model("standard").eval(), "test")
+
+    with pytest.raises(DataError, match="documents of more than one token"):
+        score()

@@ -110,6 +110,21 @@ def _best_validation(result: TrainingResult | None, metric: str) -> float:
     return float(min((score for score in scores if math.isfinite(score)), default=math.inf))
 
 
+def affordable_steps(task: Task, model: nn.Module, flops: float) -> int:
+    """How many steps so many forward FLOPs pay for, with one example a step.
+
+    Examples may grow in training; once they are of the full size they stay so, and the rest is one division: small models on large
+    budgets take billions of steps.
+    """
+    full, steps = task.flops(model), 0
+    while (cost := task.flops(model, steps)) != full:
+        if cost > flops:
+            return steps
+        flops -= cost
+        steps += 1
+    return steps + int(flops // full)
+
+
 @functools.cache
 def _training(task_name: str, recipe: Recipe, spec: str) -> TrainingConfig:
     """The training of a variant: the recipe's steps, or as many as its compute pays for, and at least one."""
@@ -125,12 +140,7 @@ def _training(task_name: str, recipe: Recipe, spec: str) -> TrainingConfig:
         left = recipe.budgets[0] / training.batch_size
     else:
         left = sum(task.flops(first, step) for step in range(training.steps))
-    steps, full = 0, task.flops(model)
-    while (cost := task.flops(model, steps)) != full and left >= cost:
-        left -= cost
-        steps += 1
-    if cost == full:  # from here on every step costs as much
-        steps += int(left // full)
+    steps = affordable_steps(task, model, left)
     if not recipe.budgets:
         return dataclasses.replace(training, steps=max(steps, training.warmup_steps + 1))
     if steps < _FEWEST_STEPS:

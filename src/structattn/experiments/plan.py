@@ -362,8 +362,10 @@ def plans(request: PlanRequest, specs: tuple[str, ...]) -> list[Plan]:
     """The same request with each of several attention specs.
 
     Raises:
-        ConfigError: a spec twice, or as ``make_plan``.
+        ConfigError: no spec, a spec twice, or as ``make_plan``.
     """
+    if not specs:
+        raise ConfigError("give at least one attention spec to plan for")
     if len(set(specs)) != len(specs):
         raise ConfigError(f"every attention spec once, got {', '.join(specs)}")
     return [make_plan(replace(request, attention=spec)) for spec in specs]

@@ -18,6 +18,16 @@ from structattn.training.config import TrainingConfig
 TaskConfig = NearestNeighborConfig | ForecastConfig | ICLRegressionConfig | TextConfig
 
 
+# The settings that a point of a grid has of its own.
+_SET_BY = {"widths": ("task.embed_dim", "task.num_heads", "widths"), "budgets": ("budgets",)}
+
+
+def _named(variant: str) -> tuple[str, list[str]]:
+    """The name of a variant, the whole text where it has none, and its settings."""
+    name, named, settings = variant.partition(": ")
+    return name, (settings if named else variant).split()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that a comparison needs, so that it can be repeated.
@@ -34,14 +44,14 @@ class Recipe:
         equal: ``"steps"``: ``training.steps`` for every variant. ``"compute"``: as many steps as cost what ``training.steps`` steps of
             the first variant cost, in forward FLOPs, so that all are compared at equal compute. Budgets go before it.
         variants: settings that are varied, each a text such as ``"task.dim=4 task.num_heads=2"``, or with a name of its own for
-            tables, ``"small: task.dim=4"``: everything is compared under each. Empty: the settings as they are.
+            tables, ``"small: task.dim=4"``, each name once: everything is compared under each. Empty: the settings as they are.
         widths: of the models: everything is compared at each ``task.embed_dim``, with heads of the dimension that the settings have.
             Empty: that of the settings.
         budgets: forward FLOPs of all training examples: everything is compared after so many, instead of after ``training.steps``.
 
     Raises:
         ConfigError: no seeds, a learning rate or budget that is not positive, something twice, settings of a sweep without rates or
-            without muP, several widths without muP or with heads that do not divide them.
+            without muP, several widths without muP or with heads that do not divide them, a variant of what widths or budgets set.
     """
 
     task: TaskConfig
@@ -76,6 +86,21 @@ class Recipe:
             )
         if self.widths:
             self._check_widths()
+        self._check_variants()
+
+    def _check_variants(self) -> None:
+        names = [name for name, named, _ in (variant.partition(": ") for variant in self.variants) if named]
+        if len(set(names)) != len(names):
+            raise ConfigError(
+                f"variants: every name once, or their results would be taken for one, got {', '.join(names)}"
+            )
+        for place, values in (("widths", self.widths), ("budgets", self.budgets)):
+            for variant in self.variants if values else ():
+                _, settings = _named(variant)
+                if lost := [text for text in settings if text.partition("=")[0] in _SET_BY[place]]:
+                    raise ConfigError(
+                        f"variants: {lost[0]} would be lost, since {place} set it: leave one of the two out"
+                    )
 
     def _check_widths(self) -> None:
         if self.training.parametrization != "mup" and len(self.widths) > 1:
@@ -98,12 +123,12 @@ class Recipe:
         return [self._point(variant, width, budget) for variant, width, budget in axes]
 
     def _point(self, variant: str, width: int | None, budget: float | None) -> Point:
-        name, named, settings = variant.partition(": ")
-        changes = settings.split() if named else variant.split()
+        name, changes = _named(variant)
         if width is not None:
             changes += [f"task.embed_dim={width}", f"task.num_heads={width // self._head_dim()}"]
         if budget is not None:
-            changes.append(f"budgets={budget:g}")
+            short = f"{budget:g}"
+            changes.append(f"budgets={short if float(short) == budget else repr(budget)}")
         alone = replace(self, variants=(), widths=(), budgets=())
         recipe = apply_overrides(alone, tuple(changes))
         replaced = {setting.partition("=")[0] for setting in self.sweep_settings}

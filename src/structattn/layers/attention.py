@@ -71,7 +71,8 @@ class Attention(nn.Module):
         window: sliding window in positions, with any layout of levels. Default ``None``.
         is_causal: default ``True``.
         qk_norm: layer norm of queries and keys (per level for MLR). Default ``True``.
-        rotary: rotary embedding, a ``Rotary`` value, which is fitted to the ranks of the layout; or a function, called as
+        rotary: rotary embedding, a ``Rotary`` value, which is fitted to the ranks of the layout, without one to the levels of bilinear
+            MLR, each of which has a scale of its own; or a function, called as
             ``rotary(x, positions)`` on q and k (B, heads, length, D) with int positions (length,), or (B, length) with padding.
         bias: bias of the value and output projections and of the norms. Default ``False``.
         dropout: dropout of attention weights in training. Default 0.
@@ -137,8 +138,6 @@ class Attention(nn.Module):
         self.is_causal = is_causal
         self.dropout = dropout
         self.backend: Backend = backend
-        ranks = (feature_dim,) if layout is None else layout.ranks
-        self.rotary = rotary.build(ranks) if isinstance(rotary, Rotary) else rotary
         self.scoring = scoring.build(
             HeadShape(
                 embed_dim=embed_dim,
@@ -149,6 +148,8 @@ class Attention(nn.Module):
                 fixed_features=layout is not None or rotary is not None,
             )
         )
+        ranks = self.scoring.level_sizes if layout is None else layout.ranks
+        self.rotary = rotary.build(ranks) if isinstance(rotary, Rotary) else rotary
         self.value_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         for linear in (self.value_proj, self.out_proj):

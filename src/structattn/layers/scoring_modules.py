@@ -61,6 +61,11 @@ class ScoringModule(nn.Module):
         """D of the norms and of a layout: see ``Scoring.feature_dim``."""
 
     @property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Sizes of the parts of D that have norms and scales of their own, so that a rotation keeps to them. Default: one part."""
+        return (self.feature_dim,)
+
+    @property
     @abstractmethod
     def matrix_fan_ins(self) -> dict[str, int]:
         """The fan-in of every factor in the way this scoring uses it: in features of both sides, or in M x'."""
@@ -277,6 +282,10 @@ class MLRScoring(ScoringModule):
     @property
     def feature_dim(self) -> int:
         return self.matrix.inner_dim
+
+    @property
+    def level_sizes(self) -> tuple[int, ...]:
+        return self.matrix.feature_sizes
 
     def order(self, num_queries: int, num_keys: int) -> Order:
         # Each level has a scale of its own, which the formed orders could not tell apart: the features are the definition.

@@ -98,6 +98,10 @@ class TextTask(Task):
         )
         self._unit_sizes = torch.from_numpy(self.tokenizer.token_sizes())
         for name, part in self.splits.items():
+            if part.num_documents == len(part) > 1:
+                raise DataError(
+                    f"{source}: expected documents of more than one token, got {len(part)} of one token for {name}: there is nothing to predict"
+                )
             if len(part) <= config.context_length:
                 units = {"char": "characters", "byte": "bytes", "token": "tokens"}[self.tokenizer.unit]
                 raise DataError(
@@ -182,6 +186,11 @@ class TextTask(Task):
         for logits, targets in scored:
             nats += float(F.cross_entropy(logits, targets, ignore_index=_NONE, reduction="sum"))
             units += int(self._unit_sizes[targets[targets != _NONE].cpu()].sum())
+        if not units:
+            raise DataError(
+                "expected text to score, got windows in which every token begins a document: give documents of more than one token, or "
+                "more task.eval_windows"
+            )
         return nats / units
 
     @torch.no_grad()

@@ -101,14 +101,19 @@ class Corpus:
             raise DataError(f"{folder}: expected a corpus, got a folder without {MANIFEST}. {_HINT}") from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise DataError(f"{folder / MANIFEST}: expected the manifest of a corpus, got: {error}") from None
-        if self.manifest.get("format") != FORMAT:
+        try:
+            if self.manifest.get("format") != FORMAT:
+                raise DataError(
+                    f"{folder}: expected a corpus of format {FORMAT}, got {self.manifest.get('format')!r}. Prepare it anew, or "
+                    "update structattn"
+                )
+            self.tokenizer: Tokenizer = tokenizer_from(self.manifest["tokenizer"])
+            self._type = np.dtype(self.manifest["dtype"])
+            self.splits: dict[str, Tokens] = {name: self._open(name) for name in SPLITS}
+        except (AttributeError, KeyError, TypeError) as error:
             raise DataError(
-                f"{folder}: expected a corpus of format {FORMAT}, got {self.manifest.get('format')!r}. Prepare it anew, or update "
-                "structattn"
-            )
-        self.tokenizer: Tokenizer = tokenizer_from(self.manifest["tokenizer"])
-        self._type = np.dtype(self.manifest["dtype"])
-        self.splits: dict[str, Tokens] = {name: self._open(name) for name in SPLITS}
+                f"{folder / MANIFEST}: expected the manifest of a corpus, got: {error!r}. {_HINT}"
+            ) from None
 
     def _open(self, split: str) -> Tokens:
         arrays: list[npt.NDArray[Any]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -92,6 +93,10 @@ class Source:
                 )
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: expected text in UTF-8, got: {error}. Save it as plain text") from error
+        except (EOFError, zlib.error) as error:
+            raise DataError(
+                f"{path}: expected a whole gzip file, got a damaged one: {error}. Fetch it again"
+            ) from error
         except OSError as error:
             raise DataError(
                 f"expected a readable text file at {path}, got: {error}. Check that it is a file"
@@ -129,7 +134,7 @@ def _json_lines(file: IO[str], path: Path, column: str) -> Iterator[Document]:
         where = f"{path}, line {number}"
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # besides what is no JSON, numbers too long and lists too deep
             raise DataError(f"{where}: expected JSON, got: {error}") from None
         yield Document(_field(record, column, where), where)
 

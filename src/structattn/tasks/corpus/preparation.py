@@ -91,9 +91,14 @@ class _Writer:
     """Shards and, after each, the record that a later call continues from."""
 
     def __init__(
-        self, out: Path, tokenizer: Tokenizer, settings: dict[str, Any], progress: dict[str, Any] | None
+        self,
+        out: Path,
+        tokenizer: Tokenizer,
+        settings: dict[str, Any],
+        files: str | None,
+        progress: dict[str, Any] | None,
     ) -> None:
-        self.out, self.tokenizer, self.settings = out, tokenizer, settings
+        self.out, self.tokenizer, self.settings, self.files = out, tokenizer, settings, files
         self.dtype = np.dtype(
             "<u1" if tokenizer.vocab_size <= 2**8 else "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
         )
@@ -131,6 +136,7 @@ class _Writer:
     def _record(self) -> dict[str, Any]:
         return {
             "settings": self.settings,
+            "files": self.files,
             "tokenizer": self.tokenizer.description(),
             "documents": self.num_documents,
             "characters": self.num_characters,
@@ -168,14 +174,14 @@ def prepare(config: PrepareConfig, out: Path, *, resume: bool = False, show_prog
     Args:
         config: settings.
         out: the folder, made when missing.
-        resume: continue what was begun there; a finished corpus of the same settings is returned at once.
+        resume: continue what was begun there; a finished corpus of the same settings is returned at once, also where its source is gone.
         show_progress: a progress bar on stderr.
 
     Returns:
         The manifest.
 
     Raises:
-        ConfigError: the folder is not empty and ``resume`` is off, or was begun with other settings.
+        ConfigError: the folder is not empty and ``resume`` is off, or was begun with other settings or other files.
         DataError: a document cannot be read or encoded; no document fell into a split.
         CheckpointError: a file cannot be written, such as on a full disk: free some space and resume.
 
@@ -183,6 +189,8 @@ def prepare(config: PrepareConfig, out: Path, *, resume: bool = False, show_prog
     """
     settings = _settings(config)
     progress = _begun(out, settings, resume)
+    if progress is not None:
+        _check_files(out, progress, config.source)
     if progress is not None and (out / MANIFEST).exists():
         manifest: dict[str, Any] = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
         return manifest
@@ -202,7 +210,7 @@ def prepare(config: PrepareConfig, out: Path, *, resume: bool = False, show_prog
         desc="reading",
     ) as bar:
         tokenizer = _tokenizer(config) if progress is None else tokenizer_from(progress["tokenizer"])
-        writer = _Writer(out, tokenizer, settings, progress)
+        writer = _Writer(out, tokenizer, settings, _fingerprint(files), progress)
         bar.update(writer.num_characters)
         for document in config.source.documents(skip=writer.num_documents):
             split = split_of(document.text, config.validation, config.test)
@@ -239,7 +247,7 @@ def _begun(out: Path, settings: dict[str, Any], resume: bool) -> dict[str, Any] 
     try:
         progress: dict[str, Any] = json.loads((out / _PROGRESS).read_text(encoding="utf-8"))
         before = progress["settings"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise DataError(
             f"{out / _PROGRESS}: expected the record of a begun corpus, got: {error!r}. Begin anew"
         ) from None
@@ -250,6 +258,24 @@ def _begun(out: Path, settings: dict[str, Any], resume: bool) -> dict[str, Any] 
             f"{out} was begun with {key} = {before.get(key)!r}, now {settings[key]!r}: use another folder"
         )
     return progress
+
+
+def _fingerprint(files: list[Path] | None) -> str | None:
+    """A hash of which files a source has, and of their sizes; ``None`` for a data set."""
+    if files is None:
+        return None
+    return hashlib.sha256(
+        "".join(f"{path}\0{path.stat().st_size}\n" for path in files).encode(errors="surrogateescape")
+    ).hexdigest()
+
+
+def _check_files(out: Path, progress: dict[str, Any], source: Source) -> None:
+    """Documents are skipped by their number: among other files, some would be left out and others come twice."""
+    begun = progress.get("files")
+    if begun is not None and Path(source.path).exists() and _fingerprint(source.files()) != begun:
+        raise ConfigError(
+            f"{out} was begun when {source.path} had other files, or files of other sizes: begin anew in another folder"
+        )
 
 
 def _tokenizer(config: PrepareConfig) -> Tokenizer:
@@ -265,6 +291,9 @@ def _training_texts(config: PrepareConfig) -> Iterator[str]:
     left = config.bpe_characters
     for document in config.source.documents():
         if split_of(document.text, config.validation, config.test) == "train":
+            Bytes().encode(
+                document.text, document.name
+            )  # what UTF-8 cannot hold is named here; the library does not say where
             yield document.text[:left]
             left -= len(document.text)
             if left <= 0:

@@ -19,6 +19,7 @@ from structattn.experiments.activations import activations
 from structattn.experiments.plan import GIB, SIZES, USABLE, Plan, PlanRequest, make_plan, plans, suggest_layout
 from structattn.experiments.plan_table import format_plans
 from structattn.layers.block import TransformerBlock
+from structattn.text_layout import TextUnits
 from structattn.training.build import build_optimizer
 from structattn.training.config import TrainingConfig
 
@@ -41,6 +42,7 @@ def model_of(wanted: PlanRequest) -> sa.LanguageModel:
         num_kv_heads=wanted.num_kv_heads,
         context_length=wanted.context_length,
         rotary=sa.Rotary(),
+        text_units=TextUnits(bytes(wanted.vocab_size)),
     )
 
 
@@ -89,6 +91,8 @@ CASES = [
     ("bilinear-mlr:20|10|10", {}, 1),
     ("bilinear-butterfly", {"num_layers": 1}, 1),
     ("bilinear-mlbtc:1x1x16|16x10x160s", {"num_layers": 1}, 1),
+    ("[standard,window:50,bilinear-btt:1]", {"num_layers": 4}, 1),
+    ("mlr-text:20|10|10", {}, 1),
 ]
 
 
@@ -109,8 +113,8 @@ def test_the_form_of_a_block_is_the_one_of_the_page(precision: str, c: int, read
     attention = c * (D * (H + G) + G * D + E) + 4 * H
     expected = norms + read * E + qk_norms + attention + c * E + c * (E + 2 * 4 * E)
     found = activations(request(num_kv_heads=G).build(), precision)
-    assert found.block.per_token == expected
-    assert found.block.per_position == 16 * D
+    assert found.blocks[0].per_token == expected
+    assert found.blocks[0].per_position == 16 * D
 
 
 def test_small_matrices_that_are_written_out_cost_little_more() -> None:
@@ -175,6 +179,8 @@ def test_weights_gradients_and_moments_are_those_of_the_optimizer(spec: str) -> 
         ("global-window:20|20@50", 1),
         ("mlr:20|10|10+window:50", None),
         ("bilinear-btt:1", 2),
+        ("[standard,window:50]", None),
+        ("mlr-text:20|10|10", 2),
     ],
 )
 def test_the_cache_has_as_many_bytes(spec: str, groups: int | None, precision: str, dtype: torch.dtype) -> None:
@@ -289,10 +295,9 @@ def test_activations_are_refused_for_models_that_they_are_not_counted_for() -> N
     others = [
         sa.LanguageModel(10, "standard", **sizes),
         sa.LanguageModel(10, "standard", rotary=sa.Rotary(), dropout=0.1, **sizes),
-        sa.LanguageModel(10, ("standard", "window:4"), rotary=sa.Rotary(), **sizes),
     ]
     for model in others:
-        with pytest.raises(ConfigError, match="rotary positions, no dropout, and one spec"):
+        with pytest.raises(ConfigError, match="rotary positions and no dropout"):
             activations(model, "float32")
     with pytest.raises(ConfigError, match="precision"):
         activations(request().build(), "fp16")

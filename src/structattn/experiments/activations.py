@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from structattn.errors import ConfigError
 from structattn.layers.attention import Attention
+from structattn.layers.block import TransformerBlock
 from structattn.layers.scoring_modules import BilinearScoring, MLRScoring
 from structattn.layout import GlobalWindowLayout
 from structattn.matrices import FactoredMatrix, StructuredMatrix
@@ -70,27 +71,25 @@ class Activations:
     """What a language model keeps for the backward pass.
 
     Attributes:
-        block: one block.
+        blocks: of each block.
         block_input: the residual stream at one place: all that is kept of a block under activation checkpointing.
         ends: embedding, last norm, read-out and cross entropy.
-        block_gradients: not kept, but there beside what is kept while a block is differentiated: an estimate, the larger of the
+        block_gradients: of each block; not kept, but there beside what is kept while it is differentiated: an estimate, the larger of the
             gradients of the hidden layer, before and after the GELU, and twice those of queries, keys, values and output; and the
             gradient of the residual stream.
         loss_gradients: likewise where the backward pass begins: those of log-probabilities and logits.
-        num_layers: blocks.
     """
 
-    block: Kept
+    blocks: tuple[Kept, ...]
     block_input: Kept
     ends: Kept
-    block_gradients: Kept
+    block_gradients: tuple[Kept, ...]
     loss_gradients: Kept
-    num_layers: int
 
     @property
     def fixed(self) -> int:
         """Bytes of copies of weights."""
-        return self.num_layers * self.block.fixed + self.ends.fixed
+        return sum(block.fixed for block in self.blocks) + self.ends.fixed
 
     def nbytes(self, batch: int, length: int, *, checkpointing: bool, gradients: bool = False) -> int:
         """Bytes at the highest point, without copies of weights.
@@ -101,13 +100,15 @@ class Activations:
                 block is repeated.
             gradients: those of activations as well, which are there for a moment. The highest point may be another one.
         """
-        first, later = self.ends, self.block
-        if gradients:
-            first, later = first + self.loss_gradients, later + self.block_gradients
-        others = self.block_input.times(self.num_layers)
-        if not checkpointing:
-            first, others = first + self.block, self.block.times(self.num_layers - 1)
-        return others.of_data(batch, length) + max(part.of_data(batch, length) for part in (first, later))
+        ends = self.ends + self.loss_gradients if gradients else self.ends
+        inputs = self.block_input.times(len(self.blocks))
+        kept = Kept()
+        points = [ends + inputs if checkpointing else sum(self.blocks, start=ends)]
+        for block, own in zip(self.blocks, self.block_gradients, strict=True):
+            kept = kept + block  # of this block and those before, when it is differentiated
+            later = inputs + block if checkpointing else kept
+            points.append(later + own if gradients else later)
+        return max(point.of_data(batch, length) for point in points)
 
 
 def activations(model: LanguageModel, precision: Precision, device: Literal["cuda", "cpu"] = "cuda") -> Activations:
@@ -125,7 +126,7 @@ def activations(model: LanguageModel, precision: Precision, device: Literal["cud
         output, MLP     c (H V + E + 2 * hidden)                  what the linear layers and the GELU read
 
     Args:
-        model: with rotary positions and without dropout; its blocks have one attention spec.
+        model: with rotary positions and without dropout.
         precision: ``"bf16"`` is autocast, as in ``TrainingConfig.precision``.
         device: autocast computes norms in float32 on CUDA, and keeps their inputs so; on a CPU it does not.
 
@@ -133,34 +134,42 @@ def activations(model: LanguageModel, precision: Precision, device: Literal["cud
         ``Activations``.
 
     Raises:
-        ConfigError: an unknown precision, or a model with learned positions, dropout or layers that differ.
+        ConfigError: an unknown precision, or a model with learned positions or dropout.
 
     Cost: no tensor is given memory; one small pass over the shapes of a structured matrix.
     """
     if precision not in PRECISIONS:
         raise ConfigError(f"precision: {precision!r} is not one of {', '.join(PRECISIONS)}")
     blocks = model.trunk.layers
-    block = blocks[0]
-    if model.trunk.position is not None or model.trunk.dropout.p > 0 or any(str(b) != str(block) for b in blocks):
-        raise ConfigError("activations are counted for rotary positions, no dropout, and one spec for all layers")
-    width, vocab = block.attention.embed_dim, model.vocab_size
+    if model.trunk.position is not None or model.trunk.dropout.p > 0:
+        raise ConfigError("activations are counted for rotary positions and no dropout")
+    width, vocab = blocks[0].attention.embed_dim, model.vocab_size
     narrow = 2 if precision == "bf16" else WIDE
     norm = Kept(per_token=WIDE * width + _STATISTICS)
-    linears = (block.attention.value_proj, block.attention.out_proj, block.mlp.up, block.mlp.down)
-    mlp = Kept(per_token=narrow * (width + 2 * block.mlp.up.out_features))
-    block_input = Kept(per_token=WIDE * width)
-    op = _op_bytes(block.attention, narrow)
-    read_out = model.read_out.weight.numel()
-    copies = [sum(linear.weight.numel() for linear in linears), read_out] if precision == "bf16" else [0, 0]
+    copies = 2 * model.read_out.weight.numel() if precision == "bf16" else 0
+    parts = {str(block): _block(block, precision, device) for block in blocks}  # blocks of one spec are counted once
+    found = [parts[str(block)] for block in blocks]
     return Activations(
-        block=norm.times(2) + _attention(block.attention, precision, device) + mlp + Kept(fixed=2 * copies[0]),
-        block_input=block_input,
+        blocks=tuple(kept for kept, _ in found),
+        block_input=Kept(per_token=WIDE * width),
         # The last number is the count of what was scored.
-        ends=norm + Kept(per_token=narrow * width + WIDE * vocab + 2 * _ID, fixed=2 * copies[1] + WIDE),
-        block_gradients=block_input + Kept(per_token=max(2 * narrow * block.mlp.up.out_features, 2 * op)),
+        ends=norm + Kept(per_token=narrow * width + WIDE * vocab + 2 * _ID, fixed=copies + WIDE),
+        block_gradients=tuple(gradients for _, gradients in found),
         loss_gradients=Kept(per_token=2 * WIDE * vocab),
-        num_layers=len(blocks),
     )
+
+
+def _block(block: TransformerBlock, precision: Precision, device: str) -> tuple[Kept, Kept]:
+    """What a block keeps, and its gradients."""
+    width, hidden = block.attention.embed_dim, block.mlp.up.out_features
+    narrow = 2 if precision == "bf16" else WIDE
+    linears = (block.attention.value_proj, block.attention.out_proj, block.mlp.up, block.mlp.down)
+    copies = 2 * sum(linear.weight.numel() for linear in linears) if precision == "bf16" else 0
+    norms = Kept(per_token=2 * (WIDE * width + _STATISTICS))
+    mlp = Kept(per_token=narrow * (width + 2 * hidden))
+    op = _op_bytes(block.attention, narrow)
+    kept = norms + _attention(block.attention, precision, device) + mlp + Kept(fixed=copies)
+    return kept, Kept(per_token=WIDE * width + max(2 * narrow * hidden, 2 * op))
 
 
 def _attention(attention: Attention, precision: Precision, device: str) -> Kept:

@@ -121,9 +121,7 @@ def _paper(dim: int) -> Recipe:
 
 ICL_PRESETS = {
     "default": Preset(_smoke(), "the same as smoke"),
-    "smoke": Preset(
-        _smoke(), "d = 4, 600 steps: shows that it trains, not what it learns; 72 seconds on 2 CPU cores"
-    ),
+    "smoke": Preset(_smoke(), "d = 4, 600 steps: shows that it trains, not what it learns; 72 seconds on 2 CPU cores"),
     "bottleneck": Preset(
         _bottleneck(),
         "d = 6, width 24: 8 heads of dimension 3 against full rank at equal compute, 3 seeds; under 3 hours on 2 CPU cores",

@@ -15,6 +15,7 @@ from structattn.errors import ConfigError, nearest_name
 from structattn.experiments.activations import PRECISIONS, WIDE, Activations, Precision, activations
 from structattn.layers.rotary import Rotary
 from structattn.models.language_model import LanguageModel
+from structattn.text_layout import TextUnits
 
 GIB = 2**30
 # Of the memory of a GPU; the rest is for the driver, the buffers of libraries and what the allocator loses in gaps.
@@ -62,7 +63,7 @@ class PlanRequest:
     """What is to be trained, and on what.
 
     Args:
-        attention: spec of every layer.
+        attention: spec of every layer, or a list in brackets. What depends on the text is counted for a text without borders.
         embed_dim, num_layers, num_heads, num_kv_heads, vocab_size: of the model.
         context_length: tokens of a sequence.
         precision: ``"bf16"`` is autocast: weights, gradients and moments stay in float32. ``"float32"``.
@@ -160,6 +161,7 @@ class PlanRequest:
                 num_kv_heads=self.num_kv_heads,
                 context_length=self.context_length,
                 rotary=Rotary(),
+                text_units=TextUnits(bytes(self.vocab_size)),
             )
 
 
@@ -171,7 +173,7 @@ class States:
         weights, gradients: float32.
         optimizer: of AdamW: two moments and, per tensor, the step.
         weight_copies: 16-bit weights that autocast makes, and weights in another order; between forward and backward pass.
-        block: weights of one block; the others are not in blocks.
+        block: weights of the largest block.
         ends: weights that are in no block.
     """
 
@@ -273,17 +275,17 @@ def make_plan(request: PlanRequest) -> Plan:
     model = request.build()
     length = request.context_length
     num_params = sum(p.numel() for p in model.parameters())
-    block = sum(p.numel() for p in model.trunk.layers[0].parameters())
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.trunk.layers]
     kept = activations(model, request.precision)
-    cost = model.trunk.layers[0].attention.cost(length)
-    numbers = request.num_layers * (cost.key_cache_numbers + cost.value_cache_numbers)
+    costs = [block.attention.cost(length) for block in model.trunk.layers]
+    numbers = sum(cost.key_cache_numbers + cost.value_cache_numbers for cost in costs)
     states = States(
         weights=WIDE * num_params,
         gradients=WIDE * num_params,
         optimizer=2 * WIDE * num_params + WIDE * sum(1 for _ in model.parameters()),
         weight_copies=kept.fixed,
-        block=WIDE * block,
-        ends=WIDE * (num_params - request.num_layers * block),
+        block=WIDE * max(blocks),
+        ends=WIDE * (num_params - sum(blocks)),
     )
     return Plan(
         request=request,

@@ -201,3 +201,27 @@ def test_documents_of_one_token_leave_nothing_to_score(tmp_path, longer) -> None
 
     with pytest.raises(DataError, match="documents of more than one token"):
         score()
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path: Path, capsys) -> None:
+    """A text that was replaced at the same path, of the same length and alphabet, is noticed by its content."""
+    text = tmp_path / "text.txt"
+    text.write_text("abcd efgh\n" * 200)
+    settings = [f"task.{name}={value}" for name, value in TINY.items()]
+    settings += ["training.steps=4", "training.batch_size=2", "training.warmup_steps=0", "training.checkpoint_every=2"]
+    command = ["train", "text", "--preset", "smoke", "--data", str(text), "--out", str(tmp_path / "run")]
+    command += [part for setting in settings for part in ("--set", setting)]
+    assert main(command) == 0
+    assert main(["evaluate", str(tmp_path / "run")]) == 0
+    text.write_text("abcd efgx\n" * 200)
+    capsys.readouterr()
+    assert main([*command, "--resume"]) == 2
+    assert "the data have changed" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "run")]) == 2
+    assert "the data have changed" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "run"), "--max-new-tokens", "2"]) == 0  # needs no data
+    record = tmp_path / "run" / "run.json"  # of a version that did not know the data
+    known = json.loads(record.read_text())
+    del known["data"]
+    record.write_text(json.dumps(known))
+    assert main(["evaluate", str(tmp_path / "run")]) == 0

@@ -14,7 +14,7 @@ import safetensors
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from structattn.errors import CheckpointError, ConfigError
+from structattn.errors import CheckpointError, ConfigError, DataError
 from structattn.experiments.recipes import task_entry
 from structattn.experiments.settings import from_plain
 from structattn.models.language_model import LanguageModel
@@ -82,12 +82,16 @@ def load_run(folder: Path) -> Run:
 
     Raises:
         CheckpointError: the folder has no finished run, or its files are damaged or do not belong together.
-        DataError: the data that it was trained on is not where it was.
+        DataError: the data that it was trained on are not where they were, or others are.
     """
     data, weights = _read(folder)
     with _reading(folder):
         entry = task_entry(data["task"])
         task = entry.make(from_plain(entry.config, data["task_config"]))
+        if data.get("data", task.data_sha256) != task.data_sha256:
+            raise DataError(
+                f"the data have changed since the run in {folder} was trained, so that a score would mean nothing: put back what they were"
+            )
         model = task.build_model(_built_spec(data))
         model.load_state_dict(weights, strict=True)
         return Run(task=task, spec=data["spec"], seed=data["seed"], model=model.eval())

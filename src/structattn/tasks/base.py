@@ -29,12 +29,14 @@ class Task(ABC):
         metric: the key of ``evaluate`` that ranks methods and stops training early.
         metric_label: the metric in words with its unit, for axes and table heads.
         question: what the comparison answers, one sentence for the report.
+        data_sha256: of the data that the task reads, so that a run does not go on with others; empty where it makes its own.
     """
 
     name: ClassVar[str]
     metric: str
     metric_label: str
     question: ClassVar[str]
+    data_sha256: str = ""
 
     @abstractmethod
     def build_model(self, spec: str) -> nn.Module:

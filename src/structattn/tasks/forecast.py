@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -94,6 +95,7 @@ class ForecastTask(Task):
         self.config = config
         path = None if config.data.path is None else Path(config.data.path)
         series = read_series(path, config.data.time, config.data.target)
+        self.data_sha256 = hashlib.sha256(series.values.tobytes()).hexdigest()
         self.data = WindowedSeries(series, config.look_back, config.horizon)
         self._windows = {split: self.data.windows(split) for split in ("train", "validation", "test")}
 

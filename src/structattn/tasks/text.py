@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -90,7 +91,7 @@ class TextTask(Task):
 
     def __init__(self, config: TextConfig) -> None:
         self.config = config
-        self.tokenizer, self.splits, source = _opened(config.data)
+        self.tokenizer, self.splits, self.data_sha256, source = _opened(config.data)
         unit = "char" if self.tokenizer.unit == "char" else "byte"
         self.metric = f"nats_per_{unit}"
         self.metric_label = (
@@ -258,11 +259,11 @@ class TextTask(Task):
         return found
 
 
-def _opened(data: str) -> tuple[Tokenizer, dict[str, Tokens], str]:
-    """The tokenizer, the splits, and where they are from, for messages."""
+def _opened(data: str) -> tuple[Tokenizer, dict[str, Tokens], str, str]:
+    """The tokenizer, the splits, their hash, and where they are from, for messages."""
     if is_corpus(data):
         corpus = Corpus(Path(data))
-        return corpus.tokenizer, corpus.splits, data
+        return corpus.tokenizer, corpus.splits, corpus.sha256, data
     text, source = _read(data)
     if not text:
         raise DataError(f"{source}: expected text, got an empty file. Check how it was written")
@@ -270,8 +271,9 @@ def _opened(data: str) -> tuple[Tokenizer, dict[str, Tokens], str]:
     tokens = tokenizer.encode(text, source)
     edges = (0, 9 * len(tokens) // 10, 19 * len(tokens) // 20, len(tokens))
     names = ("train", "validation", "test")
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
     parts = {name: tokens[a:b] for name, (a, b) in zip(names, pairwise(edges), strict=True)}
-    return tokenizer, {name: Tokens([part], np.array([len(part)])) for name, part in parts.items()}, source
+    return tokenizer, {name: Tokens([part], np.array([len(part)])) for name, part in parts.items()}, sha256, source
 
 
 def _read(path: str) -> tuple[str, str]:

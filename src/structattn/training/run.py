@@ -77,6 +77,7 @@ class Run:
             json.dumps(
                 {
                     "task": task.name,
+                    "data": task.data_sha256,
                     "spec": spec,
                     "seed": seed,
                     "config": dataclasses.asdict(config),
@@ -142,6 +143,11 @@ class Run:
         saved_settings = dict(checkpoint.state.get("settings", {}))
         # A setting that is newer than the checkpoint had its default value then.
         saved_settings["config"] = _default_settings() | saved_settings.get("config", {})
+        saved_settings.setdefault("data", self.settings["data"])  # not known to earlier checkpoints
+        if saved_settings["data"] != self.settings["data"]:
+            raise CheckpointError(
+                f"the data have changed since the run in {self.run_dir} was started: put back what they were, or use another folder"
+            )
         _check_settings(saved_settings, self.settings, str(self.run_dir))
         self.load(checkpoint.tensors["model"])
         own = self.model.state_dict()

@@ -115,6 +115,12 @@ class Corpus:
                 f"{folder / MANIFEST}: expected the manifest of a corpus, got: {error!r}. {_HINT}"
             ) from None
 
+    @property
+    def sha256(self) -> str:
+        """Of the tokenizer and of the hashes of all files: equal for equal tokens, wherever they were made."""
+        content = {name: self.manifest[name] for name in ("tokenizer", "dtype", "splits")}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
     def _open(self, split: str) -> Tokens:
         arrays: list[npt.NDArray[Any]] = []
         lengths: list[npt.NDArray[Any]] = []

@@ -134,7 +134,7 @@ def _fit(points: Floats, losses: Floats) -> tuple[Floats, Floats, Floats]:
         best = _best(logs, losses, weights, everywhere)
         for width in _WIDTHS:
             near = best[2][:, None] * np.exp(np.linspace(-width, width, _REFINED))
-            best = _best(logs, losses, weights, near)
+            best = _best(logs, losses, weights, near.clip(_EXPONENTS[0], _EXPONENTS[-1]))
         fitted = best[0][:, None] + best[1][:, None] * np.exp(-best[2][:, None] * logs)
         residuals = np.log(losses / fitted)
         spread = 1.4826 * np.median(np.abs(residuals), axis=1, keepdims=True) + 1e-12

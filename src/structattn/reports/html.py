@@ -27,7 +27,7 @@ body{margin:0 auto;max-width:74rem;padding:1.5rem 1rem 3rem;background:var(--bg)
 font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;overflow-wrap:break-word}
 h1{font-size:1.6rem;line-height:1.25;margin:.2rem 0 .4rem}h2{font-size:1.15rem;margin:2.2rem 0 .6rem}
 .question{font-size:1.08rem;margin:.2rem 0 1rem}.dim,figcaption,.notes{color:var(--dim);font-size:.88rem}
-.verdict{background:var(--box);border-left:4px solid var(--edge);padding:.8rem 1rem;border-radius:4px;
+.verdict{white-space:pre-line;background:var(--box);border-left:4px solid var(--edge);padding:.8rem 1rem;border-radius:4px;
 margin:1rem 0}
 .verdict b{display:block;font-size:.78rem;letter-spacing:.05em;text-transform:uppercase;color:var(--edge)}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.9rem;

@@ -56,7 +56,7 @@ def _header(results: Results) -> list[str]:
     point = results["scaling"]["series"][0]["frontier"]["points"][-1]
     several = ["settings"] if settings_of(results) != [None] else []
     last = [f"at {fmt_flops(point['budget'])} FLOPs", "best width", "irreducible", "exponent"]
-    return ["attention", *several, *last, f"compute for the loss of {results['scaling']['baseline']}"]
+    return ["attention", *several, *last, f"compute, {results['scaling']['baseline']} = 1"]
 
 
 def _cells(results: Results, series: Row) -> list[str]:
@@ -87,6 +87,7 @@ def _legend(results: Results) -> list[str]:
     words = [
         f"at each budget the best width counts; {results['metric']}: {results['metric_label']}, on the test split, lower is better",
         "loss = irreducible + c * compute^-exponent, in forward FLOPs of all training examples; in brackets 95 % intervals",
+        f"compute: what an attention needs for a loss, over what {results['scaling']['baseline']} needs for the same",
     ]
     if len(results["seeds"]) > 1:
         words.append("± standard deviation over seeds")
@@ -97,7 +98,7 @@ def _legend(results: Results) -> list[str]:
 
 def scaling_verdict(results: Results) -> str:
     """Which methods need less compute than the baseline, which more, and which cannot be told from it."""
-    return " ".join(_of_setting(results, setting) for setting in settings_of(results))
+    return "\n".join(_of_setting(results, setting) for setting in settings_of(results))
 
 
 def _of_setting(results: Results, setting: str | None) -> str:
@@ -166,7 +167,7 @@ def _by_width(results: Results) -> tuple[list[str], list[list[str]]]:
                     multiplier_words(law, is_baseline=series["spec"] == baseline),
                 ]
             )
-    return ["attention", "width", "irreducible", "exponent", f"compute for the loss of {baseline}"], lines
+    return ["attention", "width", "irreducible", "exponent", f"compute, {baseline} = 1"], lines
 
 
 def _runs(results: Results) -> tuple[list[str], list[list[str]]]:

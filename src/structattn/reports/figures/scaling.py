@@ -148,7 +148,7 @@ def _widths(results: Results) -> Drawing | None:
         return None
     settings = settings_of(results)
     panels_of = [(setting, width) for setting in settings for width in widths]
-    figure, panels = _grid(len(panels_of), 2.5, columns=min(4, len(widths)))
+    figure, panels = _grid(len(panels_of), 2.5, columns=min(3, len(widths)))
     for ax, (setting, width) in zip(panels, panels_of, strict=True):
         for series in series_of(results, setting):
             law = next((law for law in series["widths"] if law["width"] == width), None)
@@ -168,7 +168,7 @@ def _isoflop(results: Results) -> Drawing | None:
         return None
     budgets = sorted({row["budget"] for row in results["rows"]})
     shades = [OKABE_ITO[0]] if len(budgets) == 1 else None
-    figure, panels = _grid(len(series), 2.3, columns=4)
+    figure, panels = _grid(len(series), 2.3, columns=3)
     for ax, one in zip(panels, series, strict=True):
         for index, budget in enumerate(budgets):
             points = [p for law in one["widths"] for p in law["points"] if p["budget"] == budget]
@@ -217,7 +217,11 @@ def _saved(results: Results) -> Drawing | None:
     ax.axvline(1.0, color=GREY, lw=1.0, ls=(0, (4, 3)), zorder=1)
     ax.set_xscale("log")
     low, high = ax.get_xlim()
-    marks = [v for v in (0.1, 0.2, 0.33, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10) if low <= v <= high]
+    fine, coarse = (
+        (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2),
+        (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50),
+    )
+    marks = [v for v in (coarse if high / low > 4 else fine) if low <= v <= high]
     ax.xaxis.set_major_locator(FixedLocator(marks))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.xaxis.set_minor_locator(NullLocator())

@@ -185,12 +185,11 @@ class _Part:
             for rate in rates
         }
 
-    def swept_scores(self, metric: str) -> dict[str, dict[float, float]]:
-        """Validation scores by spec and learning rate, of jobs that were trained."""
+    def swept_scores(self, swept: dict[Path, float]) -> dict[str, dict[float, float]]:
+        """Validation scores by spec and learning rate, from those of all swept runs by folder."""
         scores: dict[str, dict[float, float]] = {}
         for (spec, rate), job in self.sweep_jobs().items():
-            result = job.run(resume=True, show_progress=False)
-            scores.setdefault(spec, {})[rate] = _best_validation(result, metric)
+            scores.setdefault(spec, {})[rate] = swept[job.folder]
         return scores
 
     def jobs(self, spec: str, rate: float) -> list[Job]:
@@ -341,7 +340,9 @@ def compare(
     # Points that differ in nothing that their sweeps have share them.
     sweeps = list({job.folder: job for part in parts for job in part.sweep_jobs().values()}.values())
     train_jobs(sweeps, resume=resume, show_progress=show_progress)
-    scores = [part.swept_scores(metric) for part in parts]
+    # Read once for all points that share it: a run that diverged is tried again by whoever asks for its result.
+    swept = {job.folder: _best_validation(job.run(resume=True, show_progress=False), metric) for job in sweeps}
+    scores = [part.swept_scores(swept) for part in parts]
     chosen = [
         {spec: _chosen(part, spec, found) for spec in recipe.attention}
         for part, found in zip(parts, scores, strict=True)

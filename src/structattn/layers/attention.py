@@ -296,6 +296,9 @@ class Attention(nn.Module):
         Returns:
             (B, H, T, S), at least 0; rows sum to 1, or to 2 with two softmaxes.
 
+        Raises:
+            ShapeError, ConfigError: as ``forward``.
+
         Cost: T * S numbers per head are stored, and T * S * S multiply-adds spent: for short sequences.
         """
         q, k, _, scale = self.project(x, context)

@@ -130,8 +130,12 @@ ICL_PRESETS = {
         _rank_vs_dimension(),
         "head dimension 2 ... 24 against d = 4, 6, 8, one seed; about 3 hours on 2 CPU cores (estimated)",
     ),
-    "paper-d64": Preset(_paper(64), "the paper's d = 64 at width 256, 500,000 steps; months on a CPU, days on a GPU"),
+    "paper-d64": Preset(
+        _paper(64),
+        "the paper's d = 64 at width 256, 500,000 steps; months on a CPU, days on a GPU (guessed from the FLOPs)",
+    ),
     "paper-d128": Preset(
-        _paper(128), "the paper's d = 128 at width 256, 500,000 steps; months on a CPU, weeks on a GPU"
+        _paper(128),
+        "the paper's d = 128 at width 256, 500,000 steps; months on a CPU, weeks on a GPU (guessed from the FLOPs)",
     ),
 }

@@ -134,6 +134,7 @@ TEXT_PRESETS = {
         "18 attentions at width 128 and 1e12 FLOPs, learned positions and RoPE, one seed; about 2 hours on 2 CPU cores (estimated)",
     ),
     "paper": Preset(
-        _paper(), "the paper's widths 256 ... 768, 1,024 of context, 100,000 steps; years on a CPU, weeks on a GPU"
+        _paper(),
+        "the paper's widths 256 ... 768, 1,024 of context, 100,000 steps; years on a CPU, weeks on a GPU (guessed from the FLOPs)",
     ),
 }

@@ -82,13 +82,15 @@ class Forecaster(nn.Module):
         }
 
     def forward(self, window: Tensor) -> Tensor:
-        """(B, look_back) scaled values to (B, horizon)."""
+        """(..., look_back) scaled values to (..., horizon): columns of a window stand in dimensions of their own, and are not mixed."""
+        leading = window.shape[:-1]
+        window = window.reshape(-1, window.shape[-1])
         last = window[:, -1:]
         spread = torch.sqrt(window.var(dim=1, keepdim=True, unbiased=False) + 1e-5)
         steps = ((window - last) / spread)[:, -self.used_steps :]
         tokens = self.embed(steps.unfold(1, self.patch_length, self.stride))
         out: Tensor = self.head(self.head_dropout(self.trunk(tokens).flatten(1)))
-        return out * spread + last
+        return (out * spread + last).reshape(*leading, -1)
 
     def flops_per_example(self) -> int:
         """Forward FLOPs of one window."""

@@ -133,7 +133,7 @@ class Journal:
     ``status`` is one of:
 
     - ``running``: begun; after an interruption it goes on from its last checkpoint.
-    - ``finished``; ``stopped`` early by the scheduler.
+    - ``finished``; ``stopped`` early by the scheduler, with a score; both are the only ones with one.
     - ``diverged``: a loss, a weight or the score is not finite. ``failed``: the values do not fit together, or not to the data.
     - ``crashed``: anything else, such as memory or a disk that is full; it is tried again when the sweep is resumed.
     """
@@ -176,18 +176,19 @@ class Journal:
         return sorted(found, key=lambda record: record["number"])
 
     def begin(self, number: int, params: Values) -> None:
-        """A trial begins, or goes on; its seconds count on."""
-        before = self._read(self._path(number))["seconds"] if self._path(number).exists() else 0.0
+        """A trial begins, or goes on with what is known of it."""
         record: dict[str, Any] = {
             "number": number,
             "params": params,
             "status": "running",
             "score": None,
             "step": 0,
-            "seconds": before,
+            "seconds": 0.0,
             "message": "",
             "history": [],
         }
+        if self._path(number).exists():
+            record = self._read(self._path(number)) | {"status": "running", "message": ""}
         write_atomic(self._path(number), json.dumps(record))
 
     def update(self, number: int, **changes: Any) -> None:

@@ -33,6 +33,7 @@ except ImportError as error:
         f"sweeps need Ray Tune and Optuna: pip install 'structattn[sweep]' brings both ({error})"
     ) from error
 
+NOT_FINITE = "the validation score is not finite"
 _RETRIES = 2  # of a trial whose machine was lost; it goes on from its last checkpoint
 _OVER = ("finished", "stopped", "diverged", "failed")
 # No loggers of Ray's, no progress of Ray's, and an interruption ends the sweep as it does every command.
@@ -59,7 +60,7 @@ def run_trials(plan: SweepPlan, journal: Journal, *, address: str, jobs: int | N
     if left < 1:
         return
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    scheduler = _scheduler(plan, past)
+    scheduler = _scheduler(plan, records)
     search = _Search(plan, journal, past, begun)
     ray_files = plan.folder / "ray"
     with (
@@ -100,7 +101,7 @@ def _shares(resources: dict[str, float], jobs: int | None) -> tuple[dict[str, fl
 
 
 def _scheduler(plan: SweepPlan, past: Sequence[dict[str, Any]]) -> Any:
-    """ASHA as it was: it is told every score of the trials that are over."""
+    """ASHA as it was: it is told every score of the trials before, and does not look at them again."""
     if plan.scheduler == "none":
         return FIFOScheduler()
     scheduler = AsyncHyperBandScheduler(
@@ -155,7 +156,7 @@ class _Search(OptunaSearch):  # type: ignore[misc]
             points_to_evaluate=[record["params"] for record in begun],
             sampler=optuna.samplers.TPESampler(seed=seed),
         )
-        self._journal, self._begun = journal, [(record["number"], record["params"]) for record in begun]
+        self._journal, self._begun = journal, list(begun)
         self._next = 1 + max((record["number"] for record in (*past, *begun)), default=0)
         for record in past:
             self.add_evaluated_point(record["params"], _told(record["score"]))
@@ -164,12 +165,15 @@ class _Search(OptunaSearch):  # type: ignore[misc]
         values = super().suggest(trial_id)
         if values is None:
             return None
+        seen = 0
         if self._begun:
-            number, values = self._begun.pop(0)
+            record = self._begun.pop(0)
+            number, values = record["number"], record["params"]
+            seen = max((step for step, _ in record["history"]), default=0)
         else:
             number, self._next = self._next, self._next + 1
         self._journal.begin(number, values)
-        return {"number": number, "values": values}
+        return {"number": number, "values": values, "seen": seen}
 
 
 class _Recorder(tune.Callback):  # type: ignore[misc]
@@ -207,7 +211,9 @@ class _Recorder(tune.Callback):  # type: ignore[misc]
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         number = trial.config["number"]
         if number not in self._over:
-            self._journal.update(number, status="stopped")
+            score = trial.last_result.get("score", math.inf)
+            stopped = {"status": "stopped"} if math.isfinite(score) else {"status": "diverged", "message": NOT_FINITE}
+            self._journal.update(number, **stopped)
             self._end(number, None)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -250,7 +256,8 @@ def _trial(config: dict[str, Any], plan: SweepPlan, folder: Path) -> None:
         def on_evaluation(entry: dict[str, float]) -> None:
             nonlocal last
             last = entry["step"]
-            if last < job.training.steps:  # at its end a trial is not stopped any more
+            # Before an interruption it was not stopped, and at its end it is not any more.
+            if config["seen"] < last < job.training.steps:
                 report("running", last, entry[f"validation_{metric}"])
 
         result = job.run(resume=True, show_progress=False, on_evaluation=on_evaluation)
@@ -260,7 +267,7 @@ def _trial(config: dict[str, Any], plan: SweepPlan, folder: Path) -> None:
         if math.isfinite(score):
             report("finished", result.steps, score, num_params=count)
         else:
-            report("diverged", result.steps, score, "the validation score is not finite", count)
+            report("diverged", result.steps, score, NOT_FINITE, count)
     except TrainingDivergedError as error:
         report("diverged", last, math.inf, str(error))
     except (ConfigError, ShapeError, DataError) as error:

@@ -100,7 +100,7 @@ def _parallel(results: Results) -> Drawing:
     ceiling, above = _ceiling(results)
     axis = _ScoreAxis(_scores(results, ("finished", "stopped")), ceiling)
     height = 4.4
-    figure = new_canvas(height, max(7.2, 1.9 * (len(parameters) + 1)))
+    figure = new_canvas(height, min(9.0, max(7.2, 1.6 * (len(parameters) + 1))))
     ax = figure.subplots()
     colours = matplotlib.colormaps["viridis"]
     ends: Any = range(len(parameters) + 1)
@@ -209,7 +209,8 @@ def _one(results: Results, parameter: Row, ax: Axes) -> None:
     for label, states, style in kinds:
         found = _trials(results, states)
         if found:
-            scores = [min(trial["score"], _ceiling(results)[0]) for trial in found]
+            ceiling, _ = _ceiling(results)
+            scores = [min(trial["score"], ceiling) for trial in found]
             ax.scatter(places(found), scores, label=label, **style)
     best = [trial for trial in results["trials"] if _is_best(results, trial)]
     if best:

@@ -40,7 +40,7 @@ def connected(address: str) -> Iterator[dict[str, float]]:
 
     Raises:
         MissingDependencyError: without Ray Tune.
-        ConfigError: nothing answers at the address.
+        ConfigError: nothing answers at the address, or this machine cannot start one.
     """
     ray, _ = import_ray()
     began = not ray.is_initialized()
@@ -48,8 +48,12 @@ def connected(address: str) -> Iterator[dict[str, float]]:
         try:
             _check_answers(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
-        except (OSError, ValueError, RuntimeError) as error:  # a ConnectionError and a TimeoutError are OSErrors
+        except Exception as error:  # Ray raises plain ones, too, such as for a machine too busy to start it in time
             reason = str(error).strip().splitlines()[0]
+            if address == "local":
+                raise ConfigError(
+                    f"Ray did not start on this machine: {reason} What was done is kept: try --resume"
+                ) from error
             raise ConfigError(
                 f"expected a Ray cluster at {address!r}: {reason}. Start one with `ray start --head`, or give local"
             ) from error

@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
         f"structattn.integrations.neuralforecast needs neuralforecast >= 3.1 ({error}): pip install 'structattn[forecast]'"
     ) from error
 
-from structattn.integrations.frames import check_frame  # noqa: E402  # needs pandas, which neuralforecast brings
+from structattn.integrations.frames import check_frame  # needs pandas, which neuralforecast brings
 
 __all__ = ["AutoStructTransformer", "StructTransformer", "check_frame"]
 

@@ -134,7 +134,9 @@ class Forecaster(nn.Module):
             "head.bias": Role(kind="bias"),
         }
         extra = {"missing": self.missing, "covariates": self.covariates, "static": self.static}
-        return roles | {f"{name}.weight": Role(kind="embedding") for name, linear in extra.items() if linear is not None}
+        return roles | {
+            f"{name}.weight": Role(kind="embedding") for name, linear in extra.items() if linear is not None
+        }
 
     def forward(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,6 @@ from structattn.experiments.forecast_recipes import FORECAST_PRESETS
 from structattn.experiments.icl_recipes import ICL_PRESETS
 from structattn.experiments.recipe import Preset, Recipe
 from structattn.experiments.text_recipes import TEXT_PRESETS
-from structattn.tasks.base import Task
 from structattn.tasks.forecast import ForecastConfig, ForecastTask
 from structattn.tasks.icl_regression import ICLRegressionConfig, ICLRegressionTask
 from structattn.tasks.nearest_neighbor import NearestNeighborConfig, NearestNeighborTask
@@ -42,7 +40,7 @@ class TaskEntry:
         data: setting by command-line option, such as ``{"target": "task.data.target"}``.
     """
 
-    make: Callable[[Any], Task]
+    make: type[Any]
     config: type
     presets: dict[str, Preset]
     data: dict[str, str] = field(default_factory=dict)

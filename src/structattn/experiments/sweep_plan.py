@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from structattn.errors import CheckpointError, ConfigError
+from structattn.experiments.recipes import task_entry
 from structattn.experiments.runs import Job
 from structattn.experiments.settings import apply_overrides, full_name, to_plain
 from structattn.experiments.sweep_space import ATTENTION, Parameter, RunSettings, Value, parse_parameters
@@ -64,7 +65,8 @@ class SweepPlan:
             raise ConfigError(f"a sweep has at least 1 trial, got {self.trials}")
         if self.scheduler not in ("asha", "none"):
             raise ConfigError(f"scheduler: {self.scheduler!r} is not asha or none")
-        object.__setattr__(self, "parameters", parse_parameters(self.params, self.settings))
+        check_spec = task_entry(self.task_name).make.check_spec
+        object.__setattr__(self, "parameters", parse_parameters(self.params, self.settings, check_spec))
         swept = {parameter.name for parameter in self.parameters}
         fixed = {full_name(change.partition("=")[0].strip()) for change in self.changes}
         if self.attention != "standard":

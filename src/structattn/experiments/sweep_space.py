@@ -15,7 +15,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from structattn.training.config import TrainingConfig
 ATTENTION = "attention"
 _FORMS = "log:LOW:HIGH, uniform:LOW:HIGH, int:LOW:HIGH or choice:A,B,..."
 Value = float | int | str
+CheckSpec = Callable[[str], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +70,15 @@ def setting_types(config: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def parse_parameters(texts: Sequence[str], settings: RunSettings) -> tuple[Parameter, ...]:
+def parse_parameters(
+    texts: Sequence[str], settings: RunSettings, check_spec: CheckSpec = LayerSpecs.parse
+) -> tuple[Parameter, ...]:
     """Reads the parameters of a sweep.
 
     Args:
         texts: see the top of this file.
         settings: those of the runs, which say what there is to vary.
+        check_spec: raises ``ConfigError`` for a text that names no model of the task. Default: for one that is no attention spec.
 
     Raises:
         ConfigError: none, one twice, an unknown setting (nearest named), a range that is none or not of the setting's type, a
@@ -83,14 +87,14 @@ def parse_parameters(texts: Sequence[str], settings: RunSettings) -> tuple[Param
     if not texts:
         raise ConfigError(f"nothing to sweep: give at least one parameter, as NAME={_FORMS}")
     known = {ATTENTION: str, **setting_types(settings)}
-    parameters = tuple(_parse(text, known) for text in texts)
+    parameters = tuple(_parse(text, known, check_spec) for text in texts)
     names = [parameter.name for parameter in parameters]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{twice[0]} is swept twice: give every parameter once")
     return parameters
 
 
-def _parse(text: str, known: dict[str, Any]) -> Parameter:
+def _parse(text: str, known: dict[str, Any], check_spec: CheckSpec) -> Parameter:
     written, equals, rest = text.partition("=")
     name = full_name(written.strip())
     kind, colon, body = rest.strip().partition(":")
@@ -100,7 +104,7 @@ def _parse(text: str, known: dict[str, Any]) -> Parameter:
         raise ConfigError(f"unknown parameter {name!r}: {nearest_name(name, known)}")
     hint = _without_none(known[name])
     if kind == "choice":
-        return Parameter(name=name, choices=_choices(name, hint, body))
+        return Parameter(name=name, choices=_choices(name, hint, body, check_spec))
     if kind not in ("log", "uniform", "int"):
         raise ConfigError(f"{name}: unknown kind of parameter {kind!r}: expected {_FORMS}")
     if hint not in (int, float):
@@ -132,7 +136,7 @@ def _range(name: str, kind: type, body: str) -> tuple[float, float]:
     return low, high
 
 
-def _choices(name: str, hint: Any, body: str) -> tuple[str, ...]:
+def _choices(name: str, hint: Any, body: str, check_spec: CheckSpec) -> tuple[str, ...]:
     choices = split_specs(body) if name == ATTENTION else _split(body)
     if not all(choices):
         raise ConfigError(f"{name}: expected a choice before and after every comma, got {body!r}")
@@ -140,7 +144,7 @@ def _choices(name: str, hint: Any, body: str) -> tuple[str, ...]:
         raise ConfigError(f"{name}: every choice once, got {twice[0]!r} twice")
     for choice in choices:
         if name == ATTENTION:
-            LayerSpecs.parse(choice)
+            check_spec(choice)
         elif choice.lower() != "none":
             convert(choice, hint, name)
     return tuple(choices)

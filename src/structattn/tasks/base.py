@@ -48,7 +48,8 @@ class Task(ABC):
     question: ClassVar[str]
     data_sha256: str = ""
 
-    def check_spec(self, spec: str) -> None:
+    @classmethod
+    def check_spec(cls, spec: str) -> None:
         """Whether a text names a model of this task, before one is built; here, whether it is an attention spec.
 
         Raises:

@@ -108,7 +108,8 @@ class ForecastTask(Task):
         self.data = WindowedChannels(series, config.look_back, config.horizon)
         self._windows = {split: self.data.windows(split) for split in ("train", "validation", "test")}
 
-    def check_spec(self, spec: str) -> None:
+    @classmethod
+    def check_spec(cls, spec: str) -> None:
         """Attention specs, and peers."""
         if PeerSpec.parse(spec) is None:
             super().check_spec(spec)

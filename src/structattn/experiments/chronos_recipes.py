@@ -23,6 +23,8 @@ _SMALL = Recipe(
 )
 
 CHRONOS_PRESETS = {
-    "default": Preset(_SMALL, "a T5 of 0.3 million parameters from scratch, context 96, 24 hours ahead, 400 steps, one seed"),
+    "default": Preset(
+        _SMALL, "a T5 of 0.3 million parameters from scratch, context 96, 24 hours ahead, 400 steps, one seed"
+    ),
     "small": Preset(_SMALL, "the same"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from structattn.seeds import derive_seed, generator
 from structattn.tasks.base import Baseline, Batch, Split, Task
 from structattn.tasks.chronos_scores import QUANTILES, forecast_scores, seasonal_forecast
 from structattn.tasks.kernel_synth import kernel_synth
-from structattn.tasks.series import WindowedSeries, read_series
+from structattn.tasks.series import Series, WindowedSeries, read_series
 
 _NONE = -100  # a label that is not scored
 _TARGET = "OT"
@@ -117,6 +118,13 @@ class ChronosForecaster(nn.Module):
         return _chronos().pipeline_around(self.model)
 
 
+@functools.cache
+def _etth1() -> tuple[Series, Tensor]:
+    """The oil temperature of the packaged ETTh1, and its load channels, (6, rows): read once for all tasks of a process."""
+    columns = [read_series(None, "date", name) for name in (_TARGET, *_LOADS)]
+    return columns[0], torch.stack([torch.from_numpy(series.values).float() for series in columns[1:]])
+
+
 def _copies(module: nn.Module) -> dict[str, str]:
     """Names of parameters that are another's (T5's embeddings stand in both stacks and may be the head's), and whose."""
     first: dict[Tensor, str] = {}
@@ -159,12 +167,9 @@ class ChronosTask(Task):
         self._bridge = _chronos()
         self._start = self._load() if config.checkpoint else None
         self.tokenizer = self._bridge.tokenizer_of(self.t5_config)
-        series = read_series(None, "date", _TARGET)
+        series, loads = _etth1()
         self.data = WindowedSeries(series, config.context_length, config.prediction_length)
-        rows = self.data.bounds[0]
-        self._loads = torch.stack(
-            [torch.from_numpy(read_series(None, "date", name).values[:rows]).float() for name in _LOADS]
-        )
+        self._loads = loads[:, : self.data.bounds[0]]
         content = [series.values.tobytes(), self._loads.numpy().tobytes(), *self._checkpoint_bytes()]
         self.data_sha256 = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in content)).hexdigest()
 

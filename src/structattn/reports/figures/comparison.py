@@ -40,6 +40,8 @@ def draw_figures(results: Results, folder: Path) -> list[Figure]:
         plans.append(("error-against-rank", rank_figure))
     if results["task"] == "forecast":
         plans += [("examples", _examples), ("error-by-lead", _by_lead)]
+    if results["task"] == "chronos":
+        plans.append(("examples", _examples))
     if results["task"] == "icl-regression":
         plans += [("error-against-compute", _compute), ("error-by-point", _by_point)]
         plans.append(("error-against-rank-over-dimension", rank_over_dimension_figure))
@@ -171,6 +173,9 @@ def _examples(results: Results) -> Drawing | None:
             style = {**row_style(results, row), "linestyle": ("-", (0, (4, 1.5)))[place]}
             name = f"{row['spec']} (lowest error)" if row is ranked[0] else str(row["spec"])
             ax.plot(range(1, len(forecast) + 1), forecast, lw=1.4, label=name, **style)
+            lower, upper = (row["details"]["examples"][index].get(edge) for edge in ("lower", "upper"))
+            if lower and upper:  # the lowest and the highest decile
+                ax.fill_between(range(1, len(forecast) + 1), lower, upper, color=style["color"], alpha=0.15, lw=0)
         ax.axvline(0, color=GREY, lw=0.8)
         ax.margins(x=0.01)
         ax.set_title(f"forecast from {example.get('start', '?')}", fontsize=8.5, loc="left", color="#444444")

@@ -20,7 +20,17 @@ FORM = SpecForm(
     "[standard,window:128,window:128]",
     "one spec per layer, from the first on; after the last the list begins again",
 )
-_BORDER = re.compile(r",(?!\s*\w+=)")  # a comma that no option follows
+_BORDER = re.compile(r",(?!\s*\w+=)(?![^\[]*\])")  # a comma that no option follows, outside of brackets
+
+
+def split_specs(text: str) -> list[str]:
+    """The specs of a list with commas, each as text: a comma inside brackets, or before an option ``key=value``, is part of a spec.
+
+    Example:
+        >>> split_specs("standard,mlr:8|8,values=8|8,[standard,window:64]")
+        ['standard', 'mlr:8|8,values=8|8', '[standard,window:64]']
+    """
+    return [spec.strip() for spec in _BORDER.split(text)]
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class LayerSpecs:
             raise ConfigError(
                 f"attention specs {text!r}: a list is written in one pair of brackets, such as {FORM.example}"
             )
-        specs = [spec.strip() for spec in _BORDER.split(inner)]
+        specs = split_specs(inner)
         if not all(specs):
             raise ConfigError(
                 f"attention specs {text!r}: expected a spec before and after every comma, such as {FORM.example}"

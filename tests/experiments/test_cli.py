@@ -152,6 +152,8 @@ def test_options_are_frozen() -> None:
     expected = {
         commands.Compare: task | {"attention", "seeds", "jobs", "widths", "budgets", "ray_address"},
         commands.Train: task | {"attention", "seed"},
+        commands.Sweep: task
+        | {"param", "trials", "attention", "seed", "scheduler", "grace_period", "jobs", "ray_address"},
         commands.Evaluate: {"run", "cache"},
         commands.Generate: {
             *("run", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "cache"),

@@ -14,7 +14,7 @@ from structattn.experiments.evaluate import load_run
 from structattn.tasks.chronos import ChronosConfig, ChronosTask
 from structattn.tasks.chronos_scores import QUANTILES, forecast_scores, seasonal_forecast
 from structattn.tasks.kernel_synth import covariance, kernel_bank, kernel_synth
-from structattn.tasks.series import read_series
+from structattn.tasks.series_file import read_series
 from structattn.training.config import TrainingConfig
 from structattn.training.loop import train
 
@@ -162,7 +162,7 @@ def test_baselines_and_details(task):
     assert set(task.evaluate(model, "validation")) == {"nats_per_token", "nats_synthetic", "nats_ett"}
     for example in task.details(model)["examples"]:
         assert len(example["truth"]) == len(example["forecast"]) == 6
-        assert all(a <= b <= c for a, b, c in zip(example["lower"], example["forecast"], example["upper"], strict=True))
+        assert all(a <= b <= c for a, b, c in zip(example["low"], example["forecast"], example["high"], strict=True))
 
 
 def test_training_learns_and_a_run_is_reloaded_as_a_pipeline(task, tmp_path):

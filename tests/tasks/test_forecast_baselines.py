@@ -6,7 +6,8 @@ import torch
 
 from structattn.errors import ConfigError, ShapeError
 from structattn.tasks.forecast_baselines import PENALTIES, forecast_baselines, forecast_metrics
-from structattn.tasks.series import Series, WindowedSeries, read_series
+from structattn.tasks.series import Series, WindowedSeries
+from structattn.tasks.series_file import read_series
 
 KNOWN = {96: (0.0693, 0.0715, 0.0530), 192: (0.0920, 0.0916, 0.0690), 336: (0.1133, 0.1108, 0.0809)}
 

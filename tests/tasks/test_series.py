@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from structattn.errors import ConfigError, DataError, MissingDependencyError
-from structattn.tasks.series import Series, WindowedSeries, read_series, split_points
+from structattn.tasks.series import Series, WindowedSeries, split_points
+from structattn.tasks.series_file import read_columns, read_series
 
 SHA256 = "f18de3ad269cef59bb07b5438d79bb3042d3be49bdeecf01c1cd6d29695ee066"
 
@@ -97,10 +98,50 @@ def test_no_leakage_into_scaler_and_train_windows():
 
 
 def test_split_points():
-    assert split_points(1000, is_ett=False) == (600, 800, 1000)
-    assert split_points(17420, is_ett=True) == (8640, 11520, 14400)
-    with pytest.raises(DataError, match="at least 14400 rows for the ETT split, got 100"):
-        split_points(100, is_ett=True)
+    assert split_points(hourly(1000)) == (600, 800, 1000)
+    assert split_points(read_series(None, "date", "OT")) == (8640, 11520, 14400)
+
+
+ETT = ["date", "HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT"]
+
+
+def ett_file(path, rows, frequency):
+    """A file as those of the ETT data are, of noise."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(rng.normal(size=(rows, 7)).round(3), columns=ETT[1:])
+    frame.insert(0, "date", pd.date_range("2016-07-01", periods=rows, freq=frequency))
+    frame.to_csv(path, index=False)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rows", "frequency", "bounds"),
+    [
+        (17420, "h", (8640, 11520, 14400)),
+        (57600, "15min", (34560, 46080, 57600)),
+        (14399, "h", (8639, 11519, 14399)),  # not a whole file
+        (17420, "30min", (10452, 13936, 17420)),
+    ],
+)
+def test_other_ett_files_have_their_split(tmp_path, rows, frequency, bounds):
+    series = read_series(ett_file(tmp_path / "ETT.csv", rows, frequency), "date", "OT")
+    assert split_points(series) == bounds
+    assert series.is_ett == (bounds[0] % 8640 == 0)
+
+
+def test_columns(write, tmp_path):
+    path = ett_file(tmp_path / "few.csv", 50, "h")
+    assert [one.name for one in read_columns(path, "date", "*")] == ETT[1:]
+    both = read_columns(path, "date", "OT, HUFL")
+    assert [one.name for one in both] == ["OT", "HUFL"]
+    assert (both[1].values == read_series(path, "date", "HUFL").values).all()
+    assert [one.name for one in read_columns(path, "date", "MULL")] == ["MULL"]
+    with pytest.raises(DataError, match="every column once"):
+        read_columns(path, "date", "OT,OT")
+    with pytest.raises(DataError, match="target column 'OTT'.*did you mean 'OT'"):
+        read_columns(path, "date", "HUFL,OTT")
+    comma = write(HOURS, header='t,"a,b"')
+    assert [one.name for one in read_columns(comma, "t", "a,b")] == ["a,b"]
 
 
 @pytest.mark.parametrize(("look_back", "horizon", "need"), [(7, 5, 23), (20, 5, 42), (1, 1, 4), (3, 8, 38)])

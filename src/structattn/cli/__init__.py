@@ -31,6 +31,7 @@ from structattn.cli.commands import (
     Presets,
     Specs,
     Structures,
+    Sweep,
     Train,
     parse,
 )
@@ -57,7 +58,7 @@ def _default_folder(task: str) -> Path:
     return Path("runs") / f"{task}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
-def _recipe(command: Compare | Train) -> Any:
+def _recipe(command: Compare | Train | Sweep) -> Any:
     """The preset's recipe with the settings of the command line."""
     from structattn.experiments.recipes import TASKS, recipe_for, task_entry
     from structattn.experiments.settings import apply_overrides
@@ -127,6 +128,34 @@ def _train(command: Train) -> None:
     if os.environ.get("RANK", "0") == "0":
         _print_metrics(metrics)
         print(f"run      {out}")
+
+
+def _sweep(command: Sweep, line: str) -> None:
+    _require_extra()
+    from structattn.experiments.sweep import sweep
+    from structattn.experiments.sweep_plan import SweepPlan
+    from structattn.experiments.sweep_space import RunSettings
+    from structattn.reports.sweep import format_sweep, sweep_verdict
+
+    recipe = _recipe(command)
+    given = {"--data": command.data, "--time": command.time, "--target": command.target}
+    plan = SweepPlan(
+        task_name=command.task,
+        settings=RunSettings(task=recipe.task, training=recipe.training),
+        params=command.param,
+        trials=command.trials,
+        folder=_default_folder(f"sweep-{command.task}") if command.out is None else command.out,
+        attention=command.attention,
+        seed=command.seed,
+        scheduler=command.scheduler,
+        grace_period=command.grace_period,
+        preset=command.preset,
+        changes=command.set,
+        given=tuple(word for option, value in given.items() if value is not None for word in (option, str(value))),
+    )
+    done = sweep(plan, address=command.ray_address, jobs=command.jobs, command=line, resume=command.resume)
+    print(f"\n{format_sweep(done.results)}\n\n{sweep_verdict(done.results)}\n\n{done.results['best']['command']}\n")
+    _print_paths(done.folder, done.report)
 
 
 def _evaluate(command: Evaluate) -> None:
@@ -340,6 +369,8 @@ def main(arguments: list[str] | None = None) -> int:
                 _compare(command, shlex.join(["structattn", *arguments]))
             case Train():
                 _train(command)
+            case Sweep():
+                _sweep(command, shlex.join(["structattn", *arguments]))
             case Evaluate():
                 _evaluate(command)
             case Generate():
@@ -366,7 +397,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print(
-            "structattn: interrupted; compare, train and data prepare continue where they were with --resume",
+            "structattn: interrupted; compare, train, sweep and data prepare continue where they were with --resume",
             file=sys.stderr,
         )
         return 130

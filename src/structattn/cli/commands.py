@@ -65,6 +65,29 @@ class Train(TaskCommand):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sweep(TaskCommand):
+    """Search settings of a task: many runs, the best by validation, and the command line that trains it again."""
+
+    param: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """What to vary, in quotes: NAME=log:LOW:HIGH, NAME=uniform:LOW:HIGH, NAME=int:LOW:HIGH or NAME=choice:A,B,..., where NAME is a
+    setting, such as training.learning_rate, or attention; may be repeated."""
+    trials: int = 20
+    """Runs, those of an interrupted sweep included."""
+    attention: str = "standard"
+    """The spec to train, unless it is a parameter."""
+    seed: int = 0
+    """Seed of the runs and of the search."""
+    scheduler: Literal["asha", "none"] = "asha"
+    """asha: stop trials that are not among the best quarter at their step; none: run every trial to its end."""
+    grace_period: int | None = None
+    """Steps that every trial gets. Default: a sixteenth of the longest run, and at least training.eval_every."""
+    jobs: int | None = None
+    """Trials at the same time. Default: one for each GPU, or without any, each core."""
+    ray_address: str = "local"
+    """A Ray cluster: auto, HOST:PORT or ray://HOST:PORT; --out must be on a file system that its machines share."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluate:
     """Score a finished run on the test split."""
 
@@ -307,6 +330,7 @@ class Presets:
 Command = (
     Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Sweep, tyro.conf.subcommand("sweep")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Fit, tyro.conf.subcommand("fit")]

@@ -24,9 +24,9 @@ from structattn.experiments.recipes import task_entry
 from structattn.experiments.record import hardware, versions
 from structattn.experiments.runs import Job, TrainAll, train_all
 from structattn.experiments.scaling import scaling
+from structattn.experiments.search import search
 from structattn.experiments.settings import to_plain
 from structattn.files import write_atomic
-from structattn.layer_specs import LayerSpecs
 from structattn.reports._common import fmt_flops
 from structattn.tasks.base import Task
 from structattn.training.build import spec_for
@@ -88,7 +88,7 @@ def _check_models(recipe: Recipe, task: Task) -> None:
     if len(set(specs)) != len(specs):
         raise ConfigError(f"every attention spec once, got {', '.join(specs)}")
     for spec in specs:
-        LayerSpecs.parse(spec)
+        task.check_spec(spec)
         try:
             with torch.device("meta"):
                 task.build_model(spec_for(spec, recipe.training.parametrization))
@@ -108,6 +108,12 @@ def _best_validation(result: TrainingResult | None, metric: str) -> float:
     """The lowest validation score; infinite where there is none."""
     scores = [entry[f"validation_{metric}"] for entry in result.history] if result else []
     return float(min((score for score in scores if math.isfinite(score)), default=math.inf))
+
+
+def _validation(result: TrainingResult, metric: str, training: TrainingConfig) -> float:
+    """The validation score of the weights that a run ended with: its best ones where it stops early, else its last."""
+    scores = [entry[f"validation_{metric}"] for entry in result.history]
+    return min(scores) if training.patience is not None else scores[-1]
 
 
 def affordable_steps(task: Task, model: nn.Module, flops: float) -> int:
@@ -228,8 +234,10 @@ def _row(part: _Part, task: Task, spec: str, rate: float, sweep: dict[float, flo
         "score": statistics.fmean(scores),
         "score_std": statistics.stdev(scores) if len(scores) > 1 else None,
         "scores": scores,
+        "validation": statistics.fmean(_validation(result, task.metric, part.point.recipe.training) for result in runs),
         "metrics": {name: statistics.fmean(m[name] for m in metrics) for name in metrics[0]},
         "learning_rate": rate,
+        "batch_size": part.point.recipe.training.batch_size,
         "sweep": None
         if sweep is None
         else {
@@ -256,11 +264,18 @@ def _row(part: _Part, task: Task, spec: str, rate: float, sweep: dict[float, flo
 
 
 def _place(point: Point) -> dict[str, Any]:
-    """Where in the recipe a row belongs: ``variant`` names the whole point, ``setting`` what is varied besides width and budget."""
+    """Where in the recipe a row belongs.
+
+    ``variant`` names the whole point, ``setting`` what is varied besides width, budget and search, ``searched`` which of the settings of a
+    search it is, ``group`` the point without it.
+    """
     sizes = [f"E = {point.width}" if point.width else "", f"{fmt_flops(point.budget)} FLOPs" if point.budget else ""]
-    name = ", ".join(text for text in (point.variant, *sizes) if text)
+    group = ", ".join(text for text in (point.variant, *sizes) if text)
+    name = ", ".join(text for text in (group, point.searched) if text)
     return {
         "variant": name or None,
+        "group": group or None,
+        "searched": point.searched or None,
         "setting": point.variant or None,
         "width": point.width,
         "budget": point.budget,
@@ -325,9 +340,7 @@ def compare(
     (smaller models), of ``len(attention) * seeds`` models and as many small ones as learning rates; all of it for each variant.
     """
     # matplotlib is optional: only a comparison needs it
-    from structattn.reports.figures import draw_figures, draw_scaling
-    from structattn.reports.html import write_report
-    from structattn.reports.scaling import write_scaling_report
+    from structattn.reports.pages import write_pages
 
     parts = [_Part(task_name=task_name, point=point, out=out) for point in recipe.points()]
     tasks = [task_entry(task_name).make(part.point.recipe.task) for part in parts]
@@ -360,6 +373,7 @@ def compare(
         for part, task, rates, found in zip(parts, tasks, chosen, scores, strict=True)
         for spec in recipe.attention
     ]
+    baselines = [row for part, task in zip(parts, tasks, strict=True) for row in _baselines(part, task)]
     task = tasks[0]
     results = {
         "task": task.name,
@@ -376,12 +390,12 @@ def compare(
         "axis_labels": task.axis_labels(),
         "rows": rows,
         "scaling": scaling(rows, recipe.attention) if recipe.budgets else None,
-        "baselines": [row for part, task in zip(parts, tasks, strict=True) for row in _baselines(part, task)],
+        "baselines": baselines,
+        "search": search(rows, baselines) if recipe.search else None,
     }
     try:
         write_atomic(out / "results.json", json.dumps(results, indent=1))
-        draw, write = (draw_scaling, write_scaling_report) if recipe.budgets else (draw_figures, write_report)
-        report = write(results, draw(results, out / "figures"), out / "report.html")
+        report = write_pages(results, out)
     except OSError as error:
         raise CheckpointError(f"could not write the results to {out}: {error.strerror or error}") from error
     return Comparison(results=results, folder=out, report=report)

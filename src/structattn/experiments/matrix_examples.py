@@ -16,7 +16,8 @@ from torch import Tensor
 from structattn.errors import ConfigError, DataError, nearest_name
 from structattn.experiments.evaluate import load_run
 from structattn.layers.attention import Attention
-from structattn.tasks.series import WindowedSeries, read_series
+from structattn.tasks.series import WindowedSeries
+from structattn.tasks.series_file import read_series
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from structattn.errors import ConfigError, MissingDependencyError, TrainingFailedError
+from structattn.errors import ConfigError, TrainingFailedError
+from structattn.experiments.ray_cluster import connected, import_ray, work_in
 from structattn.experiments.runs import Job
 
-logger = logging.getLogger(__name__)
 _RETRIES = 2  # of a run whose machine was lost; it goes on from its last checkpoint
 
 
@@ -24,8 +22,7 @@ def train_all_with_ray(jobs: Sequence[Job], *, address: str, resume: bool, show_
 
     Args:
         jobs: the runs.
-        address: of the cluster, as ``ray.init`` takes it: ``"auto"`` for the one that this machine belongs to, ``"ray://HOST:PORT"``
-            for another, ``"local"`` for this machine alone.
+        address: of the cluster, see ``connected``.
         resume: whether folders may hold runs that were begun before.
         show_progress: Ray Tune's table of trials.
 
@@ -34,31 +31,14 @@ def train_all_with_ray(jobs: Sequence[Job], *, address: str, resume: bool, show_
         ConfigError: nothing answers at the address, or a folder holds a run while ``resume`` is off.
         TrainingFailedError: trials failed; the others were finished.
     """
-    try:
-        ray, tune = (importlib.import_module(name) for name in ("ray", "ray.tune"))
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"Ray Tune is not installed: pip install 'structattn[sweep]' brings it ({error})"
-        ) from error
+    _, tune = import_ray()
     if not resume and any((job.folder / "checkpoints").exists() for job in jobs):
         raise ConfigError("some of these runs were begun before: resume them, or use another folder")
     if not jobs:
         return
     jobs = [dataclasses.replace(job, folder=job.folder.resolve()) for job in jobs]  # workers have folders of their own
-    began = not ray.is_initialized()
-    if began:
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
-        except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError(
-                f"expected a Ray cluster at {address!r}: {reason}. Start one with `ray start --head`, or give local"
-            ) from error
-    try:
-        _fit(tune, ray.cluster_resources(), jobs, show_progress)
-    finally:
-        if began:
-            ray.shutdown()
+    with connected(address) as resources:
+        _fit(tune, resources, jobs, show_progress)
 
 
 def _fit(tune: Any, resources: dict[str, float], jobs: Sequence[Job], show_progress: bool) -> None:
@@ -67,7 +47,7 @@ def _fit(tune: Any, resources: dict[str, float], jobs: Sequence[Job], show_progr
         needs["gpu"] = 1
     records = _common_folder(jobs) / "ray"
     tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(_trial, jobs=list(jobs)), needs),
+        tune.with_resources(tune.with_parameters(_trial, jobs=list(jobs), folder=Path.cwd()), needs),
         param_space={"index": tune.grid_search(list(range(len(jobs))))},
         run_config=tune.RunConfig(
             storage_path=str(records),
@@ -86,8 +66,9 @@ def _fit(tune: Any, resources: dict[str, float], jobs: Sequence[Job], show_progr
         )
 
 
-def _trial(config: dict[str, Any], jobs: Sequence[Job]) -> None:
+def _trial(config: dict[str, Any], jobs: Sequence[Job], folder: Path) -> None:
     """One run, in a process of Ray's."""
+    work_in(folder)
     jobs[config["index"]].run(resume=True, show_progress=False)
 
 

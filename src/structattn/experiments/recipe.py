@@ -23,6 +23,10 @@ TaskConfig = NearestNeighborConfig | ForecastConfig | ICLRegressionConfig | Text
 _SET_BY = {"widths": ("task.embed_dim", "task.num_heads", "widths"), "budgets": ("budgets",)}
 
 
+def _key(setting: str) -> str:
+    return setting.partition("=")[0]
+
+
 def _named(variant: str) -> tuple[str, list[str]]:
     """The name of a variant, the whole text where it has none, and its settings."""
     name, named, settings = variant.partition(": ")
@@ -46,13 +50,16 @@ class Recipe:
             the first variant cost, in forward FLOPs, so that all are compared at equal compute. Budgets go before it.
         variants: settings that are varied, each a text such as ``"task.dim=4 task.num_heads=2"``, or with a name of its own for
             tables, ``"small: task.dim=4"``, each name once: everything is compared under each. Empty: the settings as they are.
+        search: settings of which each attention gets its best, such as ``("task.look_back=96", "task.look_back=336")``: everything is
+            trained with each, all seeds, and the one with the lowest mean validation score counts. Empty: no choice.
         widths: of the models: everything is compared at each ``task.embed_dim``, with heads of the dimension that the settings have.
             Empty: that of the settings.
         budgets: forward FLOPs of all training examples: everything is compared after so many, instead of after ``training.steps``.
 
     Raises:
         ConfigError: no seeds, a learning rate or budget that is not positive, something twice, settings of a sweep without rates or
-            without muP, several widths without muP or with heads that do not divide them, a variant of what widths or budgets set.
+            without muP, several widths without muP or with heads that do not divide them, a variant of what widths or budgets set, a search
+            together with budgets, or of what a variant sets.
     """
 
     task: TaskConfig
@@ -63,6 +70,7 @@ class Recipe:
     sweep_settings: tuple[str, ...] = ()
     equal: Literal["steps", "compute"] = "steps"
     variants: tuple[str, ...] = ()
+    search: tuple[str, ...] = ()
     widths: tuple[int, ...] = ()
     budgets: tuple[float, ...] = ()
 
@@ -73,7 +81,7 @@ class Recipe:
             raise ConfigError(
                 f"learning rates and budgets must be positive, got {self.learning_rates} and {self.budgets}"
             )
-        for name in ("learning_rates", "variants", "widths", "budgets"):
+        for name in ("learning_rates", "variants", "search", "widths", "budgets"):
             values = getattr(self, name)
             if len(set(values)) != len(values):
                 raise ConfigError(f"{name}: every one once, got {', '.join(map(str, values))}")
@@ -88,6 +96,17 @@ class Recipe:
         if self.widths:
             self._check_widths()
         self._check_variants()
+        self._check_search()
+
+    def _check_search(self) -> None:
+        if self.search and self.budgets:
+            raise ConfigError("a search and budgets exclude each other: a scaling law is of settings that are given")
+        searched = {_key(setting) for text in self.search for setting in _named(text)[1]}
+        for variant in self.variants:
+            if lost := [setting for setting in _named(variant)[1] if _key(setting) in searched]:
+                raise ConfigError(
+                    f"variants: {lost[0]} would be lost, since the search sets it: leave one of the two out"
+                )
 
     def _check_variants(self) -> None:
         names = [name for name, named, _ in (variant.partition(": ") for variant in self.variants) if named]
@@ -98,7 +117,7 @@ class Recipe:
         for place, values in (("widths", self.widths), ("budgets", self.budgets)):
             for variant in self.variants if values else ():
                 _, settings = _named(variant)
-                if lost := [text for text in settings if text.partition("=")[0] in _SET_BY[place]]:
+                if lost := [text for text in settings if _key(text) in _SET_BY[place]]:
                     raise ConfigError(
                         f"variants: {lost[0]} would be lost, since {place} set it: leave one of the two out"
                     )
@@ -119,27 +138,32 @@ class Recipe:
         return int(task.embed_dim // task.num_heads)
 
     def points(self) -> list[Point]:
-        """Everything under which the attentions are compared: variants x widths x budgets, in that order; at least one point."""
-        axes = itertools.product(self.variants or ("",), self.widths or (None,), self.budgets or (None,))
-        return [self._point(variant, width, budget) for variant, width, budget in axes]
+        """Everything under which the attentions are compared: variants x widths x budgets x search, in that order; at least one point."""
+        axes = itertools.product(
+            self.variants or ("",), self.widths or (None,), self.budgets or (None,), self.search or ("",)
+        )
+        return [self._point(*place) for place in axes]
 
-    def _point(self, variant: str, width: int | None, budget: float | None) -> Point:
+    def _point(self, variant: str, width: int | None, budget: float | None, search: str) -> Point:
         name, changes = _named(variant)
+        searched, choices = _named(search)
+        changes += choices
         if width is not None:
             changes += [f"task.embed_dim={width}", f"task.num_heads={width // self._head_dim()}"]
         if budget is not None:
             short = f"{budget:g}"
             changes.append(f"budgets={short if float(short) == budget else repr(budget)}")
-        alone = replace(self, variants=(), widths=(), budgets=())
+        alone = replace(self, variants=(), search=(), widths=(), budgets=())
         recipe = apply_overrides(alone, tuple(changes))
-        replaced = {setting.partition("=")[0] for setting in self.sweep_settings}
+        replaced = {_key(setting) for setting in self.sweep_settings}
         return Point(
             variant=name,
             width=width,
             budget=budget,
+            searched=searched,
             settings=" ".join(changes),
             recipe=recipe,
-            sweep_settings=" ".join(change for change in changes if change.partition("=")[0] not in replaced),
+            sweep_settings=" ".join(change for change in changes if _key(change) not in replaced),
             swept=apply_overrides(recipe, self.sweep_settings),
         )
 
@@ -151,6 +175,7 @@ class Point:
     Attributes:
         variant: its name; empty where there is only one.
         width, budget: ``None`` where the recipe does not vary them.
+        searched: which of the settings to choose from, by its name; empty without a search.
         settings: all that differs from the recipe's own, as one text.
         recipe: the settings there.
         sweep_settings: as ``settings``, without what the runs that choose a learning rate have of their own: points that differ in nothing
@@ -161,6 +186,7 @@ class Point:
     variant: str
     width: int | None
     budget: float | None
+    searched: str
     settings: str
     recipe: Recipe
     sweep_settings: str

@@ -8,6 +8,7 @@ from typing import Any
 
 from structattn.errors import ConfigError, nearest_name
 from structattn.experiments.chronos_recipes import CHRONOS_PRESETS
+from structattn.experiments.forecast_recipes import FORECAST_PRESETS
 from structattn.experiments.icl_recipes import ICL_PRESETS
 from structattn.experiments.recipe import Preset, Recipe
 from structattn.experiments.text_recipes import TEXT_PRESETS
@@ -29,27 +30,10 @@ _NEAREST = TrainingConfig(
     checkpoint_every=250,
 )
 _NEAREST_SPECS = ("standard", "standard:1", "bilinear-btt:1", "bilinear-mlr:4|2|1|1", "bilinear-mlr:1|1|1|5")
-_FORECAST = TrainingConfig(
-    steps=640,
-    batch_size=128,
-    learning_rate=3e-4,
-    warmup_steps=32,
-    weight_decay=1e-2,
-    betas=(0.9, 0.999),
-    eval_every=32,
-    patience=5,
-    checkpoint_every=160,
-)
-_FORECAST_MODEL = ForecastConfig(embed_dim=32, num_heads=2, dropout=0.3)
-_FORECAST_SPECS = ("standard", "mlr:8|4|2|2", "window:8", "bilinear-btt:1+mlr:16|8|4|4")
 
 
 def _nearest(seeds: int, specs: tuple[str, ...] = _NEAREST_SPECS) -> Recipe:
     return Recipe(task=NearestNeighborConfig(), training=_NEAREST, attention=specs, seeds=seeds)
-
-
-def _forecast(task: ForecastConfig, seeds: int) -> Recipe:
-    return Recipe(task=task, training=_FORECAST, attention=_FORECAST_SPECS, seeds=seeds)
 
 
 @dataclass(frozen=True)
@@ -93,10 +77,7 @@ TASKS: dict[str, TaskEntry] = {
     "forecast": TaskEntry(
         ForecastTask,
         ForecastConfig,
-        {
-            "default": Preset(_forecast(_FORECAST_MODEL, 3), "ETTh1 OT, 336 to 96, three seeds"),
-            "demo": Preset(_forecast(_FORECAST_MODEL, 1), "the same with one seed"),
-        },
+        FORECAST_PRESETS,
         {"data": "task.data.path", "time": "task.data.time", "target": "task.data.target"},
     ),
     "icl-regression": TaskEntry(ICLRegressionTask, ICLRegressionConfig, ICL_PRESETS),

@@ -46,7 +46,12 @@ class Job:
     may_diverge: bool = False
 
     def run(
-        self, *, resume: bool, show_progress: bool, on_steps: Callable[[int], None] | None = None
+        self,
+        *,
+        resume: bool,
+        show_progress: bool,
+        on_steps: Callable[[int], None] | None = None,
+        on_evaluation: Callable[[dict[str, float]], None] | None = None,
     ) -> TrainingResult | None:
         """Trains it, or returns what was trained before; ``None`` if it diverged and may. See ``train`` for the arguments."""
         task = task_entry(self.task_name).make(self.task)
@@ -60,6 +65,7 @@ class Job:
                 resume=resume,
                 show_progress=show_progress,
                 on_steps=on_steps,
+                on_evaluation=on_evaluation,
             )
         except TrainingDivergedError:
             if not self.may_diverge:

@@ -10,22 +10,29 @@ from typing import Any, TypeVar
 from structattn.errors import ConfigError, nearest_name
 
 T = TypeVar("T")
+# What everybody calls these settings.
+_SHORT = {"training.lr": "training.learning_rate"}
 
 
-def _convert(text: str, kind: Any, name: str) -> Any:
-    """The text as a value of the annotated type of a field."""
+def full_name(name: str) -> str:
+    """The one name of a setting: ``training.lr`` may be written for ``training.learning_rate``."""
+    return _SHORT.get(name, name)
+
+
+def convert(text: str, kind: Any, name: str) -> Any:
+    """The text as a value of the annotated type of a field; ``name`` is that of the field, for the error."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if type(None) in args and text.lower() == "none":
             return None
-        return _convert(text, next(a for a in args if a is not type(None)), name)
+        return convert(text, next(a for a in args if a is not type(None)), name)
     if origin is typing.Literal:
         if text not in args:
             raise ConfigError(f"{name}: {text!r} is not one of {', '.join(map(repr, args))}")
         return text
     if origin is tuple:
         parts = [part for part in text.strip("()").split(",") if part.strip()]
-        return tuple(_convert(part.strip(), args[0], name) for part in parts)
+        return tuple(convert(part.strip(), args[0], name) for part in parts)
     if kind is bool:
         if text.lower() not in ("true", "false"):
             raise ConfigError(f"{name}: expected true or false, got {text!r}")
@@ -58,7 +65,7 @@ def _changed(config: T, changes: list[Change]) -> T:
         elif rest:
             raise ConfigError(f"unknown setting {name!r}: {head!r} has no fields")
         else:
-            values[head] = _convert(text, hints[head], name)
+            values[head] = convert(text, hints[head], name)
     for head, deeper in inner.items():
         values[head] = _changed(getattr(config, head), deeper)
     return dataclasses.replace(config, **values)  # type: ignore[type-var]
@@ -76,7 +83,8 @@ def apply_overrides(config: T, overrides: tuple[str, ...]) -> T:
         name, equals, text = override.partition("=")
         if not equals:
             raise ConfigError(f"a setting is written section.field=value, got {override!r}")
-        changes.append((name.strip().split("."), text.strip(), name.strip()))
+        full = full_name(name.strip())
+        changes.append((full.split("."), text.strip(), full))
     return _changed(config, changes)
 
 

@@ -1,21 +1,29 @@
-"""A univariate forecaster: patches of the look-back as tokens, a non-causal encoder, a linear head."""
+"""A univariate forecaster: patches of the look-back as tokens, a non-causal encoder, a linear head; covariates if there are any."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from structattn.errors import ConfigError
+from structattn.errors import ConfigError, ShapeError
+from structattn.layers.rotary import Rotary
 from structattn.models.transformer import Transformer
 from structattn.mup import Role
+
+_EPS = 1e-5  # added to the variance of a window
 
 
 class Forecaster(nn.Module):
     """Reversible instance norm, patches, transformer encoder, linear head from all tokens to the horizon.
 
-    Each window is centred on its last value and divided by its standard deviation; the forecast is put back.
+    Each window is centred on its last value and divided by its standard deviation; the forecast is put back. With covariates
+    a token is the sum of what is read from its patch of each of them:
+
+        token_t = W_y y[patch_t] + W_c c[patch_t] + W_s s          c: historic and future covariates in the look-back, s: static
+        forecast_j = head(tokens)_j + W_o gelu(W_f f_j + W_m mean_t token_t)                   f_j: future covariates of step j
 
     Args:
         spec: attention of the layers, as ``Transformer`` takes it.
@@ -23,10 +31,18 @@ class Forecaster(nn.Module):
         horizon: output steps.
         patch_length: steps per token.
         stride: steps between the starts of tokens.
-        embed_dim, num_layers, num_heads, mlp_ratio, dropout: of the trunk.
+        embed_dim, num_layers, num_heads, mlp_ratio, dropout, rotary: of the trunk.
+        num_outputs: numbers forecast for each step, such as quantiles. Default ``None``: one, without an axis of its own.
+        num_historic: covariates known in the look-back alone. Default 0.
+        num_future: covariates known in the look-back and the horizon. Default 0.
+        num_static: covariates of the whole series. Default 0.
+        head_tokens: the head reads the last so many tokens, which have seen the others. Default ``None``: all of them, whose
+            head has horizon * num_outputs * tokens * E weights.
+        instance_norm: default ``True``. Covariates are read as they come.
+        marks_missing: a term of each token says which of its steps were not observed; it starts at zero. Default ``False``.
 
     Raises:
-        ConfigError: the patches do not fit in the look-back.
+        ConfigError: the patches do not fit in the look-back, or a number is out of its range.
 
     Source: Nie et al. 2023 (patches), Kim et al. 2022 (reversible instance norm).
     """
@@ -44,16 +60,39 @@ class Forecaster(nn.Module):
         num_heads: int,
         mlp_ratio: int = 2,
         dropout: float = 0.0,
+        rotary: Rotary | None = None,
+        num_outputs: int | None = None,
+        num_historic: int = 0,
+        num_future: int = 0,
+        num_static: int = 0,
+        head_tokens: int | None = None,
+        instance_norm: bool = True,
+        marks_missing: bool = False,
     ) -> None:
         super().__init__()
         if not 1 <= patch_length <= look_back or stride < 1:
             raise ConfigError(
                 f"patches must fit in the look-back: got patch_length {patch_length}, stride {stride}, look_back {look_back}"
             )
+        if min(horizon, 1 if num_outputs is None else num_outputs) < 1 or min(num_historic, num_future, num_static) < 0:
+            raise ConfigError(
+                "horizon and num_outputs must be at least 1 and the numbers of covariates at least 0: got "
+                f"{horizon}, {num_outputs}, and {num_historic} historic, {num_future} future, {num_static} static"
+            )
+        self.look_back = look_back
+        self.horizon = horizon
         self.patch_length = patch_length
         self.stride = stride
+        self.num_outputs = num_outputs
+        self.num_historic = num_historic
+        self.num_future = num_future
+        self.num_static = num_static
+        self.instance_norm = instance_norm
         self.num_tokens = (look_back - patch_length) // stride + 1
         self.used_steps = (self.num_tokens - 1) * stride + patch_length
+        self.head_tokens = self.num_tokens if head_tokens is None else head_tokens
+        if not 1 <= self.head_tokens <= self.num_tokens:
+            raise ConfigError(f"head_tokens must be from 1 to the {self.num_tokens} tokens, got {head_tokens}")
         self.embed = nn.Linear(patch_length, embed_dim)
         self.trunk = Transformer(
             spec,
@@ -62,36 +101,178 @@ class Forecaster(nn.Module):
             num_heads=num_heads,
             context_length=self.num_tokens,
             is_causal=False,
+            rotary=rotary,
             mlp_ratio=mlp_ratio,
             dropout=dropout,
         )
         self.head_dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(self.num_tokens * embed_dim, horizon)
+        self.head = nn.Linear(self.head_tokens * embed_dim, horizon * (num_outputs or 1))
         nn.init.normal_(self.embed.weight, std=1 / math.sqrt(patch_length))
         for linear in (self.embed, self.head):
             nn.init.zeros_(linear.bias)
         nn.init.zeros_(self.head.weight)
+        self.missing: nn.Linear | None = None
+        self.covariates: nn.Linear | None = None
+        self.static: nn.Linear | None = None
+        self.ahead: _Ahead | None = None
+        if marks_missing:
+            self.missing = nn.Linear(patch_length, embed_dim, bias=False)
+            nn.init.zeros_(self.missing.weight)
+        if channels := num_historic + num_future:
+            self.covariates = _read_in(channels * patch_length, embed_dim)
+        if num_static:
+            self.static = _read_in(num_static, embed_dim)
+        if num_future:
+            self.ahead = _Ahead(num_future, embed_dim, num_outputs or 1)
 
     def parameter_roles(self) -> dict[str, Role]:
-        """The muP roles of the read-in of patches, whose inputs do not grow with the width, and of the head."""
-        return {
+        """The muP roles of the read-ins, whose inputs do not grow with the width, and of the head."""
+        roles = {
             "embed.weight": Role(kind="embedding"),
             "embed.bias": Role(kind="bias"),
             "head.weight": Role(kind="output", fan_in=self.head.in_features),
             "head.bias": Role(kind="bias"),
         }
+        extra = {"missing": self.missing, "covariates": self.covariates, "static": self.static}
+        return roles | {
+            f"{name}.weight": Role(kind="embedding") for name, linear in extra.items() if linear is not None
+        }
 
-    def forward(self, window: Tensor) -> Tensor:
-        """(B, look_back) scaled values to (B, horizon)."""
-        last = window[:, -1:]
-        spread = torch.sqrt(window.var(dim=1, keepdim=True, unbiased=False) + 1e-5)
-        steps = ((window - last) / spread)[:, -self.used_steps :]
-        tokens = self.embed(steps.unfold(1, self.patch_length, self.stride))
-        out: Tensor = self.head(self.head_dropout(self.trunk(tokens).flatten(1)))
-        return out * spread + last
+    def forward(
+        self,
+        window: Tensor,
+        *,
+        historic: Tensor | None = None,
+        future: Tensor | None = None,
+        static: Tensor | None = None,
+        observed: Tensor | None = None,
+    ) -> Tensor:
+        """Forecasts.
+
+        Args:
+            window: (B, look_back) scaled values; or (B, C, look_back) of C columns, each forecast by itself, without covariates.
+            historic: (B, look_back, num_historic), if there are any.
+            future: (B, look_back + horizon, num_future), if there are any.
+            static: (B, num_static), if there are any.
+            observed: (B, look_back) bool: of other steps no value is read, not even for the norm, whose last value is the last
+                one observed; they stand at it. Default ``None``: all are observed.
+
+        Returns:
+            (B, horizon), or (B, horizon, num_outputs) if that was given; with C behind B for columns.
+
+        Raises:
+            ShapeError: a tensor is missing, has another shape, or belongs to covariates that the model does not have.
+        """
+        if window.dim() == 3 and historic is None and future is None and static is None and observed is None:
+            return self(window.flatten(0, 1)).unflatten(0, window.shape[:2])
+        batch, steps = window.shape[0], (window.shape[0], self.look_back)
+        _check("window", window, steps)
+        _check("historic", historic, (*steps, self.num_historic))
+        _check("future", future, (batch, self.look_back + self.horizon, self.num_future))
+        _check("static", static, (batch, self.num_static))
+        if observed is not None:
+            _check("observed", observed, steps)
+        normed, last, spread = self._normed(window, observed)
+        tokens = self.embed(self._patches(normed))
+        if self.missing is not None and observed is not None:
+            tokens = tokens + self.missing(self._patches(1.0 - observed.to(tokens.dtype)))
+        if self.covariates is not None:
+            past = [x for x in (historic, None if future is None else future[:, : self.look_back]) if x is not None]
+            joined = torch.cat(past, dim=-1)
+            if observed is not None:
+                joined = torch.where(observed[..., None], joined, 0.0)
+            tokens = tokens + self.covariates(self._patches(joined).flatten(2))
+        if self.static is not None:
+            tokens = tokens + self.static(static)[:, None]
+        features = self.trunk(tokens)
+        out: Tensor = self.head(self.head_dropout(features[:, -self.head_tokens :].flatten(1)))
+        if self.ahead is not None and future is not None:
+            out = out + self.ahead(future[:, self.look_back :], features.mean(dim=1)).flatten(1)
+        out = out * spread + last
+        return out if self.num_outputs is None else out.unflatten(1, (self.horizon, self.num_outputs))
+
+    def _normed(self, window: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The window as the network sees it, and what puts a forecast back: (B, look_back), (B, 1), (B, 1)."""
+        if observed is None:
+            if not self.instance_norm:
+                return window, window.new_zeros(1, 1), window.new_ones(1, 1)
+            last = window[:, -1:]
+            spread = torch.sqrt(window.var(dim=1, keepdim=True, unbiased=False) + _EPS)
+            return (window - last) / spread, last, spread
+        # What stands at steps that were not observed may be anything, NaN too: a product with zero would keep it.
+        window = torch.where(observed, window, 0.0)
+        if not self.instance_norm:
+            return window, window.new_zeros(1, 1), window.new_ones(1, 1)
+        count = observed.sum(dim=1, keepdim=True).clamp(min=1)
+        mean = window.sum(dim=1, keepdim=True) / count
+        centred = torch.where(observed, window - mean, 0.0)
+        spread = torch.sqrt(centred.square().sum(dim=1, keepdim=True) / count + _EPS)
+        places = torch.arange(1, self.look_back + 1, device=window.device)
+        newest = (places * observed).argmax(dim=1, keepdim=True)
+        last = window.gather(1, newest)
+        return torch.where(observed, (window - last) / spread, 0.0), last, spread
+
+    def _patches(self, steps: Tensor) -> Tensor:
+        """(B, look_back) to (B, tokens, patch_length), and (B, look_back, C) to (B, tokens, C, patch_length)."""
+        return steps[:, -self.used_steps :].unfold(1, self.patch_length, self.stride)
 
     def flops_per_example(self) -> int:
         """Forward FLOPs of one window."""
-        head = 2 * self.head.in_features * self.head.out_features
-        embed = 2 * self.num_tokens * self.embed.in_features * self.embed.out_features
-        return self.trunk.flops(self.num_tokens) + head + embed
+        per_token = (self.embed, self.missing, self.covariates)
+        flops = self.trunk.flops(self.num_tokens) + _flops(self.head)
+        flops += self.num_tokens * sum(_flops(linear) for linear in per_token if linear is not None)
+        if self.static is not None:
+            flops += _flops(self.static)
+        return flops if self.ahead is None else flops + self.ahead.flops(self.horizon)
+
+
+class _Ahead(nn.Module):
+    """What the future covariates of a step add to its forecast: W_o gelu(W_f f_j + W_m m), zero at first."""
+
+    def __init__(self, num_future: int, embed_dim: int, num_outputs: int) -> None:
+        super().__init__()
+        self.step = nn.Linear(num_future, embed_dim)
+        self.context = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.out = nn.Linear(embed_dim, num_outputs, bias=False)
+        nn.init.normal_(self.step.weight, std=1 / math.sqrt(num_future))
+        nn.init.normal_(self.context.weight, std=1 / math.sqrt(embed_dim))
+        nn.init.zeros_(self.step.bias)
+        nn.init.zeros_(self.out.weight)
+
+    def parameter_roles(self) -> dict[str, Role]:
+        return {
+            "step.weight": Role(kind="embedding"),
+            "step.bias": Role(kind="bias"),
+            "context.weight": Role(kind="hidden", fan_in=self.context.in_features),
+            "out.weight": Role(kind="output", fan_in=self.out.in_features),
+        }
+
+    def forward(self, future: Tensor, context: Tensor) -> Tensor:
+        """(B, horizon, num_future) and (B, E) to (B, horizon, num_outputs)."""
+        hidden = self.step(future) + self.context(context)[:, None]
+        out: Tensor = self.out(F.gelu(hidden))
+        return out
+
+    def flops(self, horizon: int) -> int:
+        return horizon * (_flops(self.step) + _flops(self.out)) + _flops(self.context)
+
+
+def _read_in(num_inputs: int, embed_dim: int) -> nn.Linear:
+    """A linear layer without a bias whose outputs start at the size of its inputs."""
+    linear = nn.Linear(num_inputs, embed_dim, bias=False)
+    nn.init.normal_(linear.weight, std=1 / math.sqrt(num_inputs))
+    return linear
+
+
+def _flops(linear: nn.Linear) -> int:
+    """Forward FLOPs for one input."""
+    return 2 * linear.in_features * linear.out_features
+
+
+def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
+    """A tensor of that shape, or none where the shape ends in no covariates."""
+    if tensor is None:
+        if shape[-1]:
+            raise ShapeError(f"{name} must have shape {shape}, and was not given")
+    elif tuple(tensor.shape) != shape:
+        raise ShapeError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")

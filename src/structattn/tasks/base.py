@@ -8,17 +8,27 @@ from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
 
+from structattn.layer_specs import LayerSpecs
+
 Batch = dict[str, Tensor]
 Split = Literal["validation", "test"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """A method without attention, in the same table: its name, its scores (metric name to value) and how it works."""
+    """A method without attention, in the same table.
+
+    Args:
+        name: of the method.
+        metrics: scores on the test split, metric name to value.
+        note: how it works.
+        validation: the deciding metric on the validation split, by which its own settings can be chosen; ``None`` where it has none.
+    """
 
     name: str
     metrics: dict[str, float]
     note: str
+    validation: float | None = None
 
 
 class Task(ABC):
@@ -37,6 +47,14 @@ class Task(ABC):
     metric_label: str
     question: ClassVar[str]
     data_sha256: str = ""
+
+    def check_spec(self, spec: str) -> None:
+        """Whether a text names a model of this task, before one is built; here, whether it is an attention spec.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        LayerSpecs.parse(spec)
 
     @abstractmethod
     def build_model(self, spec: str) -> nn.Module:

@@ -19,7 +19,8 @@ from structattn.seeds import derive_seed, generator
 from structattn.tasks.base import Baseline, Batch, Split, Task
 from structattn.tasks.chronos_scores import QUANTILES, forecast_scores, seasonal_forecast
 from structattn.tasks.kernel_synth import kernel_synth
-from structattn.tasks.series import Series, WindowedSeries, read_series
+from structattn.tasks.series import Series, WindowedSeries
+from structattn.tasks.series_file import read_series
 
 _NONE = -100  # a label that is not scored
 _TARGET = "OT"
@@ -373,9 +374,9 @@ class ChronosTask(Task):
                     "history": context[index].tolist(),
                     "truth": truth[index].tolist(),
                     "forecast": median[index].tolist(),
-                    "lower": quantiles[index, :, 0].tolist(),
-                    "upper": quantiles[index, :, -1].tolist(),
+                    "low": quantiles[index, :, 0].tolist(),
+                    "high": quantiles[index, :, -1].tolist(),
                     "start": str(times[0].astype("datetime64[m]")).replace("T", " "),
                 }
             )
-        return {"examples": examples}
+        return {"examples": examples, "shaded": "from the lowest to the highest decile of the sample paths"}

@@ -1,8 +1,9 @@
-"""Forecasting one column of a time series: ETTh1's oil temperature, or a CSV of the user's own."""
+"""Forecasting columns of a time series: ETTh1's oil temperature or all seven, or a CSV of the user's own."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +15,14 @@ from torch import Tensor, nn
 
 from structattn.errors import ConfigError
 from structattn.models.forecaster import Forecaster
+from structattn.models.peer_forecasters import PeerForecaster, PeerSpec
 from structattn.seeds import derive_seed
 from structattn.tasks.base import Baseline, Batch, Split, Task
-from structattn.tasks.forecast_baselines import BaselineForecast, forecast_baselines, forecast_metrics
-from structattn.tasks.series import WindowedSeries, read_series
+from structattn.tasks.channels import WindowedChannels
+from structattn.tasks.forecast_baselines import BaselineForecast
+from structattn.tasks.series_file import read_columns
+
+INTERVAL = 0.8  # the share of truths that the intervals of examples are meant to hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +32,7 @@ class SeriesConfig:
     Args:
         path: a CSV file; ``None`` is the packaged ETTh1.
         time: name of the time column.
-        target: name of the column to forecast.
+        target: name of the column to forecast; several with commas between them; or ``*``, all but the time.
     """
 
     path: str | None = None
@@ -82,7 +87,11 @@ class ForecastConfig:
 
 
 class ForecastTask(Task):
-    """Mean squared and absolute error over all test windows, on the scaled target and in its own units."""
+    """Mean squared and absolute error over all test windows, on the scaled target and in its own units; means over the columns.
+
+    Models are ``Forecaster`` with an attention spec, which sees one column at a time, or with ``peer:NAME`` a forecaster of
+    neuralforecast (see ``PeerSpec``).
+    """
 
     name = "forecast"
     metric = "mse"
@@ -94,14 +103,24 @@ class ForecastTask(Task):
     def __init__(self, config: ForecastConfig) -> None:
         self.config = config
         path = None if config.data.path is None else Path(config.data.path)
-        series = read_series(path, config.data.time, config.data.target)
-        self.data_sha256 = hashlib.sha256(series.values.tobytes()).hexdigest()
-        self.data = WindowedSeries(series, config.look_back, config.horizon)
+        series = read_columns(path, config.data.time, config.data.target)
+        self.data_sha256 = hashlib.sha256(b"".join(one.values.tobytes() for one in series)).hexdigest()
+        self.data = WindowedChannels(series, config.look_back, config.horizon)
         self._windows = {split: self.data.windows(split) for split in ("train", "validation", "test")}
 
-    def build_model(self, spec: str) -> Forecaster:
-        """A patch transformer."""
+    def check_spec(self, spec: str) -> None:
+        """Attention specs, and peers."""
+        if PeerSpec.parse(spec) is None:
+            super().check_spec(spec)
+
+    def build_model(self, spec: str) -> Forecaster | PeerForecaster:
+        """A patch transformer, or a peer."""
         config = self.config
+        peer = PeerSpec.parse(spec)
+        if peer is not None:
+            return PeerForecaster(
+                peer, look_back=config.look_back, horizon=config.horizon, num_channels=len(self.data.channels)
+            )
         return Forecaster(
             spec,
             look_back=config.look_back,
@@ -130,57 +149,86 @@ class ForecastTask(Task):
         """Mean squared error on the scaled target."""
         return F.mse_loss(model(batch["window"]), batch["target"])
 
+    def flops(self, model: nn.Module, step: int | None = None) -> int:
+        """Forward FLOPs of one window with all its columns."""
+        return len(self.data.channels) * super().flops(model, step)
+
     def tokens(self, model: nn.Module, step: int | None = None) -> int:
-        """The patches of a window."""
-        return cast(Forecaster, model).num_tokens
+        """The patches of a window with all its columns; for a peer, which may have no tokens, the columns."""
+        return len(self.data.channels) * cast(Forecaster | PeerForecaster, model).num_tokens
 
     @torch.no_grad()
     def _forecast(self, model: nn.Module, split: Split) -> tuple[Tensor, Tensor]:
         inputs, targets = self._windows[split]
         device = next(model.parameters()).device
-        parts = [model(chunk.to(device)).cpu() for chunk in inputs.split(512)]
+        parts = [model(chunk.to(device)).cpu() for chunk in inputs.split(max(1, 512 // inputs.shape[1]))]
         return torch.cat(parts), targets
 
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
         """``mse`` and ``mae``, scaled and in units, over every window of the split."""
-        forecast, truth = self._forecast(model, split)
-        return forecast_metrics(forecast, truth, self.data)
+        return self.data.metrics(*self._forecast(model, split))
 
     @cached_property
     def baseline_forecasts(self) -> list[BaselineForecast]:
         """Last value, seasonal and ridge regression, with their errors by lead time."""
-        return forecast_baselines(self.data, self.config.season)
+        return self.data.baselines(self.config.season)
 
     def baselines(self) -> list[Baseline]:
         """Last value, seasonal and ridge regression."""
         return [row.baseline for row in self.baseline_forecasts]
 
     def axis_labels(self) -> dict[str, str]:
-        """The packaged series is in degrees Celsius and hours; of another one only the column is known."""
-        packaged = self.config.data.path is None
-        target = self.config.data.target
-        value = "oil temperature (°C)" if packaged and target == "OT" else target
-        return {"value": value, "step": "hours" if packaged else "steps"}
+        """Of ETT data the oil temperature is in degrees Celsius; of other columns only the name is known."""
+        shown = self.data.channels[-1].series
+        value = "oil temperature (°C)" if shown.is_ett and shown.name == "OT" else shown.name
+        return {"value": value, "step": "hours" if shown.step == "1 hour" else "steps"}
 
     def baseline_details(self) -> dict[str, dict[str, Any]]:
         """``error_by_lead`` by the name of the baseline."""
         return {row.baseline.name: {"error_by_lead": row.error_by_lead} for row in self.baseline_forecasts}
 
     def details(self, model: nn.Module) -> dict[str, Any]:
-        """Three test forecasts in the data's units, and the error at each lead time."""
+        """What the figures show.
+
+        ``examples``: three test forecasts of the last column in the data's units, with intervals; ``coverage``: the share of all test
+        values inside such intervals, which are meant to hold ``INTERVAL`` of them: as wide as the errors of the validation windows, for
+        each column and lead time (split conformal). ``error_by_lead``; ``error_by_column`` where there are several; ``train_windows``, the
+        windows of an epoch.
+        """
         forecast, truth = self._forecast(model, "test")
+        width = _conformal_width(*self._forecast(model, "validation"))
         inputs, _ = self._windows["test"]
         count = inputs.shape[0]
+        channel = self.data.channels[-1]
         examples = []
         for index in (count // 6, count // 2, 5 * count // 6):
-            _, times = self.data.times_at("test", index)
-            examples.append(
-                {
-                    "history": self.data.to_units(inputs[index]).tolist(),
-                    "truth": self.data.to_units(truth[index]).tolist(),
-                    "forecast": self.data.to_units(forecast[index]).tolist(),
-                    "start": str(times[0].astype("datetime64[m]")).replace("T", " "),
-                }
-            )
-        by_lead = (forecast.double() - truth.double()).square().mean(dim=0)
-        return {"examples": examples, "error_by_lead": by_lead.tolist()}
+            _, times = channel.times_at("test", index)
+            middle = forecast[index, -1]
+            shown = {
+                "history": inputs[index, -1],
+                "truth": truth[index, -1],
+                "forecast": middle,
+                "low": middle - width[-1],
+                "high": middle + width[-1],
+            }
+            start = str(times[0].astype("datetime64[m]")).replace("T", " ")
+            words = {"start": start, "label": self.axis_labels()["value"]}
+            examples.append({name: channel.to_units(values).tolist() for name, values in shown.items()} | words)
+        squared = (forecast.double() - truth.double()).square()
+        found = {
+            "examples": examples,
+            "interval": INTERVAL,
+            "coverage": float(((forecast - truth).abs() <= width).double().mean()),
+            "error_by_lead": squared.mean(dim=(0, 1)).tolist(),
+            "train_windows": self._windows["train"][0].shape[0],
+        }
+        if len(self.data.channels) > 1:
+            found["error_by_column"] = dict(zip(self.data.names, squared.mean(dim=(0, 2)).tolist(), strict=True))
+        return found
+
+
+def _conformal_width(forecast: Tensor, truth: Tensor) -> Tensor:
+    """(channels, horizon): how far from the forecast an interval reaches that holds ``INTERVAL`` of such errors."""
+    errors = (forecast - truth).abs().sort(dim=0).values
+    count = errors.shape[0]
+    return errors[min(count - 1, math.ceil(INTERVAL * (count + 1)) - 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,19 +72,22 @@ def forecast_baselines(data: WindowedSeries, season: int) -> list[BaselineForeca
     """
     if season < 1:
         raise ConfigError(f"expected a season of at least 1 step, got {season}. For hourly data a day is 24.")
-    X, Y = _windows(data, "test")
     lead = torch.arange(data.horizon)
-    rows = [_score("last value", X[:, -1:].expand_as(Y), Y, data, "repeats the last value of the look-back")]
+
+    def last(X: Tensor) -> Tensor:
+        return X[:, -1:].expand(-1, data.horizon)
+
+    rows = [_score("last value", last, data, "repeats the last value of the look-back")]
     if data.look_back >= season:
-        repeated = X[:, data.look_back - season + lead % season]
         note = f"repeats the last {season} values of the look-back"
-        rows.append(_score(f"seasonal ({season} steps)", repeated, Y, data, note))
+        places = data.look_back - season + lead % season
+        rows.append(_score(f"seasonal ({season} steps)", lambda X: X[:, places], data, note))
     weights, penalty = _fit_ridge(data)
     note = (
         "linear from the look-back to each step ahead, both minus the last value, with an intercept; closed "
         f"form on the training windows, penalty {penalty:g} chosen on the validation split"
     )
-    rows.append(_score("ridge regression", _predict(weights, X), Y, data, note))
+    rows.append(_score("ridge regression", lambda X: _predict(weights, X), data, note))
     return rows
 
 
@@ -96,10 +100,15 @@ def _windows(data: WindowedSeries, split: SeriesSplit) -> tuple[Tensor, Tensor]:
     return X, Y
 
 
-def _score(name: str, forecast: Tensor, truth: Tensor, data: WindowedSeries, note: str) -> BaselineForecast:
+def _score(name: str, method: Callable[[Tensor], Tensor], data: WindowedSeries, note: str) -> BaselineForecast:
+    X, truth = _windows(data, "test")
+    forecast = method(X)
     metrics = forecast_metrics(forecast, truth, data)
     by_lead = [float(e) for e in (forecast - truth).square().mean(0)]
-    return BaselineForecast(baseline=Baseline(name=name, metrics=metrics, note=note), error_by_lead=by_lead)
+    X, truth = _windows(data, "validation")
+    validation = float((method(X) - truth).square().mean())
+    baseline = Baseline(name=name, metrics=metrics, note=note, validation=validation)
+    return BaselineForecast(baseline=baseline, error_by_lead=by_lead)
 
 
 def _features(X: Tensor) -> Tensor:

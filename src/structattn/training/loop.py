@@ -127,7 +127,12 @@ def _record_speed(run: Run, meter: SpeedMeter, memory: PeakMemory, writer: Summa
         writer.add_scalar("memory/peak_bytes", peak, step)
 
 
-def _loop(run: Run, show_progress: bool, on_steps: Callable[[int], None]) -> None:
+def _loop(
+    run: Run,
+    show_progress: bool,
+    on_steps: Callable[[int], None],
+    on_evaluation: Callable[[dict[str, float]], None],
+) -> None:
     progress, config, task = run.progress, run.config, run.task
     main = run.accelerator.is_main_process
     writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=progress.step) if main else None
@@ -171,6 +176,7 @@ def _loop(run: Run, show_progress: bool, on_steps: Callable[[int], None]) -> Non
             if validates:
                 _record_speed(run, meter, memory, writer)
                 stop = _validate(run, writer)
+                on_evaluation(progress.history[-1])
             progress.seconds = before + time.perf_counter() - started
             if saves and not stop:
                 run.save()
@@ -194,6 +200,7 @@ def train(
     resume: bool = False,
     show_progress: bool = True,
     on_steps: Callable[[int], None] | None = None,
+    on_evaluation: Callable[[dict[str, float]], None] | None = None,
 ) -> TrainingResult:
     """Trains the task's model with one attention variant.
 
@@ -209,6 +216,7 @@ def train(
         resume: continue from the last checkpoint there, if there is one; a finished run returns its result at once.
         show_progress: a progress bar on stderr.
         on_steps: called with the number of steps that are newly done, or need not be done: all calls sum to ``config.steps``.
+        on_evaluation: called with every entry of ``history``, first with those from before an interruption, then with each as it is made.
 
     Returns:
         ``TrainingResult``.
@@ -225,11 +233,14 @@ def train(
     if found is not None:
         run.restore(load_checkpoint(found))
     tell = on_steps or (lambda _: None)
+    tell_evaluation = on_evaluation or (lambda _: None)
+    for entry in run.progress.history:
+        tell_evaluation(entry)
     if run.progress.finished:
         run.finish()  # a run killed between its last checkpoint and its model files gets them now
         tell(run.progress.step)
     else:
-        _loop(run, show_progress, tell)
+        _loop(run, show_progress, tell, tell_evaluation)
     tell(config.steps - run.progress.step)
     run.load_best()
     return TrainingResult(

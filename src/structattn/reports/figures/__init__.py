@@ -21,5 +21,6 @@ from structattn.reports.figures.comparison import draw_figures  # noqa: E402
 from structattn.reports.figures.fits import draw_fits  # noqa: E402
 from structattn.reports.figures.mup import draw_mup  # noqa: E402
 from structattn.reports.figures.scaling import draw_scaling  # noqa: E402
+from structattn.reports.figures.search import draw_search  # noqa: E402
 
-__all__ = ["Figure", "draw_figures", "draw_fits", "draw_mup", "draw_scaling"]
+__all__ = ["Figure", "draw_figures", "draw_fits", "draw_mup", "draw_scaling", "draw_search"]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from matplotlib.figure import Figure as MplFigure
-from matplotlib.ticker import FuncFormatter, MultipleLocator
+from matplotlib.ticker import FuncFormatter
 
-from structattn.reports._common import Results, by_variant, finite_list, ranked_rows, row_name, score_of, standard_row
+from structattn.reports._common import Results, by_variant, finite_list, ranked_rows, row_name, score_of
 from structattn.reports._plotting import (
     GREY,
     baselines_in_view,
@@ -21,7 +19,9 @@ from structattn.reports._plotting import (
     spread,
     wide,
 )
+from structattn.reports.figures.by_position import by_position
 from structattn.reports.figures.canvas import Drawing, Figure, end_labels, log_axis, new_canvas, write_figure
+from structattn.reports.figures.forecast import by_lead_figure, examples_figure
 from structattn.reports.figures.ranks import rank_figure, rank_over_dimension_figure
 
 
@@ -39,9 +39,9 @@ def draw_figures(results: Results, folder: Path) -> list[Figure]:
     if results["task"] == "nearest-neighbor":
         plans.append(("error-against-rank", rank_figure))
     if results["task"] == "forecast":
-        plans += [("examples", _examples), ("error-by-lead", _by_lead)]
+        plans += [("examples", examples_figure), ("error-by-lead", by_lead_figure)]
     if results["task"] == "chronos":
-        plans.append(("examples", _examples))
+        plans.append(("examples", examples_figure))
     if results["task"] == "icl-regression":
         plans += [("error-against-compute", _compute), ("error-by-point", _by_point)]
         plans.append(("error-against-rank-over-dimension", rank_over_dimension_figure))
@@ -146,92 +146,7 @@ def _compute(results: Results) -> Drawing | None:
     return draw_curves(results, "compute", "training compute (forward FLOPs of all examples)", levels)
 
 
-def _axis_labels(results: Results) -> dict[str, str]:
-    """What a value and a step of the series are, in words: the task says, or they stay nameless."""
-    return {"value": "value", "step": "steps"} | dict(results.get("axis_labels", {}))
-
-
-def _examples(results: Results) -> Drawing | None:
-    labels_of = _axis_labels(results)
-    ranked, standard = ranked_rows(results), standard_row(results)
-    shown = [row for row in ranked[:1] if (row.get("details") or {}).get("examples")]
-    if standard is not None and standard not in shown and (standard.get("details") or {}).get("examples"):
-        shown.append(standard)
-    if not shown:
-        return None
-    count = min(3, *(len(row["details"]["examples"]) for row in shown), 3)
-    figure = new_canvas(1.75 * count + 0.7)
-    axes = [figure.add_subplot(count, 1, i + 1) for i in range(count)]
-    for index, ax in enumerate(axes):
-        example = shown[0]["details"]["examples"][index]
-        history, truth = list(example["history"])[-168:], list(example["truth"])
-        ax.plot(range(-len(history) + 1, 1), history, color="#9a9a9a", lw=1.0, label="history")
-        ahead = range(1, len(truth) + 1)
-        ax.plot(ahead, truth, color="black", lw=1.4, label="truth")
-        for place, row in enumerate(shown):
-            forecast = list(row["details"]["examples"][index]["forecast"])
-            style = {**row_style(results, row), "linestyle": ("-", (0, (4, 1.5)))[place]}
-            name = f"{row['spec']} (lowest error)" if row is ranked[0] else str(row["spec"])
-            ax.plot(range(1, len(forecast) + 1), forecast, lw=1.4, label=name, **style)
-            lower, upper = (row["details"]["examples"][index].get(edge) for edge in ("lower", "upper"))
-            if lower and upper:  # the lowest and the highest decile
-                ax.fill_between(range(1, len(forecast) + 1), lower, upper, color=style["color"], alpha=0.15, lw=0)
-        ax.axvline(0, color=GREY, lw=0.8)
-        ax.margins(x=0.01)
-        ax.set_title(f"forecast from {example.get('start', '?')}", fontsize=8.5, loc="left", color="#444444")
-        ax.set_ylabel(labels_of["value"])
-        ax.xaxis.set_major_locator(MultipleLocator(24))
-    axes[-1].set_xlabel(f"{labels_of['step']} from the start of the forecast")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
-    names = " and ".join(str(row["spec"]) for row in shown)
-    caption = f"{count} forecasts by {names}, after at most 168 {labels_of['step']} of history: examples, not evidence."
-    return figure, caption, f"History, truth and forecasts of {names} in {count} panels."
-
-
-def _by_position(results: Results, key: str, xlabel: str) -> MplFigure | None:
-    """One line per attention and baseline of a list under ``details[key]``."""
-    lines: list[tuple[str, list[float], dict[str, Any]]] = []
-    for row in results["rows"]:
-        if values := finite_list((row.get("details") or {}).get(key)):
-            lines.append((row_name(row), values, {**row_style(results, row), "lw": 1.6}))
-    bound = [v for _, values, _ in lines for v in values]
-    if not lines:
-        return None
-    for index, baseline in enumerate(results.get("baselines") or []):
-        if values := finite_list((baseline.get("details") or {}).get(key)):
-            style: dict[str, Any] = {
-                "color": GREY,
-                "linestyle": ((0, (4, 3)), ":", "-.")[index % 3],
-                "lw": 1.2,
-            }
-            lines.append((str(baseline["name"]), values, style))
-    height = max(3.7, 0.19 * len(lines) + 0.7)
-    figure = new_canvas(height)
-    ax = figure.add_subplot()
-    for _, values, style in lines:
-        ax.plot(range(1, len(values) + 1), values, **style)
-    if min(bound) > 0 and wide(v for _, values, _ in lines for v in values if v > 0):
-        ax.set_yscale("log")
-        low, high = ax.get_ylim()
-        ax.set_ylim(max(low, min(bound) / 5), min(high, max(bound) * 1.5))
-        log_axis(ax, "y")
-    ax.margins(x=0.01)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(str(results["metric"]))
-    low, high = ax.get_ylim()
-    ends = [(float(len(v)), min(max(v[-1], low), high), name, str(style["color"])) for name, v, style in lines]
-    end_labels(ax, ends, height - 0.6)
-    return figure
-
-
-def _by_lead(results: Results) -> Drawing | None:
-    figure = _by_position(results, "error_by_lead", f"{_axis_labels(results)['step']} ahead")
-    caption = "Error against how far ahead the forecast looks; baselines in grey."
-    return None if figure is None else (figure, caption, f"Error by forecast lead{lowest(results)}.")
-
-
 def _by_point(results: Results) -> Drawing | None:
-    figure = _by_position(results, "error_by_point", "examples in the prompt")
+    figure = by_position(results, "error_by_point", "examples in the prompt")
     caption = "Error against the examples seen in the prompt; baselines in grey, cut off at the frame."
     return None if figure is None else (figure, caption, f"Error by prompt length{lowest(results)}.")

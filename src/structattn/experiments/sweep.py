@@ -1,0 +1,137 @@
+"""Search settings of a task: many runs with settings that Optuna proposes, a report, and the command line of the best."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from structattn.errors import CheckpointError, TrainingFailedError
+from structattn.experiments.compare import open_folder
+from structattn.experiments.ray_cluster import import_ray
+from structattn.experiments.recipes import task_entry
+from structattn.experiments.record import hardware, versions
+from structattn.experiments.settings import to_plain
+from structattn.experiments.sweep_plan import REDUCTION, Journal, SweepPlan
+from structattn.files import write_atomic
+from structattn.tasks.base import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What a sweep wrote.
+
+    Attributes:
+        results: what ``results.json`` holds.
+        folder: where everything is.
+        report: the self-contained HTML page.
+    """
+
+    results: dict[str, Any]
+    folder: Path
+    report: Path
+
+
+def sweep(
+    plan: SweepPlan,
+    *,
+    address: str = "local",
+    jobs: int | None = None,
+    command: str = "",
+    resume: bool = False,
+    show_progress: bool = True,
+) -> Sweep:
+    """Runs the trials of a plan and writes ``results.json``, figures (PNG, SVG) and ``report.html``.
+
+    Trials are compared on the validation split, by the score of the weights that each ends with; the best that ran to its end, and it
+    alone, is scored on the test split. A run is the one that ``structattn train`` makes with the same settings.
+
+    Args:
+        plan: what to search, and where.
+        address: of a Ray cluster, see ``ray_cluster.connected``; its machines must share the folder of the plan.
+        jobs: trials at the same time. Default: one for each GPU, or without any, each core.
+        command: the command line, for the record.
+        resume: go on with what the folder holds: trials that are over stay, those that were interrupted go on from their last
+            checkpoint. There may be more trials than before.
+        show_progress: a bar of trials.
+
+    Returns:
+        ``Sweep``.
+
+    Raises:
+        MissingDependencyError: without Ray Tune or Optuna.
+        ConfigError: unusable folder, an address where nothing answers, or ``resume`` with another plan than before.
+        CheckpointError: the record of an interrupted sweep cannot be read, or the results cannot be written.
+        TrainingFailedError: no trial ran to its end; the report says what became of each.
+
+    Cost: the training of at most ``plan.trials`` models, and a second or two for each to begin.
+    """
+    import_ray()  # optional, and so is matplotlib: only sweeps need both
+    from structattn.experiments.sweep_ray import run_trials
+    from structattn.reports.figures.sweep import draw_sweep
+    from structattn.reports.sweep import write_sweep_report
+
+    plan = dataclasses.replace(plan, folder=plan.folder.resolve())  # workers have folders of their own
+    task = task_entry(plan.task_name).make(plan.settings.task)
+    open_folder(plan.folder, resume)
+    journal = Journal(plan.folder)
+    journal.open(plan, resume=resume)
+    run_trials(plan, journal, address=address, jobs=jobs, show_progress=show_progress)
+    trials = journal.records()
+    results = {
+        "task": plan.task_name,
+        "metric": task.metric,
+        "metric_label": task.metric_label,
+        "command": command,
+        "preset": plan.preset,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seed": plan.seed,
+        "attention": plan.attention,
+        "scheduler": _scheduler(plan),
+        "parameters": [to_plain(parameter) for parameter in plan.parameters],
+        "config": json.loads(json.dumps(to_plain(plan.settings))),
+        "versions": versions(),
+        "hardware": hardware(),
+        "trials": trials,
+        "seconds": sum(trial["seconds"] for trial in trials),
+        "best": _best(plan, trials),
+    }
+    try:
+        write_atomic(plan.folder / "results.json", json.dumps(results, indent=1))
+        report = write_sweep_report(results, draw_sweep(results, plan.folder / "figures"), plan.folder / "report.html")
+    except OSError as error:
+        raise CheckpointError(f"could not write the results to {plan.folder}: {error.strerror or error}") from error
+    if results["best"] is None:
+        reasons = [f"trial {trial['number']} {trial['status']}: {trial['message']}" for trial in trials]
+        raise TrainingFailedError(f"none of {len(trials)} trials ran to its end, see {report}. {reasons[0]}")
+    return Sweep(results=results, folder=plan.folder, report=report)
+
+
+def _scheduler(plan: SweepPlan) -> dict[str, Any] | None:
+    if plan.scheduler == "none":
+        return None
+    return {"name": plan.scheduler, "grace_period": plan.grace, "reduction": REDUCTION}
+
+
+def _best(plan: SweepPlan, trials: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The trial with the lowest validation score among those that ran to their end, its scores on the test split, and its command line."""
+    finished = [trial for trial in trials if trial["status"] == "finished"]
+    if not finished:
+        return None
+    best = min(finished, key=lambda trial: trial["score"])
+    job = plan.job(best["number"], best["params"])
+    result = job.run(resume=True, show_progress=False)
+    assert result is not None  # it finished
+    task: Task = task_entry(plan.task_name).make(job.task)
+    return {
+        "number": best["number"],
+        "params": best["params"],
+        "score": best["score"],
+        "median": statistics.median(trial["score"] for trial in finished),
+        "test": task.evaluate(result.model.eval(), "test"),
+        "command": plan.command(best["params"]),
+    }

@@ -1,0 +1,126 @@
+"""``check_frame``: whether a data frame of series is what neuralforecast takes it for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from structattn.errors import ConfigError, DataError
+
+
+def check_frame(
+    df: Any, freq: str | int, *, id_col: str = "unique_id", time_col: str = "ds", target_col: str = "y"
+) -> None:
+    """Checks what neuralforecast assumes of a frame and does not look at: then it trains on windows that are no windows.
+
+    Looked for: missing columns, values that are no numbers, rows without an id or a time, rows of one series with the same time,
+    and steps between rows other than ``freq``, be it gaps, times off the grid or another frequency. Unequal lengths, starts and
+    ends of series, and rows in any order, are fine.
+
+    Args:
+        df: pandas, one row per series and time; a column ``available_mask`` of 0 and 1 may mark rows that are only there to fill.
+        freq: pandas offset (``"h"``, ``"MS"``), or an int where times are ints.
+        id_col, time_col, target_col: names of the columns.
+
+    Raises:
+        DataError: with all that is wrong, where it is first so, and what to do.
+        ConfigError: ``freq`` is no frequency, or not of the kind of the times.
+
+    Cost: one sort of the frame.
+    """
+    if not isinstance(df, pd.DataFrame):
+        raise DataError(f"expected a pandas.DataFrame, got {type(df).__name__}: of polars take df.to_pandas()")
+    missing = [name for name in (id_col, time_col, target_col) if name not in df.columns]
+    if missing:
+        raise DataError(
+            f"the frame has no column {', '.join(map(repr, missing))}; it has {', '.join(map(repr, df.columns))}: rename or pass id_col, "
+            "time_col and target_col"
+        )
+    if df.empty:
+        raise DataError("the frame has no rows")
+    offset = _offset(df[time_col], freq, time_col)
+    problems = _values(df, [name for name in df.columns if name not in (id_col, time_col)])
+    unnamed = df[id_col].isna() | df[time_col].isna()
+    if unnamed.any():
+        problems.append(f"{unnamed.sum()} rows without {id_col} or {time_col}: drop them")
+    problems += _steps(df[~unnamed].sort_values([id_col, time_col]), offset, freq, id_col, time_col)
+    if problems:
+        raise DataError("the frame does not hold series as neuralforecast reads them:\n- " + "\n- ".join(problems))
+
+
+def _offset(times: pd.Series, freq: str | int, time_col: str) -> Any:
+    """What is added to a time for the next one."""
+    if pd.api.types.is_integer_dtype(times):
+        if isinstance(freq, bool) or not isinstance(freq, int) or freq < 1:
+            raise ConfigError(f"{time_col} holds ints, so freq must be a positive int, got {freq!r}")
+        return freq
+    if not pd.api.types.is_datetime64_any_dtype(times):
+        raise DataError(
+            f"{time_col} must hold timestamps or ints, got {times.dtype}: convert it with pandas.to_datetime"
+        )
+    try:
+        return pd.tseries.frequencies.to_offset(_text(freq))
+    except ValueError as error:
+        raise ConfigError(
+            f"{time_col} holds timestamps, so freq must be a pandas offset, such as 'h', 'D' or 'MS': got {freq!r}"
+        ) from error
+
+
+def _text(freq: str | int) -> str:
+    if not isinstance(freq, str):
+        raise ValueError(freq)
+    return freq
+
+
+def _values(df: pd.DataFrame, columns: list[Any]) -> list[str]:
+    """Columns that are no numbers, or not finite ones."""
+    problems = []
+    for name in columns:
+        column = df[name]
+        if not pd.api.types.is_numeric_dtype(column):
+            problems.append(f"column {name!r} holds {column.dtype}, not numbers: convert or drop it")
+            continue
+        bad = column.isna() | column.isin([float("inf"), float("-inf")])
+        if bad.any():
+            # neuralforecast lets NaN pass where available_mask is 0, but most of its models compute with it all the same.
+            problems.append(
+                f"column {name!r} is not a finite number in {bad.sum()} rows, first at index {df.index[bad.to_numpy()][0]!r}: put in any "
+                "number, and mark the rows by a column available_mask of 1 and, there, 0"
+            )
+        elif name == "available_mask" and not column.isin([0, 1]).all():
+            problems.append("column 'available_mask' must hold 0 and 1 alone")
+    return problems
+
+
+def _steps(df: pd.DataFrame, offset: Any, freq: str | int, id_col: str, time_col: str) -> list[str]:
+    """Times of one series that are the same, and steps that are not ``freq``; the frame is sorted."""
+    problems = []
+    if (again := df.duplicated([id_col, time_col])).any():
+        problems.append(
+            f"{again.sum()} rows have the {id_col} and {time_col} of another, first {_where(df[again].iloc[0], id_col, time_col)}: keep one, "
+            "df.drop_duplicates, or their mean"
+        )
+        df = df[~again]
+    follows = (df[id_col] == df[id_col].shift(-1)).to_numpy()[:-1]
+    times = df[time_col].iloc[:-1][follows]
+    expected = times + offset
+    found = df[time_col].iloc[1:][follows]
+    wrong = expected.to_numpy() != found.to_numpy()
+    if wrong.any():
+        row = df.iloc[:-1][follows].iloc[int(wrong.argmax())]
+        problems.append(
+            f"{wrong.sum()} of {len(wrong)} steps are not {freq!r}, first after {_where(row, id_col, time_col)}, where {expected[wrong].iloc[0]} "
+            f"should follow, and {found[wrong].iloc[0]} does: "
+            + (
+                "is this the frequency?"
+                if wrong.all()
+                else "move times onto the grid, fill gaps with utilsforecast.preprocessing.fill_gaps, and mark the new rows by a column "
+                "available_mask of 1 and, there, 0"
+            )
+        )
+    return problems
+
+
+def _where(row: pd.Series, id_col: str, time_col: str) -> str:
+    return f"{row[time_col]} of {row[id_col]!r}"

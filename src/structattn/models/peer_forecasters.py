@@ -1,0 +1,172 @@
+"""The forecasters that people use today, from neuralforecast, as plain modules: what ours are compared with, under one protocol."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from structattn.errors import ConfigError, MissingDependencyError, nearest_name
+
+_PREFIX = "peer:"
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """A forecaster of neuralforecast.
+
+    Args:
+        settings: where they differ from neuralforecast's own: those that the paper of the model has for hourly ETT data.
+        mixes_channels: whether one forward pass takes all channels of a window.
+    """
+
+    settings: dict[str, Any]
+    mixes_channels: bool = False
+
+
+_PEERS = {
+    "DLinear": _Peer({"moving_avg_window": 25}),
+    "NHITS": _Peer({}),
+    "PatchTST": _Peer(
+        {"hidden_size": 16, "n_heads": 4, "linear_hidden_size": 128, "encoder_layers": 3, "dropout": 0.3, "fc_dropout": 0.3}
+    ),
+    "iTransformer": _Peer({"hidden_size": 256, "n_heads": 8, "e_layers": 2, "d_ff": 256}, mixes_channels=True),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PeerSpec:
+    """A peer in one line, such as ``peer:PatchTST`` or ``peer:PatchTST,hidden_size=32,dropout=0.1``.
+
+    Args:
+        name: DLinear, NHITS, PatchTST or iTransformer.
+        settings: arguments of its class, by name, in place of those that it has here.
+    """
+
+    name: str
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def parse(cls, spec: str) -> PeerSpec | None:
+        """The peer that a text names; ``None`` for a text that names none, such as an attention spec.
+
+        Raises:
+            ConfigError: an unknown name, or a setting that is not ``name=value``.
+        """
+        if not spec.startswith(_PREFIX):
+            return None
+        name, *texts = spec.removeprefix(_PREFIX).split(",")
+        if name not in _PEERS:
+            raise ConfigError(
+                f"{spec!r}: expected a forecaster after {_PREFIX}, got {name!r}: {nearest_name(name, _PEERS)}"
+            )
+        settings = []
+        for text in texts:
+            key, equals, value = (part.strip() for part in text.partition("="))
+            try:
+                settings.append((key, ast.literal_eval(value)))
+            except (ValueError, SyntaxError):
+                equals = ""
+            if not equals:
+                raise ConfigError(f"{spec!r}: expected setting=value with a Python number, text or list, got {text!r}")
+        return cls(name, tuple(settings))
+
+
+class PeerForecaster(nn.Module):
+    """The network of a model of neuralforecast, trained by our loop on our windows instead of by its own.
+
+    Args:
+        spec: which.
+        look_back: input steps.
+        horizon: output steps.
+        num_channels: series of a window.
+
+    Attributes:
+        num_tokens: 1: what is counted is windows.
+
+    Raises:
+        MissingDependencyError: without neuralforecast.
+        ConfigError: its class does not take the settings.
+
+    Cost: importing neuralforecast takes several seconds of each process.
+    """
+
+    num_tokens = 1
+
+    def __init__(self, spec: PeerSpec, *, look_back: int, horizon: int, num_channels: int) -> None:
+        super().__init__()
+        try:
+            models = import_module("neuralforecast.models")
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"peer:{spec.name} is a model of neuralforecast, which is not installed: pip install 'structattn[forecast]' ({error})"
+            ) from error
+        peer = _PEERS[spec.name]
+        self.mixes_channels, self.num_channels, self.look_back = peer.mixes_channels, num_channels, look_back
+        arguments: dict[str, Any] = {"h": horizon, "input_size": look_back, **peer.settings, **dict(spec.settings)}
+        if peer.mixes_channels:
+            arguments["n_series"] = num_channels
+        kind = getattr(models, spec.name)
+        # What its class does not know, it would hand on to a trainer that is not used here.
+        known = [
+            name for name, one in inspect.signature(kind).parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD
+        ]
+        if unknown := [name for name in arguments if name not in known]:
+            raise ConfigError(f"peer:{spec.name} has no setting {unknown[0]!r}: {nearest_name(unknown[0], known)}")
+        with _own_seed():
+            try:
+                # It sets the global seed to its own, which is therefore that of the run.
+                model = kind(**arguments, random_seed=torch.initial_seed() % 2**32)
+            except Exception as error:  # whatever it raises for arguments that it does not take
+                raise ConfigError(
+                    f"peer:{spec.name} of neuralforecast does not take these settings: {error}"
+                ) from error
+        self.network = model
+
+    def forward(self, window: Tensor) -> Tensor:
+        """(B, channels, look_back) scaled values to (B, channels, horizon)."""
+        batch, channels, _ = window.shape
+        steps = window.transpose(1, 2) if self.mixes_channels else window.reshape(batch * channels, -1, 1)
+        inputs = {
+            "insample_y": steps,
+            "insample_mask": torch.ones_like(steps),
+            "futr_exog": None,
+            "hist_exog": None,
+            "stat_exog": None,
+        }
+        out: Tensor = self.network(inputs)
+        return out.transpose(1, 2) if self.mixes_channels else out.reshape(batch, channels, -1)
+
+    def flops_per_example(self) -> int:
+        """Forward FLOPs of one channel of a window, as PyTorch counts them: products of matrices and convolutions."""
+        network = copy.deepcopy(self).to("meta").eval()
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            network(torch.zeros(1, self.num_channels, self.look_back, device="meta"))
+        return counter.get_total_flops() // self.num_channels
+
+
+@contextmanager
+def _own_seed() -> Iterator[None]:
+    """Leaves the generators of Python and NumPy as they were, and Lightning's note on seeds unsaid."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    logger = logging.getLogger("lightning_fabric.utilities.seed")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002

@@ -1,0 +1,122 @@
+"""A search: what is trained, what validation chooses, which differences are beyond seed noise, and the page."""
+
+import itertools
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+
+from structattn.cli import main
+from structattn.errors import ConfigError
+from structattn.experiments.recipes import recipe_for
+from structattn.experiments.search import critical_difference, search
+from structattn.experiments.settings import apply_overrides
+
+
+def test_every_setting_is_a_point_and_rates_are_chosen_at_each() -> None:
+    recipe = recipe_for("forecast", "ett")
+    points = recipe.points()
+    horizons, look_backs = (96, 192, 336), (96, 336, 512, 1024, 2048)
+    expected = list(itertools.product(("OT", "*"), horizons, look_backs))
+    places = [(p.recipe.task.data.target, p.recipe.task.horizon, p.recipe.task.look_back) for p in points]
+    assert places == expected
+    assert [p.searched for p in points[:5]] == [f"look-back={n}" for n in look_backs]
+    assert not any(p.recipe.search or p.recipe.variants for p in points)
+    assert len({p.settings for p in points}) == len({p.sweep_settings for p in points}) == 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("budgets=1e12",), "exclude each other"),
+        (("variants=a: task.look_back=24",), "task.look_back=24 would be lost"),
+        (("search=task.look_back=24,task.look_back=24",), "every one once"),
+    ],
+)
+def test_searches_that_make_no_sense(changes: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        apply_overrides(recipe_for("forecast", "ett-short"), changes)
+
+
+def row(spec: str, searched: str, validation: float, *scores: float, group: str | None = None) -> dict:
+    return {"spec": spec, "group": group, "searched": searched, "validation": validation, "scores": list(scores)}
+
+
+def test_validation_chooses_and_the_test_does_not() -> None:
+    rows = [
+        row("a", "x=1", 0.5, 0.10),
+        row("b", "x=1", 0.3, 0.20),
+        row("a", "x=2", 0.4, 0.90),
+        row("b", "x=2", 0.6, 0.05),
+        row("a", "x=1", 0.1, 0.70, group="other"),
+    ]
+    baselines = [
+        {"name": "ridge", "group": None, "searched": "x=1", "validation": 0.3},
+        {"name": "ridge", "group": None, "searched": "x=2", "validation": 0.2},
+        {"name": "rule", "group": None, "searched": "x=1", "validation": None},
+        {"name": "rule", "group": None, "searched": "x=2", "validation": None},
+    ]
+    found = search(rows, baselines)
+    assert [(one["group"], one["rows"], one["baselines"]) for one in found] == [
+        (None, [2, 1], [1, 2]),
+        ("other", [4], []),
+    ]
+    assert found[0]["critical_difference"] is None
+
+
+def test_critical_difference_is_tukeys() -> None:
+    scores = [[1.0, 1.2, 1.1], [2.0, 2.3, 2.3], [0.5, 0.4, 0.9]]
+    found = critical_difference(scores)
+    assert found is not None
+    pooled = statistics.fmean(statistics.variance(own) for own in scores)
+    # 4.339 is the tabulated 95 % point of the studentised range of 3 means with 6 degrees of freedom.
+    assert found["difference"] == pytest.approx(4.339 * math.sqrt(pooled / 3), rel=1e-3)
+    assert found["seeds"] == 3
+    assert critical_difference([[1.0], [2.0]]) is None
+    assert critical_difference([[1.0, 2.0]]) is None
+    assert critical_difference([[1.0, 1.0], [2.0, 2.0]]) is None
+
+
+def test_a_search_from_the_command_line(tmp_path: Path, capsys) -> None:
+    small = (
+        "task.embed_dim=8", "task.num_layers=1", "task.patch_length=8", "training.steps=4", "training.warmup_steps=1",
+        "training.eval_every=2", "training.batch_size=8", "learning_rates=1e-3",
+        "variants=h=6: task.horizon=6,h=12: task.horizon=12", "search=look-back=24: task.look_back=24,look-back=48: task.look_back=48",
+    )  # fmt: skip
+    path = tmp_path / "own.csv"
+    lines = [f"2020-01-{1 + h // 24:02d} {h % 24:02d}:00,{math.sin(h / 4) + h % 7 / 9}" for h in range(500)]
+    path.write_text("\n".join(["when,load", *lines]) + "\n")
+    out = tmp_path / "out"
+    arguments = ["compare", "forecast", "--preset", "ett", "--data", str(path), "--time", "when", "--target", "load"]
+    arguments += ["--attention", "standard", "mlr:2|2", "--seeds", "2", "--out", str(out)]
+    arguments += [part for change in small for part in ("--set", change)]
+    assert main(arguments) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    results = json.loads((out / "results.json").read_text())
+    assert len(results["rows"]) == 8
+    assert len(results["search"]) == 2
+    for choice in results["search"]:
+        for place in choice["rows"]:
+            rivals = [
+                r
+                for r in results["rows"]
+                if (r["spec"], r["group"]) == (results["rows"][place]["spec"], choice["group"])
+            ]
+            assert results["rows"][place]["validation"] == min(r["validation"] for r in rivals)
+    # The weights that count are those of the best validation.
+    for one in results["rows"]:
+        best = statistics.fmean(min(e["validation_mse"] for e in history) for history in one["histories"])
+        assert one["validation"] == pytest.approx(best)
+    page = (out / "report.html").read_text()
+    for words in ("h=6: ", "Critical difference", "look-back=24", "ridge regression", "Every setting: h=12"):
+        assert words in printed + page
+    assert {path.stem for path in (out / "figures").glob("*.png")} == {
+        "error-against-setting", "examples", "error-by-lead", "examples-2", "error-by-lead-2",
+    }  # fmt: skip
+    again = json.loads((out / "results.json").read_text())
+    assert main([*arguments, "--resume"]) == 0
+    after = json.loads((out / "results.json").read_text())
+    assert [r["scores"] for r in after["rows"]] == [r["scores"] for r in again["rows"]]
+    assert after["search"] == again["search"]

@@ -115,6 +115,7 @@ class PeerForecaster(nn.Module):
             ) from error
         peer = _PEERS[spec.name]
         self.mixes_channels, self.num_channels, self.look_back = peer.mixes_channels, num_channels, look_back
+        self._flops: int | None = None
         arguments: dict[str, Any] = {"h": horizon, "input_size": look_back, **peer.settings, **dict(spec.settings)}
         if peer.mixes_channels:
             arguments["n_series"] = num_channels
@@ -151,10 +152,12 @@ class PeerForecaster(nn.Module):
 
     def flops_per_example(self) -> int:
         """Forward FLOPs of one channel of a window, as PyTorch counts them: products of matrices and convolutions."""
-        network = copy.deepcopy(self).to("meta").eval()
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            network(torch.zeros(1, self.num_channels, self.look_back, device="meta"))
-        return counter.get_total_flops() // self.num_channels
+        if self._flops is None:  # asked for at every step of the training
+            network = copy.deepcopy(self).to("meta").eval()
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                network(torch.zeros(1, self.num_channels, self.look_back, device="meta"))
+            self._flops = counter.get_total_flops() // self.num_channels
+        return self._flops
 
 
 @contextmanager

@@ -24,7 +24,8 @@ _SMALL = Recipe(
 
 CHRONOS_PRESETS = {
     "default": Preset(
-        _SMALL, "a T5 of 0.3 million parameters from scratch, 24 hours ahead from 96, 400 steps, one seed; about 5 minutes on 2 CPU cores (estimated)"
+        _SMALL,
+        "a T5 of 0.3 million parameters from scratch, 24 hours ahead from 96, 400 steps, one seed; about 5 minutes on 2 CPU cores (estimated)",
     ),
     "small": Preset(_SMALL, "the same"),
 }

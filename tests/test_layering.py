@@ -25,6 +25,7 @@ FLOORS = {
     "layers": 7,
     "models": 8,
     "tasks": 9,
+    "tasks.chronos": 10,  # the one task on top of an integration
     "integrations": 9,
     "training": 10,
     "reports": 10,

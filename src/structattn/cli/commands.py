@@ -18,7 +18,7 @@ except ImportError as error:  # the library itself needs torch alone
 @dataclass(frozen=True, kw_only=True)
 class TaskCommand:
     task: tyro.conf.Positional[str]
-    """nearest-neighbor, forecast, icl-regression or text."""
+    """nearest-neighbor, forecast, icl-regression, text or chronos."""
     preset: str = "default"
     """Named settings of the task (see `structattn presets`)."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -28,7 +28,8 @@ class TaskCommand:
     resume: bool = False
     """Continue what --out already holds."""
     data: Path | None = None
-    """forecast: a CSV file of your own; text: a text file, or a folder from `structattn data prepare text`."""
+    """forecast: a CSV file of your own; text: a text file, or a folder from `structattn data prepare text`; chronos: the folder of a
+    trained Chronos T5 to fine-tune."""
     time: str | None = None
     """forecast: its time column. Default: date."""
     target: str | None = None

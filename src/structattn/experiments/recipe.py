@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 from structattn.errors import ConfigError
 from structattn.experiments.settings import apply_overrides
+from structattn.tasks.chronos import ChronosConfig
 from structattn.tasks.forecast import ForecastConfig
 from structattn.tasks.icl_regression import ICLRegressionConfig
 from structattn.tasks.nearest_neighbor import NearestNeighborConfig
 from structattn.tasks.text import TextConfig
 from structattn.training.config import TrainingConfig
 
-TaskConfig = NearestNeighborConfig | ForecastConfig | ICLRegressionConfig | TextConfig
+TaskConfig = NearestNeighborConfig | ForecastConfig | ICLRegressionConfig | TextConfig | ChronosConfig
 
 
 # The settings that a point of a grid has of its own.

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from structattn.errors import ConfigError, nearest_name
+from structattn.experiments.chronos_recipes import CHRONOS_PRESETS
 from structattn.experiments.forecast_recipes import FORECAST_PRESETS
 from structattn.experiments.icl_recipes import ICL_PRESETS
 from structattn.experiments.recipe import Preset, Recipe
 from structattn.experiments.text_recipes import TEXT_PRESETS
+from structattn.tasks.chronos import ChronosConfig, ChronosTask
 from structattn.tasks.forecast import ForecastConfig, ForecastTask
 from structattn.tasks.icl_regression import ICLRegressionConfig, ICLRegressionTask
 from structattn.tasks.nearest_neighbor import NearestNeighborConfig, NearestNeighborTask
@@ -83,6 +85,7 @@ TASKS: dict[str, TaskEntry] = {
         TEXT_PRESETS,
         {"data": "task.data"},
     ),
+    "chronos": TaskEntry(ChronosTask, ChronosConfig, CHRONOS_PRESETS, {"data": "task.checkpoint"}),
 }
 
 

@@ -23,6 +23,8 @@ Backend = Literal["auto", "reference", "blocked", "triton"]
 Choice = Literal["auto", "reference", "blocked", "triton", "scaled_dot_product_attention", "short"]
 # Up to so many scores the dense definition is the fastest on a CPU (docs/speed.md).
 _DENSE_SCORES = 2**18
+# With a bias the blocked backend goes through a batch row by row, so that short rows are dense however many there are, within this.
+_DENSE_BATCH_SCORES = 2**25
 
 
 def _one_level_scale(layout: LevelLayout, scale: float | None) -> float:
@@ -169,7 +171,8 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tu
     if reason is None:
         return "triton", f"{subject}, fused"
     scores = _num_scores(q, k)
-    if scores <= _DENSE_SCORES:
+    per_row = scores if call.attn_bias is None else scores // max(1, q.shape[0])
+    if per_row <= _DENSE_SCORES and scores <= _DENSE_BATCH_SCORES:
         return "reference", f"{scores} scores are few: dense products beat many small ones (no fused kernel: {reason})"
     return "blocked", f"{subject} in linear memory (no fused kernel: {reason})"
 

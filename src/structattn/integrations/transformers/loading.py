@@ -16,7 +16,7 @@ from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.cache import own_layer
 
 
-def _check_safe(path: object, arguments: dict[str, Any]) -> None:
+def check_safe(path: object, arguments: dict[str, Any]) -> None:
     """Raises ``CheckpointError`` for weights that are not in safetensors."""
     if (
         arguments.get("use_safetensors") is False
@@ -77,7 +77,7 @@ class OwnModel:
             CheckpointError: the weights are missing, damaged or a pickle, or are not those of this structure.
             ConfigError: the structure in ``config.json`` is missing or does not fit.
         """
-        _check_safe(pretrained_model_name_or_path, kwargs)
+        check_safe(pretrained_model_name_or_path, kwargs)
         with_info = kwargs.pop("output_loading_info", False)
         other_shapes = kwargs.pop("ignore_mismatched_sizes", False)
         # transformers' own error for shapes does not say which: they are looked at below.

@@ -90,9 +90,22 @@ class Variant:
         return (q if math.isclose(factor, 1.0, rel_tol=1e-12) else q * factor), None
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, dropout: float, sequences: Sequences
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scaling: float | None,
+        dropout: float,
+        sequences: Sequences,
+        is_causal: bool = True,
+        attn_bias: Tensor | None = None,
     ) -> Tensor:
-        """Attention without a cache: (B, H, T, D) and (B, G, S, D or V) to (B, H, T, V)."""
+        """Attention without a cache: (B, H, T, D) and (B, G, S, D or V) to (B, H, T, V).
+
+        Args:
+            attn_bias: added to the scores as it is, whatever their scaling.
+        """
         q, scale = self.scaled(q, scaling)
         # A model may be spread over devices, and the mask is made on that of its inputs.
         borders, padding = (
@@ -103,8 +116,10 @@ class Variant:
             k,
             v,
             self.layout,
+            is_causal=is_causal,
             scale=scale,
             window=self.window,
+            attn_bias=attn_bias,
             dropout_p=dropout,
             cu_seqlens=borders,
             left_padding=padding,

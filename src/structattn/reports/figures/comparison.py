@@ -40,6 +40,8 @@ def draw_figures(results: Results, folder: Path) -> list[Figure]:
         plans.append(("error-against-rank", rank_figure))
     if results["task"] == "forecast":
         plans += [("examples", examples_figure), ("error-by-lead", by_lead_figure)]
+    if results["task"] == "chronos":
+        plans.append(("examples", examples_figure))
     if results["task"] == "icl-regression":
         plans += [("error-against-compute", _compute), ("error-by-point", _by_point)]
         plans.append(("error-against-rank-over-dimension", rank_over_dimension_figure))

@@ -56,6 +56,8 @@ def examples_figure(results: Results) -> Drawing | None:
             f" Shaded: intervals of {shown[0]['spec']}, as wide as its errors on validation windows, made to hold "
             f"{100 * details['interval']:.0f} % of the truth; of all test values they hold {100 * details['coverage']:.0f} %."
         )
+    if "shaded" in details:
+        caption += f" Shaded: {details['shaded']}."
     return figure, caption, f"History, truth and forecasts of {names} in {count} panels."
 
 

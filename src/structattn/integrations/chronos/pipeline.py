@@ -1,0 +1,167 @@
+"""Chronos pipelines around structured T5 models: new ones, and saved ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import chronos
+from chronos import ChronosConfig, ChronosPipeline
+from chronos.chronos import ChronosModel, ChronosTokenizer
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
+
+from structattn.errors import ConfigError
+from structattn.integrations.chronos.model import (
+    StructAttnT5Config,
+    StructAttnT5ForConditionalGeneration,
+    structured_config,
+)
+from structattn.integrations.transformers.loading import check_safe
+
+
+def _checked_settings(config: PreTrainedConfig) -> ChronosConfig:
+    """What ``config.chronos_config`` says.
+
+    Raises:
+        ConfigError: it is missing, or names a tokenizer that Chronos does not have.
+    """
+    settings = getattr(config, "chronos_config", None)
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"the config of this {config.model_type} model has no chronos_config: it is not a Chronos model"
+        )
+    if settings.get("model_type") != "seq2seq" or not hasattr(chronos, str(settings.get("tokenizer_class"))):
+        raise ConfigError(
+            f"expected a seq2seq Chronos model with one of its tokenizers, got model_type {settings.get('model_type')!r} and "
+            f"tokenizer_class {settings.get('tokenizer_class')!r}"
+        )
+    try:
+        return ChronosConfig(**settings)
+    except (TypeError, AssertionError) as error:
+        raise ConfigError(f"the chronos_config of this model is not one of Chronos: {error}") from error
+
+
+def tokenizer_of(config: PreTrainedConfig) -> ChronosTokenizer:
+    """The tokenizer that a Chronos config names; raises ``ConfigError`` if it names none."""
+    return _checked_settings(config).create_tokenizer()
+
+
+def pipeline_around(model: PreTrainedModel) -> ChronosPipeline:
+    """Chronos' own pipeline, with the tokenizer that the model's config names.
+
+    Raises:
+        ConfigError: the config names none, or one that Chronos does not have.
+    """
+    config = _checked_settings(model.config)
+    return ChronosPipeline(tokenizer=config.create_tokenizer(), model=ChronosModel(config=config, model=model))
+
+
+def new_config(
+    *,
+    context_length: int,
+    prediction_length: int,
+    num_tokens: int = 4096,
+    limits: tuple[float, float] = (-15.0, 15.0),
+    num_samples: int = 20,
+    embed_dim: int = 512,
+    num_heads: int = 8,
+    head_dim: int = 64,
+    mlp_dim: int = 2048,
+    num_layers: int = 6,
+    dropout: float = 0.1,
+) -> T5Config:
+    """The config of a plain Chronos T5. Arguments as ``new_pipeline``."""
+    sizes = {"context_length": context_length, "prediction_length": prediction_length, "embed_dim": embed_dim}
+    sizes |= {"num_heads": num_heads, "head_dim": head_dim, "mlp_dim": mlp_dim, "num_layers": num_layers}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if num_tokens < 8:
+        raise ConfigError(f"num_tokens must be at least 8: padding, end of series, and bins, got {num_tokens}")
+    low, high = limits
+    if not low < high:
+        raise ConfigError(f"limits must rise, got {limits}")
+    return T5Config(
+        vocab_size=num_tokens,
+        d_model=embed_dim,
+        d_kv=head_dim,
+        d_ff=mlp_dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        dropout_rate=dropout,
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+        chronos_config={
+            "tokenizer_class": "MeanScaleUniformBins",
+            "tokenizer_kwargs": {"low_limit": low, "high_limit": high},
+            "context_length": context_length,
+            "prediction_length": prediction_length,
+            "n_tokens": num_tokens,
+            "n_special_tokens": 2,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "use_eos_token": True,
+            "model_type": "seq2seq",
+            "num_samples": num_samples,
+            "temperature": 1.0,
+            "top_k": 50,
+            "top_p": 1.0,
+        },
+    )
+
+
+def new_model(config: T5Config, spec: str, decoder_spec: str | None = None) -> StructAttnT5ForConditionalGeneration:
+    """A structured T5 with fresh weights from the config of a plain one; specs as ``structurize``."""
+    return StructAttnT5ForConditionalGeneration(structured_config(config, spec, decoder_spec, None, None))
+
+
+def new_pipeline(spec: str, *, decoder_spec: str | None = None, **sizes: Any) -> ChronosPipeline:
+    """A Chronos pipeline with fresh weights and structured self-attention, to be trained from scratch.
+
+    Args:
+        spec, decoder_spec: see ``structurize``.
+        **sizes: ``context_length`` and ``prediction_length``, steps of the series (no defaults); ``num_tokens`` 4096 of the tokenizer
+            ``MeanScaleUniformBins`` between the ``limits`` (-15, 15), in units of a series' mean absolute value; ``num_samples`` 20;
+            ``embed_dim`` 512, ``num_heads`` 8, ``head_dim`` 64, ``mlp_dim`` 2048, ``num_layers`` 6 of the encoder and as many of the
+            decoder, ``dropout`` 0.1: those of Chronos-T5 small.
+
+    Raises:
+        ConfigError: a size is out of its range, or the spec does not fit.
+
+    Source: the architecture, tokenizer and sampling are those of Ansari et al. 2024, "Chronos: Learning the Language of Time Series".
+
+    Example:
+        >>> pipeline = new_pipeline("mlr:4|2|2", context_length=64, prediction_length=8, num_tokens=64,
+        ...                         embed_dim=16, num_heads=2, head_dim=8, mlp_dim=32, num_layers=1)
+        >>> pipeline.predict(torch.randn(3, 64), num_samples=5).shape
+        torch.Size([3, 5, 8])
+    """
+    return pipeline_around(new_model(new_config(**sizes), spec, decoder_spec).eval())
+
+
+def load_pipeline(folder: str | Path, **options: Any) -> ChronosPipeline:
+    """A Chronos T5 pipeline from a folder with ``config.json`` and ``model.safetensors``, structured or plain; pickles are never read.
+
+    Args:
+        folder: where ``pipeline.inner_model.save_pretrained`` wrote.
+        **options: of ``from_pretrained``, such as ``dtype``.
+
+    Raises:
+        ConfigError: the folder holds no Chronos T5.
+        CheckpointError: the weights are missing, damaged or a pickle.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(
+            f"expected a folder with the config.json and model.safetensors of a Chronos model, got {folder}"
+        )
+    config = AutoConfig.from_pretrained(folder)
+    if isinstance(config, StructAttnT5Config):
+        return pipeline_around(StructAttnT5ForConditionalGeneration.from_pretrained(folder, **options).eval())
+    if type(config) is not T5Config:
+        raise ConfigError(
+            f"{folder} holds a {config.model_type} model: expected a Chronos T5, such as chronos-t5-small (Chronos-Bolt and Chronos-2 "
+            "are other architectures)"
+        )
+    check_safe(folder, options)
+    return pipeline_around(T5ForConditionalGeneration.from_pretrained(folder, use_safetensors=True, **options).eval())

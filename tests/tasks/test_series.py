@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from structattn.errors import ConfigError, DataError, MissingDependencyError
-from structattn.tasks.series import Series, WindowedSeries, split_points
+from structattn.tasks.series import Series, WindowedSeries, split_points, usual_season
 from structattn.tasks.series_file import read_columns, read_series
 
 SHA256 = "f18de3ad269cef59bb07b5438d79bb3042d3be49bdeecf01c1cd6d29695ee066"
@@ -173,6 +173,26 @@ def test_bad_lengths(look_back, horizon):
 def test_unknown_split():
     with pytest.raises(ConfigError, match="got 'tests'.*did you mean 'test'"):
         WindowedSeries(hourly(100), 7, 5).starts("tests")
+
+
+@pytest.mark.parametrize(
+    ("frequency", "season"),
+    [
+        ("h", 24),
+        ("15min", 96),
+        ("D", 7),
+        ("MS", 12),
+        ("QS", 4),
+        ("B", 5),
+        ("7D", None),
+        ("YS", None),
+        ("7h", None),
+        ("2h", 12),
+    ],
+)
+def test_usual_seasons(write, frequency, season):
+    times = pd.date_range("2020-01-01", periods=30, freq=frequency)
+    assert usual_season(read_series(write(times), "t", "y")) == season
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,11 @@ class WindowedChannels:
             [forecast_metrics(forecast[:, i], truth[:, i], channel) for i, channel in enumerate(self.channels)]
         )
 
-    def baselines(self, season: int) -> list[BaselineForecast]:
+    def baselines(self, season: int | None) -> list[BaselineForecast]:
         """``forecast_baselines`` of every channel by itself, averaged over the channels.
 
         Args:
-            season: steps of one season.
+            season: steps of one season; ``None`` leaves its row out.
 
         Raises:
             ConfigError: season below 1.

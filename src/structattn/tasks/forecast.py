@@ -20,6 +20,7 @@ from structattn.seeds import derive_seed
 from structattn.tasks.base import Baseline, Batch, Split, Task
 from structattn.tasks.channels import WindowedChannels
 from structattn.tasks.forecast_baselines import BaselineForecast
+from structattn.tasks.series import usual_season
 from structattn.tasks.series_file import read_columns
 
 INTERVAL = 0.8  # the share of truths that the intervals of examples are meant to hold
@@ -48,7 +49,8 @@ class ForecastConfig:
         data: the series.
         look_back: input steps.
         horizon: output steps.
-        season: steps of the seasonal baseline (24 for hourly data with a daily rhythm).
+        season: steps of the seasonal baseline. Default ``None``: a day of data that are taken more often than daily, a week of daily ones, a
+            year of monthly or quarterly ones; and no such baseline for others.
         patch_length, stride: steps of a token and between tokens.
         embed_dim, num_layers, num_heads, dropout: of the model.
 
@@ -59,7 +61,7 @@ class ForecastConfig:
     data: SeriesConfig = SeriesConfig()
     look_back: int = 336
     horizon: int = 96
-    season: int = 24
+    season: int | None = None
     patch_length: int = 16
     stride: int = 8
     embed_dim: int = 64
@@ -71,7 +73,6 @@ class ForecastConfig:
         for name in (
             "look_back",
             "horizon",
-            "season",
             "patch_length",
             "stride",
             "embed_dim",
@@ -80,6 +81,8 @@ class ForecastConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"task.{name} must be at least 1, got {getattr(self, name)}")
+        if self.season is not None and self.season < 1:
+            raise ConfigError(f"task.season must be at least 1 or none, got {self.season}")
         if self.embed_dim % self.num_heads:
             raise ConfigError(f"task.num_heads must divide embed_dim: got {self.num_heads} and {self.embed_dim}")
         if not 0.0 <= self.dropout < 1.0:
@@ -172,7 +175,8 @@ class ForecastTask(Task):
     @cached_property
     def baseline_forecasts(self) -> list[BaselineForecast]:
         """Last value, seasonal and ridge regression, with their errors by lead time."""
-        return self.data.baselines(self.config.season)
+        season = self.config.season or usual_season(self.data.channels[0].series)
+        return self.data.baselines(season)
 
     def baselines(self) -> list[Baseline]:
         """Last value, seasonal and ridge regression."""

@@ -56,13 +56,13 @@ def forecast_metrics(forecast: Tensor, truth: Tensor, data: WindowedSeries) -> d
     return {"mse": mse, "mae": mae, "mse_units": mse * data.std**2, "mae_units": mae * data.std}
 
 
-def forecast_baselines(data: WindowedSeries, season: int) -> list[BaselineForecast]:
+def forecast_baselines(data: WindowedSeries, season: int | None) -> list[BaselineForecast]:
     """Scores on the test split of the last value, the last season and ridge regression.
 
     Args:
         data: the windows.
         season: steps of one season, such as 24 for hourly data with a daily rhythm. The seasonal row is left
-            out when the look-back is shorter than that.
+            out when the look-back is shorter than that, or without a season.
 
     Returns:
         One row for each method.
@@ -70,7 +70,7 @@ def forecast_baselines(data: WindowedSeries, season: int) -> list[BaselineForeca
     Raises:
         ConfigError: season below 1.
     """
-    if season < 1:
+    if season is not None and season < 1:
         raise ConfigError(f"expected a season of at least 1 step, got {season}. For hourly data a day is 24.")
     lead = torch.arange(data.horizon)
 
@@ -78,7 +78,7 @@ def forecast_baselines(data: WindowedSeries, season: int) -> list[BaselineForeca
         return X[:, -1:].expand(-1, data.horizon)
 
     rows = [_score("last value", last, data, "repeats the last value of the look-back")]
-    if data.look_back >= season:
+    if season is not None and data.look_back >= season:
         note = f"repeats the last {season} values of the look-back"
         places = data.look_back - season + lead % season
         rows.append(_score(f"seasonal ({season} steps)", lambda X: X[:, places], data, note))

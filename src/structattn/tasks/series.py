@@ -17,6 +17,8 @@ Floats = npt.NDArray[np.float64]
 Times = npt.NDArray[np.datetime64]
 
 _ETT_HOURS = (8640, 11520, 14400)
+_DAY = 86_400_000_000  # microseconds
+_SEASONS = {"1 day": 7, "1 business day": 5, "1 month": 12, "3 months": 4}
 _ETT_STEPS = {"1 hour": 1, "15 minutes": 4}  # rows per hour
 _SPLITS: tuple[SeriesSplit, ...] = ("train", "validation", "test")
 
@@ -63,6 +65,15 @@ def split_points(series: Series) -> tuple[int, int, int]:
 
 def _shares(n: int) -> tuple[int, int, int]:
     return n * 6 // 10, n * 8 // 10, n
+
+
+def usual_season(series: Series) -> int | None:
+    """Steps of the season that such data usually have: a day, a week of daily values, a year of months; ``None`` where none is usual."""
+    if series.step in _SEASONS:
+        return _SEASONS[series.step]
+    steps = np.diff(series.times[:2]).astype("timedelta64[us]").astype(np.int64)
+    step = int(steps[0])
+    return None if step >= _DAY or _DAY % step else _DAY // step
 
 
 class WindowedSeries:

@@ -22,7 +22,7 @@ try:
     from ray import tune
 except ModuleNotFoundError as error:
     raise MissingDependencyError(
-        f"structattn.integrations.neuralforecast needs neuralforecast >= 3.1 ({error}): pip install 'structattn[forecast]'"
+        f"structattn.integrations.neuralforecast needs neuralforecast >= 3.3 ({error}): pip install 'structattn[forecast]'"
     ) from error
 
 from structattn.integrations.frames import check_frame  # needs pandas, which neuralforecast brings
@@ -42,7 +42,7 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
         h: forecast steps.
         input_size: look-back steps; below 1 it is 3 h, with neuralforecast's warning.
         attention: spec of the layers, such as ``"mlr:8|4|2|2"``, or a list ``"[standard,window:128]"``; ranks sum to the head
-            dimension. Blocks are halved from the number of tokens.
+            dimension. Blocks are halved from the number of tokens. Default ``"mlr:8|4|2|2"``, for heads of 16.
         patch_length: steps per token; 1 makes every step a token. Default 16.
         stride: steps between the starts of tokens. Default ``None``: half a patch, at least 1.
         embed_dim, num_layers, num_heads, dropout: of the trunk. Defaults 64, 2, 4, 0.1.
@@ -72,7 +72,7 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
         self,
         h: int,
         input_size: int,
-        attention: str,
+        attention: str = "mlr:8|4|2|2",
         *,
         stat_exog_list: list[str] | None = None,
         hist_exog_list: list[str] | None = None,

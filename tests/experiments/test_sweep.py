@@ -57,7 +57,7 @@ def plan(folder: Path, *params: str, **more) -> SweepPlan:
     )
 
 
-def test_parameters_as_the_issue_writes_them() -> None:
+def test_parameters_and_the_short_name_of_the_rate() -> None:
     rate, attention = parse_parameters(ISSUE, settings())
     assert rate == Parameter(name="training.learning_rate", low=1e-5, high=5e-3, log=True)
     assert attention == Parameter(name="attention", choices=("standard", "mlr:16|8|4|4"))

@@ -123,7 +123,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare", "forecast", "--set", "task.embed_dim=33"], "num_heads must divide"),
         (
             ["compare", "nearest-neighbor", "--data", "x.csv"],
-            "--data belongs to forecast and text, not to nearest-neighbor",
+            "--data belongs to forecast, text, chronos, not to nearest-neighbor",
         ),
         (["compare", "text", "--time", "date"], "--time belongs to forecast, not to text"),
         (["compare", "forecast", "--data", "missing.csv"], "missing.csv"),

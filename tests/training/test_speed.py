@@ -93,6 +93,7 @@ SMALL = {
     "forecast": (("task.look_back=48", "task.patch_length=16", "task.stride=8"), 5),
     "icl-regression": (("task.dim=4", "task.num_points=7"), 14),
     "text": (("task.context_length=20",), 20),
+    "chronos": (("task.context_length=30", "task.season=12", "task.prediction_length=6", "task.num_synthetic=6"), 38),
 }
 
 

@@ -69,7 +69,7 @@ def _recipe(command: Compare | Train | Sweep) -> Any:
         if value is None:
             continue
         if name not in settings:
-            tasks = " and ".join(task for task, entry in TASKS.items() if name in entry.data)
+            tasks = ", ".join(task for task, entry in TASKS.items() if name in entry.data)
             raise ConfigError(f"--{name} belongs to {tasks}, not to {command.task}")
         overrides.append(f"{settings[name]}={value}")
     return apply_overrides(recipe_for(command.task, command.preset), tuple(overrides))

@@ -15,8 +15,9 @@ from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.experiments import ray_cluster
 from structattn.experiments.recipes import TASKS, recipe_for
+from structattn.experiments.runs import kept_score
 from structattn.experiments.settings import apply_overrides
-from structattn.experiments.sweep_plan import Journal, SweepPlan, kept_score
+from structattn.experiments.sweep_plan import Journal, SweepPlan
 from structattn.experiments.sweep_space import Parameter, RunSettings, parse_parameters, setting_types
 from structattn.layer_specs import split_specs
 from structattn.training.checkpoint import latest_checkpoint, load_checkpoint

@@ -22,7 +22,7 @@ from structattn.errors import CheckpointError, ConfigError, TrainingDivergedErro
 from structattn.experiments.recipe import Point, Recipe
 from structattn.experiments.recipes import task_entry
 from structattn.experiments.record import hardware, versions
-from structattn.experiments.runs import Job, TrainAll, train_all
+from structattn.experiments.runs import Job, TrainAll, kept_score, train_all
 from structattn.experiments.scaling import scaling
 from structattn.experiments.search import search
 from structattn.experiments.settings import to_plain
@@ -108,12 +108,6 @@ def _best_validation(result: TrainingResult | None, metric: str) -> float:
     """The lowest validation score; infinite where there is none."""
     scores = [entry[f"validation_{metric}"] for entry in result.history] if result else []
     return float(min((score for score in scores if math.isfinite(score)), default=math.inf))
-
-
-def _validation(result: TrainingResult, metric: str, training: TrainingConfig) -> float:
-    """The validation score of the weights that a run ended with: its best ones where it stops early, else its last."""
-    scores = [entry[f"validation_{metric}"] for entry in result.history]
-    return min(scores) if training.patience is not None else scores[-1]
 
 
 def affordable_steps(task: Task, model: nn.Module, flops: float) -> int:
@@ -234,7 +228,9 @@ def _row(part: _Part, task: Task, spec: str, rate: float, sweep: dict[float, flo
         "score": statistics.fmean(scores),
         "score_std": statistics.stdev(scores) if len(scores) > 1 else None,
         "scores": scores,
-        "validation": statistics.fmean(_validation(result, task.metric, part.point.recipe.training) for result in runs),
+        "validation": statistics.fmean(
+            kept_score(result, part.point.recipe.training.patience, task.metric) for result in runs
+        ),
         "metrics": {name: statistics.fmean(m[name] for m in metrics) for name in metrics[0]},
         "learning_rate": rate,
         "batch_size": part.point.recipe.training.batch_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import threading
@@ -75,6 +76,13 @@ class Job:
         finally:
             if self.training.compile:
                 torch.compiler.reset()  # else the code of every run of this process would be looked through at each step
+
+
+def kept_score(result: TrainingResult, patience: int | None, metric: str) -> float:
+    """The validation score of the weights that a run ends with: the best ones under early stopping, else the last; infinite if it is not finite."""
+    entries = [e for e in result.history if patience is None or e["step"] == result.best_step]
+    score = entries[-1][f"validation_{metric}"] if entries else math.inf
+    return float(score) if math.isfinite(score) else math.inf
 
 
 class TrainAll(Protocol):

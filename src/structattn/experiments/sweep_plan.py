@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,6 @@ from structattn.experiments.runs import Job
 from structattn.experiments.settings import apply_overrides, full_name, to_plain
 from structattn.experiments.sweep_space import ATTENTION, Parameter, RunSettings, Value, parse_parameters
 from structattn.files import write_atomic
-from structattn.training.loop import TrainingResult
 
 REDUCTION = 4  # of ASHA: of the trials that reach a rung, the best quarter goes on
 Values = dict[str, Value]
@@ -209,10 +207,3 @@ def _difference(before: Any, now: Any, path: str = "") -> str:
             if before.get(key) != now.get(key):
                 return _difference(before.get(key), now.get(key), f"{path}.{key}" if path else key)
     return f" ({path + ': ' if path else ''}then {before!r}, now {now!r})"
-
-
-def kept_score(result: TrainingResult, patience: int | None, metric: str) -> float:
-    """The validation score of the weights that a run ends with: the best ones under early stopping, else the last; infinite if it is not finite."""
-    entries = [e for e in result.history if patience is None or e["step"] == result.best_step]
-    score = entries[-1][f"validation_{metric}"] if entries else math.inf
-    return float(score) if math.isfinite(score) else math.inf

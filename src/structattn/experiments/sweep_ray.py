@@ -19,7 +19,8 @@ from tqdm import tqdm
 from structattn.errors import ConfigError, DataError, MissingDependencyError, ShapeError, TrainingDivergedError
 from structattn.experiments.ray_cluster import connected, work_in
 from structattn.experiments.recipes import task_entry
-from structattn.experiments.sweep_plan import REDUCTION, Journal, SweepPlan, kept_score
+from structattn.experiments.runs import kept_score
+from structattn.experiments.sweep_plan import REDUCTION, Journal, SweepPlan
 from structattn.experiments.sweep_space import Parameter
 from structattn.seeds import derive_seed
 

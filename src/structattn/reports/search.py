@@ -38,12 +38,14 @@ def searched_settings(results: Results) -> list[str]:
     return list(dict.fromkeys(row["searched"] for row in results["rows"]))
 
 
-def _epochs(row: Row) -> str:
+def _epochs(results: Results, row: Row) -> str:
     """Of the weights that count, where the task says how many examples an epoch has."""
     windows = finite((row.get("details") or {}).get("train_windows"))
     if windows is None:
         return DASH
-    return f"{statistics.fmean(row['best_steps']) * row['batch_size'] / windows:.1f}"
+    # Without early stopping the last weights count, not those of the best validation.
+    steps = row["steps"] if results["config"]["training"]["patience"] is None else row["best_steps"]
+    return f"{statistics.fmean(steps) * row['batch_size'] / windows:.1f}"
 
 
 def _header(results: Results) -> list[str]:
@@ -76,7 +78,7 @@ def _cells(results: Results, row: Row) -> list[str]:
         *(fmt_score(finite(row["metrics"].get(name))) for name in other_metrics(results)),
         row["searched"],
         f"{row['learning_rate']:g}",
-        _epochs(row),
+        _epochs(results, row),
         str(len(row["scores"])),
         fmt_seconds(row["seconds"]),
         fmt_count(row["num_params"]),

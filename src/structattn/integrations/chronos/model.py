@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, T5Config, T5ForConditionalGeneration
 
-from structattn.errors import CheckpointError, ConfigError, nearest_name
+from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.chronos.attention import IMPLEMENTATION, VARIANT
-from structattn.integrations.transformers.loading import OwnModel, describe
+from structattn.integrations.transformers.loading import OwnModel, describe, own_record
 from structattn.integrations.transformers.regroup import check_fits
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.layer_specs import LayerSpecs
@@ -40,19 +40,7 @@ class T5Structure:
         Raises:
             ConfigError: it is missing, incomplete, or does not fit the config.
         """
-        given = getattr(config, "structattn", None)
-        names = list(cls.__dataclass_fields__)
-        if not isinstance(given, dict):
-            raise ConfigError(
-                f"the config of a {config.model_type} model needs the entry 'structattn' with {', '.join(names)}, got {given!r}: "
-                "structurize() and save_pretrained write it"
-            )
-        for name in given:
-            if name not in names:
-                raise ConfigError(f"config.structattn has an unknown entry {name!r}: {nearest_name(str(name), names)}")
-        for name in names:
-            if name not in given:
-                raise ConfigError(f"config.structattn has no entry {name!r}; it needs {', '.join(names)}")
+        given = own_record(config, list(cls.__dataclass_fields__))
         layers = {"encoder": config.num_layers, "decoder": config.num_decoder_layers}
         for stack, count in layers.items():
             length, specs = given[f"{stack}_length"], given[stack]

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
-from structattn.errors import CheckpointError, ConfigError
+from structattn.errors import CheckpointError, ConfigError, nearest_name
 from structattn.integrations.transformers.cache import own_layer
 
 
@@ -130,3 +131,20 @@ def describe(keys: Iterable[str]) -> str:
     """The first few of some keys, for an error message."""
     names = sorted(keys)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def own_record(config: PreTrainedConfig, names: list[str]) -> dict[str, Any]:
+    """The entry ``structattn`` of a config, with exactly those names; raises ``ConfigError`` if it is missing, incomplete, or has others."""
+    given = getattr(config, "structattn", None)
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"the config of a {config.model_type} model needs the entry 'structattn' with {', '.join(names)}, got {given!r}: "
+            "structurize() and save_pretrained write it"
+        )
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"config.structattn has an unknown entry {name!r}: {nearest_name(str(name), names)}")
+    for name in names:
+        if name not in given:
+            raise ConfigError(f"config.structattn has no entry {name!r}; it needs {', '.join(names)}")
+    return given

@@ -12,13 +12,13 @@ import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from structattn.errors import CheckpointError, ConfigError, nearest_name
+from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.attention import (
     STRUCTURED_ATTENTION,
     RotaryStructuredAttention,
     StructuredAttention,
 )
-from structattn.integrations.transformers.loading import OwnModel, describe
+from structattn.integrations.transformers.loading import OwnModel, describe, own_record
 from structattn.integrations.transformers.masks import structured_mask
 from structattn.integrations.transformers.regroup import RotarySplit, check_split
 from structattn.integrations.transformers.variant import Variant, trained_spec
@@ -62,19 +62,7 @@ class StructureRecord:
         Raises:
             ConfigError: it is missing, incomplete, or does not fit the config.
         """
-        given = getattr(config, "structattn", None)
-        names = list(cls.__dataclass_fields__)
-        if not isinstance(given, dict):
-            raise ConfigError(
-                f"the config of a {config.model_type} model needs the entry 'structattn' with {', '.join(names)}, got {given!r}: "
-                "structurize() and save_pretrained write it"
-            )
-        for name in given:
-            if name not in names:
-                raise ConfigError(f"config.structattn has an unknown entry {name!r}: {nearest_name(str(name), names)}")
-        for name in names:
-            if name not in given:
-                raise ConfigError(f"config.structattn has no entry {name!r}; it needs {', '.join(names)}")
+        given = own_record(config, list(cls.__dataclass_fields__))
         specs, length, split = (given[name] for name in ("specs", "context_length", "rotary_split"))
         if not isinstance(specs, list | tuple) or not all(isinstance(spec, str | None) for spec in specs):
             raise ConfigError(f"config.structattn['specs'] must be a list of specs or nulls, got {specs!r}")

@@ -13,6 +13,7 @@ from structattn.cli import commands, main
 from structattn.errors import ConfigError
 from structattn.experiments.recipes import TASKS, recipe_for
 from structattn.experiments.settings import apply_overrides, from_plain, to_plain
+from structattn.training.checkpoint import latest_checkpoint, load_checkpoint
 
 SMALL = {
     "nearest-neighbor": ["task.dim=8", "task.num_points=4", "task.num_heads=2", "task.eval_examples=64"],
@@ -84,6 +85,28 @@ def test_learning_rates_are_chosen_on_validation(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "results.json").read_text())["rows"][0]
     assert row["learning_rate"] in (0.0001, 0.01)
     assert len(list((tmp_path / "runs").glob("*/seed-0-*"))) == 2
+
+
+def test_a_learning_rate_is_judged_by_the_weights_that_it_ends_with(tmp_path: Path) -> None:
+    """Without early stopping those of the last step, however good the run was before."""
+    settings = [
+        "learning_rates=1e-2,1",
+        "sweep_settings=task.embed_dim=16",
+        "training.parametrization=mup",
+        "training.eval_every=1",
+    ]
+    arguments = ["compare", "icl-regression", "--attention", "standard:1", "--out", str(tmp_path)]
+    assert main([*arguments, *small("icl-regression", *settings)]) == 0
+    row = json.loads((tmp_path / "results.json").read_text())["rows"][0]
+    last, best = [], []
+    for run in sorted((tmp_path / "sweep").rglob("checkpoints")):
+        found = latest_checkpoint(run)
+        assert found is not None
+        scores = [entry["validation_last_point_error"] for entry in load_checkpoint(found).state["progress"]["history"]]
+        last.append(scores[-1])
+        best.append(min(scores))
+    assert last != best
+    assert sorted(run["score"] for run in row["sweep"]["runs"]) == sorted(last)
 
 
 def test_train_then_evaluate(tmp_path: Path, capsys) -> None:

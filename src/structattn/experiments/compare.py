@@ -31,7 +31,6 @@ from structattn.reports._common import fmt_flops
 from structattn.tasks.base import Task
 from structattn.training.build import spec_for
 from structattn.training.config import TrainingConfig
-from structattn.training.loop import TrainingResult
 
 _FEWEST_STEPS = 8
 
@@ -104,10 +103,10 @@ def _check_steps(parts: list[_Part]) -> None:
                 _training(part.task_name, recipe, spec)
 
 
-def _best_validation(result: TrainingResult | None, metric: str) -> float:
-    """The lowest validation score; infinite where there is none."""
-    scores = [entry[f"validation_{metric}"] for entry in result.history] if result else []
-    return float(min((score for score in scores if math.isfinite(score)), default=math.inf))
+def _kept_score(job: Job, metric: str) -> float:
+    """The validation score of a run's weights; infinite where it diverged, which is tried again here: ask once for all who share it."""
+    result = job.run(resume=True, show_progress=False)
+    return kept_score(result, job.training.patience, metric) if result else math.inf
 
 
 def affordable_steps(task: Task, model: nn.Module, flops: float) -> int:
@@ -349,8 +348,7 @@ def compare(
     # Points that differ in nothing that their sweeps have share them.
     sweeps = list({job.folder: job for part in parts for job in part.sweep_jobs().values()}.values())
     train_jobs(sweeps, resume=resume, show_progress=show_progress)
-    # Read once for all points that share it: a run that diverged is tried again by whoever asks for its result.
-    swept = {job.folder: _best_validation(job.run(resume=True, show_progress=False), metric) for job in sweeps}
+    swept = {job.folder: _kept_score(job, metric) for job in sweeps}
     scores = [part.swept_scores(swept) for part in parts]
     chosen = [
         {spec: _chosen(part, spec, found) for spec in recipe.attention}

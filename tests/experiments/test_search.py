@@ -6,12 +6,14 @@ import math
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy.stats import tukey_hsd
 
 from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.experiments.recipes import recipe_for
-from structattn.experiments.search import critical_difference, search
+from structattn.experiments.search import critical_differences, search
 from structattn.experiments.settings import apply_overrides
 
 
@@ -63,20 +65,35 @@ def test_validation_chooses_and_the_test_does_not() -> None:
         (None, [2, 1], [1, 2]),
         ("other", [4], []),
     ]
-    assert found[0]["critical_difference"] is None
+    assert found[0]["critical_differences"] is None
 
 
-def test_critical_difference_is_tukeys() -> None:
-    scores = [[1.0, 1.2, 1.1], [2.0, 2.3, 2.3], [0.5, 0.4, 0.9]]
-    found = critical_difference(scores)
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (3, 10, 5)])
+def test_critical_differences_are_games_and_howells(sizes: tuple[int, ...]) -> None:
+    """A method that is just so far from the lowest has p = 0.05 in SciPy's test, whatever the spread of a third."""
+    generator = np.random.default_rng(0)
+    scores = [
+        list(generator.normal(i, spread, n)) for i, (spread, n) in enumerate(zip((0.1, 3.0, 1.0), sizes, strict=True))
+    ]
+    lowest = statistics.fmean(scores[0])
+    found = critical_differences(scores)
     assert found is not None
-    pooled = statistics.fmean(statistics.variance(own) for own in scores)
-    # 4.339 is the tabulated 95 % point of the studentised range of 3 means with 6 degrees of freedom.
-    assert found["difference"] == pytest.approx(4.339 * math.sqrt(pooled / 3), rel=1e-3)
-    assert found["seeds"] == 3
-    assert critical_difference([[1.0], [2.0]]) is None
-    assert critical_difference([[1.0, 2.0]]) is None
-    assert critical_difference([[1.0, 1.0], [2.0, 2.0]]) is None
+    assert (found["level"], found["seeds"], found["best"], found["differences"][0]) == (0.95, 3, 0, 0.0)
+    for i in (1, 2):
+        shift = lowest + found["differences"][i] - statistics.fmean(scores[i])
+        moved = [[score + shift for score in own] if j == i else own for j, own in enumerate(scores)]
+        p = tukey_hsd(*moved, equal_var=False).pvalue[0, i]
+        assert p == pytest.approx(0.05, abs=1e-6)
+
+
+def test_critical_differences_without_spread_or_seeds() -> None:
+    assert critical_differences([[1.0], [2.0]]) is None
+    assert critical_differences([[1.0, 2.0]]) is None
+    found = critical_differences([[2.0, 2.0], [1.0, 1.0], [3.0, 4.0]])
+    assert found is not None
+    assert found["best"] == 1
+    assert found["differences"][:2] == [0.0, 0.0]
+    assert found["differences"][2] > 0
 
 
 def test_a_search_from_the_command_line(tmp_path: Path, capsys) -> None:
@@ -110,7 +127,14 @@ def test_a_search_from_the_command_line(tmp_path: Path, capsys) -> None:
         best = statistics.fmean(min(e["validation_mse"] for e in history) for history in one["histories"])
         assert one["validation"] == pytest.approx(best)
     page = (out / "report.html").read_text()
-    for words in ("h=6: ", "Critical difference", "look-back=24", "ridge regression", "Every setting: h=12"):
+    for words in (
+        "h=6: ",
+        "beyond seed noise",
+        "critical difference",
+        "look-back=24",
+        "ridge regression",
+        "Every setting: h=12",
+    ):
         assert words in printed + page
     assert {path.stem for path in (out / "figures").glob("*.png")} == {
         "error-against-setting", "examples", "error-by-lead", "examples-2", "error-by-lead-2",

@@ -23,7 +23,7 @@ def search(rows: Sequence[Row], baselines: Sequence[Row]) -> list[dict[str, Any]
 
     Returns:
         For each group ``group``, its name; ``rows``, the places in ``rows`` of each method's choice, by the lowest validation score;
-        ``baselines``, the same for baselines, where one without a validation score keeps its first; ``critical_difference`` (see there).
+        ``baselines``, the same for baselines, where one without a validation score keeps its first; ``critical_differences`` (see there).
     """
     found = []
     for group in dict.fromkeys(row["group"] for row in rows):
@@ -35,8 +35,8 @@ def search(rows: Sequence[Row], baselines: Sequence[Row]) -> list[dict[str, Any]
                 if row["group"] == group
             ]
         )
-        difference = critical_difference([rows[i]["scores"] for i in chosen])
-        found.append({"group": group, "rows": chosen, "baselines": best, "critical_difference": difference})
+        needed = critical_differences([rows[i]["scores"] for i in chosen])
+        found.append({"group": group, "rows": chosen, "baselines": best, "critical_differences": needed})
     return found
 
 
@@ -46,34 +46,47 @@ def _choose(entries: Sequence[tuple[int, str, float]]) -> list[int]:
     return [min((value, i) for i, other, value in entries if other == name)[1] for name in names]
 
 
-def critical_difference(scores: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-    """How far two means over seeds must be apart before seeds are no explanation, for all pairs together.
+def critical_differences(scores: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+    """How far each method's mean over seeds must be from the lowest before seeds are no explanation.
 
-    Tukey's honestly significant difference: the 95 % point of the studentised range, times the standard error of a mean, with one
-    variance for all methods. It knows nothing of other test data.
+    Games and Howell's test: the 95 % point of the studentised range of all methods, since the lowest was picked from among them, with the
+    variances of the two methods alone and Welch's degrees of freedom. One variance for all, as in Tukey's, would let a single
+    method whose seeds differ much hide every other difference. It knows nothing of other test data.
 
     Args:
-        scores: one for each seed, of each method.
+        scores: one for each seed, of each method, lower is better.
 
     Returns:
-        ``level``, ``difference``, and ``seeds`` per method; ``None`` with one seed, one method, or no spread at all.
+        ``level``; ``seeds`` per method; ``best``, the place of the lowest mean; ``differences`` from it, one for each method, 0 for itself
+        and where neither of the two has any spread. ``None`` with one seed or one method.
 
     Raises:
         MissingDependencyError: without SciPy.
 
-    Source: Tukey 1949.
+    Source: Games and Howell 1976; Welch 1947.
     """
     count, seeds = len(scores), min(map(len, scores))
     if count < 2 or seeds < 2:
         return None
-    variance = statistics.fmean(statistics.variance(own) for own in scores)
-    if variance == 0:
-        return None
+    best = min(range(count), key=lambda i: statistics.fmean(scores[i]))
+    errors = [statistics.variance(own) / len(own) for own in scores]
+    differences = [
+        0.0 if i == best else _games_howell(count, (errors[best], errors[i]), (len(scores[best]), len(own)))
+        for i, own in enumerate(scores)
+    ]
+    return {"level": _LEVEL, "seeds": seeds, "best": best, "differences": differences}
+
+
+def _games_howell(count: int, errors: tuple[float, float], sizes: tuple[int, int]) -> float:
+    """The critical difference of two of ``count`` means, from the squared standard errors of the two."""
+    both = sum(errors)
+    if both == 0:
+        return 0.0
     try:
         stats = import_module("scipy.stats")
     except ImportError as error:
         raise MissingDependencyError(
             f"SciPy is not installed: pip install 'structattn[train]' brings it ({error})"
         ) from error
-    quantile = float(stats.studentized_range.ppf(_LEVEL, count, count * (seeds - 1)))
-    return {"level": _LEVEL, "difference": quantile * math.sqrt(variance / seeds), "seeds": seeds}
+    freedom = both**2 / sum(error**2 / (size - 1) for error, size in zip(errors, sizes, strict=True))
+    return float(stats.studentized_range.ppf(_LEVEL, count, freedom)) * math.sqrt(both / 2)

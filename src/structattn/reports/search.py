@@ -114,16 +114,9 @@ def _of_group(results: Results, choice: Row) -> str:
     best = rows[0]
     where = f"{choice['group']}: " if choice["group"] else ""
     parts = [
-        f"{where}{best['spec']} is lowest ({fmt_pm(score_of(best), finite(best['score_std']))}, {best['searched']})."
+        f"{where}{best['spec']} is lowest ({fmt_pm(score_of(best), finite(best['score_std']))}, {best['searched']}).",
+        *_beyond_noise(results, choice),
     ]
-    critical = choice["critical_difference"]
-    if critical is None:
-        parts.append("The spread over seeds is unknown.")
-    else:
-        limit = best["score"] + critical["difference"]
-        tied = [row["spec"] for row in rows[1:] if row["score"] <= limit]
-        said = f"within seed noise of it: {', '.join(tied)}" if tied else "every other method is beyond seed noise"
-        parts.append(f"Critical difference {fmt_score(critical['difference'])} ({critical['seeds']} seeds): {said}.")
     lower = [
         f"{row['name']} ({fmt_score(baseline_score(results, row))})"
         for row in (results["baselines"][i] for i in choice["baselines"])
@@ -132,6 +125,30 @@ def _of_group(results: Results, choice: Row) -> str:
     if lower:
         parts.append(f"Lower without training: {', '.join(lower)}.")
     return " ".join(parts)
+
+
+def _gaps(results: Results, choice: Row) -> list[tuple[str, float, float]]:
+    """Of every other method: its name, how far it is above the lowest, and how far it must be."""
+    needed = choice["critical_differences"]
+    rows = [results["rows"][i] for i in choice["rows"]]
+    lowest = rows[needed["best"]]["score"]
+    gaps = [
+        (row["spec"], row["score"] - lowest, difference)
+        for i, (row, difference) in enumerate(zip(rows, needed["differences"], strict=True))
+        if i != needed["best"]
+    ]
+    return sorted(gaps, key=lambda gap: gap[1])
+
+
+def _beyond_noise(results: Results, choice: Row) -> list[str]:
+    needed = choice["critical_differences"]
+    if needed is None:
+        return ["The spread over seeds is unknown."]
+    gaps = _gaps(results, choice)
+    beyond = ", ".join(spec for spec, gap, difference in gaps if gap > difference)
+    within = ", ".join(spec for spec, gap, difference in gaps if gap <= difference)
+    said = [f"Worse beyond seed noise: {beyond}."] if beyond else []
+    return [*said, *([f"{needed['seeds']} seeds do not tell it from: {within}."] if within else [])]
 
 
 def _matrix(results: Results, choice: Row) -> tuple[list[str], list[list[str]]]:
@@ -179,6 +196,12 @@ def write_search_report(results: Results, figures: Iterable[Figure], path: Path)
     for choice in results["search"]:
         heading = f"Every setting{': ' + choice['group'] if choice['group'] else ''}"
         body += [f"<h2>{escaped(heading)}</h2>", table_html(*_matrix(results, choice))]
+        if choice["critical_differences"] is not None:
+            gaps = [[spec, fmt_score(gap), fmt_score(needed)] for spec, gap, needed in _gaps(results, choice)]
+            body += [
+                '<p class="dim">Differences from the lowest, at the chosen settings:</p>',
+                table_html(["method", "above the lowest", "critical difference"], gaps),
+            ]
         columns = _columns(results, choice)
         if columns is not None:
             body += ['<p class="dim">Error of each column, at the chosen setting:</p>', table_html(*columns)]
@@ -188,8 +211,9 @@ def write_search_report(results: Results, figures: Iterable[Figure], path: Path)
         '<h2>What is measured</h2><ul class="notes">'
         f"<li>Every method had {trials} trials: {len(searched_settings(results))} settings, at each of them the best of "
         f"{max(1, len(rates))} learning rates by the validation score of seed 0. The test split decided nothing.</li>"
-        "<li>The critical difference is Tukey's, over the seeds of all methods together, at 95 %: it says which differences another draw of "
-        "seeds would keep, and nothing of other test data.</li>"
+        "<li>A method is worse beyond seed noise if its mean is farther above the lowest than the critical difference of the two: Games and "
+        "Howell's, at 95 % for all pairs together, with each method's own variance. It says which differences another draw of seeds would "
+        "keep, and nothing of other test data; with three seeds it is wide.</li>"
         "<li>Seconds are of one training run on this machine, early stopping included; epochs are those of the weights that count.</li>"
         "</ul>",
     ]

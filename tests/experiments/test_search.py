@@ -1,5 +1,6 @@
 """A search: what is trained, what validation chooses, which differences are beyond seed noise, and the page."""
 
+import csv
 import itertools
 import json
 import math
@@ -126,6 +127,16 @@ def test_a_search_from_the_command_line(tmp_path: Path, capsys) -> None:
     for one in results["rows"]:
         best = statistics.fmean(min(e["validation_mse"] for e in history) for history in one["histories"])
         assert one["validation"] == pytest.approx(best)
+    with (out / "runs.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    trained = [line for line in lines if line["seed"]]
+    columns = ("attention", "setting", "searched", "seed")
+    assert [(*(line[name] for name in columns), float(line["mse"])) for line in trained] == [
+        (one["spec"], one["setting"], one["searched"], str(seed), score)
+        for one in results["rows"]
+        for seed, score in enumerate(one["scores"])
+    ]
+    assert len(lines) - len(trained) == len(results["baselines"])
     page = (out / "report.html").read_text()
     for words in (
         "h=6: ",

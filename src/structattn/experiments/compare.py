@@ -28,6 +28,7 @@ from structattn.experiments.search import search
 from structattn.experiments.settings import to_plain
 from structattn.files import write_atomic
 from structattn.reports._common import fmt_flops
+from structattn.reports.runs_csv import runs_csv
 from structattn.tasks.base import Task
 from structattn.training.build import spec_for
 from structattn.training.config import TrainingConfig
@@ -389,6 +390,7 @@ def compare(
     }
     try:
         write_atomic(out / "results.json", json.dumps(results, indent=1))
+        write_atomic(out / "runs.csv", runs_csv(results))
         report = write_pages(results, out)
     except OSError as error:
         raise CheckpointError(f"could not write the results to {out}: {error.strerror or error}") from error

@@ -80,7 +80,8 @@ FORECAST_PRESETS = {
         "3 seeds: 1,200 runs, days on a CPU (estimated)",
     ),
     "ett-short": Preset(
-        _SHORT, "the same for one column: two attentions and the four, horizons 96 and 336, look-backs 96, 336, 1,024"
+        _SHORT,
+        "the same for one column: two attentions and the four, horizons 96 and 336, look-backs 96, 336, 1,024; 34 minutes for horizon 96 (measured)",
     ),
     "paper": Preset(
         _PAPER,

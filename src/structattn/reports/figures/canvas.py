@@ -89,7 +89,15 @@ def end_labels(ax: Axes, ends: Sequence[tuple[float, float, str, str]], height: 
     points = [to_axes.transform((x, y)) for x, y, _, _ in ends]
     places = spread([float(p[1]) for p in points], 12 / 72 / height)
     for (x, y, name, colour), place in zip(ends, places, strict=True):
-        leader = {"arrowstyle": "-", "color": colour, "lw": 0.6, "alpha": 0.6, "shrinkA": 0, "shrinkB": 1}
+        leader = {
+            "arrowstyle": "-",
+            "color": colour,
+            "lw": 0.6,
+            "alpha": 0.6,
+            "shrinkA": 0,
+            "shrinkB": 1,
+            "relpos": (0, 0.5),  # from the left edge of a name, not through it
+        }
         ax.annotate(
             name, (x, y), (1.03, place), textcoords="axes fraction", va="center", color=colour, fontsize=8,
             arrowprops=leader, annotation_clip=False,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from matplotlib.ticker import MultipleLocator
 
 from structattn.reports._common import Results, ranked_rows, standard_row
@@ -44,7 +46,8 @@ def examples_figure(results: Results) -> Drawing | None:
         ax.margins(x=0.01)
         ax.set_title(f"forecast from {example.get('start', '?')}", fontsize=8.5, loc="left", color="#444444")
         ax.set_ylabel(example.get("label", labels_of["value"]))
-        ax.xaxis.set_major_locator(MultipleLocator(24))
+        first, last = ax.get_xlim()
+        ax.xaxis.set_major_locator(MultipleLocator(24 * math.ceil((last - first) / 300)))  # no more than fit
     axes[-1].set_xlabel(f"{labels_of['step']} from the start of the forecast")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=8)

@@ -1,5 +1,6 @@
-"""Worker processes: what a killed comparison leaves behind."""
+"""Single runs of a comparison: worker processes, what a killed one leaves behind, and scores that are found once."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from structattn.experiments.runs import Job, train_all
+from structattn.errors import CheckpointError
+from structattn.experiments.runs import Job, ScoredJob, train_all
+from structattn.tasks.icl_regression import ICLRegressionConfig, ICLRegressionTask
 from structattn.tasks.nearest_neighbor import NearestNeighborConfig
 from structattn.training.config import TrainingConfig
 
@@ -74,3 +77,45 @@ def test_the_bar_of_several_runs_counts_steps_also_of_those_that_were_done_befor
     shown = capsys.readouterr().err
     assert "3 of 3 runs" in shown
     assert "18/18" in shown
+
+
+def _scored(folder: Path, seed: int = 0) -> ScoredJob:
+    return ScoredJob(
+        task_name="icl-regression",
+        task=ICLRegressionConfig(dim=2, embed_dim=8, num_layers=1, num_heads=2, eval_prompts=16),
+        spec="standard",
+        training=TrainingConfig(steps=6, batch_size=2, learning_rate=1e-3),
+        seed=seed,
+        folder=folder,
+    )
+
+
+def test_the_process_that_trains_scores_too_and_only_once(tmp_path, monkeypatch) -> None:
+    jobs = [_scored(tmp_path / str(seed), seed) for seed in range(2)]
+    with pytest.raises(CheckpointError, match="--resume"):
+        jobs[0].scores()
+    train_all(jobs, workers=2, resume=False, show_progress=False)
+    found = [job.scores() for job in jobs]
+    task = ICLRegressionTask(jobs[0].task)
+    models = [job.run(resume=True, show_progress=False).model.eval() for job in jobs]
+    assert [scored["metrics"] for scored in found] == [task.evaluate(model, "test") for model in models]
+    assert found[0]["metrics"] != found[1]["metrics"]
+    assert found[0]["details"] == json.loads(json.dumps(task.details(models[0])))
+    assert found[0]["details"]
+    assert not found[1]["details"]
+    with monkeypatch.context() as patched:
+        patched.setattr(ICLRegressionTask, "evaluate", lambda *_: pytest.fail("scored again"))
+        jobs[0].run(resume=True, show_progress=False)
+    assert jobs[0].scores() == found[0]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model_sha256": "0", "metrics": {}, "details": {}}'])
+def test_scores_that_are_damaged_or_of_other_weights_are_found_again(tmp_path, content) -> None:
+    job = _scored(tmp_path)
+    job.run(resume=False, show_progress=False)
+    found = job.scores()
+    (tmp_path / "scores.json").write_text(content)
+    with pytest.raises(CheckpointError, match="scores"):
+        job.scores()
+    job.run(resume=True, show_progress=False)
+    assert job.scores() == found

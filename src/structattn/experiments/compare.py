@@ -22,7 +22,7 @@ from structattn.errors import CheckpointError, ConfigError, TrainingDivergedErro
 from structattn.experiments.recipe import Point, Recipe
 from structattn.experiments.recipes import task_entry
 from structattn.experiments.record import hardware, versions
-from structattn.experiments.runs import Job, TrainAll, kept_score, train_all
+from structattn.experiments.runs import Job, ScoredJob, TrainAll, kept_score, train_all
 from structattn.experiments.scaling import scaling
 from structattn.experiments.search import search
 from structattn.experiments.settings import to_plain
@@ -160,18 +160,21 @@ class _Part:
     point: Point
     out: Path
 
-    def job(self, recipe: Recipe, spec: str, seed: int, rate: float, *, sweep: bool) -> Job:
-        apart = sweep and bool(self.point.recipe.sweep_settings)
-        group, settings = ("sweep", self.point.sweep_settings) if apart else ("runs", self.point.settings)
-        return Job(
-            task_name=self.task_name,
-            task=recipe.task,
-            spec=spec,
-            training=dataclasses.replace(_training(self.task_name, recipe, spec), learning_rate=rate),
-            seed=seed,
-            folder=run_folder(self.out, spec, seed, rate, settings, group),
-            may_diverge=sweep,
-        )
+    def _settings(self, recipe: Recipe, spec: str, seed: int, rate: float) -> dict[str, Any]:
+        return {
+            "task_name": self.task_name,
+            "task": recipe.task,
+            "spec": spec,
+            "training": dataclasses.replace(_training(self.task_name, recipe, spec), learning_rate=rate),
+            "seed": seed,
+        }
+
+    def _sweep_job(self, spec: str, rate: float) -> Job:
+        point = self.point
+        apart = bool(point.recipe.sweep_settings)
+        group, settings = ("sweep", point.sweep_settings) if apart else ("runs", point.settings)
+        folder = run_folder(self.out, spec, 0, rate, settings, group)
+        return Job(**self._settings(point.swept, spec, 0, rate), folder=folder, may_diverge=True)
 
     def sweep_jobs(self) -> dict[tuple[str, float], Job]:
         """Seed 0 of every spec at every learning rate to choose from; none if there is no choice."""
@@ -179,11 +182,7 @@ class _Part:
         rates = recipe.learning_rates
         if len(rates) < 2 and not recipe.sweep_settings:
             return {}
-        return {
-            (spec, rate): self.job(self.point.swept, spec, 0, rate, sweep=True)
-            for spec in recipe.attention
-            for rate in rates
-        }
+        return {(spec, rate): self._sweep_job(spec, rate) for spec in recipe.attention for rate in rates}
 
     def swept_scores(self, swept: dict[Path, float]) -> dict[str, dict[float, float]]:
         """Validation scores by spec and learning rate, from those of all swept runs by folder."""
@@ -192,10 +191,15 @@ class _Part:
             scores.setdefault(spec, {})[rate] = swept[job.folder]
         return scores
 
-    def jobs(self, spec: str, rate: float) -> list[Job]:
+    def jobs(self, spec: str, rate: float) -> list[ScoredJob]:
         """All seeds of a spec at a learning rate."""
-        recipe = self.point.recipe
-        return [self.job(recipe, spec, seed, rate, sweep=False) for seed in range(recipe.seeds)]
+        recipe, settings = self.point.recipe, self.point.settings
+        return [
+            ScoredJob(
+                **self._settings(recipe, spec, seed, rate), folder=run_folder(self.out, spec, seed, rate, settings)
+            )
+            for seed in range(recipe.seeds)
+        ]
 
 
 def _chosen(part: _Part, spec: str, scores: dict[str, dict[float, float]]) -> float:
@@ -214,13 +218,12 @@ def _chosen(part: _Part, spec: str, scores: dict[str, dict[float, float]]) -> fl
 
 def _row(part: _Part, task: Task, spec: str, rate: float, sweep: dict[float, float] | None) -> dict[str, Any]:
     """One row of ``results.json``: scores on the test split, and costs."""
-    results = [job.run(resume=True, show_progress=False) for job in part.jobs(spec, rate)]
+    jobs = part.jobs(spec, rate)
+    results = [job.run(resume=True, show_progress=False) for job in jobs]
     runs = [result for result in results if result is not None]
     model: Any = runs[0].model
-    metrics = []
-    for result in runs:
-        result.model.eval()
-        metrics.append(task.evaluate(result.model, "test"))
+    found = [job.scores() for job in jobs]
+    metrics = [scored["metrics"] for scored in found]
     scores = [m[task.metric] for m in metrics]
     return {
         "spec": spec,
@@ -255,7 +258,7 @@ def _row(part: _Part, task: Task, spec: str, rate: float, sweep: dict[float, flo
         "best_steps": [result.best_step for result in runs],
         "rank": model.score_rank() if isinstance(model, HasScoreRank) else None,
         "histories": [result.history for result in runs],
-        "details": task.details(model),
+        "details": found[0]["details"],
     }
 
 
@@ -355,14 +358,14 @@ def compare(
         {spec: _chosen(part, spec, found) for spec in recipe.attention}
         for part, found in zip(parts, scores, strict=True)
     ]
-    done = {job.folder for job in sweeps}
     left = [
         job
         for part, rates in zip(parts, chosen, strict=True)
         for spec in recipe.attention
         for job in part.jobs(spec, rates[spec])
     ]
-    train_jobs([job for job in left if job.folder not in done], resume=resume, show_progress=show_progress)
+    # Some may have been trained by the sweep already: what is left of them is their scores.
+    train_jobs(left, resume=True, show_progress=show_progress)
     rows = [
         _row(part, task, spec, rates[spec], found.get(spec))
         for part, task, rates, found in zip(parts, tasks, chosen, scores, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import multiprocessing
@@ -16,12 +17,14 @@ from typing import Any, Protocol
 import torch
 from tqdm import tqdm
 
-from structattn.errors import ConfigError, TrainingDivergedError
+from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
 from structattn.experiments.recipes import task_entry
+from structattn.files import write_atomic
 from structattn.training.config import TrainingConfig
 from structattn.training.loop import TrainingResult, train
 
 logger = logging.getLogger(__name__)
+_SCORES = "scores.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,58 @@ class Job:
         finally:
             if self.training.compile:
                 torch.compiler.reset()  # else the code of every run of this process would be looked through at each step
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredJob(Job):
+    """One model to train and to score on the test split, in whichever process trains it.
+
+    The scores are kept in ``scores.json`` beside the run, with the digest of the weights that they are of: a large model may take as long to
+    score as a small one to train, and a comparison that was stopped does not do it again.
+    """
+
+    def run(
+        self,
+        *,
+        resume: bool,
+        show_progress: bool,
+        on_steps: Callable[[int], None] | None = None,
+        on_evaluation: Callable[[dict[str, float]], None] | None = None,
+    ) -> TrainingResult | None:
+        """As ``Job.run``, and scores what was trained unless that was done before."""
+        result = super().run(resume=resume, show_progress=show_progress, on_steps=on_steps, on_evaluation=on_evaluation)
+        if result is not None and self._kept() is None:
+            task = task_entry(self.task_name).make(self.task)
+            result.model.eval()
+            found = {
+                "model_sha256": self._weights(),
+                "metrics": task.evaluate(result.model, "test"),
+                "details": task.details(result.model) if self.seed == 0 else {},
+            }
+            write_atomic(self.folder / _SCORES, json.dumps(found))
+        return result
+
+    def scores(self) -> dict[str, Any]:
+        """Of a finished run ``metrics``, the scores on the test split, and ``details`` (see ``Task.details``) of the first seed.
+
+        Raises:
+            CheckpointError: it was not run, or its weights are not those that were scored.
+        """
+        found = self._kept()
+        if found is None:
+            raise CheckpointError(f"{self.folder / _SCORES} does not hold the scores of this run: give --resume")
+        return found
+
+    def _kept(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads((self.folder / _SCORES).read_text())
+            return found if found["model_sha256"] == self._weights() else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # never written, or damaged: scored again
+
+    def _weights(self) -> str:
+        """The digest of the weights that the run ended with."""
+        return str(json.loads((self.folder / "run.json").read_text())["model_sha256"])
 
 
 def kept_score(result: TrainingResult, patience: int | None, metric: str) -> float:

@@ -25,6 +25,7 @@ from structattn.reports.figures.canvas import Drawing, Figure, new_canvas, write
 from structattn.reports.scaling import mean_loss, series_of, settings_of
 
 _SHAPES = "osD^vP*"
+_MOST_COLUMNS = 4
 
 
 def draw_scaling(results: Results, folder: Path) -> list[Figure]:
@@ -60,12 +61,17 @@ def _style(results: Results, spec: str) -> dict[str, Any]:
 def _grid(count: int, height: float, columns: int = 2) -> tuple[MplFigure, list[Axes]]:
     columns = min(columns, count)
     rows = -(-count // columns)
-    figure = new_canvas(height * rows + 0.6, max(5.4, 3.9 * columns))
+    figure = new_canvas(height * rows + 0.6, max(5.4, (3.9 if columns < _MOST_COLUMNS else 3.1) * columns))
     axes: Any = figure.subplots(rows, columns, squeeze=False, sharey=True)
     panels = list(axes.flat)
     for spare in panels[count:]:
         spare.set_visible(False)
     return figure, panels[:count]
+
+
+def _columns(members: int) -> int:
+    """Columns of panels that belong together in groups of so many: a group is a row where it fits in one."""
+    return members if 1 < members <= _MOST_COLUMNS else 3
 
 
 def _log_x(ax: Axes, values: Sequence[float]) -> None:
@@ -148,7 +154,7 @@ def _widths(results: Results) -> Drawing | None:
         return None
     settings = settings_of(results)
     panels_of = [(setting, width) for setting in settings for width in widths]
-    figure, panels = _grid(len(panels_of), 2.5, columns=min(3, len(widths)))
+    figure, panels = _grid(len(panels_of), 2.5, columns=_columns(len(widths)))
     for ax, (setting, width) in zip(panels, panels_of, strict=True):
         for series in series_of(results, setting):
             law = next((law for law in series["widths"] if law["width"] == width), None)
@@ -168,7 +174,7 @@ def _isoflop(results: Results) -> Drawing | None:
         return None
     budgets = sorted({row["budget"] for row in results["rows"]})
     shades = [OKABE_ITO[0]] if len(budgets) == 1 else None
-    figure, panels = _grid(len(series), 2.3, columns=3)
+    figure, panels = _grid(len(series), 2.3, columns=_columns(len(_specs(results))))
     for ax, one in zip(panels, series, strict=True):
         for index, budget in enumerate(budgets):
             points = [p for law in one["widths"] for p in law["points"] if p["budget"] == budget]
@@ -218,14 +224,17 @@ def _saved(results: Results) -> Drawing | None:
     ax.set_xscale("log")
     low, high = ax.get_xlim()
     fine, coarse = (
-        (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2),
+        (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2),
         (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50),
     )
     marks = [v for v in (coarse if high / low > 4 else fine) if low <= v <= high]
     ax.xaxis.set_major_locator(FixedLocator(marks))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.set_xlabel(f"compute for the loss of {results['scaling']['baseline']}, as a share (lower is better)")
+    # Beside long names the axes are narrower than their label.
+    ax.set_xlabel(
+        f"compute for the loss of {results['scaling']['baseline']}, as a share (lower is better)", loc="right"
+    )
     caption = "Compute that each attention needs for the baseline's losses, with 95 % intervals; left of the dashed line is less."
     return figure, caption, "Compute ratios with intervals."
 
@@ -247,7 +256,9 @@ def _ablation(results: Results) -> Drawing | None:
     )
     ax.set_ylim(-0.6, len(points) - 0.4)
     ax.grid(False, axis="y")
-    ax.set_xlabel(f"test {results['metric']} at {fmt_flops(points[0][1]['budget'])} FLOPs (lower is better)")
+    ax.set_xlabel(
+        f"test {results['metric']} at {fmt_flops(points[0][1]['budget'])} FLOPs (lower is better)", loc="right"
+    )
     caption = "Every attention at the largest budget, at its best width: bars are seeds, dots their mean."
     return figure, caption, "Losses at the largest budget."
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
 from structattn.experiments.recipes import task_entry
 from structattn.files import write_atomic
+from structattn.tasks.base import Task
 from structattn.training.config import TrainingConfig
 from structattn.training.loop import TrainingResult, train
 
@@ -60,7 +61,7 @@ class Job:
         """Trains it, or returns what was trained before; ``None`` if it diverged and may. See ``train`` for the arguments."""
         task = task_entry(self.task_name).make(self.task)
         try:
-            return train(
+            result = train(
                 task,
                 self.spec,
                 self.training,
@@ -79,6 +80,11 @@ class Job:
         finally:
             if self.training.compile:
                 torch.compiler.reset()  # else the code of every run of this process would be looked through at each step
+        self._finish(task, result)
+        return result
+
+    def _finish(self, task: Task, result: TrainingResult) -> None:
+        """What is to be done with a trained model; nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,26 +95,17 @@ class ScoredJob(Job):
     score as a small one to train, and a comparison that was stopped does not do it again.
     """
 
-    def run(
-        self,
-        *,
-        resume: bool,
-        show_progress: bool,
-        on_steps: Callable[[int], None] | None = None,
-        on_evaluation: Callable[[dict[str, float]], None] | None = None,
-    ) -> TrainingResult | None:
-        """As ``Job.run``, and scores what was trained unless that was done before."""
-        result = super().run(resume=resume, show_progress=show_progress, on_steps=on_steps, on_evaluation=on_evaluation)
-        if result is not None and self._kept() is None:
-            task = task_entry(self.task_name).make(self.task)
-            result.model.eval()
-            found = {
-                "model_sha256": self._weights(),
-                "metrics": task.evaluate(result.model, "test"),
-                "details": task.details(result.model) if self.seed == 0 else {},
-            }
-            write_atomic(self.folder / _SCORES, json.dumps(found))
-        return result
+    def _finish(self, task: Task, result: TrainingResult) -> None:
+        """Scores it, unless that was done before."""
+        if self._kept() is not None:
+            return
+        result.model.eval()
+        found = {
+            "model_sha256": self._weights(),
+            "metrics": task.evaluate(result.model, "test"),
+            "details": task.details(result.model) if self.seed == 0 else {},
+        }
+        write_atomic(self.folder / _SCORES, json.dumps(found))
 
     def scores(self) -> dict[str, Any]:
         """Of a finished run ``metrics``, the scores on the test split, and ``details`` (see ``Task.details``) of the first seed.

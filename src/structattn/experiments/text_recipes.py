@@ -128,7 +128,7 @@ TEXT_PRESETS = {
     "scaling": Preset(
         _SCALING,
         "four attentions, learned positions and RoPE, widths 64 ... 384, three budgets, 2 seeds; on 2 CPU cores 1.3 hours "
-        "for `--widths 64`, 3.7 for all (measured)",
+        "for `--widths 64`, 3.6 for all (measured, in parts)",
     ),
     "methods": Preset(
         _methods(),

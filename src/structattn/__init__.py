@@ -1,27 +1,70 @@
 """structattn: softmax attention whose inductive bias is chosen by the structure of its score.
 
-An attention variant is a *scoring* (how features become queries and keys) and a *layout* (which dimensions a pair at a given
-distance shares); one op, ``structured_attention``, computes them all. Importing the package needs torch alone.
+An attention variant is a *scoring* (how hidden states become queries and keys) and a *layout* (which dimensions a pair at a given
+distance shares); one op, ``structured_attention``, computes them all. Importing the package needs torch, NumPy and safetensors only.
+
+Public names are imported at their first use. ``structattn --help`` and the errors of the command line then answer without PyTorch, whose
+import takes seconds.
 """
 
+from __future__ import annotations
+
+import importlib
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
-from structattn import cache, errors, matrices, mup, ops
-from structattn.cache import LevelCache
-from structattn.layers import scoring
-from structattn.layers.attention import Attention
-from structattn.layers.linear import StructuredLinear, replace_linears
-from structattn.layers.rotary import Rotary, RotaryScaling
-from structattn.layout import GlobalWindowLayout, LevelLayout
-from structattn.models.language_model import LanguageModel
-from structattn.models.sampling import Sampling
-from structattn.ops import structured_attention
-from structattn.spec import AttentionSpec, parse_spec
+if TYPE_CHECKING:
+    from structattn import cache, errors, matrices, mup, ops
+    from structattn.cache import LevelCache
+    from structattn.layers import scoring
+    from structattn.layers.attention import Attention
+    from structattn.layers.linear import StructuredLinear, replace_linears
+    from structattn.layers.rotary import Rotary, RotaryScaling
+    from structattn.layout import GlobalWindowLayout, LevelLayout
+    from structattn.models.language_model import LanguageModel
+    from structattn.models.sampling import Sampling
+    from structattn.ops import structured_attention
+    from structattn.spec import AttentionSpec, parse_spec
 
+__version__: str
 try:
     __version__ = version("structattn")
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+source"
+
+# The module that defines each public name, and the modules that are public themselves.
+_HOMES = {
+    "Attention": "layers.attention",
+    "AttentionSpec": "spec",
+    "GlobalWindowLayout": "layout",
+    "LanguageModel": "models.language_model",
+    "LevelCache": "cache",
+    "LevelLayout": "layout",
+    "Rotary": "layers.rotary",
+    "RotaryScaling": "layers.rotary",
+    "Sampling": "models.sampling",
+    "StructuredLinear": "layers.linear",
+    "parse_spec": "spec",
+    "replace_linears": "layers.linear",
+    "structured_attention": "ops",
+}
+_MODULES = {name: name for name in ("cache", "errors", "layers", "layout", "matrices", "models", "mup", "ops", "spec")}
+_MODULES["scoring"] = "layers.scoring"
+
+if not TYPE_CHECKING:  # type checkers read the imports above, and report a name that is not among them
+
+    def __getattr__(name):
+        if name not in _MODULES and name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(f"{__name__}.{_MODULES.get(name) or _HOMES[name]}")
+        value = module if name in _MODULES else getattr(module, name)
+        globals()[name] = value  # found without this function from now on
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})
+
 
 __all__ = [
     "Attention",

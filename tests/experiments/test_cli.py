@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -140,7 +142,28 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare", "forecast", "--attention", "mrl:4|4"], "did you mean 'mlr'"),
         (["compare", "forecast", "--attention", "mlr:4|4|4"], "ranks of the layout must sum"),
         (["compare", "forecast", "--attention", "standard", "standard"], "once"),
-        (["compare", "forecast", "--set", "training.stps=4"], "did you mean 'steps'"),
+        (["compare", "forecast", "--set", "training.stps=4"], "did you mean 'training.steps'"),
+        (["compare", "forecast", "--set", "training.lrr=4"], "did you mean 'training.lr'"),
+        (["compare", "forecast", "--set", "training.betas=0.9"], "training.betas: expected 2 values"),
+        (["compare", "forecast", "--set", "training.betas="], "training.betas: expected 2 values"),
+        (["compare", "forecast", "--set", "training.betas=0.9,nan"], "training.betas must be a finite number"),
+        (["compare", "forecast", "--set", "training.betas=0.9,1"], "training.betas must be a finite number"),
+        (
+            ["compare", "forecast", "--set", "training.weight_decay=nan"],
+            "training.weight_decay must be a finite number",
+        ),
+        (
+            ["compare", "forecast", "--set", "training.learning_rate=inf"],
+            "training.learning_rate must be a finite number",
+        ),
+        (["comapre", "forecast"], "did you mean 'compare'"),
+        (["mup", "chek"], "did you mean 'mup check'"),
+        (["compare", "forecast", "--jbos", "2"], "did you mean '--jobs'"),
+        (["compare", "forecast", "--jobs", "two"], "--jobs"),
+        (["compare", "forecast", "extra"], "extra"),
+        (["compare"], "Missing from structattn compare: TASK"),
+        (["train", "forecast", "--seed", "9" * 41], "seed must be an int"),
+        (["settings", "forcast"], "did you mean 'forecast'"),
         (["compare", "forecast", "--set", "training.steps=four"], "expected int, got 'four'"),
         (["compare", "forecast", "--set", "training"], "section.field=value"),
         (["compare", "forecast", "--set", "task.embed_dim=33"], "num_heads must divide"),
@@ -183,13 +206,11 @@ def test_options_are_frozen() -> None:
         },
         commands.Fit: {"matrices", "structures", "size", "refine", "seed", "out"},
         commands.Bench: {"name", "quick", "device", "dtype", "repeats", "only", "patience", "out"},
-        commands.Mup: {"action"},
         commands.MupCheck: {
             *("structures", "widths", "steps", "seeds", "heads", "learning_rate", "base_width"),
             *("transfer", "transfer_widths", "transfer_steps", "quick", "out"),
         },
         commands.MupRoles: {"attention", "embed_dim", "heads"},
-        commands.Data: {"action"},
         commands.Prepare: {
             *("kind", "source", "tokens", "vocab_size", "unknown", "document_start", "text_column", "dataset_split"),
             *("max_documents", "validation", "test", "out", "resume"),
@@ -213,16 +234,41 @@ def test_options_are_frozen() -> None:
         commands.Specs: set(),
         commands.Structures: set(),
         commands.Presets: set(),
+        commands.Settings: {"task", "preset"},
     }
-    inner = {commands.MupCheck, commands.MupRoles, commands.Prepare, commands.DataInfo}
-    found = {get_args(option)[0] for option in get_args(commands.Command)} | inner
+    found = set(commands.COMMANDS.values())
+    assert found == set(get_args(commands.Command))
     assert {command: {field.name for field in dataclasses.fields(command)} for command in found} == expected
 
 
-@pytest.mark.parametrize(("command", "word"), [("info", "backends"), ("specs", "global-window"), ("presets", "demo")])
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [("info", "backends"), ("specs", "global-window"), ("presets", "demo"), ("--version", "structattn 0.")],
+)
 def test_listings(command: str, word: str, capsys) -> None:
     assert main([command]) == 0
     assert word in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_settings_lists_what_set_takes(task: str, capsys) -> None:
+    assert main(["settings", task]) == 0
+    rows = [re.split(r" {2,}", line) for line in capsys.readouterr().out.splitlines()[1:-2]]
+    recipe = recipe_for(task, "default")
+    listed = {row[0] for row in rows}
+    assert {"training.betas", "seeds"} <= listed
+    written = [
+        (row[0], row[-1]) for row in rows if row[0] not in ("attention", "variants", "search") and row[-1] != "()"
+    ]
+    assert apply_overrides(recipe, tuple(f"{name}={value}" for name, value in written)) == recipe
+
+
+def test_fewer_steps_shrink_the_warmup_of_a_preset() -> None:
+    recipe = recipe_for("forecast", "default")
+    assert recipe.training.warmup_steps == 32
+    assert apply_overrides(recipe, ("training.steps=20",)).training.warmup_steps == 1
+    assert apply_overrides(recipe, ("training.steps=6400",)).training.warmup_steps == 32
+    assert apply_overrides(recipe, ("training.steps=20", "training.warmup_steps=7")).training.warmup_steps == 7
 
 
 def test_plan_compares_specs_and_names_what_is_wrong(capsys) -> None:
@@ -261,6 +307,60 @@ def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
         process.stdout.close()
         assert process.wait(timeout=120) == 1
         assert process.stderr.read() == b""
+
+
+def test_help_needs_no_torch_and_broken_streams_need_no_traceback() -> None:
+    """Help answers before PyTorch is imported; closed, full and ASCII streams end in one line at most."""
+    program = """
+import sys
+from structattn.cli import main
+try:
+    status = main(sys.argv[1:])
+except SystemExit as end:
+    status = end.code
+assert "torch" not in sys.modules
+sys.exit(status)
+"""
+    run = partial(subprocess.run, capture_output=True, text=True, check=False)
+    wrong = run([sys.executable, "-c", program, "comapre"])
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    shown = run([sys.executable, "-c", program, "compare", "--help"])
+    assert shown.returncode == 0
+    assert "Examples:" in shown.stdout
+    command = f"{sys.executable} -m structattn.cli --version"
+    for redirection, status in ((">&-", 0), ("2>&-", 0), (">/dev/full", 1)):
+        done = run(f"{command} {redirection}", shell=True)
+        assert done.returncode == status, (redirection, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(13, "Permission denied", "/x/y"), "/x/y: Permission denied"),
+        (MemoryError(), "out of memory: choose smaller settings"),
+        (
+            RuntimeError(
+                "alloc_cpu.cpp: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes."
+            ),
+            "out of memory (it asked for 4 GiB)",
+        ),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "not in the expected encoding"),
+        (RuntimeError("shapes differ\nand more"), "RuntimeError: shapes differ; --traceback shows where"),
+    ],
+)
+def test_errors_of_the_system_are_one_line(error: Exception, line: str, capsys, monkeypatch) -> None:
+    def fail(arguments: list[str]) -> None:
+        raise error
+
+    monkeypatch.setattr("structattn.cli._run", fail)
+    assert main(["info"]) == 2
+    printed = capsys.readouterr().err
+    assert line in printed
+    assert printed.count("\n") == 1
+    with pytest.raises(type(error)):
+        main(["info", "--traceback"])
 
 
 def test_a_sweep_at_a_small_width_is_part_of_the_results(tmp_path: Path) -> None:

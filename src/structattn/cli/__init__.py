@@ -17,25 +17,25 @@ from typing import Any, cast
 from structattn.cli.commands import (
     Bench,
     Compare,
-    Data,
     DataInfo,
     Evaluate,
     Fit,
     Generate,
     Info,
-    Mup,
     MupCheck,
     MupRoles,
     Plan,
     Prepare,
     Presets,
+    Settings,
     Specs,
     Structures,
     Sweep,
     Train,
-    parse,
 )
-from structattn.errors import ConfigError, MissingDependencyError, StructAttnError
+from structattn.cli.failures import close_output, in_one_line, open_standard_streams
+from structattn.cli.parsing import parse
+from structattn.errors import ConfigError, MissingDependencyError
 
 
 def _require_extra() -> None:
@@ -325,7 +325,7 @@ def _bench(command: Bench) -> None:
         print(path)
 
 
-def _listing(command: Structures | Info | Specs | Presets) -> str:
+def _listing(command: Structures | Info | Specs | Presets | Settings) -> str:
     from structattn.experiments import listings
 
     match command:
@@ -337,6 +337,8 @@ def _listing(command: Structures | Info | Specs | Presets) -> str:
             return listings.specs()
         case Presets():
             return listings.presets()
+        case Settings(task=task, preset=preset):
+            return listings.settings(task, preset)
 
 
 def _print_paths(folder: Path, report: Path) -> None:
@@ -357,48 +359,66 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: without the program's name. Default: ``sys.argv``.
 
     Returns:
-        The exit status: 0; 2 after an error of the user's, printed in one line to stderr; 1 if the reader of a pipe left; 130
-        after an interruption.
+        The exit status: 0; 2 after an error, printed in one line to stderr; 1 if the output cannot be written; 130 after an
+        interruption.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    open_standard_streams()
+    with_traceback = "--traceback" in arguments
+    arguments = [word for word in arguments if word != "--traceback"]
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    command = parse(arguments)
     try:
-        match command:
-            case Compare():
-                _compare(command, shlex.join(["structattn", *arguments]))
-            case Train():
-                _train(command)
-            case Sweep():
-                _sweep(command, shlex.join(["structattn", *arguments]))
-            case Evaluate():
-                _evaluate(command)
-            case Generate():
-                _generate(command)
-            case Fit():
-                _fit(command, shlex.join(["structattn", *arguments]))
-            case Mup(action=action):
-                _mup(action, shlex.join(["structattn", *arguments]))
-            case Data(action=action):
-                _data(action)
-            case Plan():
-                _plan(command)
-            case Bench():
-                _bench(command)
-            case Structures() | Info() | Specs() | Presets():
-                print(_listing(command))
+        _run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader, such as ``head``, has seen enough; what is left in the buffer must not be tried again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        close_output()  # the reader, such as ``head``, has seen enough
         return 1
-    except StructAttnError as error:
-        print(f"structattn: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(
             "structattn: interrupted; compare, train, sweep and data prepare continue where they were with --resume",
             file=sys.stderr,
         )
         return 130
+    except Exception as error:
+        line = in_one_line(error)
+        if line is None or with_traceback:
+            raise
+        print(f"structattn: {line}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # it is the output that cannot be written
+            close_output()
+            return 1
+        return 2
     return 0
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[:1] == ["--version"]:
+        print(f"structattn {importlib.metadata.version('structattn')}")
+        return
+    command = parse(arguments)
+    line = shlex.join(["structattn", *arguments])
+    match command:
+        case Compare():
+            _compare(command, line)
+        case Train():
+            _train(command)
+        case Sweep():
+            _sweep(command, line)
+        case Evaluate():
+            _evaluate(command)
+        case Generate():
+            _generate(command)
+        case Fit():
+            _fit(command, line)
+        case MupCheck() | MupRoles():
+            _mup(command, line)
+        case Prepare() | DataInfo():
+            _data(command)
+        case Plan():
+            _plan(command)
+        case Bench():
+            _bench(command)
+        case _:
+            print(_listing(command))

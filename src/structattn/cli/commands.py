@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,9 +14,13 @@ except ImportError as error:  # the library itself needs torch alone
     ) from error
 
 
+TaskName = Annotated[str, tyro.conf.arg(metavar="TASK")]
+RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskCommand:
-    task: tyro.conf.Positional[str]
+    task: tyro.conf.Positional[TaskName]
     """nearest-neighbor, forecast, icl-regression, text or chronos."""
     preset: str = "default"
     """Named settings of the task (see `structattn presets`)."""
@@ -38,7 +41,13 @@ class TaskCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(TaskCommand):
-    """Train attention variants on one task and write a table, figures and a report."""
+    """Train attention variants on one task and write a table, figures and a report.
+
+    Examples:
+      structattn compare nearest-neighbor --preset demo
+      structattn compare forecast --attention standard "mlr:8|4|2|2" --seeds 3 --out runs/mine
+      structattn compare forecast --data my.csv --time date --target y
+    """
 
     attention: tuple[str, ...] = ()
     """Specs to compare, each in quotes (see `structattn specs`). Default: the preset's."""
@@ -56,7 +65,11 @@ class Compare(TaskCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Train(TaskCommand):
-    """Train one attention variant; the folder can be evaluated and resumed."""
+    """Train one attention variant; the folder can be evaluated and resumed.
+
+    Example:
+      structattn train text --attention "mlr:8|8|8|8" --out runs/text
+    """
 
     attention: str = "standard"
     """The spec to train (see `structattn specs`)."""
@@ -66,7 +79,11 @@ class Train(TaskCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(TaskCommand):
-    """Search settings of a task: many runs, the best by validation, and the command line that trains it again."""
+    """Search settings of a task: many runs, the best by validation, and the command line that trains it again.
+
+    Example:
+      structattn sweep forecast --param training.learning_rate=log:1e-4:1e-2 --trials 20
+    """
 
     param: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """What to vary, in quotes: NAME=log:LOW:HIGH, NAME=uniform:LOW:HIGH, NAME=int:LOW:HIGH or NAME=choice:A,B,..., where NAME is a
@@ -89,9 +106,13 @@ class Sweep(TaskCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Score a finished run on the test split."""
+    """Score a finished run on the test split.
 
-    run: tyro.conf.Positional[Path]
+    Example:
+      structattn evaluate runs/text --cache
+    """
+
+    run: tyro.conf.Positional[RunFolder]
     """Folder that `structattn train` wrote."""
     cache: bool = False
     """text: also score it through the key/value cache, and print the difference."""
@@ -99,9 +120,13 @@ class Evaluate:
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Continue prompts with a language model that `structattn train text` trained."""
+    """Continue prompts with a language model that `structattn train text` trained.
 
-    run: tyro.conf.Positional[Path]
+    Example:
+      structattn generate runs/text --prompt "The purpose of" --max-new-tokens 200
+    """
+
+    run: tyro.conf.Positional[RunFolder]
     """Its folder."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; may be repeated. Default: a line break."""
@@ -123,7 +148,11 @@ class Generate:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Fit structured matrices to dense ones and write a table, a figure and a report."""
+    """Fit structured matrices to dense ones and write a table, a figure and a report.
+
+    Example:
+      structattn fit weights.npy --structures "btt:2" "mlr:8|4|2|2"
+    """
 
     matrices: tyro.conf.Positional[tuple[str, ...]] = ("gaussian", "hadamard", "line", "etth1")
     """What to fit: .npy files; folders of finished runs (RUN or RUN@LAYER.HEAD: the score matrix of a head); examples by name
@@ -142,7 +171,11 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Time structured code against what you would use instead; for a checkout of the repository, where the benchmarks live."""
+    """Time structured code against what you would use instead; for a checkout of the repository, where the benchmarks live.
+
+    Example:
+      structattn bench attention --quick
+    """
 
     name: tyro.conf.Positional[str]
     """attention, decode, model, step or linear."""
@@ -168,6 +201,9 @@ class MupCheck:
 
     Small models, on the CPU: a quarter of an hour of one core, with --quick a minute. Structures, widths and seeds of your own
     cost in proportion; a width of 1024 as much as all below together.
+
+    Example:
+      structattn mup check --quick
     """
 
     structures: tuple[str, ...] | None = None
@@ -198,7 +234,11 @@ class MupCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class MupRoles:
-    """What muP makes of every parameter of a small language model: role, initial scale, learning rate."""
+    """What muP makes of every parameter of a small language model: role, initial scale, learning rate.
+
+    Example:
+      structattn mup roles "bilinear-btt:1"
+    """
 
     attention: tyro.conf.Positional[str] = "standard"
     """An attention spec (see `structattn specs`)."""
@@ -208,19 +248,13 @@ class MupRoles:
     """Its heads."""
 
 
-@dataclass(frozen=True)
-class Mup:
-    """The maximal-update parametrisation, under which learning rates hold for wider models."""
-
-    action: Annotated[
-        Annotated[MupCheck, tyro.conf.subcommand("check")] | Annotated[MupRoles, tyro.conf.subcommand("roles")],
-        tyro.conf.arg(name=""),
-    ]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prepare:
-    """Make a corpus, token shards, of text files or of a data set: once, for any number of runs."""
+    """Make a corpus, token shards, of text files or of a data set: once, for any number of runs.
+
+    Example:
+      structattn data prepare text --source books/ --tokens bpe --out corpus
+    """
 
     kind: tyro.conf.Positional[Literal["text"]]
     """What it is made of."""
@@ -252,7 +286,11 @@ class Prepare:
 
 @dataclass(frozen=True)
 class DataInfo:
-    """What a corpus holds; with --verify, whether its files are as they were written."""
+    """What a corpus holds; with --verify, whether its files are as they were written.
+
+    Example:
+      structattn data info corpus --verify
+    """
 
     folder: tyro.conf.Positional[Path]
     """The corpus."""
@@ -260,21 +298,14 @@ class DataInfo:
     """Read every file and compare its hash."""
 
 
-@dataclass(frozen=True)
-class Data:
-    """Corpora: text as token shards."""
-
-    action: Annotated[
-        Annotated[Prepare, tyro.conf.subcommand("prepare")] | Annotated[DataInfo, tyro.conf.subcommand("info")],
-        tyro.conf.arg(name=""),
-    ]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Say what training a language model takes, before it is trained: parameters, FLOPs, memory, a layout, and the time.
 
-    For a size by name, for numbers of your own, or for both, in place of some of the name's.
+    For a size by name, for your own numbers, or for both: the numbers then replace those of the name.
+
+    Example:
+      structattn plan text --model 7b --context 32768 --attention standard "mlr:64|32|16|16"
     """
 
     task: tyro.conf.Positional[Literal["text"]]
@@ -327,24 +358,57 @@ class Presets:
     """The presets of every task."""
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What --set takes for a task, with the values of a preset.
+
+    Example:
+      structattn settings forecast --preset demo
+    """
+
+    task: tyro.conf.Positional[TaskName]
+    """nearest-neighbor, forecast, icl-regression, text or chronos."""
+    preset: str = "default"
+    """The preset whose values are shown (see `structattn presets`)."""
+
+
 Command = (
-    Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Sweep, tyro.conf.subcommand("sweep")]
-    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
-    | Annotated[Generate, tyro.conf.subcommand("generate")]
-    | Annotated[Fit, tyro.conf.subcommand("fit")]
-    | Annotated[Mup, tyro.conf.subcommand("mup")]
-    | Annotated[Data, tyro.conf.subcommand("data")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-    | Annotated[Info, tyro.conf.subcommand("info")]
-    | Annotated[Specs, tyro.conf.subcommand("specs")]
-    | Annotated[Structures, tyro.conf.subcommand("structures")]
-    | Annotated[Presets, tyro.conf.subcommand("presets")]
+    Compare
+    | Train
+    | Sweep
+    | Evaluate
+    | Generate
+    | Fit
+    | Bench
+    | MupCheck
+    | MupRoles
+    | Prepare
+    | DataInfo
+    | Plan
+    | Info
+    | Specs
+    | Structures
+    | Presets
+    | Settings
 )
 
-
-def parse(arguments: Sequence[str]) -> Command:
-    """The command that the words after the program's name say; exits with help or with what is wrong."""
-    return tyro.cli(Command, args=arguments, prog="structattn", description="structattn")
+# Every command by the words that name it, in the order of the help.
+COMMANDS: dict[str, type[Command]] = {
+    "compare": Compare,
+    "train": Train,
+    "sweep": Sweep,
+    "evaluate": Evaluate,
+    "generate": Generate,
+    "fit": Fit,
+    "mup check": MupCheck,
+    "mup roles": MupRoles,
+    "data prepare": Prepare,
+    "data info": DataInfo,
+    "plan": Plan,
+    "bench": Bench,
+    "info": Info,
+    "specs": Specs,
+    "structures": Structures,
+    "presets": Presets,
+    "settings": Settings,
+}

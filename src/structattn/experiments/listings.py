@@ -9,8 +9,9 @@ import torch
 
 from structattn import mup
 from structattn.errors import BackendUnavailableError
-from structattn.experiments.recipes import TASKS
+from structattn.experiments.recipes import TASKS, recipe_for
 from structattn.experiments.record import hardware, versions
+from structattn.experiments.settings import fields_of
 from structattn.layer_specs import FORM as LAYER_FORM
 from structattn.layer_specs import LayerSpecs
 from structattn.layers.attention import Attention
@@ -88,11 +89,34 @@ def mup_roles(spec: str, width: int, num_heads: int) -> str:
 
 
 def presets() -> str:
-    """The presets of every task."""
+    """The presets of every task, one per line: name, number of attention variants, what it is for."""
+    width = max(len(name) for entry in TASKS.values() for name in entry.presets)
+    lines: list[str] = []
+    for task, entry in TASKS.items():
+        lines += ["", task] if lines else [task]
+        lines += [
+            f"  {name:<{width}}  {len(preset.recipe.attention):>2} specs  {preset.about}"
+            for name, preset in entry.presets.items()
+        ]
+    return "\n".join([*lines, "", "structattn settings TASK --preset NAME shows all that a preset sets."])
+
+
+def settings(task: str, preset: str) -> str:
+    """Every setting that ``--set`` takes for a task: its name, its type, and its value in a preset.
+
+    Raises:
+        ConfigError: there is no such task or preset.
+    """
+    found = list(fields_of(recipe_for(task, preset)))
+    names, kinds = (max(len(row[i]) for row in found) for i in (0, 1))
+    lines = [f"{name:<{names}}  {kind:<{kinds}}  {value}" for name, kind, value in found]
     return "\n".join(
-        f"{task:<18} {name:<9} {preset.about}: {', '.join(preset.recipe.attention)}"
-        for task, entry in TASKS.items()
-        for name, preset in entry.presets.items()
+        [
+            f"{'setting':<{names}}  {'type':<{kinds}}  value in {task} --preset {preset}",
+            *lines,
+            "",
+            "Change one with --set NAME=VALUE.",
+        ]
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from structattn.errors import ConfigError, nearest_name
+from structattn.training.config import TrainingConfig
 
 T = TypeVar("T")
 # What everybody calls these settings.
@@ -32,6 +34,10 @@ def convert(text: str, kind: Any, name: str) -> Any:
         return text
     if origin is tuple:
         parts = [part for part in text.strip("()").split(",") if part.strip()]
+        if args[-1] is not ... and len(parts) != len(args):
+            raise ConfigError(
+                f"{name}: expected {len(args)} values, such as {','.join('1' for _ in args)}, got {text!r}"
+            )
         return tuple(convert(part.strip(), args[0], name) for part in parts)
     if kind is bool:
         if text.lower() not in ("true", "false"):
@@ -55,7 +61,15 @@ def _changed(config: T, changes: list[Change]) -> T:
     inner: dict[str, list[Change]] = {}
     for (head, *rest), text, name in changes:
         if head not in hints:
-            raise ConfigError(f"unknown setting {name!r}: {nearest_name(head, hints)}")
+            section = name.removesuffix(head)
+            short = [
+                known
+                for known, full in _SHORT.items()
+                if known.startswith(section) and full.rpartition(".")[2] in hints
+            ]
+            raise ConfigError(
+                f"unknown setting {name!r}: {nearest_name(name, [*(section + known for known in hints), *short])}"
+            )
         current = getattr(config, head)
         if dataclasses.is_dataclass(current):
             if not rest:
@@ -68,6 +82,8 @@ def _changed(config: T, changes: list[Change]) -> T:
             values[head] = convert(text, hints[head], name)
     for head, deeper in inner.items():
         values[head] = _changed(getattr(config, head), deeper)
+    if isinstance(config, TrainingConfig):
+        return config.replaced(**values)  # type: ignore[return-value]
     return dataclasses.replace(config, **values)  # type: ignore[type-var]
 
 
@@ -86,6 +102,38 @@ def apply_overrides(config: T, overrides: tuple[str, ...]) -> T:
         full = full_name(name.strip())
         changes.append((full.split("."), text.strip(), full))
     return _changed(config, changes)
+
+
+def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """The name, type and value of every setting below a dataclass, as ``--set`` writes them."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from fields_of(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", _type_in_words(hints[field.name]), _as_text(value)
+
+
+def _type_in_words(kind: Any) -> str:
+    """An annotation as the command line writes values of it: ``int or none``, ``float,...``, ``no | bf16``."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("none" if a is type(None) else _type_in_words(a) for a in args)
+    if origin is typing.Literal:
+        return " | ".join(map(str, args))
+    if origin is tuple:
+        return f"{_type_in_words(args[0])},..." if args[-1] is ... else ",".join(map(_type_in_words, args))
+    return {"bool": "true | false", "str": "text"}.get(kind.__name__, kind.__name__)
+
+
+def _as_text(value: Any) -> str:
+    """A value as ``convert`` reads it."""
+    if isinstance(value, tuple):
+        return ",".join(map(_as_text, value)) or "()"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def to_plain(config: Any) -> dict[str, Any]:

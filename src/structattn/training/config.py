@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
+from structattn.checks import check_choice, check_int, check_number
 from structattn.errors import ConfigError
+
+Schedule = Literal["constant", "cosine", "wsd", "one-cycle"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class TrainingConfig:
     batch_size: int
     learning_rate: float
     micro_batch_size: int | None = None
-    schedule: Literal["constant", "cosine", "wsd", "one-cycle"] = "constant"
+    schedule: Schedule = "constant"
     warmup_steps: int = 0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
@@ -60,25 +63,30 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_every", "checkpoint_every", "base_fan_in"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"training.{name} must be at least 1, got {getattr(self, name)}")
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            raise ConfigError(f"training.micro_batch_size must be at least 1 or none, got {self.micro_batch_size}")
-        if not self.learning_rate > 0:
-            raise ConfigError(f"training.learning_rate must be positive, got {self.learning_rate}")
-        if not 0 <= self.warmup_steps < self.steps:
+            check_int(f"training.{name}", getattr(self, name), minimum=1)
+        for name in ("micro_batch_size", "patience"):
+            if getattr(self, name) is not None:
+                check_int(f"training.{name}", getattr(self, name), minimum=1)
+        check_number("training.learning_rate", self.learning_rate, above=0)
+        check_number("training.weight_decay", self.weight_decay, minimum=0)
+        if self.gradient_clip is not None:
+            check_number("training.gradient_clip", self.gradient_clip, above=0)
+        if len(self.betas) != 2:
+            raise ConfigError(f"training.betas must be two numbers, such as 0.9,0.95, got {self.betas}")
+        for beta in self.betas:
+            check_number("training.betas", beta, minimum=0, below=1)
+        check_int("training.warmup_steps", self.warmup_steps, minimum=0)
+        if self.warmup_steps >= self.steps:
             raise ConfigError(
                 f"training.warmup_steps must lie in [0, steps) = [0, {self.steps}), got {self.warmup_steps}"
             )
-        if self.gradient_clip is not None and not self.gradient_clip > 0:
-            raise ConfigError(f"training.gradient_clip must be positive or none, got {self.gradient_clip}")
-        if self.patience is not None and self.patience < 1:
-            raise ConfigError(f"training.patience must be at least 1 or none, got {self.patience}")
-        if self.weight_decay < 0:
-            raise ConfigError(f"training.weight_decay must not be negative, got {self.weight_decay}")
-        if self.schedule not in ("constant", "cosine", "wsd", "one-cycle"):
-            raise ConfigError(f"training.schedule: {self.schedule!r} is not constant, cosine, wsd or one-cycle")
-        if self.precision not in ("no", "bf16"):
-            raise ConfigError(f"training.precision: {self.precision!r} is not no or bf16")
-        if self.parametrization not in ("standard", "mup"):
-            raise ConfigError(f"training.parametrization: {self.parametrization!r} is not standard or mup")
+        check_choice("training.schedule", self.schedule, get_args(Schedule))
+        check_choice("training.precision", self.precision, ("no", "bf16"))
+        check_choice("training.parametrization", self.parametrization, ("standard", "mup"))
+
+    def replaced(self, **values: Any) -> TrainingConfig:
+        """A copy with other values; with other ``steps`` alone, the warm-up keeps at most its share of them."""
+        if "steps" in values and "warmup_steps" not in values:
+            share = self.warmup_steps * max(1, values["steps"]) // self.steps
+            values["warmup_steps"] = min(self.warmup_steps, share)
+        return replace(self, **values)

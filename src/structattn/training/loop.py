@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from structattn.checks import check_int
 from structattn.errors import ConfigError
 from structattn.tasks.base import Task
 from structattn.training.checkpoint import latest_checkpoint, load_checkpoint
@@ -222,10 +223,11 @@ def train(
         ``TrainingResult``.
 
     Raises:
-        ConfigError: ``run_dir`` holds a run and ``resume`` is off, or the batch does not divide over the processes.
+        ConfigError: the seed is not in [0, 2**63), ``run_dir`` holds a run and ``resume`` is off, or the batch does not divide over the processes.
         CheckpointError: the checkpoint is damaged or of other settings, or cannot be written.
         TrainingDivergedError: the loss or a weight is not finite; the last checkpoint is from before that.
     """
+    check_int("seed", seed, minimum=0, maximum=2**63 - 1)
     found = latest_checkpoint(run_dir / "checkpoints")
     if found is not None and not resume:
         raise ConfigError(f"{run_dir} already holds a run: resume it, or use another folder")

@@ -1,0 +1,55 @@
+"""What ends a command that fails: one line to standard error and an exit status, or the traceback of a fault of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+
+from structattn.errors import StructAttnError
+
+
+def open_standard_streams() -> None:
+    """Makes output safe before anything is computed.
+
+    A closed stream (``>&-``) is opened on the null device, so that no data file takes its number; and a character that the encoding of
+    the terminal lacks is replaced, so that a long run does not fail at its last line.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+        elif number > 0 and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def close_output() -> None:
+    """Sends what is left in the buffers of standard output to the null device, so that Python does not try it again at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def in_one_line(error: Exception) -> str | None:
+    """What a user reads of an error, or ``None`` for a fault of ours, whose traceback is worth reporting."""
+    if isinstance(error, StructAttnError):
+        return " ".join(str(error).splitlines())
+    first = next(iter(str(error).splitlines()), "")
+    if isinstance(error, MemoryError) or ("memory" in first and isinstance(error, RuntimeError)):
+        wanted = re.search(r"you tried to allocate (\d+) bytes|[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        size = ""
+        if wanted is not None:
+            size = f" (it asked for {int(wanted[1]) / 2**30:,.0f} GiB)" if wanted[1] else f" (it asked for {wanted[2]})"
+        return f"out of memory{size}: choose smaller settings, such as a smaller batch, width or length"
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return f"{where}{error.strerror or first or type(error).__name__}"
+    if isinstance(error, UnicodeError):
+        return f"text that is not in the expected encoding: {first}"
+    if isinstance(error, RuntimeError):
+        return f"{type(error).__name__}: {first}; --traceback shows where"
+    return None

@@ -1,0 +1,94 @@
+"""From the words of a command line to a command, with every mistake in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import io
+import operator
+from collections.abc import Sequence
+from typing import Annotated, Any, cast
+
+import tyro
+
+from structattn.cli.commands import COMMANDS, Command
+from structattn.errors import ConfigError, nearest_name
+
+_DESCRIPTION = """Compare, train and inspect attention variants.
+
+Examples:
+  structattn compare nearest-neighbor --preset demo    train five attention variants, write a report
+  structattn train text --attention "mlr:8|8|8|8"      train one language model
+  structattn specs                                     list what --attention takes
+  structattn settings forecast                         list what --set takes
+  structattn compare --help                            the options of one command
+
+structattn --version prints the version. With --traceback, an error shows where it was raised."""
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """The command that the words after the program's name describe.
+
+    Prints help and exits if the words ask for it.
+
+    Raises:
+        ConfigError: an unknown command or option (the nearest is named), a missing or wrong value.
+    """
+    words = [word for word in arguments[:2] if not word.startswith("-")]
+    name = next((name for name in (" ".join(words), *words[:1]) if name in COMMANDS), None)
+    if name is not None and list(arguments[: len(name.split())]) == name.split():
+        rest = arguments[len(name.split()) :]
+        return cast(Command, _read(COMMANDS[name], rest, f"structattn {name}"))
+    group = {known: kind for known, kind in COMMANDS.items() if known.split()[0] in words[:1]}
+    if words[:1] and not group:
+        raise ConfigError(f"unknown command {words[0]!r}: {nearest_name(words[0], COMMANDS)}")
+    if group and len(words) > 1:
+        raise ConfigError(f"unknown command {' '.join(words)!r}: {nearest_name(' '.join(words), group)}")
+    _print_help(group or COMMANDS)
+    raise SystemExit(0 if {"-h", "--help"} & set(arguments) else 2)
+
+
+def _print_help(commands: dict[str, type[Command]]) -> None:
+    """The commands with the first line of their docstrings."""
+    kinds: list[Any] = [
+        Annotated[kind, tyro.conf.subcommand(name, description=(kind.__doc__ or "").partition("\n")[0])]
+        for name, kind in commands.items()
+    ]
+    with contextlib.suppress(SystemExit):
+        tyro.cli(functools.reduce(operator.or_, kinds), args=["--help"], prog="structattn", description=_DESCRIPTION)
+
+
+def _read(kind: type[Command], arguments: Sequence[str], program: str) -> object:
+    """The command of one class; tyro's own report of a mistake becomes one line."""
+    report = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(report):
+            return tyro.cli(kind, args=arguments, prog=program, description=inspect.cleandoc(kind.__doc__ or ""))
+    except SystemExit as end:
+        if not end.code:
+            raise
+    options = [
+        f"--{'no-' if negative else ''}{field.name.replace('_', '-')}"
+        for field in dataclasses.fields(kind)
+        if "Positional" not in str(field.type)
+        for negative in ((False, True) if field.type == "bool" else (False,))
+    ]
+    for word in arguments:
+        option = word.partition("=")[0].replace("_", "-")
+        if option.startswith("--") and option not in [*options, "--help"]:
+            positive = [known for known in options if not known.startswith("--no-")]
+            raise ConfigError(f"unknown option {option!r} of {program}: {nearest_name(option, positive)}")
+    raise ConfigError(f"{_first_part(report.getvalue())}; {program} --help shows what it takes")
+
+
+def _first_part(report: str) -> str:
+    """What tyro says before its first rule, without the frame, in one line."""
+    lines = [line.strip("│╭╰╮╯ ") for line in report.splitlines()]
+    content: list[str] = []
+    for line in lines[1:]:
+        if set(line) == {"─"}:
+            break
+        content.append(line)
+    return " ".join(" ".join(content).replace("(required)", "").split()).rstrip(".")

@@ -108,6 +108,17 @@ def check_tensor(name: str, value: Any) -> None:
         raise ShapeError(f"{name} must be a dense tensor (layout torch.strided), got {kind} tensor")
 
 
+def check_device(name: str, value: Any) -> torch.device:
+    """The device of that name; raises ``ConfigError`` where there is none on this machine."""
+    try:
+        device = torch.device(value)
+        torch.empty(0, device=device)
+    except (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{name} must be a device of this machine, got {describe(value)}: {reason}") from None
+    return device
+
+
 def _bounds(
     minimum: float | None, maximum: float | None, above: float | None = None, below: float | None = None
 ) -> str:

@@ -1,10 +1,13 @@
 """``StructuredLinear`` and ``replace_linears``."""
 
+import copy
+import io
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import structattn as sa
 from structattn.errors import ConfigError, ShapeError
@@ -137,15 +140,144 @@ def test_a_fitted_layer_computes_the_same() -> None:
 
 
 def test_in_the_modules_of_torch() -> None:
-    """Code that reads ``weight`` works, eager and on the fast path of the encoder layer."""
+    """Code that reads ``weight`` works, eager and on the fast path of the encoder layer; its attention is kept whole."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
     names = sa.replace_linears(layer, lambda linear: "btt:1")
-    assert set(names) == {"self_attn.out_proj", "linear1", "linear2"}
+    assert names == ("linear1", "linear2")
     x = torch.randn(2, 5, 16)
     trained = layer(x)
     with torch.no_grad():
         torch.testing.assert_close(layer.eval()(x), trained.detach(), atol=1e-5, rtol=1e-5)
+    attention = nn.MultiheadAttention(16, 2)
+    assert sa.replace_linears(attention, lambda linear: "btt:1") == ()
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Named(nn.Linear):
+    """A subclass that computes what ``nn.Linear`` does."""
+
+
+class Adapter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base_layer = nn.Linear(8, 8)
+        self.lora = nn.Linear(8, 2)
+
+
+def test_layers_that_do_more_than_a_product_are_kept() -> None:
+    patched = nn.Linear(8, 8)
+    patched.forward = lambda x: x
+    model = nn.Sequential(
+        Scaled(8, 8), patched, Adapter(), torch.ao.nn.qat.Linear(8, 8, qconfig=quantised), Named(8, 8)
+    )
+    asked = []
+    assert sa.replace_linears(model, lambda layer: asked.append(layer) or "dense") == ("4",)
+    assert asked == [asked[0]]
+    assert type(asked[0]) is Named
+
+
+quantised = torch.ao.quantization.get_default_qat_qconfig("x86")
+
+
+def hooked(layer):
+    layer.register_forward_hook(lambda module, given, out: None)
+    return layer
+
+
+def normed_bias(layer):
+    nn.utils.parametrize.register_parametrization(layer, "bias", nn.Tanh())
+    return layer
+
+
+class Packed(nn.Parameter):
+    """Stands for a distributed or quantised parameter."""
+
+
+def packed(layer):
+    layer.weight = Packed(layer.weight.detach())
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (hooked(nn.Linear(8, 8)), "0 has hooks"),
+        (normed_bias(nn.Linear(8, 8)), "bias of 0 is computed"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), "weight of 0 is computed"),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), "weight of 0 is computed"),
+        (prune.l1_unstructured(nn.Linear(8, 8), "weight", 3), "weight of 0 is computed"),
+        (nn.LazyLinear(8), "0 has no sizes"),
+        (packed(nn.Linear(8, 8)), "weight of 0 is a Packed"),
+    ],
+)
+def test_a_layer_that_would_lose_something_is_refused(layer, message) -> None:
+    model = nn.Sequential(layer)
+    with pytest.raises(ConfigError, match=message):
+        sa.replace_linears(model, lambda layer: "dense")
+    assert model[0] is layer
+    assert sa.replace_linears(model, lambda layer: None) == ()
+
+
+WRITES = {
+    "init": lambda w: nn.init.normal_(w),
+    "xavier": lambda w: nn.init.xavier_uniform_(w),
+    "data": lambda w: w.data.normal_(),
+    "detach": lambda w: w.detach().zero_(),
+    "row": lambda w: w[0].fill_(1),
+    "item": lambda w: w.__setitem__(0, 1.0),
+    "iadd": lambda w: w.__iadd__(1),
+    "view": lambda w: w.t().view(-1).copy_(torch.zeros(96)),
+    "out": lambda w: torch.add(w, 1, out=w),
+    "replaced data": lambda w: setattr(w, "data", torch.zeros(12, 8)),
+    "relu": lambda w: nn.functional.relu(w, inplace=True),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writing_to_the_computed_weight_raises(write) -> None:
+    layer = sa.StructuredLinear(8, 12, "lowrank:3")
+    with pytest.raises(ConfigError, match="computed from its factors"), torch.no_grad():
+        write(layer.weight)
+
+
+def test_the_computed_weight_is_read_like_any_tensor() -> None:
+    layer = sa.StructuredLinear(8, 12, "lowrank:3")
+    for value in (layer.weight + 1, layer.weight.clone(), layer.weight.sum(), copy.deepcopy(layer.weight.detach())):
+        assert type(value) is torch.Tensor
+    torch.zeros(12, 8).copy_(layer.weight)
+    nn.functional.linear(torch.ones(8), layer.weight).sum().backward()
+    assert layer.matrix.left.grad is not None
+    buffer = io.BytesIO()
+    torch.save(layer.weight.detach(), buffer)
+    buffer.seek(0)
+    assert_close(torch.load(buffer, weights_only=True), layer.weight.detach())
+    for wrong in (nn.Parameter(torch.zeros(12, 8)), torch.zeros(12, 8)):
+        with pytest.raises(ConfigError, match="set its matrix"):
+            layer.weight = wrong
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_autocast_is_that_of_a_linear_layer(text, bias) -> None:
+    layer, plain = sa.StructuredLinear(16, 16, text, bias=bias), nn.Linear(16, 16, bias=bias)
+    m = layer.matrix
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            for given in (torch.float32, torch.bfloat16, torch.float16):
+                x = torch.randn(3, 16, dtype=given)
+                assert layer(x).dtype == plain(x).dtype == dtype
+                assert {m.matmul(x).dtype, m.rmatmul(x).dtype, m.bilinear(x, x).dtype} == {dtype}
+            for given in (torch.float64, torch.int64):  # which autocast leaves as they are
+                with pytest.raises(ShapeError, match="convert one of them"):
+                    layer(torch.ones(3, 16).to(given))
+            assert m.to_dense().dtype == torch.float32
+            layer(torch.randn(3, 16)).sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
 
 
 def test_mistakes_are_named_and_change_nothing() -> None:

@@ -94,6 +94,34 @@ def test_same_seed_same_result(text) -> None:
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("text", ["mlr:2|1|1", "kaleidoscope", "kaleidoscope:2", "mlbtc:1x1x2|4x4x16s"])
+def test_a_seed_of_the_target_is_not_that_of_the_start(text) -> None:
+    """A target drawn after ``torch.manual_seed(0)`` is no nearer to the start of seed 0 than to any other."""
+    torch.manual_seed(0)
+    truth = Structure.parse(text).build(16, 16).to_dense().detach()
+    errors = [fit(truth, text, refine=0, seed=seed).relative_error for seed in (0, 1)]
+    assert min(errors) > 1e-3
+
+
+def test_no_global_generator_is_used(monkeypatch) -> None:
+    def seeded(*args):
+        raise AssertionError("a generator of another device was seeded")
+
+    for module in (torch.cuda, torch.xpu, torch.mps):
+        for name in ("manual_seed", "manual_seed_all"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, seeded)
+    before, dense = torch.get_rng_state(), gaussian(8, 8).float()
+    with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        found = fit(dense, "kaleidoscope", refine=3)
+        exact = fit(dense, "dense")
+        allocate_ranks(dense, 2, (1, 2))
+    assert torch.equal(before, torch.get_rng_state())
+    again = fit(dense, "kaleidoscope", refine=3)
+    assert found.relative_error == again.relative_error
+    assert exact.relative_error == 0
+
+
 def test_low_rank_is_eckart_young() -> None:
     dense = gaussian(14, 9)
     energy = np.linalg.svd(dense.numpy(), compute_uv=False) ** 2

@@ -2,17 +2,65 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from structattn.checks import check_bool, check_device, check_int, check_tensor, check_type, describe
 from structattn.errors import ConfigError, ShapeError
 from structattn.matrices import Structure, StructuredMatrix
 from structattn.mup import Role
 
 Rule = Callable[[nn.Linear], Structure | StructuredMatrix | str | None]
+
+
+class ComputedWeight(Tensor):
+    """A dense form that is computed at every access. Writing to it, or to a view of it, would change nothing: it raises.
+
+    Everything else that is computed from it is a plain tensor.
+
+    Raises:
+        ConfigError: an in-place operation, such as those of ``torch.nn.init``.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the function on plain tensors; see the class."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        is_write = (name.endswith("_") and not name.endswith("__")) or name in _WRITES or kwargs.get("inplace", False)
+        written = (*args[:1], *(kwargs[key] for key in ("input", "tensor") if key in kwargs)) if is_write else ()
+        if any(isinstance(value, cls) for value in (*written, kwargs.get("out"))):
+            raise ConfigError(
+                f"the weight of a StructuredLinear is computed from its factors, so that {name} on it changes nothing: use "
+                "reset_parameters(), or give StructuredLinear a matrix, such as matrices.fit(weight, like=...).matrix"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+            given = args[0] if args else None
+            if type(out) is Tensor and isinstance(given, cls) and torch._C._is_alias_of(out, given):  # type: ignore[attr-defined]
+                return out.as_subclass(cls)
+            return out
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return copy.deepcopy(self._plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def _plain(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+
+_WRITES = {
+    *("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__"),
+    *("__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+}
 
 
 class StructuredLinear(nn.Module):
@@ -25,12 +73,14 @@ class StructuredLinear(nn.Module):
         bias: add a learned bias, zero at first. Default ``True``.
         device, dtype: as ``nn.Linear``; ``None`` keeps those of a ready matrix (which is moved if they are given).
 
+    Under autocast outputs have its dtype, as those of ``nn.Linear`` do.
+
     Attributes:
         matrix: M.
         bias: (out_features,) or ``None``.
 
     Raises:
-        ConfigError: the structure does not exist at this size, or a ready matrix has another one.
+        ConfigError: the structure does not exist at this size, a ready matrix has another one, or ``weight`` is written to.
 
     Cost: ``matrix.flops`` per vector and ``matrix.num_params`` parameters, against 2 in out and in out.
     """
@@ -48,6 +98,10 @@ class StructuredLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_int("in_features", in_features, minimum=1)
+        check_int("out_features", out_features, minimum=1)
+        check_bool("bias", bias)
+        device = None if device is None else check_device("device", device)
         if isinstance(structure, StructuredMatrix):
             found = (structure.num_rows, structure.num_cols, structure.batch_shape)
             if found != (out_features, in_features, ()):
@@ -78,16 +132,22 @@ class StructuredLinear(nn.Module):
     def weight(self) -> Tensor:
         """M written out, (out_features, in_features), differentiable; for code that reads ``nn.Linear.weight``.
 
-        It is computed at every access, at the cost of ``in_features`` products.
+        It is computed at every access, at the cost of ``in_features`` products, so that writing to it raises ``ConfigError``.
         """
-        return self.matrix.to_dense()
+        return self.matrix.to_dense().as_subclass(ComputedWeight)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise ConfigError("the weight of a StructuredLinear is computed from its factors: set its matrix instead")
+        super().__setattr__(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features); raises ``ShapeError`` when the last dimension differs."""
+        check_tensor("x", x)
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise ShapeError(f"StructuredLinear: expected (..., {self.in_features}), got {tuple(x.shape)}")
         out = self.matrix.matmul(x)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else out + self.bias.to(out.dtype)  # 16 bits under autocast
 
     def parameter_roles(self) -> dict[str, Role]:
         """The muP role of every parameter: those of the matrix, and a bias; as an output see ``weight_roles``."""
@@ -117,56 +177,55 @@ class StructuredLinear(nn.Module):
 def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
     """Swaps linear layers of an existing model, in place, for ``StructuredLinear``.
 
-    The new layer takes over the bias, the dtype, the device, the training mode, and whether its weight was frozen; hooks are not
-    taken over. A layer that occurs several times in the model stays one layer. Subclasses of ``nn.Linear`` are offered to the
-    rule as well.
+    The new layer takes over the bias, the dtype, the device, the training mode, and whether its weight was frozen. A layer that
+    occurs several times in the model stays one layer.
+
+    Some layers are kept, without asking the rule, because more than y = W x + b happens with their weight: those with a
+    ``forward`` of their own (subclasses of ``nn.Linear``, quantised layers); the parts of ``nn.MultiheadAttention``, which
+    multiplies with its parameters itself (``structattn.Attention`` replaces it whole); and the parts of an adapter, that is, of
+    a module with a ``base_layer``, as LoRA layers have (replace first, then add adapters).
 
     Args:
         model: any module that contains ``nn.Linear`` layers.
-        rule: called with every ``nn.Linear``; returns what to put there: a structure (fresh weights), a ready matrix such as
-            ``matrices.fit(layer.weight, like=...).matrix``, or ``None`` to keep the layer. It sees the module, not its name.
+        rule: called with every other ``nn.Linear``; returns what to put there: a structure (fresh weights), a ready matrix such
+            as ``matrices.fit(layer.weight, like=...).matrix``, or ``None`` to keep the layer. It sees the module, not its name.
 
     Returns:
         The dotted names of the replaced layers, in the order of ``named_modules``.
 
     Raises:
-        ConfigError: the model itself is the layer (there is no place to put another); a chosen layer shares its weight with
-            another module, computes it, or has none yet; one ready matrix is given to two layers; or the structure does not
-            exist at its size. The model is then unchanged.
+        ConfigError: the model itself is the layer (there is no place to put another); a chosen layer has hooks, which would be
+            lost, or a weight that is shared with another module, computed, no plain parameter (distributed, quantised), or not
+            there yet; one ready matrix is given to two layers; or the structure does not exist at its size. The model is then
+            unchanged.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     if not callable(rule):
         raise ConfigError(
-            f"the rule is called with every nn.Linear, got {rule!r}; for all layers: lambda layer: {rule!r}"
+            f"the rule is called with every nn.Linear, got {describe(rule)}; for all layers: lambda layer: {rule!r}"
         )
     owners: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(id(module))
+    kept = {
+        id(part)
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention) or isinstance(getattr(module, "base_layer", None), nn.Module)
+        for part in module.modules()
+    }
     new: dict[int, StructuredLinear] = {}
     places: list[tuple[str, nn.Module, str, nn.Linear]] = []
     for name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) or id(module) in kept or not _is_plain(module):
             continue
         if id(module) not in new:
             structure = rule(module)
             if structure is None:
                 continue
-            if id(module.weight) not in owners:
-                raise ConfigError(
-                    f"the weight of {name or 'the model'} is computed from other parameters: make it plain first "
-                    "(torch.nn.utils.parametrize.remove_parametrizations), or let the rule return None for it"
-                )
-            if isinstance(module.weight, nn.UninitializedParameter):
-                raise ConfigError(
-                    f"{name or 'the model'} has no sizes yet: run the model once before layers are replaced"
-                )
+            _check_replaceable(name or "the model", module, owners)
             if any(structure is layer.matrix for layer in new.values()):
                 raise ConfigError(f"the rule returned for {name} a matrix that another layer already has: copy it")
-            if len(owners[id(module.weight)]) > 1:
-                raise ConfigError(
-                    f"the weight of {name or 'the model'} is shared with another module: untie it first, or let the rule "
-                    "return None for it"
-                )
             new[id(module)] = _like(module, structure)
         parent, _, last = name.rpartition(".")
         places.append((name, model.get_submodule(parent), last, module))
@@ -175,6 +234,35 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
     for _, parent_module, last, module in places:
         setattr(parent_module, last, new[id(module)])
     return tuple(name for name, *_ in places)
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether it computes what ``nn.Linear`` does: neither its class nor anyone who patched it gave it a ``forward``."""
+    return type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
+
+
+def _check_replaceable(name: str, layer: nn.Linear, owners: dict[int, set[int]]) -> None:
+    """Raises ``ConfigError`` for a layer with something that would be lost; ``owners`` are the modules of each parameter."""
+    keep = "or let the rule return None for it"
+    for own in ("weight", "bias"):
+        parameter = getattr(layer, own)
+        if parameter is not None and id(parameter) not in owners:
+            raise ConfigError(
+                f"the {own} of {name} is computed from other parameters: make it plain first "
+                f"(torch.nn.utils.parametrize.remove_parametrizations), {keep}"
+            )
+    if isinstance(layer.weight, nn.UninitializedParameter):
+        raise ConfigError(f"{name} has no sizes yet: run the model once before layers are replaced")
+    if type(layer.weight) is not nn.Parameter:
+        raise ConfigError(
+            f"the weight of {name} is a {type(layer.weight).__name__}, no plain parameter: replace layers before the model is "
+            f"distributed or quantised, {keep}"
+        )
+    if len(owners[id(layer.weight)]) > 1:
+        raise ConfigError(f"the weight of {name} is shared with another module: untie it first, {keep}")
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    if any(hooks):
+        raise ConfigError(f"{name} has hooks, which would be lost: remove them first, {keep}")
 
 
 def _like(layer: nn.Linear, structure: Structure | StructuredMatrix | str) -> StructuredLinear:

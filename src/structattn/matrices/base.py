@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -47,6 +48,20 @@ class Contraction:
     order: Order
     flops: int
     alternatives: Mapping[Order, int]
+
+
+def _is_autocast(x: Tensor) -> bool:
+    """Whether autocast is on and casts this tensor: it leaves float64 and ints as they are."""
+    if not x.is_floating_point() or x.dtype == torch.float64 or not torch.amp.is_autocast_available(x.device.type):
+        return False
+    return torch.is_autocast_enabled(x.device.type)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Products are computed in the dtype of their factors."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 def check_dims(name: str, *sizes: int) -> None:
@@ -210,7 +225,7 @@ class StructuredMatrix(nn.Module, ABC):
         own = next(self.parameters())
         if x.device != own.device:
             raise ShapeError(f"{what}: the matrix is on {own.device}, the vectors are on {x.device}; move one of them")
-        if x.dtype != own.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != own.dtype and not (_is_autocast(x) and _is_autocast(own)):
             raise ShapeError(f"{what}: the matrix is {own.dtype}, the vectors are {x.dtype}; convert one of them")
 
     def _on_rows(self, apply: Callable[[Tensor], Tensor], x: Tensor, size: int, batch_shape: tuple[int, ...]) -> Tensor:
@@ -284,10 +299,14 @@ class StructuredMatrix(nn.Module, ABC):
         return self.matmul(x)
 
     def to_dense(self) -> Tensor:
-        """M as a dense tensor (*batch_shape, num_rows, num_cols), differentiable. Cost: ``num_cols`` products."""
+        """M as a dense tensor (*batch_shape, num_rows, num_cols), differentiable, in its own dtype also under autocast.
+
+        Cost: ``num_cols`` products.
+        """
         parameter = next(self.parameters())
         eye = torch.eye(self.num_cols, dtype=parameter.dtype, device=parameter.device)
-        return self.matmul(eye).transpose(-2, -1)
+        with without_autocast():
+            return self.matmul(eye).transpose(-2, -1)
 
     def projection_flops(self, order: Order, num_left: int, num_right: int) -> int:
         """FLOPs of the two sides of the bilinear form before they meet, for T left and S right vectors, all matrices."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from structattn.checks import check_bool, check_int
 from structattn.errors import ConfigError, DataError, ShapeError
 from structattn.matrices.base import StructuredMatrix
 from structattn.matrices.butterfly import Butterfly
@@ -24,6 +25,7 @@ from structattn.matrices.nearest import Descent, hierarchical_butterfly, nearest
 from structattn.matrices.structure import Structure
 from structattn.matrices.target import as_matrix, check_dense, matrix_errors, relative_error, scale_of, workspace
 from structattn.matrices.terms import BlockTermSum
+from structattn.seeds import generator
 
 Tick = Callable[[str, float], None]
 _MAX_SWEEPS = 200
@@ -102,9 +104,10 @@ def fit(
     Source: Van Loan and Pitsianis 1993 (Kronecker); Parshakova et al. 2023 (MLR); Le et al. 2022 (butterfly).
     """
     dense = as_matrix(dense)
-    for name, value in (("refine", refine), ("seed", seed)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise ConfigError(f"fit: {name} must be an int of at least 0, got {value!r}")
+    if refine is not None:
+        check_int("refine", refine, minimum=0)
+    check_int("seed", seed, minimum=0)
+    check_bool("progress", progress)
     with workspace(seed):
         target = check_dense(dense)
         if not isinstance(like, StructuredMatrix):
@@ -214,10 +217,10 @@ def refine_matrix(m: StructuredMatrix, target: Tensor, steps: int, seed: int, ti
     parameters = list(m.parameters())
     size = float(target.square().sum()) or 1.0
     best, best_error = [p.detach().clone() for p in parameters], squared_error(m, target) / size
-    generator = torch.Generator().manual_seed(seed)
+    stream = generator("fit", "perturbation", seed)
     with torch.no_grad():
         for p in parameters:
-            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
+            noise = torch.randn(p.shape, generator=stream, dtype=p.dtype, device="cpu").to(p.device)
             p.add_(1e-3 * p.square().mean().sqrt() * noise)
     optimizer = torch.optim.LBFGS(
         parameters, max_iter=steps, history_size=20, tolerance_grad=0, tolerance_change=0, line_search_fn="strong_wolfe"

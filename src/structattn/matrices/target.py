@@ -11,16 +11,22 @@ import torch
 from torch import Tensor
 
 from structattn.errors import DataError, ShapeError
-from structattn.matrices.base import StructuredMatrix
+from structattn.matrices.base import StructuredMatrix, without_autocast
+from structattn.seeds import derive_seed
 
 _TINY, _HUGE = -900, 900  # exponents between which a scale and its inverse are normal numbers
 
 
 @contextmanager
 def workspace(seed: int) -> Iterator[None]:
-    """Gradients are recorded wherever this is entered, and random numbers come from the seed alone and disturb nobody's."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    """Gradients are recorded, nothing is autocast, and random numbers come from the seed only, wherever this is entered.
+
+    Matrices are made on the CPU, whose generator is put back afterwards; no other generator is used or seeded. The seed names a
+    private stream: that of ``torch.manual_seed(seed)`` may have drawn the target.
+    """
+    on_cpu = torch.random.fork_rng(devices=[]), torch.device("cpu")
+    with torch.inference_mode(False), torch.enable_grad(), without_autocast(), on_cpu[0], on_cpu[1]:
+        torch.default_generator.manual_seed(derive_seed("fit", seed))  # `torch.manual_seed` seeds every device
         yield
 
 

@@ -16,7 +16,7 @@ from structattn.cache.latent import Latent
 from structattn.errors import CacheError, ConfigError, ShapeError
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
 from structattn.ops import Backend, structured_attention
-from structattn.ops.checks import check_tensors
+from structattn.ops.checks import autocasted, check_tensors, taken_dtype
 from structattn.text_layout import TextLayout
 
 # So many new tokens at once are decoded one run after the other; more are computed as a stretch of a sequence.
@@ -174,7 +174,7 @@ class LevelCache:
                 for every batch row.
 
         Returns:
-            (B, H, T, V).
+            (B, H, T, V). Under autocast q, k and v are cast first, as in ``structured_attention``, and so kept.
 
         Raises:
             ShapeError: a shape, dtype or device does not fit, or is not that of the first tokens.
@@ -182,6 +182,7 @@ class LevelCache:
             BackendUnavailableError: the named backend cannot run here; the message says why.
         """
         contents = self._checked(q, k, v, layout)
+        q, k, v = autocasted(q, k, v)
         kept_k, kept_v = k.detach(), v.detach()
         if contents.length == 0 or not self._is_direct(contents, q, k, v, backend):
             state, values = (k, v) if contents.length == 0 else contents.dense(k, v)
@@ -207,7 +208,8 @@ class LevelCache:
 
     def append(self, k: Tensor, v: Tensor, *, layout: LevelLayout | None = None) -> None:
         """Appends tokens without attending; arguments as ``attend``."""
-        self._checked(None, k, v, layout).append(k.detach(), v.detach())
+        contents = self._checked(None, k, v, layout)
+        contents.append(*autocasted(k.detach(), v.detach()))
 
     def _checked(self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None) -> Contents:
         """The contents, if the tokens fit them, made for the first ones."""
@@ -221,7 +223,7 @@ class LevelCache:
                 raise ShapeError(
                     f"new tokens need one batch and length: k is {tuple(k.shape)}, {name} is {tuple(x.shape)}"
                 )
-            if x.dtype != k.dtype or x.device != k.device:
+            if taken_dtype(x) != taken_dtype(k) or x.device != k.device:
                 raise ShapeError(
                     f"new tokens need one dtype and device: k is {k.dtype} on {k.device}, {name} {x.dtype} on {x.device}"
                 )
@@ -236,7 +238,7 @@ class LevelCache:
             batch=k.shape[0],
             keys=(k.shape[1], k.shape[3]),
             values=(v.shape[1], v.shape[3]),
-            dtype=k.dtype,
+            dtype=taken_dtype(k),
             device=k.device,
         )
         if layout is not None and self.text is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from torch import Tensor, arange, eye, nn
+from torch import Tensor, arange, cat, eye, nn
 
 from structattn.cache import PAGE_SIZE, LevelCache
 from structattn.cache.levels import parts_of, value_levels, widest
@@ -215,7 +215,12 @@ class Attention(nn.Module):
         v = self._values(source)
         if self.rotary is not None:
             positions = arange(source.shape[1], device=x.device) if positions is None else positions
-            q = self.rotary(q, positions[..., source.shape[1] - x.shape[1] :])
+            first = source.shape[1] - x.shape[1]
+            if first < 0:  # queries before the first key
+                early = positions[..., :1] + arange(first, 0, device=x.device)
+                q = self.rotary(q, cat([early, positions], dim=-1))
+            else:
+                q = self.rotary(q, positions[..., first:])
             k = self.rotary(k, positions)
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast norms give float32 and projections 16 bits
         if k.shape[1] < v.shape[1]:

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, get_args, overload
 
 import torch
@@ -17,7 +17,7 @@ from structattn.errors import BackendUnavailableError, ConfigError, ShapeError, 
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
 from structattn.ops import custom_op, reference, short
 from structattn.ops.call import Call
-from structattn.ops.checks import check_layout, check_options, check_sequences, check_tensors
+from structattn.ops.checks import autocasted, check_layout, check_options, check_sequences, check_tensors
 
 Backend = Literal["auto", "reference", "blocked", "triton"]
 Choice = Literal["auto", "reference", "blocked", "triton", "scaled_dot_product_attention", "short"]
@@ -66,9 +66,11 @@ def _needs_mask(q: Tensor, k: Tensor, call: Call) -> bool:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """One level without ``_needs_mask`` by PyTorch's own kernels."""
-    mask, is_causal = call.attn_bias, call.is_causal and not _one_query(q, call)
+    mask, is_causal, dtype = call.attn_bias, call.is_causal and not _one_query(q, call), q.dtype
     if mask is not None:
-        mask = mask.to(q.dtype)
+        if mask.dtype != dtype:  # the scores keep the digits of the bias, as those of the other backends
+            wide = torch.promote_types(dtype, torch.float32)
+            q, k, v, mask = (x.to(wide) for x in (q, k, v, mask))
         if is_causal:
             later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
             mask, is_causal = mask.masked_fill(later, -torch.inf), False
@@ -76,21 +78,27 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     scale = _one_level_scale(call.layout, call.scale)
     if scale is not None and scale <= 0:  # PyTorch's kernel would multiply the -inf of hidden pairs by it
         q, scale = q * scale, 1.0
-    return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=call.dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    with _without_autocast(q):
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=call.dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    return out.to(dtype)
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """The tensors have autocast's dtype already, and scores have float32 at least. The meta device has no autocast."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    # The definition is in float32 at least. The meta device has no autocast to turn off.
-    with nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q):
         return reference.attention(
             q,
             k,
@@ -202,6 +210,7 @@ def explain(
             for window in (None, layout.window)
         )
         return "two softmaxes, added: " + "; ".join(parts)
+    q, k, v = autocasted(q, k, v)
     call = Call(
         layout=layout or _plain(q, k),
         is_causal=is_causal,
@@ -275,25 +284,27 @@ def structured_attention(
 
     Args:
         q: queries, (B, H, T, D), floating point. When T < S they are the last T of the S positions (decoding); when
-            T > S the first T - S queries stand before the first key.
+            T > S the first T - S queries are before the first key: they share level 1 with every key.
         k: keys, (B, G, S, D); G divides H, and query head h reads key head h // (H // G).
         v: values, (B, G, S, V).
         layout: ``LevelLayout`` or ``GlobalWindowLayout``; ``None`` is one level: plain attention.
         is_causal: hide keys later than the query. Default ``True``.
         scale: a number that replaces the layout's scaling: scale * (sum over shared levels of q.k). Default ``None``.
         window: key j is visible to query i when 0 <= i - j < window (causal) or |i - j| < window (not causal).
-        attn_bias: added to the scaled scores, broadcastable to (B, H, T, S), floating point; -inf hides a pair.
+        attn_bias: added to the scaled scores, broadcastable to (B, H, T, S), floating point; -inf hides a pair. Scores are
+            float32, or float64 where q is, and so is the bias then.
         dropout_p: probability of dropping an attention weight, from torch's global generator. Default 0.
         cu_seqlens: (N + 1,) int32 or int64, the borders of N packed sequences (B = 1, T = S): pairs of different
             sequences are hidden and blocks start anew in each.
-        left_padding: (B,) int32 or int64, the number of leading padding positions of each row: they are hidden, and
-            blocks are counted from the first real token.
+        left_padding: (B,) int32 or int64, the number of leading padding positions of each row: their keys and queries are
+            hidden, and blocks are counted from the first real token. Queries before the first key are not padding.
         backend: ``"auto"`` chooses (see ``explain``); a named backend runs or raises.
         return_lse: also return the log-sum-exp of each row's scores, with its gradient. Default ``False``.
 
     Returns:
         out (B, H, T, V) in q's dtype; with ``return_lse`` also lse (B, H, T), base e, float32 for 16-bit inputs. A query
-        that sees no key has output 0 and lse -inf.
+        that sees no key has output 0 and lse -inf. Under autocast q, k and v are cast first, as
+        ``torch.nn.functional.scaled_dot_product_attention`` does: all but float64 have autocast's dtype then.
 
     Raises:
         ShapeError: shapes, dtypes or devices do not fit; the message has both values.
@@ -306,6 +317,7 @@ def structured_attention(
     Source: Kuang et al. 2025, section 5. Windows, ragged lengths, grouped heads and the variance scaling are ours.
     """
     check_tensors(q, k, v)
+    q, k, v = autocasted(q, k, v)
     check_options(q, k, window, attn_bias, dropout_p)
     check_sequences(q, k, cu_seqlens, left_padding)
     if layout is not None and layout.head_dim != q.shape[3]:

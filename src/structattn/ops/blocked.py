@@ -58,12 +58,15 @@ def _sequences(q: Tensor, k: Tensor, call: Call) -> list[Sequence]:
         return [Sequence(0, n, a, a, b - a, b - a, 0) for n, (a, b) in enumerate(pairwise(ends))]
     padding = [0] * batch if call.left_padding is None else call.left_padding.tolist()
     found = []
+    first = num_keys - num_queries  # the position of the first query
     for row, pad in enumerate(padding):
-        first = num_keys - num_queries - pad
-        hidden = 0 if call.left_padding is None else max(0, -first)  # queries that stand in the padding
-        if hidden < num_queries and pad < num_keys:
-            sizes = num_queries - hidden, num_keys - pad
-            found.append(Sequence(row, row, hidden, pad, *sizes, first + hidden))
+        # Queries in the padding are hidden; those before the first key are not.
+        spans = [(first, num_keys)] if pad == 0 else [(first, 0), (max(first, pad), num_keys)]
+        found += [
+            Sequence(row, row, low - first, pad, high - low, num_keys - pad, low - pad)
+            for low, high in spans
+            if low < high and pad < num_keys
+        ]
     return found
 
 

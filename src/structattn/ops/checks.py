@@ -17,8 +17,21 @@ def _require(condition: bool, message: str) -> None:
         raise ShapeError(message)
 
 
+def taken_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which the op takes a tensor: its own, or that of autocast, as PyTorch's attention does."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not x.is_floating_point() or kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as the op takes them: under autocast in its dtype."""
+    return tuple(x.to(taken_dtype(x)) for x in tensors)
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ``ShapeError`` unless q, k and v fit each other."""
+    """Raises ``ShapeError`` unless q, k and v fit each other; their dtypes may differ where autocast makes them one."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _require(
             x.dim() == 4,
@@ -27,7 +40,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         _require(x.is_floating_point(), f"{name} must be floating point, got {x.dtype}")
         _require(min(x.shape) >= 1, f"{name} has an empty dimension: shape {tuple(x.shape)}")
         _require(
-            x.dtype == q.dtype and x.device == q.device,
+            taken_dtype(x) == taken_dtype(q) and x.device == q.device,
             f"q, k and v need one dtype and device: q is {q.dtype} on {q.device}, {name} is {x.dtype} on {x.device}",
         )
     _require(

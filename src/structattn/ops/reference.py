@@ -25,7 +25,8 @@ class Places:
         queries: (1 or B, T) int64; a query before the first key of its sequence has a negative position.
         keys: (1 or B, S) int64.
         rows: the batch row or packed sequence of each, (B, 1) or (1, S); it selects the segments of a free partition.
-        same: bool (1 or B, T, S), the pairs that lie in one sequence and are not padding; ``None`` when that is all.
+        same: bool (1 or B, T, S), the pairs that lie in one sequence and are not padding; ``None`` when that is all. A query
+            before the first key is no padding, with or without padding behind it.
     """
 
     queries: Tensor
@@ -67,8 +68,9 @@ def places(
         return Places(queries=keys, keys=keys, rows=sequence[None], same=(sequence[:, None] == sequence[None, :])[None])
     if left_padding is not None:
         padding = left_padding.to(device=device, dtype=torch.int64)[:, None]
+        real = (queries < 0) | (queries >= padding)
         keys, queries = keys - padding, queries - padding
-        return Places(queries=queries, keys=keys, rows=rows, same=(queries >= 0)[:, :, None] & (keys >= 0)[:, None, :])
+        return Places(queries=queries, keys=keys, rows=rows, same=real[:, :, None] & (keys >= 0)[:, None, :])
     return Places(queries=queries, keys=keys, rows=rows, same=None)
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from structattn.cli import main
-from structattn.errors import ConfigError
+from structattn.errors import CheckpointError, ConfigError
 from structattn.experiments.evaluate import load_language_model
 from structattn.experiments.generate import TextGeneration
+from structattn.files import signed
 from structattn.models.sampling import Sampling
 from structattn.tasks.corpus import Characters
 
@@ -170,10 +171,15 @@ def test_mistakes_are_named_in_one_line(runs, tmp_path: Path, capsys) -> None:
 def test_a_damaged_run_is_refused(runs, tmp_path: Path) -> None:
     for name in ("run.json", "model.safetensors"):
         (tmp_path / name).write_bytes((runs["learned"] / name).read_bytes())
-    record = json.loads((tmp_path / "run.json").read_text())
+    path = tmp_path / "run.json"
+    record = json.loads(path.read_text())
     record["task_config"]["embed_dim"] = 8
-    (tmp_path / "run.json").write_text(json.dumps(record))
-    with pytest.raises(RuntimeError, match="is damaged"):
+    path.write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match=r"run\.json was changed"):
+        load_language_model(tmp_path)
+    del record["sha256"]
+    path.write_bytes(signed(record))
+    with pytest.raises(CheckpointError, match="is damaged"):
         load_language_model(tmp_path)
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-from safetensors.torch import load
-from torch import Tensor, nn
+from torch import nn
 
 from structattn.errors import CheckpointError, ConfigError, DataError
 from structattn.experiments.recipes import task_entry
@@ -22,6 +18,7 @@ from structattn.tasks.base import Task
 from structattn.tasks.corpus import Tokenizer, tokenizer_from
 from structattn.tasks.text import TextConfig, TextTask
 from structattn.training.build import spec_for
+from structattn.training.finished import read_finished, read_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,37 +36,10 @@ def _reading(folder: Path) -> Iterator[None]:
     """Whatever cannot be read there is a damaged run."""
     try:
         yield
-    except (
-        json.JSONDecodeError,
-        KeyError,
-        TypeError,
-        ConfigError,
-        RuntimeError,
-        safetensors.SafetensorError,
-    ) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except (CheckpointError, DataError):
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the run in {folder} is damaged: {error}; train it again") from error
-
-
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The record of a run and its weights, which are those of the record."""
-    record, weights = folder / "run.json", folder / "model.safetensors"
-    if not record.is_file() or not weights.is_file():
-        raise CheckpointError(
-            f"{folder} holds no finished run: expected run.json and model.safetensors; finish it with "
-            "'structattn train ... --resume'"
-        )
-    with _reading(folder):
-        data = json.loads(record.read_text())
-        content = weights.read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
-        if digest != data["model_sha256"]:
-            raise CheckpointError(
-                f"{weights} was changed since it was written: expected sha256 {data['model_sha256'][:12]}, got {digest[:12]}; "
-                "the run is damaged, train it again"
-            )
-        return data, load(content)
 
 
 def _built_spec(data: dict[str, Any]) -> str:
@@ -84,7 +54,8 @@ def load_run(folder: Path) -> Run:
         CheckpointError: the folder has no finished run, or its files are damaged or do not belong together.
         DataError: the data that it was trained on are not where they were, or others are.
     """
-    data, weights = _read(folder)
+    found = read_finished(folder)
+    data = found.record
     with _reading(folder):
         entry = task_entry(data["task"])
         task = entry.make(from_plain(entry.config, data["task_config"]))
@@ -93,7 +64,7 @@ def load_run(folder: Path) -> Run:
                 f"the data have changed since the run in {folder} was trained, so that a score would mean nothing: put back what they were"
             )
         model = task.build_model(_built_spec(data))
-        model.load_state_dict(weights, strict=True)
+        model.load_state_dict(found.weights, strict=True)
         return Run(task=task, spec=data["spec"], seed=data["seed"], model=model.eval())
 
 
@@ -104,14 +75,15 @@ def load_language_model(folder: Path) -> LanguageModel:
         CheckpointError: as ``load_run``.
         ConfigError: the run is of another task.
     """
-    data, weights = _read(folder)
+    found = read_finished(folder)
+    data = found.record
     if data.get("task") != TextTask.name:
         raise ConfigError(
             f"{folder} is a run of {data.get('task')}, which is no language model: train one with 'structattn train text'"
         )
     with _reading(folder):
         model = from_plain(TextConfig, data["task_config"]).build_model(_built_spec(data), _tokenizer(data))
-        model.load_state_dict(weights, strict=True)
+        model.load_state_dict(found.weights, strict=True)
         return model.eval()
 
 
@@ -121,7 +93,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     Raises:
         CheckpointError, ConfigError: as ``load_language_model``.
     """
-    data, _ = _read(folder)
+    data = read_record(folder)
     with _reading(folder):
         return _tokenizer(data)
 

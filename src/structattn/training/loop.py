@@ -17,8 +17,9 @@ from tqdm import tqdm
 from structattn.checks import check_int
 from structattn.errors import ConfigError
 from structattn.tasks.base import Task
-from structattn.training.checkpoint import latest_checkpoint, load_checkpoint
+from structattn.training.checkpoint import has_checkpoints, load_latest
 from structattn.training.config import TrainingConfig
+from structattn.training.finished import is_finished
 from structattn.training.memory import PeakMemory
 from structattn.training.run import Run
 from structattn.training.speed import SpeedMeter, matmul_rate, wait_for_device
@@ -214,7 +215,8 @@ def train(
         config: settings.
         seed: of weights, data order and dropout.
         run_dir: folder of checkpoints, TensorBoard files, and at the end ``model.safetensors`` and ``run.json``.
-        resume: continue from the last checkpoint there, if there is one; a finished run returns its result at once.
+        resume: continue from the last checkpoint there, if there is one; a finished run returns its result at once, and none of its files
+            changes.
         show_progress: a progress bar on stderr.
         on_steps: called with the number of steps that are newly done, or need not be done: all calls sum to ``config.steps``.
         on_evaluation: called with every entry of ``history``, first with those from before an interruption, then with each as it is made.
@@ -224,27 +226,29 @@ def train(
 
     Raises:
         ConfigError: the seed is not in [0, 2**63), ``run_dir`` holds a run and ``resume`` is off, or the batch does not divide over the processes.
-        CheckpointError: the checkpoint is damaged or of other settings, or cannot be written.
+        CheckpointError: what is there is of other settings, every checkpoint is damaged (of some, a warning names them), or one cannot be written.
         TrainingDivergedError: the loss or a weight is not finite; the last checkpoint is from before that.
     """
     check_int("seed", seed, minimum=0, maximum=2**63 - 1)
-    found = latest_checkpoint(run_dir / "checkpoints")
-    if found is not None and not resume:
+    if not resume and (is_finished(run_dir) or has_checkpoints(run_dir / "checkpoints")):
         raise ConfigError(f"{run_dir} already holds a run: resume it, or use another folder")
     run = Run(task, spec, config, seed, run_dir)
-    if found is not None:
-        run.restore(load_checkpoint(found))
+    if not run.read_result():
+        run.prepare_training()
+        checkpoint = load_latest(run.checkpoints)
+        if checkpoint is not None:
+            run.restore(checkpoint)
+            if run.progress.finished:
+                run.write_result()  # it was killed between its last checkpoint and its model files, or they are damaged
     tell = on_steps or (lambda _: None)
     tell_evaluation = on_evaluation or (lambda _: None)
     for entry in run.progress.history:
         tell_evaluation(entry)
     if run.progress.finished:
-        run.finish()  # a run killed between its last checkpoint and its model files gets them now
         tell(run.progress.step)
     else:
         _loop(run, show_progress, tell, tell_evaluation)
     tell(config.steps - run.progress.step)
-    run.load_best()
     return TrainingResult(
         model=run.model.eval(),
         history=run.progress.history,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +13,24 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import patch_environment
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
-from structattn.files import write_atomic
+from structattn.files import remove_temporary
 from structattn.tasks.base import Task
 from structattn.training import sharding
 from structattn.training.build import build_model, build_optimizer, checkpoint_activations, compiled
-from structattn.training.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from structattn.training.checkpoint import (
+    Checkpoint,
+    has_checkpoints,
+    latest_checkpoint,
+    load_latest,
+    save_checkpoint,
+)
 from structattn.training.config import TrainingConfig
+from structattn.training.finished import is_finished, read_finished, write_finished
 
+logger = logging.getLogger(__name__)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -54,7 +61,7 @@ class Run:
 
     def __init__(self, task: Task, spec: str, config: TrainingConfig, seed: int, run_dir: Path) -> None:
         self.task, self.spec, self.config, self.seed, self.run_dir = task, spec, config, seed, run_dir
-        shards = sharding.is_requested()
+        self.shards = sharding.is_requested()
         # accelerate would shard on GPUs only, and by the launcher's version of FSDP: it is not told, and ``sharding`` does it.
         # Without a GPU it joins the processes of a launcher only if it is told to stay on the CPU.
         with patch_environment(accelerate_use_fsdp="false"):
@@ -68,9 +75,6 @@ class Run:
         self.model: nn.Module = build_model(task, spec, config.parametrization)
         if config.activation_checkpointing:
             checkpoint_activations(self.model)
-        self._prepare(shards and self.accelerator.num_processes > 1)
-        self.trained = compiled(self.wrapped) if config.compile else self.wrapped
-        self.names = {p: name for name, p in self.model.named_parameters()}
         self.best: dict[str, Tensor] = {}
         self.progress = Progress()
         self.settings = json.loads(
@@ -86,9 +90,16 @@ class Run:
             )
         )
 
-    def _prepare(self, shards: bool) -> None:
+    def prepare_evaluation(self) -> None:
+        """Puts the model on the device; sharded, it is shared among the processes."""
+        if self._is_sharded:
+            sharding.shard(self.model, self.accelerator.device)
+        else:
+            self.model = self.accelerator.unwrap_model(self.accelerator.prepare_model(self.model, evaluation_mode=True))
+
+    def prepare_training(self) -> None:
         """Puts the model on the device, shares it among the processes, and builds its optimiser."""
-        if shards:
+        if self._is_sharded:
             # The parameters are new ones afterwards: the optimiser comes last.
             self.wrapped: nn.Module = sharding.shard(self.model, self.accelerator.device)
             self.optimizer = self.accelerator.prepare_optimizer(build_optimizer(self.model, self.config))
@@ -97,6 +108,12 @@ class Run:
                 self.model, build_optimizer(self.model, self.config)
             )
             self.model = self.accelerator.unwrap_model(self.wrapped)
+        self.trained = compiled(self.wrapped) if self.config.compile else self.wrapped
+        self.names = {p: name for name, p in self.model.named_parameters()}
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.shards and self.accelerator.num_processes > 1
 
     @property
     def checkpoints(self) -> Path:
@@ -138,17 +155,49 @@ class Run:
             f"{self.spec}: {what} at step {step}; try a learning rate below {self.config.learning_rate:g}. {where}"
         )
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Puts a checkpoint back; raises ``CheckpointError`` if it belongs to other settings."""
-        saved_settings = dict(checkpoint.state.get("settings", {}))
+    def _check_belongs(self, saved: dict[str, Any]) -> None:
+        """Raises ``CheckpointError`` unless the saved settings are those of this run."""
         # A setting that is newer than the checkpoint had its default value then.
-        saved_settings["config"] = _default_settings() | saved_settings.get("config", {})
-        saved_settings.setdefault("data", self.settings["data"])  # not known to earlier checkpoints
-        if saved_settings["data"] != self.settings["data"]:
+        config = _default_settings() | saved.get("config", {})
+        data = saved.get("data", self.settings["data"])  # not known to earlier checkpoints
+        if data != self.settings["data"]:
             raise CheckpointError(
                 f"the data have changed since the run in {self.run_dir} was started: put back what they were, or use another folder"
             )
-        _check_settings(saved_settings, self.settings, str(self.run_dir))
+        found = {name: saved.get(name) for name in self.settings} | {"config": config, "data": data}
+        _check_settings(found, self.settings, str(self.run_dir))
+
+    def read_result(self) -> bool:
+        """Takes over what a finished run of the same settings left, and changes no file. ``False`` if there is nothing, or only a
+        checkpoint to make it from.
+
+        Raises:
+            CheckpointError: the run is of other settings, or is damaged and has no checkpoint.
+        """
+        if not is_finished(self.run_dir):
+            return False
+        try:
+            found = read_finished(self.run_dir)
+        except CheckpointError as error:
+            if not has_checkpoints(self.checkpoints):
+                raise
+            logger.warning("%s. The run is finished again from its last checkpoint", error)
+            return False
+        progress = found.record.get("progress")
+        if progress is None:  # version 0.1.0 has it in the last checkpoint only
+            checkpoint = load_latest(self.checkpoints)
+            progress = checkpoint and checkpoint.state.get("progress")
+            if not progress or not progress.get("finished"):
+                return False
+        self._check_belongs(found.record)
+        self.prepare_evaluation()
+        self.load(found.weights)
+        self.progress = Progress(**progress)
+        return True
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Puts a checkpoint back; raises ``CheckpointError`` if it belongs to other settings."""
+        self._check_belongs(checkpoint.state.get("settings", {}))
         self.load(checkpoint.tensors["model"])
         own = self.model.state_dict()
         self.best = {
@@ -170,7 +219,10 @@ class Run:
         divided = {
             name: sharding.divided_like(value, own[name]) if name in own else value for name, value in weights.items()
         }
-        self.model.load_state_dict(divided, strict=True)
+        try:
+            self.model.load_state_dict(divided, strict=True)
+        except RuntimeError as error:
+            raise CheckpointError(f"the weights in {self.run_dir} are not those of this model: {error}") from error
 
     def keep_best(self) -> None:
         """Remembers the present weights as the best."""
@@ -180,18 +232,22 @@ class Run:
         """Marks the run as finished, loads the best weights, and writes the model and its record."""
         self.progress.finished = True
         self.save()
+        self.write_result()
+
+    def write_result(self) -> None:
+        """Loads the best weights and writes the model and its record: after this the run is read and never written."""
         self.load_best()
         main = self.accelerator.is_main_process
         tensors = sharding.whole(dict(self.model.state_dict()), keep=main)
         if main:
-            weights = save(tensors)
-            write_atomic(self.run_dir / "model.safetensors", weights)
             record = {
                 **self.settings,
                 "record": self.task.record(),
-                "model_sha256": hashlib.sha256(weights).hexdigest(),
+                "progress": dataclasses.asdict(self.progress),
             }
-            write_atomic(self.run_dir / "run.json", json.dumps(record, indent=1))
+            for folder in (self.checkpoints, self.run_dir):
+                remove_temporary(folder)  # of saves that were killed: from here on nothing else would
+            write_finished(self.run_dir, record, tensors)
         self.accelerator.wait_for_everyone()
 
     def load_best(self) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
+import time
+import tracemalloc
 import types
 from collections import Counter
 from pathlib import Path
@@ -274,8 +277,120 @@ def test_sources(tmp_path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"expected files with one of .txt"):
         Source(path=str(tmp_path / "empty")).files()
+    with pytest.raises(ConfigError, match="got an empty text"):
+        Source(path=" ")
     with pytest.raises(DataError, match="no such file"):
         Source(path="./nowhere").files()
+
+
+def test_gzip_and_utf_16_are_read_and_other_formats_are_named(tmp_path) -> None:
+    """Whatever the names of the files are: `train text` reads the same way."""
+    text = "one line\r\nand another\n"
+    good = {
+        "packed.txt": gzip.compress(text.encode()),
+        "marked.txt": text.encode("utf-8-sig"),
+        "wide.txt": text.encode("utf-16"),
+        "wider.txt": gzip.compress(b"\xfe\xff" + text.encode("utf-16-be")),
+        "records.json": json.dumps({"text": "one line\nand another\n"}).encode(),
+    }
+    for name, data in good.items():
+        (tmp_path / name).write_bytes(data)
+        assert [doc.text for doc in Source(path=str(tmp_path / name)).documents()] == ["one line\nand another\n"]
+    bad = {
+        "sheet.txt": (b"PK\x03\x04rest", "got a zip archive"),
+        "table.txt": (b"PAR1rest", "got a Parquet file"),
+        "binary.txt": (b"text\0\1\2", "a binary file, or UTF-16 without a byte order mark"),
+        "latin.txt": ("é".encode("latin-1"), "got the byte 0xe9, as in Latin-1 or Windows-1252. Save it as UTF-8"),
+        "array.json": (b'[\n {"text": "one"}\n]', "array.json, line 1: expected JSON, one record in each line"),
+    }
+    for name, (data, words) in bad.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match=words):
+            list(Source(path=str(tmp_path / name)).documents())
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError, match="got a pipe or a device"):
+        list(Source(path=str(tmp_path / "pipe.txt")).documents())
+
+
+def test_a_folder_that_cannot_be_read_is_not_empty(tmp_path, monkeypatch) -> None:
+    folder = folder_of(tmp_path, texts(3))
+    (folder / "closed").mkdir()
+    scandir = os.scandir
+
+    def refusing(path: str):
+        if str(path).rstrip("/").endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    for source in (folder, folder / "closed"):
+        with pytest.raises(DataError, match="closed cannot be read: Permission denied"):
+            prepare(config_of(source), tmp_path / "corpus", show_progress=False)
+
+
+def lines_of(path: Path, count: int) -> Path:
+    path.write_text("".join(f'{{"text": "line {i} of some text"}}\n' for i in range(count)))
+    return path
+
+
+def test_time_and_memory_of_a_document_do_not_depend_on_their_number(tmp_path) -> None:
+    seconds = {}
+    for count in (2000, 16000):
+        config = PrepareConfig(source=Source(path=str(lines_of(tmp_path / f"{count}.jsonl", count))))
+        taken = []
+        for i in range(2):
+            before = time.process_time()
+            prepare(config, tmp_path / f"corpus-{count}-{i}", show_progress=False)
+            taken.append(time.process_time() - before)
+        seconds[count] = min(taken)
+    assert seconds[16000] < 20 * seconds[2000]  # 8 times the documents; all pairs of them are 64 times as many
+    config = PrepareConfig(source=Source(path=str(tmp_path / "2000.jsonl")))
+    tracemalloc.start()
+    prepare(config, tmp_path / "corpus", show_progress=False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2000 * 19 * 8  # 19 characters a document; an array for each would be 200 bytes
+
+
+def test_a_corpus_of_many_shards_keeps_no_file_open(tmp_path) -> None:
+    prepare(config_of(lines_of(tmp_path / "a.jsonl", 40), shard_tokens=20), tmp_path / "corpus", show_progress=False)
+    before = len(os.listdir("/proc/self/fd"))
+    corpus = Corpus(tmp_path / "corpus")
+    assert len(corpus.manifest["splits"]["train"]["shards"]) > 15
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_failed_call_leaves_nothing_in_the_way(tmp_path, monkeypatch) -> None:
+    """A fault in a document takes all away; where reading stops, what was written stays, and `--resume` goes on."""
+    path, out = tmp_path / "a.jsonl", tmp_path / "corpus"
+    documents = texts(60)
+    good = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    for bad in ('{"text": "tab\\t"}\n', "{\n", '{"body": ""}\n'):
+        path.write_text(good + bad)
+        with pytest.raises(DataError):
+            prepare(config_of(path), out, show_progress=False)
+        assert list(out.iterdir()) == []
+    path.write_text(json.dumps({"text": documents[0]}) + "\n")
+    with pytest.raises(DataError, match="expected documents for each split"):
+        prepare(config_of(path), out, show_progress=False)
+    path.write_text(good)
+    prepare(config_of(path), out, show_progress=False)
+
+    def stopping():
+        yield from ({"text": text} for text in documents[:50])
+        raise ConnectionError("the line went dead")
+
+    streams = [stopping(), iter([{"text": text} for text in documents])]
+    fake = types.SimpleNamespace(load_dataset=lambda *_, **__: streams.pop(0))
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    streamed = config_of(Path("remote"))
+    with pytest.raises(DataError, match="stopped: ConnectionError: the line went dead. Continue with --resume"):
+        prepare(streamed, tmp_path / "streamed", show_progress=False)
+    with pytest.raises(ConfigError, match="continue what was begun there with --resume"):
+        prepare(streamed, tmp_path / "streamed", show_progress=False)
+    prepare(streamed, tmp_path / "streamed", resume=True, show_progress=False)
+    for name, data in files_of(out).items():
+        assert name in ("manifest.json", "progress.json") or (tmp_path / "streamed" / name).read_bytes() == data
 
 
 def test_a_data_set_is_streamed(monkeypatch) -> None:
@@ -309,7 +424,7 @@ def test_unknown_characters(tmp_path) -> None:
     folder = folder_of(tmp_path, documents)
     with pytest.raises(
         DataError,
-        match=r"0030.txt: expected newlines and printable ASCII, got '\u00e9' \(U\+00E9\) in line 1, column 6",
+        match=r"0030.txt: expected newlines and printable ASCII, got '\u00e9' \(U\+00E9\) in line 1, column 6.*--tokens bytes.*--unknown drop",
     ):
         prepare(config_of(folder), tmp_path / "error", show_progress=False)
     prepare(config_of(folder, unknown="drop"), tmp_path / "drop", show_progress=False)
@@ -322,13 +437,15 @@ def test_unknown_characters(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tokens": "words"}, "not chars, bytes or bpe"),
-        ({"validation": 0.0}, "positive shares"),
+        ({"tokens": "words"}, "unknown tokens 'words': known: 'bpe', 'bytes', 'chars'"),
+        ({"validation": 0.0}, "validation must be a finite number above 0 and below 1"),
+        ({"test": float("nan")}, "test must be a finite number above 0 and below 1"),
         ({"validation": 0.6, "test": 0.4}, "sum to less than 1"),
-        ({"shard_tokens": 0}, "shard_tokens must be at least 1"),
-        ({"unknown": "keep"}, "not error or drop"),
+        ({"shard_tokens": 0}, "shard_tokens must be an int of at least 1"),
+        ({"vocab_size": 10**12}, "vocab_size must be an int of at least 256"),
+        ({"unknown": "keep"}, "unknown unknown 'keep'"),
         ({"tokens": "bytes", "unknown": "drop"}, "belongs to chars"),
-        ({"max_documents": 0}, "max_documents must be at least 1"),
+        ({"max_documents": 0}, "max_documents must be an int of at least 1"),
     ],
 )
 def test_wrong_settings(tmp_path, options, words) -> None:
@@ -412,4 +529,4 @@ def test_the_command(tmp_path, capsys) -> None:
     assert main(["data", "info", str(out)]) == 2
     assert "got 0 bytes" in capsys.readouterr().err
     assert main([*words[:-1], str(tmp_path / "new"), "--tokens", "words"]) == 2
-    assert "not chars, bytes or bpe" in capsys.readouterr().err
+    assert "unknown tokens 'words'" in capsys.readouterr().err

@@ -127,7 +127,7 @@ class Corpus:
         for shard in self.manifest["splits"][split]["shards"]:
             self._checked(shard["file"], shard["tokens"] * self._type.itemsize)
             path = self._checked(shard["lengths_file"], shard["documents"] * LENGTH_TYPE.itemsize)
-            arrays.append(np.memmap(self.folder / shard["file"], dtype=self._type, mode="r"))
+            arrays.append(_mapped(self.folder / shard["file"]).view(self._type))
             lengths.append(np.fromfile(path, dtype=LENGTH_TYPE))
         return Tokens(arrays, np.concatenate(lengths) if lengths else np.zeros(0, LENGTH_TYPE))
 
@@ -156,6 +156,11 @@ class Corpus:
                         digest = hashlib.file_digest(file, "sha256").hexdigest()
                     if digest != shard[f"{kind}_sha256"]:
                         raise DataError(f"{path}: the contents have changed since it was written. {_HINT}")
+
+
+def _mapped(path: Path) -> npt.NDArray[np.uint8]:
+    """The bytes of a file, read where they lie. NumPy's mapping would keep a file open for each, of which there may be thousands."""
+    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8).numpy()
 
 
 _HINT = "Prepare it with `structattn data prepare text`"

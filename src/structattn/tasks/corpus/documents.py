@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
-import zlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
+from structattn.checks import check_int
 from structattn.errors import ConfigError, DataError, MissingDependencyError
+from structattn.tasks.plain_text import ReadingStoppedError, open_text
 
 _TEXTS = (".txt", ".md", ".rst", ".text")
 _LINES = (".jsonl", ".ndjson")
@@ -33,8 +33,9 @@ class Source:
     """Where documents come from.
 
     Args:
-        path: a text file; a file of JSON lines (``.jsonl``); a folder, all of whose such files are read in the order of their paths;
-            each also with ``.gz``; or else the name of a data set for the library ``datasets``, which is streamed.
+        path: a text file; a file of JSON lines (``.jsonl``); a folder, all of whose such files are read in the order of their paths,
+            without hidden ones; each also compressed with gzip; or else the name of a data set for the library ``datasets``, which is
+            streamed.
         document_start: in text files a line that begins with this begins a document. Default: a file is a document.
         text_column: of JSON lines and data sets, the field with the text.
         dataset_split: of a data set.
@@ -48,74 +49,90 @@ class Source:
     max_documents: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_documents is not None and self.max_documents < 1:
-            raise ConfigError(f"max_documents must be at least 1, got {self.max_documents}")
+        if not self.path.strip():
+            raise ConfigError("a source is a text file, a folder or the name of a data set, got an empty text")
+        if self.max_documents is not None:
+            check_int("max_documents", self.max_documents, minimum=1)
 
-    def files(self) -> list[Path] | None:
-        """The files that are read, ``None`` for a data set.
+    def files(self) -> Iterator[str] | None:
+        """The files that are read, in the order of their paths; ``None`` for a data set.
 
         Raises:
-            DataError: a folder without any.
+            DataError: nothing is there, or a folder without any.
+            ReadingStoppedError: a folder cannot be read; also while the files are asked for.
         """
         root = Path(self.path)
-        if root.is_file():
-            return [root]
-        if not root.is_dir():
-            if self.path.startswith((".", "/", "~")) or root.suffix in (*_TEXTS, *_LINES, ".gz"):
-                raise DataError(f"expected a text file or a folder at {self.path}, got no such file. Check the path")
-            return None
-        hidden = (path for path in root.rglob("*") if path.is_file() and _kind(path) in (*_TEXTS, *_LINES))
-        found = sorted(
-            path for path in hidden if not any(part.startswith(".") for part in path.relative_to(root).parts)
-        )
-        if not found:
-            raise DataError(f"{self.path}: expected files with one of {', '.join((*_TEXTS, *_LINES))}, got none")
-        return found
+        if root.is_dir():
+            found = _texts_in(root)
+            first = next(found, None)
+            if first is None:
+                raise DataError(f"{self.path}: expected files with one of {', '.join((*_TEXTS, *_LINES))}, got none")
+            return chain([first], found)
+        if root.exists():
+            return iter([str(root)])
+        if self.path.startswith((".", "/", "~")) or root.suffix.lower() in (*_TEXTS, *_LINES, ".json", ".gz"):
+            raise DataError(f"expected a text file or a folder at {self.path}, got no such file. Check the path")
+        return None
 
     def documents(self, skip: int = 0) -> Iterator[Document]:
         """The documents that are not empty, in a fixed order, from number ``skip`` on; each is in memory alone.
 
         Raises:
-            DataError: a file cannot be read, or has not the field.
+            DataError: a file is not what it should be, or has not the field.
+            ReadingStoppedError: a file cannot be read, or a data set stops in the middle.
             MissingDependencyError: a data set, and ``datasets`` is not installed.
         """
         files = self.files()
         every = _dataset(self) if files is None else (doc for path in files for doc in self._read(path))
-        return islice((doc for doc in every if doc.text.strip()), skip, self.max_documents)
+        return islice((doc for doc in every if not doc.text.isspace() and doc.text), skip, self.max_documents)
 
-    def _read(self, path: Path) -> Iterator[Document]:
+    def _read(self, path: str) -> Iterator[Document]:
+        with open_text(path, "a text file") as file:
+            yield from (
+                _json_lines(file, path, self.text_column)
+                if _kind(path) in (*_LINES, ".json")
+                else _pieces(file, path, self.document_start)
+            )
+
+
+def _texts_in(root: Path) -> Iterator[str]:
+    """The text files below a folder in the order of their paths, without hidden ones; links to folders are not followed.
+
+    Cost: memory of the names in one folder.
+    """
+    left = [os.path.join(root, "")]  # the next one is the last; folders end with a slash
+    while left:
+        path = left.pop()
+        if not path.endswith(os.sep):
+            yield path
+            continue
+        names = []
         try:
-            with _opened(path) as file:
-                yield from (
-                    _json_lines(file, path, self.text_column)
-                    if _kind(path) in _LINES
-                    else _pieces(file, path, self.document_start)
-                )
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: expected text in UTF-8, got: {error}. Save it as plain text") from error
-        except (EOFError, zlib.error) as error:
-            raise DataError(
-                f"{path}: expected a whole gzip file, got a damaged one: {error}. Fetch it again"
-            ) from error
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.name.startswith("."):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        names.append(entry.name + os.sep)
+                    elif _kind(entry.name) in (*_TEXTS, *_LINES) and entry.is_file():
+                        names.append(entry.name)
         except OSError as error:
-            raise DataError(
-                f"expected a readable text file at {path}, got: {error}. Check that it is a file"
+            raise ReadingStoppedError(
+                f"the folder {Path(path)} cannot be read: {error.strerror or error}. Check its permissions"
             ) from error
+        names.sort(key=lambda name: name.rstrip(os.sep), reverse=True)
+        left += [path + name for name in names]
 
 
-def _kind(path: Path) -> str:
-    return Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
+def _kind(name: str) -> str:
+    """The ending of a name, without that of gzip."""
+    stem, ending = os.path.splitext(name.lower())
+    return os.path.splitext(stem)[1] if ending == ".gz" else ending
 
 
-def _opened(path: Path) -> IO[str]:
-    if path.suffix.lower() == ".gz":
-        return io.TextIOWrapper(gzip.open(path), encoding="utf-8-sig")
-    return path.open(encoding="utf-8-sig")
-
-
-def _pieces(file: IO[str], path: Path, start: str) -> Iterator[Document]:
+def _pieces(file: IO[str], path: str, start: str) -> Iterator[Document]:
     if not start:
-        yield Document(file.read(), str(path))
+        yield Document(file.read(), path)
         return
     lines: list[str] = []
     begun = 1
@@ -127,7 +144,7 @@ def _pieces(file: IO[str], path: Path, start: str) -> Iterator[Document]:
     yield Document("".join(lines), f"{path}, line {begun}")
 
 
-def _json_lines(file: IO[str], path: Path, column: str) -> Iterator[Document]:
+def _json_lines(file: IO[str], path: str, column: str) -> Iterator[Document]:
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
@@ -135,7 +152,7 @@ def _json_lines(file: IO[str], path: Path, column: str) -> Iterator[Document]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:  # besides what is no JSON, numbers too long and lists too deep
-            raise DataError(f"{where}: expected JSON, got: {error}") from None
+            raise DataError(f"{where}: expected JSON, one record in each line, got: {error}") from None
         yield Document(_field(record, column, where), where)
 
 
@@ -143,7 +160,9 @@ def _field(record: Any, column: str, where: str) -> str:
     value = record.get(column) if isinstance(record, dict) else None
     if not isinstance(value, str):
         has = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-        raise DataError(f"{where}: expected a text in the field {column!r}, got {has}. Name another with --text-column")
+        raise DataError(
+            f"{where}: expected a text in the field {column!r}, got {has}. Name another with `structattn data prepare text --text-column`"
+        )
     return value
 
 
@@ -159,8 +178,21 @@ def _dataset(source: Source) -> Iterator[Document]:
         stream = datasets.load_dataset(name, split=source.dataset_split, streaming=True)
     except Exception as error:  # anything from a name that is not there to a network that is down
         raise DataError(
-            f"expected a file, a folder or a data set named {source.path!r}, got: {str(error).strip().splitlines()[0]}"
+            f"expected a file, a folder or a data set named {source.path!r}, got: {_first_line(error)}"
         ) from error
-    for number, record in enumerate(stream):
+    records = enumerate(stream)
+    while True:
+        try:
+            number, record = next(records)
+        except StopIteration:
+            return
+        except Exception as error:  # the network, or whatever the library does with the files of the data set
+            raise ReadingStoppedError(
+                f"the data set {name} stopped: {type(error).__name__}: {_first_line(error)}. Continue with --resume"
+            ) from error
         where = f"{name}, record {number}"
         yield Document(_field(record, source.text_column, where), where)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no reason given"])[0]

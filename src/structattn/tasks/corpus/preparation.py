@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
+import os
+import re
+from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,14 +17,20 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from structattn.checks import check_choice, check_int, check_number
 from structattn.errors import CheckpointError, ConfigError, DataError
 from structattn.files import TEMPORARY, write_atomic
-from structattn.tasks.corpus.corpus import FORMAT, LENGTH_TYPE, MANIFEST, SPLITS, CorpusSplit
+from structattn.tasks.corpus.corpus import FORMAT, LENGTH_TYPE, MANIFEST, SPLITS, Corpus, CorpusSplit
 from structattn.tasks.corpus.documents import Source
 from structattn.tasks.corpus.tokenizers import BytePairs, Bytes, Characters, Tokenizer, tokenizer_from
+from structattn.tasks.plain_text import ReadingStoppedError
 
-logger = logging.getLogger(__name__)
 _PROGRESS = "progress.json"
+_LARGEST_VOCABULARY = 2**24
+# The names of all files that a corpus has, and of those that are not whole yet.
+_OWN = re.compile(
+    rf"{re.escape(TEMPORARY)}.*|{re.escape(_PROGRESS)}|{re.escape(MANIFEST)}|({'|'.join(SPLITS)})-\d+\.(tokens|lengths)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +61,17 @@ class PrepareConfig:
     shard_tokens: int = 2**24
 
     def __post_init__(self) -> None:
-        if self.tokens not in ("chars", "bytes", "bpe"):
-            raise ConfigError(f"tokens: {self.tokens!r} is not chars, bytes or bpe")
-        if not (self.validation > 0 and self.test > 0 and self.validation + self.test < 1):
+        check_choice("tokens", self.tokens, ("chars", "bytes", "bpe"))
+        for name in ("validation", "test"):
+            check_number(name, getattr(self, name), above=0, below=1)
+        if self.validation + self.test >= 1:
             raise ConfigError(
                 f"validation and test are positive shares that sum to less than 1, got {self.validation} and {self.test}"
             )
         for name in ("bpe_characters", "shard_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.unknown not in ("error", "drop"):
-            raise ConfigError(f"unknown: {self.unknown!r} is not error or drop")
+            check_int(name, getattr(self, name), minimum=1)
+        check_int("vocab_size", self.vocab_size, minimum=256, maximum=_LARGEST_VOCABULARY)
+        check_choice("unknown", self.unknown, ("error", "drop"))
         if self.unknown == "drop" and self.tokens != "chars":
             raise ConfigError(f"{self.tokens} know every character: unknown=drop belongs to chars")
 
@@ -75,16 +83,36 @@ def split_of(text: str, validation: float, test: float) -> CorpusSplit:
     return "test" if place < test else "validation" if place < test + validation else "train"
 
 
-@dataclass
 class _Buffer:
     """Documents of a split that are not on disk yet, and what is."""
 
-    tokens: list[npt.NDArray[Any]] = field(default_factory=list)
-    shards: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self, dtype: np.dtype[Any], shards: list[dict[str, Any]]) -> None:
+        self._dtype, self.shards = dtype, shards
+        self._tokens, self._lengths = bytearray(), array(LENGTH_TYPE.char)
 
     @property
     def num_tokens(self) -> int:
-        return sum(map(len, self.tokens))
+        return len(self._tokens) // self._dtype.itemsize
+
+    def add(self, tokens: npt.NDArray[Any]) -> None:
+        self._tokens += tokens.astype(self._dtype, copy=False).data
+        self._lengths.append(len(tokens))
+
+    def write(self, out: Path, split: str) -> None:
+        """Writes a shard, if there is anything to write, and forgets what is in memory."""
+        if not self._lengths:
+            return
+        stem = f"{split}-{len(self.shards):05d}"
+        entry: dict[str, Any] = {"tokens": self.num_tokens, "documents": len(self._lengths)}
+        lengths = np.array(self._lengths, dtype=LENGTH_TYPE).tobytes()
+        for kind, name, data in (
+            ("file", f"{stem}.tokens", bytes(self._tokens)),
+            ("lengths_file", f"{stem}.lengths", lengths),
+        ):
+            write_atomic(out / name, data)
+            entry |= {kind: name, f"{kind}_sha256": hashlib.sha256(data).hexdigest()}
+        self.shards.append(entry)
+        self._tokens, self._lengths = bytearray(), array(LENGTH_TYPE.char)
 
 
 class _Writer:
@@ -104,34 +132,23 @@ class _Writer:
         )
         self.num_documents = 0 if progress is None else int(progress["documents"])
         self.num_characters = 0 if progress is None else int(progress["characters"])
-        self.buffers = {name: _Buffer() for name in SPLITS}
-        if progress is not None:
-            for name in SPLITS:
-                self.buffers[name].shards = progress["splits"][name]
+        self.buffers = {
+            name: _Buffer(self.dtype, [] if progress is None else progress["splits"][name]) for name in SPLITS
+        }
 
-    def add(self, split: CorpusSplit, tokens: npt.NDArray[Any], characters: int) -> None:
+    def add(self, split: CorpusSplit, tokens: npt.NDArray[Any], characters: int) -> int:
+        """Takes a document; the number of tokens that wait in memory for this split."""
         if len(tokens):
-            self.buffers[split].tokens.append(tokens)
+            self.buffers[split].add(tokens)
         self.num_documents += 1
         self.num_characters += characters
+        return self.buffers[split].num_tokens
 
     def flush(self) -> None:
         """Writes what is in memory, then the record of it: what a kill in between leaves is written again."""
         for split, buffer in self.buffers.items():
-            if buffer.tokens:
-                buffer.shards.append(self._write(f"{split}-{len(buffer.shards):05d}", buffer.tokens))
-                buffer.tokens = []
+            buffer.write(self.out, split)
         write_atomic(self.out / _PROGRESS, json.dumps(self._record()))
-
-    def _write(self, stem: str, documents: list[npt.NDArray[Any]]) -> dict[str, Any]:
-        lengths = np.array([len(tokens) for tokens in documents], dtype=LENGTH_TYPE)
-        tokens = np.concatenate(documents).astype(self.dtype)
-        entry: dict[str, Any] = {"tokens": len(tokens), "documents": len(documents)}
-        for kind, name, array in (("file", f"{stem}.tokens", tokens), ("lengths_file", f"{stem}.lengths", lengths)):
-            data = array.tobytes()
-            write_atomic(self.out / name, data)
-            entry |= {kind: name, f"{kind}_sha256": hashlib.sha256(data).hexdigest()}
-        return entry
 
     def _record(self) -> dict[str, Any]:
         return {
@@ -189,40 +206,49 @@ def prepare(config: PrepareConfig, out: Path, *, resume: bool = False, show_prog
     """
     settings = _settings(config)
     progress = _begun(out, settings, resume)
-    if progress is not None:
-        _check_files(out, progress, config.source)
     if progress is not None and (out / MANIFEST).exists():
-        manifest: dict[str, Any] = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
-        return manifest
+        if Path(config.source.path).exists():
+            _check_files(out, progress, _Survey.of(config.source))
+        return Corpus(out).manifest
+    survey = _Survey.of(config.source)
+    if progress is not None:
+        _check_files(out, progress, survey)
+    try:
+        writer = _written(config, out, settings, survey, progress, show_progress)
+        manifest = writer.manifest()
+        _check_splits(manifest, config)
+    except ReadingStoppedError:
+        raise  # what is written is right: resumed, it goes on
+    except (ConfigError, DataError):
+        _discard(out)  # a fault in a document or a setting: without it the shards are others, and these would be in the way
+        raise
+    write_atomic(out / MANIFEST, json.dumps(manifest, indent=1))
+    return manifest
+
+
+def _written(
+    config: PrepareConfig,
+    out: Path,
+    settings: dict[str, Any],
+    survey: _Survey,
+    progress: dict[str, Any] | None,
+    show_progress: bool,
+) -> _Writer:
+    """Writes all shards, or those that are missing."""
     for stale in out.glob(f"{TEMPORARY}*"):
         stale.unlink(missing_ok=True)
-    files = config.source.files()
-    sizes = (
-        None
-        if files is None or any(path.suffix.lower() == ".gz" for path in files)
-        else [p.stat().st_size for p in files]
-    )
-    with tqdm(
-        total=None if sizes is None else sum(sizes),
-        unit="B",
-        unit_scale=True,
-        disable=not show_progress,
-        desc="reading",
-    ) as bar:
+    with tqdm(total=survey.size, unit="B", unit_scale=True, disable=not show_progress, desc="reading") as bar:
         tokenizer = _tokenizer(config) if progress is None else tokenizer_from(progress["tokenizer"])
-        writer = _Writer(out, tokenizer, settings, _fingerprint(files), progress)
+        writer = _Writer(out, tokenizer, settings, survey.fingerprint, progress)
         bar.update(writer.num_characters)
         for document in config.source.documents(skip=writer.num_documents):
             split = split_of(document.text, config.validation, config.test)
-            writer.add(split, tokenizer.encode(document.text, document.name), len(document.text))
+            waiting = writer.add(split, tokenizer.encode(document.text, document.name), len(document.text))
             bar.update(len(document.text))
-            if max(buffer.num_tokens for buffer in writer.buffers.values()) >= config.shard_tokens:
+            if waiting >= config.shard_tokens:
                 writer.flush()
         writer.flush()
-    manifest = writer.manifest()
-    _check_splits(manifest, config)
-    write_atomic(out / MANIFEST, json.dumps(manifest, indent=1))
-    return manifest
+    return writer
 
 
 def _settings(config: PrepareConfig) -> dict[str, Any]:
@@ -238,19 +264,27 @@ def _begun(out: Path, settings: dict[str, Any], resume: bool) -> dict[str, Any] 
         names = {path.name for path in out.iterdir()}
     except OSError as error:
         raise CheckpointError(f"cannot write to {out}: {error.strerror or error}") from error
-    if names and not resume:
-        raise ConfigError(f"{out} is not empty: resume what was begun there, or use another folder")
+    if foreign := sorted(name for name in names if not _OWN.fullmatch(name)):
+        raise ConfigError(f"{out} holds {foreign[0]!r}, which is not of a corpus: use another folder")
+    if names & {_PROGRESS, MANIFEST} and not resume:
+        raise ConfigError(f"{out} is not empty: continue what was begun there with --resume, or use another folder")
     if _PROGRESS not in names:
-        if foreign := sorted(name for name in names if not name.startswith((TEMPORARY, *SPLITS))):
-            raise ConfigError(f"{out} holds {foreign[0]!r}, which is not of a corpus: use another folder")
-        return None
+        if MANIFEST in names:
+            raise ConfigError(f"{out} holds a finished corpus without its {_PROGRESS}: use another folder")
+        return None  # shards without a record are written again
     try:
         progress: dict[str, Any] = json.loads((out / _PROGRESS).read_text(encoding="utf-8"))
-        before = progress["settings"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        before = dict(progress["settings"])
+        shards = [shard for split in SPLITS for shard in progress["splits"][split]]
+        lost = next((shard["file"] for shard in shards if shard["file"] not in names), None)
+        int(progress["documents"]) + int(progress["characters"])
+        tokenizer_from(progress["tokenizer"])
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise DataError(
-            f"{out / _PROGRESS}: expected the record of a begun corpus, got: {error!r}. Begin anew"
+            f"{out / _PROGRESS}: expected the record of a begun corpus, got: {error!r}. Use another folder"
         ) from None
+    if lost is not None:
+        raise DataError(f"{out / lost}: expected a file of the begun corpus, got no such file. Use another folder")
     different = [key for key in settings if before.get(key) != settings[key]]
     if different:
         key = different[0]
@@ -260,21 +294,49 @@ def _begun(out: Path, settings: dict[str, Any], resume: bool) -> dict[str, Any] 
     return progress
 
 
-def _fingerprint(files: list[Path] | None) -> str | None:
-    """A hash of which files a source has, and of their sizes; ``None`` for a data set."""
-    if files is None:
-        return None
-    return hashlib.sha256(
-        "".join(f"{path}\0{path.stat().st_size}\n" for path in files).encode(errors="surrogateescape")
-    ).hexdigest()
+def _discard(out: Path) -> None:
+    """Removes what a failed call wrote, the record first."""
+    (out / _PROGRESS).unlink(missing_ok=True)
+    for path in out.iterdir():
+        if _OWN.fullmatch(path.name):
+            path.unlink()
 
 
-def _check_files(out: Path, progress: dict[str, Any], source: Source) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Survey:
+    """The files of a source, read from their folders alone.
+
+    Attributes:
+        fingerprint: a hash of which files they are, and of their sizes; ``None`` for a data set.
+        size: the bytes of all, ``None`` for a data set or where some are compressed.
+    """
+
+    fingerprint: str | None
+    size: int | None
+
+    @classmethod
+    def of(cls, source: Source) -> _Survey:
+        files = source.files()
+        if files is None:
+            return cls(fingerprint=None, size=None)
+        digest, size, compressed = hashlib.sha256(), 0, False
+        for path in files:
+            try:
+                found = os.stat(path).st_size
+            except OSError as error:
+                raise ReadingStoppedError(f"{path} cannot be read: {error.strerror or error}") from error
+            digest.update(f"{path}\0{found}\n".encode(errors="surrogateescape"))
+            size += found
+            compressed = compressed or path.lower().endswith(".gz")
+        return cls(fingerprint=digest.hexdigest(), size=None if compressed else size)
+
+
+def _check_files(out: Path, progress: dict[str, Any], survey: _Survey) -> None:
     """Documents are skipped by their number: among other files, some would be left out and others come twice."""
     begun = progress.get("files")
-    if begun is not None and Path(source.path).exists() and _fingerprint(source.files()) != begun:
+    if begun is not None and survey.fingerprint != begun:
         raise ConfigError(
-            f"{out} was begun when {source.path} had other files, or files of other sizes: begin anew in another folder"
+            f"{out} was begun when its source had other files, or files of other sizes: begin anew in another folder"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from structattn.checks import check_choice
 from structattn.errors import ConfigError, DataError, MissingDependencyError
 from structattn.text_layout import TextUnits
 
@@ -64,8 +65,7 @@ class Characters:
     unit = "char"
 
     def __post_init__(self) -> None:
-        if self.unknown not in ("error", "drop"):
-            raise ConfigError(f"unknown: {self.unknown!r} is not error or drop")
+        check_choice("unknown", self.unknown, ("error", "drop"))
 
     def encode(self, text: str, source: str = "the text") -> Ids:
         """See ``Tokenizer``."""
@@ -95,7 +95,8 @@ def _unknown_character(text: str, source: str) -> str:
     more = f" (and {len(unknown) - 1} other such characters after it)" if len(unknown) > 1 else ""
     return (
         f"{source}: expected newlines and printable ASCII, got {text[place]!r} (U+{ord(text[place]):04X}) in line {line}, column "
-        f"{column}{more}. Replace or remove it, for example tabs by spaces and curly quotes by straight ones"
+        f"{column}{more}. Replace or remove it, or make a corpus with `structattn data prepare text`, whose --tokens bytes takes any text "
+        "and whose --unknown drop leaves such characters out"
     )
 
 

@@ -354,10 +354,10 @@ def test_time_and_memory_of_a_document_do_not_depend_on_their_number(tmp_path) -
 
 def test_a_corpus_of_many_shards_keeps_no_file_open(tmp_path) -> None:
     prepare(config_of(lines_of(tmp_path / "a.jsonl", 40), shard_tokens=20), tmp_path / "corpus", show_progress=False)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     corpus = Corpus(tmp_path / "corpus")
     assert len(corpus.manifest["splits"]["train"]["shards"]) > 15
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_failed_call_leaves_nothing_in_the_way(tmp_path, monkeypatch) -> None:

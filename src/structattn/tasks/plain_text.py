@@ -5,11 +5,11 @@ from __future__ import annotations
 import codecs
 import gzip
 import io
-import os
 import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 from structattn.errors import DataError
@@ -57,14 +57,14 @@ def open_text(path: str, expected: str = "text") -> Iterator[IO[str]]:
         ReadingStoppedError: the operating system cannot read it.
     """
     try:
-        mode = os.stat(path).st_mode
+        mode = Path(path).stat().st_mode
         if stat.S_ISDIR(mode):
             raise DataError(f"expected {expected} at {path}, got a folder. Name a file in it")
         if not stat.S_ISREG(mode):  # a pipe can be read once, and may have no end
             raise DataError(f"expected {expected} at {path}, got a pipe or a device. Save it as a file first")
-        with open(path, "rb") as raw:
+        with Path(path).open("rb") as raw:
             is_gzip = raw.peek(2)[:2] == _GZIP
-            data: IO[bytes] = gzip.open(raw) if is_gzip else raw
+            data: IO[bytes] = gzip.GzipFile(fileobj=raw) if is_gzip else raw  # type: ignore[assignment]
             with io.TextIOWrapper(data, encoding=_encoding(data, path, expected)) as text:  # type: ignore[arg-type]
                 yield text
     except UnicodeError as error:
@@ -72,9 +72,7 @@ def open_text(path: str, expected: str = "text") -> Iterator[IO[str]]:
         got = f"the byte 0x{at.hex()}, as in Latin-1 or Windows-1252" if at else str(error)
         raise DataError(f"{path}: expected text in UTF-8, got {got}. Save it as UTF-8") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            f"{path}: expected a whole gzip file, got a damaged one: {error}. Fetch it again"
-        ) from error
+        raise DataError(f"{path}: expected a whole gzip file, got a damaged one: {error}. Fetch it again") from error
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"expected {expected} at {path}, got no such file. Check the path") from None
     except OSError as error:

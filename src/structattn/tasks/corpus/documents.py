@@ -100,7 +100,7 @@ def _texts_in(root: Path) -> Iterator[str]:
 
     Cost: memory of the names in one folder.
     """
-    left = [os.path.join(root, "")]  # the next one is the last; folders end with a slash
+    left = [f"{root}{os.sep}"]  # the next one is the last; folders end with a slash
     while left:
         path = left.pop()
         if not path.endswith(os.sep):
@@ -126,8 +126,8 @@ def _texts_in(root: Path) -> Iterator[str]:
 
 def _kind(name: str) -> str:
     """The ending of a name, without that of gzip."""
-    stem, ending = os.path.splitext(name.lower())
-    return os.path.splitext(stem)[1] if ending == ".gz" else ending
+    _, dot, ending = name.lower().removesuffix(".gz").rpartition(".")
+    return dot + ending
 
 
 def _pieces(file: IO[str], path: str, start: str) -> Iterator[Document]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from array import array
 from collections.abc import Iterator
@@ -220,7 +219,9 @@ def prepare(config: PrepareConfig, out: Path, *, resume: bool = False, show_prog
     except ReadingStoppedError:
         raise  # what is written is right: resumed, it goes on
     except (ConfigError, DataError):
-        _discard(out)  # a fault in a document or a setting: without it the shards are others, and these would be in the way
+        _discard(
+            out
+        )  # a fault in a document or a setting: without it the shards are others, and these would be in the way
         raise
     write_atomic(out / MANIFEST, json.dumps(manifest, indent=1))
     return manifest
@@ -322,7 +323,7 @@ class _Survey:
         digest, size, compressed = hashlib.sha256(), 0, False
         for path in files:
             try:
-                found = os.stat(path).st_size
+                found = Path(path).stat().st_size
             except OSError as error:
                 raise ReadingStoppedError(f"{path} cannot be read: {error.strerror or error}") from error
             digest.update(f"{path}\0{found}\n".encode(errors="surrogateescape"))

@@ -65,7 +65,7 @@ def open_text(path: str, expected: str = "text") -> Iterator[IO[str]]:
         with Path(path).open("rb") as raw:
             is_gzip = raw.peek(2)[:2] == _GZIP
             data: IO[bytes] = gzip.GzipFile(fileobj=raw) if is_gzip else raw  # type: ignore[assignment]
-            with io.TextIOWrapper(data, encoding=_encoding(data, path, expected)) as text:  # type: ignore[arg-type]
+            with io.TextIOWrapper(data, encoding=_encoding(data, path, expected)) as text:
                 yield text
     except UnicodeError as error:
         at = error.object[error.start : error.start + 1] if isinstance(error, UnicodeDecodeError) else b""

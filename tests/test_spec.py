@@ -63,11 +63,18 @@ def test_every_value_round_trips(scoring, layout, window) -> None:
     assert sa.parse_spec(str(spec)) == spec
 
 
-def test_unknown_form_lists_all() -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_unknown_form_names_the_nearest_and_all() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'mlr'") as caught:
         sa.parse_spec("mrl:3|2")
-    assert all(form.syntax in str(caught.value) for form in FORMS.values())
-    assert "did you mean 'mlr'" in str(caught.value)
+    assert all(name in str(caught.value) for name in FORMS)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_wrong_number_shows_the_one_form_concerned(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sa.parse_spec(f"{name}:0x")
+    assert FORMS[name].syntax.removeprefix("bilinear-") in str(caught.value)
+    assert len(str(caught.value)) < 250
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Self
 
 from structattn.errors import ConfigError
 from structattn.layers.scoring_modules import ScoreScaling
-from structattn.spec import AttentionSpec, SpecForm, parse_spec
+from structattn.spec import AttentionSpec, SpecForm, describe_spec, parse_spec
 
 FORM = SpecForm(
     "[SPEC,SPEC,...]",
@@ -97,6 +97,11 @@ class LayerSpecs:
     def texts(self, num_layers: int) -> tuple[str, ...]:
         """As ``layers``, each as text."""
         return tuple(map(str, self.layers(num_layers)))
+
+    def describe(self) -> str:
+        """What the specs mean, in words: one sentence, or one for each layer of a list in turn."""
+        texts = [describe_spec(str(spec)) for spec in self.pattern]
+        return texts[0] if len(texts) == 1 else f"layers in turn: {' / '.join(texts)}"
 
     def with_scaling(self, scaling: ScoreScaling) -> Self:
         """Every spec ``AttentionSpec.with_scaling``."""

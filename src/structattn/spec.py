@@ -9,6 +9,7 @@ Options follow after commas: ``mlr:32|16|8|8,scaling=paper``, ``bilinear-btt:1,r
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,8 +127,18 @@ FORMS: dict[str, SpecForm] = {
 
 
 def _fail(term: str, problem: str) -> ConfigError:
-    forms = "; ".join(form.syntax for form in FORMS.values())
-    return ConfigError(f"attention spec {term!r}: {problem}. The forms are: {forms}; joined by +")
+    """The error of a term, with the one form that it is of, or else the way to see all of them."""
+    form = FORMS.get(re.split("[:,]", term.strip())[0])
+    help_text = (
+        f"Written {form.syntax}, such as {form.example}" if form else "structattn specs lists every form; + joins terms"
+    )
+    return ConfigError(f"attention spec {term!r}: {problem}. {help_text}")
+
+
+def describe_spec(text: str) -> str:
+    """What a spec means, in words: the meaning of each of its terms, for tables and reports."""
+    names = [re.split("[:,]", term.strip())[0] for term in text.split("+")]
+    return "; and ".join(FORMS[name].meaning for name in names if name in FORMS)
 
 
 def _int(text: str, term: str) -> int:

@@ -1,6 +1,7 @@
 """The command line as a user meets it: results, resume, and one clear line for every mistake."""
 
 import dataclasses
+import html
 import json
 import re
 import subprocess
@@ -61,6 +62,9 @@ def test_compare_writes_everything(task: str, specs: list[str], tmp_path: Path, 
         assert row["seconds"] > 0
         assert row["peak_memory_bytes"] > 2**20
     assert (out / "report.html").read_text().startswith("<!")
+    page = (out / "report.html").read_text()
+    for words in (*results["data"].values(), *results["meanings"].values(), "6 steps of 8 examples"):
+        assert html.escape(words) in page
     assert len(list((out / "figures").glob("*.png"))) == len(list((out / "figures").glob("*.svg"))) >= 2
     assert main(["compare", task, "--attention", *specs, "--seeds", "2", "--out", str(out), *small(task)]) == 2
     assert "--resume" in capsys.readouterr().err
@@ -116,6 +120,8 @@ def test_train_then_evaluate(tmp_path: Path, capsys) -> None:
     task = "nearest-neighbor"
     assert main(["train", task, "--attention", "bilinear-btt:1", "--out", str(run), *small(task)]) == 0
     trained = [line for line in capsys.readouterr().out.splitlines() if line.startswith("test")]
+    assert main(["evaluate", str(run.parent)]) == 2
+    assert "holds no finished run: expected run.json" in capsys.readouterr().err
     assert main(["evaluate", str(run)]) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("test")] == trained
     weights = run / "model.safetensors"
@@ -164,6 +170,14 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare"], "Missing from structattn compare: TASK"),
         (["train", "forecast", "--seed", "9" * 41], "seed must be an int"),
         (["settings", "forcast"], "did you mean 'forecast'"),
+        (["mup", "check", "--heads", "0"], "num_heads must be an int of at least 1"),
+        (["mup", "roles", "--heads", "0"], "num_heads"),
+        (["fit", "gaussian", "--size", "10000000"], "--size must be an int of at least 2 and at most 16384"),
+        (["fit", ""], "empty name"),
+        (
+            ["compare", "forecast", "--attention", "mlr:8|9x"],
+            "Written mlr:R|R|...[@B|B|...][,values=V|V|...], such as mlr:32|16|8|8\n",
+        ),
         (["compare", "forecast", "--set", "training.steps=four"], "expected int, got 'four'"),
         (["compare", "forecast", "--set", "training"], "section.field=value"),
         (["compare", "forecast", "--set", "task.embed_dim=33"], "num_heads must divide"),
@@ -283,6 +297,10 @@ def test_plan_compares_specs_and_names_what_is_wrong(capsys) -> None:
     assert "did you mean '13b'" in capsys.readouterr().err
 
 
+def test_every_task_has_a_smoke_preset() -> None:
+    assert all("smoke" in entry.presets for entry in TASKS.values())
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_settings_survive_plain_data(task: str) -> None:
     for name in TASKS[task].presets:
@@ -328,7 +346,7 @@ sys.exit(status)
     assert shown.returncode == 0
     assert "Examples:" in shown.stdout
     command = f"{sys.executable} -m structattn.cli --version"
-    for redirection, status in ((">&-", 0), ("2>&-", 0), (">/dev/full", 1)):
+    for redirection, status in ((">&-", 0), ("2>&-", 0), (">/dev/full", 2)):
         done = run(f"{command} {redirection}", shell=True)
         assert done.returncode == status, (redirection, done.stderr)
         assert "Traceback" not in done.stderr

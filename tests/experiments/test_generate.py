@@ -50,7 +50,8 @@ def test_text_comes_out_and_the_cache_does_not_change_it(name: str, runs, capsys
     command = ["generate", str(runs[name]), "--prompt", "Line 4: ", "--max-new-tokens", "20", "--seed", "3"]
     assert main(command) == 0
     text, summary = capsys.readouterr()
-    assert len(text) == 20 + 1
+    assert text.startswith("Line 4: ")
+    assert len(text) == len("Line 4: ") + 20 + 1
     pattern = r"20 tokens in [\d.]+ s, [\d,]+ tokens/s; cache of 27 tokens: ([\d,]+) bytes, plain attention ([\d,]+)"
     cache, plain = (int(number.replace(",", "")) for number in re.match(pattern, summary).groups())
     assert plain == 2 * 27 * 2 * 16 * 4  # layers, tokens, keys and values, width, float32
@@ -64,14 +65,14 @@ def test_text_comes_out_and_the_cache_does_not_change_it(name: str, runs, capsys
     assert capsys.readouterr().out != text
 
 
-def test_several_prompts_each_with_its_name(runs, capsys) -> None:
+def test_several_prompts_each_with_its_text(runs, capsys) -> None:
     single = []
     for prompt in ("Line", "The end: "):
         assert main(["generate", str(runs["learned"]), "--prompt", prompt, "--max-new-tokens", "9"]) == 0
         single.append(capsys.readouterr().out.removesuffix("\n"))
     both = ["generate", str(runs["learned"]), "--prompt", "Line", "--prompt", "The end: ", "--max-new-tokens", "9"]
     assert main(both) == 0
-    assert capsys.readouterr().out == f"--- 'Line'\n{single[0]}\n\n--- 'The end: '\n{single[1]}\n"
+    assert capsys.readouterr().out == f"---\n{single[0]}\n\n---\n{single[1]}\n"
 
 
 def test_a_stop_text_ends_a_prompt(runs) -> None:
@@ -94,7 +95,7 @@ def test_a_stop_text_ends_a_prompt(runs) -> None:
 
 def test_rotary_runs_have_no_limit_and_learned_ones_say_theirs(runs, capsys) -> None:
     assert main(["generate", str(runs["rotary"]), "--max-new-tokens", "70", "--temperature", "0"]) == 0
-    assert len(capsys.readouterr().out) == 71
+    assert len(capsys.readouterr().out) == 1 + 70 + 1  # the prompt, a line break, first
     assert main(["generate", str(runs["learned"]), "--max-new-tokens", "70"]) == 2
     assert "make 71, more than the 32 positions learned" in capsys.readouterr().err
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import shlex
@@ -41,12 +42,10 @@ from structattn.errors import ConfigError, MissingDependencyError
 def _require_extra() -> None:
     """Says which extra is missing instead of a bare ImportError deep inside a run."""
     for name in ("accelerate", "matplotlib", "pandas", "tensorboard", "tqdm"):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
+        if importlib.util.find_spec(name) is None:  # importing all of them would take seconds
             raise MissingDependencyError(
                 f"{name} is not installed: pip install 'structattn[train]' brings all that training needs"
-            ) from error
+            )
 
 
 def _num_processes() -> int:
@@ -190,13 +189,15 @@ def _generate(command: Generate) -> None:
         use_cache=command.cache,
     )
     texts = [""] * len(prompts)
+    if len(prompts) == 1:
+        print(prompts[0], end="", flush=True)
     for step in generation:
         new = [character or "" for character in step]
         texts = [text + character for text, character in zip(texts, new, strict=True)]
         if len(prompts) == 1:
             print(new[0], end="", flush=True)
     if len(prompts) > 1:
-        print("\n\n".join(f"--- {prompt!r}\n{text}" for prompt, text in zip(prompts, texts, strict=True)), end="")
+        print("\n\n".join(f"---\n{prompt}{text}" for prompt, text in zip(prompts, texts, strict=True)), end="")
     print(flush=True)
     print(generation.summary(), file=sys.stderr)
 
@@ -359,7 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: without the program's name. Default: ``sys.argv``.
 
     Returns:
-        The exit status: 0; 2 after an error, printed in one line to stderr; 1 if the output cannot be written; 130 after an
+        The exit status: 0; 2 after an error, printed in one line to stderr; 1 if the reader of a pipe has left; 130 after an
         interruption.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -384,11 +385,7 @@ def main(arguments: list[str] | None = None) -> int:
         if line is None or with_traceback:
             raise
         print(f"structattn: {line}", file=sys.stderr)
-        try:
-            sys.stdout.flush()
-        except OSError:  # it is the output that cannot be written
-            close_output()
-            return 1
+        close_output()  # it may be the output that cannot be written
         return 2
     return 0
 

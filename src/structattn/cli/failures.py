@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
@@ -29,8 +28,10 @@ def open_standard_streams() -> None:
 
 
 def close_output() -> None:
-    """Sends what is left in the buffers of standard output to the null device, so that Python does not try it again at its end."""
-    with contextlib.suppress(OSError, ValueError):
+    """Writes what is left in the buffer of standard output, or drops it if it cannot be written, so that Python does not try it at exit."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

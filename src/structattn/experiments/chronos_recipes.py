@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from structattn.experiments.recipe import Preset, Recipe
 from structattn.tasks.chronos import ChronosConfig
 from structattn.training.config import TrainingConfig
@@ -28,4 +30,12 @@ CHRONOS_PRESETS = {
         "a T5 of 0.3 million parameters from scratch, 24 hours ahead from 96, 400 steps, one seed; 3.5 minutes on 2 CPU cores (measured)",
     ),
     "small": Preset(_SMALL, "the same"),
+    "smoke": Preset(
+        replace(
+            _SMALL,
+            task=ChronosConfig(num_synthetic=32, eval_windows=16, forecasts=4, num_samples=4),
+            training=replace(_SMALL.training, steps=20, warmup_steps=2, eval_every=10),
+        ),
+        "the same with 20 steps: shows that it trains, not what it learns",
+    ),
 }

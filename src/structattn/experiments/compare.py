@@ -385,6 +385,8 @@ def compare(
         "config": json.loads(json.dumps(to_plain(recipe))),
         "versions": versions(),
         "hardware": hardware(),
+        "data": task.data_summary(),
+        "meanings": {spec: task.describe_spec(spec) for spec in recipe.attention},
         "axis_labels": task.axis_labels(),
         "rows": rows,
         "scaling": scaling(rows, recipe.attention) if recipe.budgets else None,

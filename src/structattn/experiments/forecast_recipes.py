@@ -79,6 +79,10 @@ FORECAST_PRESETS = {
         "four attentions and PatchTST, iTransformer, DLinear, NHITS; horizons 96, 192, 336; one column and all; look-backs 96 ... 2,048; "
         "3 seeds: 1,200 runs, days on a CPU (estimated)",
     ),
+    "smoke": Preset(
+        replace(_DEMO, attention=_DEMO.attention[:2], seeds=1, training=replace(_TRAINING, steps=64, warmup_steps=8)),
+        "ETTh1 OT, 336 to 96, two variants and 64 steps: shows that it trains, not what it learns",
+    ),
     "ett-short": Preset(
         _SHORT,
         "the same for one column: two attentions and the four, horizons 96 and 336, look-backs 96, 336, 1,024; 34 minutes for horizon 96 (measured)",

@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structattn.checks import check_int
 from structattn.errors import ConfigError, DataError, nearest_name
 from structattn.experiments.evaluate import load_run
 from structattn.layers.attention import Attention
 from structattn.tasks.series import WindowedSeries
 from structattn.tasks.series_file import read_series
+
+_LARGEST_EXAMPLE = 2**14  # a matrix of 2 GiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +95,10 @@ def load_matrix(text: str, size: int) -> NamedMatrix:
         CheckpointError: the folder holds no finished run.
     """
     if text in EXAMPLES:
-        if size < 2:
-            raise ConfigError(f"--size must be at least 2, got {size}")
+        check_int("--size", size, minimum=2, maximum=_LARGEST_EXAMPLE)
         return NamedMatrix(name=text, about=EXAMPLES[text].about, values=EXAMPLES[text].make(size))
+    if not text:
+        raise ConfigError("a matrix has an empty name: give a .npy file, the folder of a run, or an example")
     if text.endswith(".npy"):
         return _from_file(Path(text))
     found = re.fullmatch(r"(.+)@(\d+)\.(\d+)", text)

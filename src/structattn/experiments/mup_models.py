@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from structattn import mup
+from structattn.checks import check_int
 from structattn.errors import ConfigError
 from structattn.layer_specs import LayerSpecs
 from structattn.layers.attention import Attention
@@ -124,6 +125,10 @@ class Bench:
     num_points: int = 4
     batch_size: int = 16
     mean: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_layers", "dim", "num_points", "batch_size"):
+            check_int(name, getattr(self, name), minimum=1)
 
     def prompts(self, *name: int | str) -> Prompts:
         """A batch, xs (B, N, d) and ys (B, N): a pure function of its name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from structattn.errors import ConfigError, nearest_name
@@ -55,6 +55,10 @@ TASKS: dict[str, TaskEntry] = {
         {
             "default": Preset(_nearest(1), "d = 64, 16 points, five variants, one seed"),
             "demo": Preset(_nearest(1), "the same"),
+            "smoke": Preset(
+                replace(_nearest(1, _NEAREST_SPECS[:3]), training=replace(_NEAREST, steps=100)),
+                "the same with three variants and 100 steps: shows that it trains, not what it learns",
+            ),
             "ranks": Preset(
                 _nearest(
                     3,

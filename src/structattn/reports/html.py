@@ -78,6 +78,7 @@ def write_report(results: Results, figures: Iterable[Figure], path: Path) -> Pat
         f"<h1>{escaped(title)}</h1>",
         f'<p class="question">{escaped(results["question"])}</p>',
         f'<p class="dim">preset {escaped(results["preset"])} · {escaped(results["created"])} · {_seeds(results)}</p>',
+        _facts(results),
         f'<div class="verdict"><b>Verdict</b>{escaped(verdict(results))}</div>',
         f"<h2>Results</h2>{_table(results)}",
         f'<p class="dim">Score: {escaped(results["metric"])}, {escaped(results["metric_label"])}; '
@@ -110,6 +111,17 @@ def write_page(title: str, body: Iterable[str], path: Path) -> Path:
 def escaped(value: Any) -> str:
     """A value as text that is safe inside HTML."""
     return escape(str(value), quote=True)
+
+
+def _facts(results: Results) -> str:
+    """What was compared on what: the data, the length of the training, and every spec in words."""
+    training = (results.get("config") or {}).get("training") or {}
+    facts = list((results.get("data") or {}).items())
+    if training:
+        most = "at most " if training.get("patience") else ""
+        facts.append(("training", f"{most}{training['steps']:,} steps of {training['batch_size']:,} examples"))
+    facts += [(spec, meaning) for spec, meaning in (results.get("meanings") or {}).items()]
+    return _pairs(facts) if facts else ""
 
 
 def _seeds(results: Results) -> str:

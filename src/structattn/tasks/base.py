@@ -57,6 +57,15 @@ class Task(ABC):
         """
         LayerSpecs.parse(spec)
 
+    @classmethod
+    def describe_spec(cls, spec: str) -> str:
+        """What a text that ``check_spec`` accepts means, in words, for tables and reports."""
+        return LayerSpecs.parse(spec).describe()
+
+    def data_summary(self) -> dict[str, str]:
+        """The data in words for the head of a report: what, how much, and how much a model sees at once; empty by default."""
+        return {}
+
     @abstractmethod
     def build_model(self, spec: str) -> nn.Module:
         """The model of this task with the attention ``spec``; draws its weights from torch's global generator.

@@ -212,6 +212,14 @@ class ChronosTask(Task):
             dropout=config.dropout,
         )
 
+    def data_summary(self) -> dict[str, str]:
+        """What is trained on, and the window."""
+        config = self.config
+        return {
+            "data": "synthetic series for training; unseen synthetic series and ETTh1 for the test",
+            "window": f"{config.context_length} steps in, {config.prediction_length} steps ahead",
+        }
+
     def build_model(self, spec: str) -> ChronosForecaster:
         """A T5 with structured self-attention, in the encoder and in the decoder: a new one, or that of the checkpoint."""
         is_meta = torch.get_default_device().type == "meta"  # a comparison looks whether a spec fits

@@ -117,6 +117,28 @@ class ForecastTask(Task):
         if PeerSpec.parse(spec) is None:
             super().check_spec(spec)
 
+    @classmethod
+    def describe_spec(cls, spec: str) -> str:
+        """Attention specs, and peers."""
+        peer = PeerSpec.parse(spec)
+        return (
+            super().describe_spec(spec)
+            if peer is None
+            else f"the baseline model {spec.partition(':')[2]} of neuralforecast"
+        )
+
+    def data_summary(self) -> dict[str, str]:
+        """The file, its rows and columns, and the windows of each split."""
+        config, first = self.config, self.data.channels[0].series
+        counts = {split: self._windows[split][0].shape[0] for split in ("train", "validation", "test")}
+        return {
+            "data": "ETTh1, in the package" if config.data.path is None else str(config.data.path),
+            "rows": f"{len(first.values):,}, {first.step} apart",
+            "columns": ", ".join(self.data.names),
+            "window": f"{config.look_back} steps in, {config.horizon} steps ahead",
+            "windows": ", ".join(f"{count:,} {split}" for split, count in counts.items()),
+        }
+
     def build_model(self, spec: str) -> Forecaster | PeerForecaster:
         """A patch transformer, or a peer."""
         config = self.config

@@ -176,6 +176,13 @@ class ICLRegressionTask(Task):
     def __init__(self, config: ICLRegressionConfig) -> None:
         self.config = config
 
+    def data_summary(self) -> dict[str, str]:
+        """The size of a prompt."""
+        config = self.config
+        return {
+            "data": f"random functions of {config.dim} numbers, {config.full_points} examples in a prompt, drawn anew at each step"
+        }
+
     def build_model(self, spec: str) -> ICLRegressor:
         """A causal transformer over 2 N tokens."""
         config = self.config

@@ -56,6 +56,13 @@ class NearestNeighborTask(Task):
     def __init__(self, config: NearestNeighborConfig) -> None:
         self.config = config
 
+    def data_summary(self) -> dict[str, str]:
+        """The size of an example."""
+        config = self.config
+        return {
+            "data": f"random points on a sphere, {config.num_points} of dimension {config.dim} in an example, drawn anew at each step"
+        }
+
     def build_model(self, spec: str) -> NearestNeighborModel:
         """One attention layer over the raw points."""
         config = self.config

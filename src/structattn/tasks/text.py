@@ -111,6 +111,14 @@ class TextTask(Task):
                     f"{20 * (config.context_length + 1)} {units}, or a shorter context"
                 )
 
+    def data_summary(self) -> dict[str, str]:
+        """The text, its tokens by split, and the context."""
+        return {
+            "data": self.config.data or "a public-domain excerpt, in the package",
+            "tokens": ", ".join(f"{len(tokens):,} {split}" for split, tokens in self.splits.items()),
+            "window": f"{self.config.context_length} tokens of context",
+        }
+
     def build_model(self, spec: str) -> LanguageModel:
         """A causal language model over the tokens."""
         return self.config.build_model(spec, self.tokenizer)

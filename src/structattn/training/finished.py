@@ -48,6 +48,18 @@ def write_finished(folder: Path, record: dict[str, Any], weights: dict[str, Tens
     write_atomic(folder / RECORD, signed({**record, "model_sha256": hashlib.sha256(content).hexdigest()}))
 
 
+def _why_not_finished(folder: Path) -> str:
+    """What a folder without a finished run is, and what to do with it."""
+    if not folder.exists():
+        return "there is no such folder"
+    inside = sorted(path.parent for path in folder.glob(f"runs/**/{RECORD}"))
+    if inside:
+        return f"it is a comparison of {len(inside)} runs: name one of them, such as {inside[0]}"
+    if (folder / "checkpoints").is_dir():
+        return f"its training was interrupted: finish it with the command that started it, --resume and --out {folder}"
+    return f"expected {RECORD} and {WEIGHTS}, which structattn train writes"
+
+
 def read_record(folder: Path) -> dict[str, Any]:
     """The record of a finished run.
 
@@ -55,9 +67,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         CheckpointError: there is none, or it is damaged.
     """
     if not is_finished(folder):
-        raise CheckpointError(
-            f"{folder} holds no finished run: expected {RECORD} and {WEIGHTS}; finish it with 'structattn train ... --resume'"
-        )
+        raise CheckpointError(f"{folder} holds no finished run: {_why_not_finished(folder)}")
     record = read_signed(folder / RECORD, _UNSIGNED)
     if not isinstance(record.get("model_sha256"), str):
         raise CheckpointError(f"{folder / RECORD} is no record of a run: it has no model_sha256")

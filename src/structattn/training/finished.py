@@ -86,7 +86,8 @@ def read_finished(folder: Path) -> FinishedRun:
         digest = hashlib.sha256(content).hexdigest()
         if digest != record["model_sha256"]:
             raise CheckpointError(
-                f"{path} was changed since it was written: expected sha256 {record['model_sha256'][:12]}, got {digest[:12]}"
+                f"{path} was changed since it was written: expected sha256 {record['model_sha256'][:12]}, got "
+                f"{digest[:12]}; the run is damaged, train it again"
             )
         return FinishedRun(record, load(content))
     except (OSError, SafetensorError) as error:

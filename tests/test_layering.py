@@ -11,6 +11,7 @@ FLOORS = {
     "errors": 0,
     "checks": 1,
     "files": 2,
+    "folders": 3,
     "seeds": 2,
     "partition": 2,
     "layout": 3,

@@ -223,7 +223,7 @@ def test_the_command(tmp_path, capsys) -> None:
 def test_options_reach_the_settings(tmp_path, monkeypatch) -> None:
     found = []
 
-    def check(config: CheckConfig, out, command: str) -> None:
+    def check(config: CheckConfig, out, **others) -> None:
         found.append(config)
         raise ConfigError("enough")
 

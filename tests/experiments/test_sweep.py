@@ -19,6 +19,7 @@ from structattn.experiments.runs import kept_score
 from structattn.experiments.settings import apply_overrides
 from structattn.experiments.sweep_plan import Journal, SweepPlan
 from structattn.experiments.sweep_space import Parameter, RunSettings, parse_parameters, setting_types
+from structattn.folders import Owner
 from structattn.layer_specs import split_specs
 from structattn.training.checkpoint import latest_checkpoint, load_checkpoint
 from structattn.training.loop import TrainingResult
@@ -182,16 +183,14 @@ def test_the_score_is_that_of_the_weights_that_are_kept() -> None:
 
 
 def test_a_sweep_is_resumed_as_it_was(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.open(plan(tmp_path), resume=False)
-    journal.open(plan(tmp_path, trials=9), resume=True)
-    with pytest.raises(ConfigError, match="other parameters"):
-        journal.open(plan(tmp_path, "training.lr=log:1e-5:1e-3"), resume=True)
-    with pytest.raises(ConfigError, match="other seed"):
-        journal.open(plan(tmp_path, seed=1), resume=True)
+    def differences(now: SweepPlan) -> list[str]:
+        return Owner(command="sweep", task="", settings=now.identity()).differences(plan(tmp_path).identity())
+
+    assert not differences(plan(tmp_path, trials=9))
+    assert "parameters = " in differences(plan(tmp_path, "training.lr=log:1e-5:1e-3"))[0]
+    assert differences(plan(tmp_path, seed=1)) == ["seed = 0, now 1"]
     changed = dataclasses.replace(plan(tmp_path), settings=settings("nearest-neighbor", *SMALL, "training.steps=9"))
-    with pytest.raises(ConfigError, match=r"training.steps: then 8, now 9"):
-        journal.open(changed, resume=True)
+    assert differences(changed)[0] == "settings.training.steps = 8, now 9"
 
 
 def test_the_journal_counts_seconds_on_and_keeps_each_step_once(tmp_path: Path) -> None:

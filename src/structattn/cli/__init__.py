@@ -1,14 +1,12 @@
-"""The ``structattn`` command: parses, calls, prints. The only file that prints."""
+"""The ``structattn`` command: parses, calls, prints. Only files of this folder print."""
 
 from __future__ import annotations
 
-import datetime
 import importlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
-import shlex
 import sys
 from dataclasses import replace
 from functools import partial
@@ -36,6 +34,7 @@ from structattn.cli.commands import (
 )
 from structattn.cli.failures import close_output, in_one_line, open_standard_streams
 from structattn.cli.parsing import parse
+from structattn.cli.session import Session
 from structattn.errors import ConfigError, MissingDependencyError
 
 
@@ -51,10 +50,6 @@ def _require_extra() -> None:
 def _num_processes() -> int:
     """Those that torchrun or accelerate launch started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _default_folder(task: str) -> Path:
-    return Path("runs") / f"{task}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
 def _recipe(command: Compare | Train | Sweep) -> Any:
@@ -74,7 +69,7 @@ def _recipe(command: Compare | Train | Sweep) -> Any:
     return apply_overrides(recipe_for(command.task, command.preset), tuple(overrides))
 
 
-def _compare(command: Compare, line: str) -> None:
+def _compare(command: Compare, session: Session) -> None:
     _require_extra()
     from structattn.experiments.compare import compare
     from structattn.experiments.ray_runs import train_all_with_ray
@@ -92,44 +87,52 @@ def _compare(command: Compare, line: str) -> None:
         "budgets": command.budgets,
     }
     recipe = replace(_recipe(command), **{name: value for name, value in given.items() if value not in (None, ())})
-    out = _default_folder(command.task) if command.out is None else command.out
     if command.ray_address and command.jobs != 1:
         raise ConfigError("--jobs is for this machine alone: on a Ray cluster its cores and GPUs decide")
     on_ray = partial(train_all_with_ray, address=command.ray_address)
     done = compare(
         command.task,
         recipe,
-        out,
+        command.out,
         preset=command.preset,
-        command=line,
+        command=session.line,
         resume=command.resume,
+        on_open=session.began,
         train_jobs=on_ray if command.ray_address else partial(train_all, workers=command.jobs),
     )
     print(f"\n{format_results(done.results)}\n\n{verdict(done.results)}\n")
     _print_paths(done.folder, done.report)
 
 
-def _train(command: Train) -> None:
+def _train(command: Train, session: Session) -> None:
     _require_extra()
-    from structattn.experiments.compare import open_folder
+    from structattn.experiments.old_folders import run_record
     from structattn.experiments.recipes import task_entry
+    from structattn.experiments.settings import to_plain
+    from structattn.folders import Owner, opened
     from structattn.training.loop import train
 
     if _num_processes() > 1 and command.out is None:
         raise ConfigError("the processes of a launcher share one folder: give --out")
     recipe = _recipe(command)
     task = task_entry(command.task).make(recipe.task)
-    out = _default_folder(command.task) if command.out is None else command.out
-    open_folder(out, resume=True)
-    result = train(task, command.attention, recipe.training, seed=command.seed, run_dir=out, resume=command.resume)
-    # Every process of a launcher evaluates, since each may hold a part of the model, and one speaks for all.
-    metrics = task.evaluate(result.model, "test")
+    settings = {
+        "attention": command.attention,
+        "seed": command.seed,
+        "task": to_plain(recipe.task),
+        "training": to_plain(recipe.training),
+    }
+    owner = Owner(command="train", task=command.task, settings=settings)
+    with opened(command.out, owner, resume=command.resume, record=run_record, on_open=session.began) as out:
+        result = train(task, command.attention, recipe.training, seed=command.seed, run_dir=out, resume=command.resume)
+        # Every process of a launcher evaluates, since each may hold a part of the model, and one speaks for all.
+        metrics = task.evaluate(result.model, "test")
     if os.environ.get("RANK", "0") == "0":
         _print_metrics(metrics)
         print(f"run      {out}")
 
 
-def _sweep(command: Sweep, line: str) -> None:
+def _sweep(command: Sweep, session: Session) -> None:
     _require_extra()
     from structattn.experiments.sweep import sweep
     from structattn.experiments.sweep_plan import SweepPlan
@@ -143,7 +146,7 @@ def _sweep(command: Sweep, line: str) -> None:
         settings=RunSettings(task=recipe.task, training=recipe.training),
         params=command.param,
         trials=command.trials,
-        folder=_default_folder(f"sweep-{command.task}") if command.out is None else command.out,
+        folder=command.out,
         attention=command.attention,
         seed=command.seed,
         scheduler=command.scheduler,
@@ -152,7 +155,14 @@ def _sweep(command: Sweep, line: str) -> None:
         changes=command.set,
         given=tuple(word for option, value in given.items() if value is not None for word in (option, str(value))),
     )
-    done = sweep(plan, address=command.ray_address, jobs=command.jobs, command=line, resume=command.resume)
+    done = sweep(
+        plan,
+        address=command.ray_address,
+        jobs=command.jobs,
+        command=session.line,
+        resume=command.resume,
+        on_open=session.began,
+    )
     print(f"\n{format_sweep(done.results)}\n\n{sweep_verdict(done.results)}\n\n{done.results['best']['command']}\n")
     _print_paths(done.folder, done.report)
 
@@ -202,7 +212,7 @@ def _generate(command: Generate) -> None:
     print(generation.summary(), file=sys.stderr)
 
 
-def _fit(command: Fit, line: str) -> None:
+def _fit(command: Fit, session: Session) -> None:
     _require_extra()
     from structattn.experiments.fit_matrices import fit_matrices
     from structattn.experiments.matrix_examples import load_matrix
@@ -211,16 +221,17 @@ def _fit(command: Fit, line: str) -> None:
     done = fit_matrices(
         [load_matrix(text, command.size) for text in command.matrices],
         command.structures,
-        _default_folder("fit") if command.out is None else command.out,
+        command.out,
         refine=command.refine,
         seed=command.seed,
-        command=line,
+        command=session.line,
+        on_open=session.writes_to,
     )
     print(f"\n{format_fits(done.results)}\n\n{fit_verdict(done.results)}\n")
     _print_paths(done.folder, done.report)
 
 
-def _mup(command: MupCheck | MupRoles, line: str) -> None:
+def _mup(command: MupCheck | MupRoles, session: Session) -> None:
     if isinstance(command, MupRoles):
         from structattn.experiments.listings import mup_roles
 
@@ -244,8 +255,7 @@ def _mup(command: MupCheck | MupRoles, line: str) -> None:
         "bench": None if command.heads is None else replace(config.bench, num_heads=command.heads),
     }
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    out = _default_folder("mup") if command.out is None else command.out
-    done = mup_check(replace(config, **changes), out, command=line)
+    done = mup_check(replace(config, **changes), command.out, command=session.line, on_open=session.writes_to)
     print(f"\n{format_mup(done.results)}\n\n{mup_verdict(done.results)}\n")
     _print_paths(done.folder, done.report)
 
@@ -368,17 +378,15 @@ def main(arguments: list[str] | None = None) -> int:
     with_traceback = "--traceback" in arguments
     arguments = [word for word in arguments if word != "--traceback"]
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    session = Session(arguments)
     try:
-        _run(arguments)
+        _run(arguments, session)
         sys.stdout.flush()
     except BrokenPipeError:
         close_output()  # the reader, such as ``head``, has seen enough
         return 1
     except KeyboardInterrupt:
-        print(
-            "structattn: interrupted; compare, train, sweep and data prepare continue where they were with --resume",
-            file=sys.stderr,
-        )
+        print(session.interrupted(), file=sys.stderr)
         return 130
     except Exception as error:
         line = in_one_line(error)
@@ -390,27 +398,26 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _run(arguments: list[str]) -> None:
+def _run(arguments: list[str], session: Session) -> None:
     if arguments[:1] == ["--version"]:
         print(f"structattn {importlib.metadata.version('structattn')}")
         return
     command = parse(arguments)
-    line = shlex.join(["structattn", *arguments])
     match command:
         case Compare():
-            _compare(command, line)
+            _compare(command, session)
         case Train():
-            _train(command)
+            _train(command, session)
         case Sweep():
-            _sweep(command, line)
+            _sweep(command, session)
         case Evaluate():
             _evaluate(command)
         case Generate():
             _generate(command)
         case Fit():
-            _fit(command, line)
+            _fit(command, session)
         case MupCheck() | MupRoles():
-            _mup(command, line)
+            _mup(command, session)
         case Prepare() | DataInfo():
             _data(command)
         case Plan():

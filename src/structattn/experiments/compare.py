@@ -8,9 +8,9 @@ import functools
 import hashlib
 import json
 import math
-import os
 import re
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
+from structattn.experiments.old_folders import comparison_record
 from structattn.experiments.recipe import Point, Recipe
 from structattn.experiments.recipes import task_entry
 from structattn.experiments.record import hardware, versions
@@ -27,6 +28,7 @@ from structattn.experiments.scaling import scaling
 from structattn.experiments.search import search
 from structattn.experiments.settings import to_plain
 from structattn.files import write_atomic
+from structattn.folders import Owner, opened
 from structattn.reports._common import fmt_flops
 from structattn.reports.runs_csv import runs_csv
 from structattn.tasks.base import Task
@@ -34,6 +36,8 @@ from structattn.training.build import spec_for
 from structattn.training.config import TrainingConfig
 
 _FEWEST_STEPS = 8
+# Settings that name runs, each with a folder of its own: a comparison may be resumed with others.
+_WITH_RUNS_OF_THEIR_OWN = ("attention", "seeds", "learning_rates", "variants", "search", "widths", "budgets")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,23 +65,6 @@ def run_folder(out: Path, spec: str, seed: int, learning_rate: float, variant: s
     """The folder of one run: different for different specs, seeds, learning rates and variants of the settings."""
     place = out / group / _slug(variant) if variant else out / group
     return place / _slug(spec) / f"seed-{seed}-lr-{learning_rate:g}"
-
-
-def open_folder(out: Path, resume: bool) -> None:
-    """Creates the output folder and checks that it can be written and holds no other results.
-
-    Raises:
-        ConfigError: it cannot be written, or it has results and ``resume`` is off.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / f".write-test-{os.getpid()}"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write to the output folder {out}: {error.strerror or error}") from error
-    if not resume and ((out / "results.json").exists() or (out / "runs").exists()):
-        raise ConfigError(f"{out} already has results: give --resume to continue them, or another --out")
 
 
 def _check_models(recipe: Recipe, task: Task) -> None:
@@ -306,33 +293,37 @@ def count_parameters(model: nn.Module) -> int:
 def compare(
     task_name: str,
     recipe: Recipe,
-    out: Path,
+    out: Path | None = None,
     *,
     preset: str = "default",
     command: str = "",
     resume: bool = False,
     train_jobs: TrainAll = train_all,
     show_progress: bool = True,
+    on_open: Callable[[Path], None] | None = None,
 ) -> Comparison:
     """Trains every attention spec of a recipe and writes ``results.json``, figures (PNG, SVG) and ``report.html``.
 
     Args:
         task_name: see ``recipes.TASKS``.
         recipe: settings.
-        out: output folder, created; each run has a folder below ``runs/``.
+        out: output folder, created; each run has a folder below ``runs/``. Default: see ``folders.opened``.
         preset: its name, for the record.
         command: the command line, for the record.
-        resume: continue the unfinished runs of ``out`` and keep the finished ones.
+        resume: continue the unfinished runs of ``out`` and keep the finished ones. What has runs of its own may differ from before:
+            specs, seeds, learning rates, variants, what is searched, widths and budgets.
         train_jobs: what trains many models. Default: one after the other. ``partial(train_all, workers=2)`` trains two at the same time,
             each in a process with its share of the cores: small models leave most of a core's threads idle, so one process per core is
             then the fastest. ``ray_runs.train_all_with_ray`` uses a cluster.
         show_progress: a progress bar per run; with several jobs one for all.
+        on_open: is told the output folder before anything is trained.
 
     Returns:
         ``Comparison``.
 
     Raises:
-        ConfigError: unknown names, specs that do not fit, or an unusable folder, before anything is trained.
+        ConfigError: unknown names, specs that do not fit, or an unusable folder, such as one of other settings, before anything is
+            trained.
         CheckpointError: ``resume`` meets checkpoints of other settings or damaged ones.
 
     Cost: the training of ``len(attention) * (seeds + len(learning_rates) - 1)`` models; where the sweep has settings of its own
@@ -341,13 +332,31 @@ def compare(
     # matplotlib is optional: only a comparison needs it
     from structattn.reports.pages import write_pages
 
-    parts = [_Part(task_name=task_name, point=point, out=out) for point in recipe.points()]
+    parts = [_Part(task_name=task_name, point=point, out=Path()) for point in recipe.points()]
     tasks = [task_entry(task_name).make(part.point.recipe.task) for part in parts]
     for part, task in zip(parts, tasks, strict=True):
         _check_models(part.point.recipe, task)
         _check_models(part.point.swept, task_entry(task_name).make(part.point.swept.task))
     _check_steps(parts)
-    open_folder(out, resume)
+    owner = Owner(command="compare", task=task_name, settings=to_plain(recipe), free=_WITH_RUNS_OF_THEIR_OWN)
+    known = functools.partial(comparison_record, task=task_name)
+    with opened(out, owner, resume=resume, record=known, on_open=on_open) as folder:
+        placed = [dataclasses.replace(part, out=folder) for part in parts]
+        results = _results(placed, tasks, recipe, train_jobs, resume, show_progress)
+        results |= {"command": command, "preset": preset}
+        try:
+            write_atomic(folder / "results.json", json.dumps(results, indent=1))
+            write_atomic(folder / "runs.csv", runs_csv(results))
+            report = write_pages(results, folder)
+        except OSError as error:
+            raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
+    return Comparison(results=results, folder=folder, report=report)
+
+
+def _results(
+    parts: list[_Part], tasks: list[Task], recipe: Recipe, train_jobs: TrainAll, resume: bool, show_progress: bool
+) -> dict[str, Any]:
+    """Trains what is left to train; what ``results.json`` holds of it."""
     metric = tasks[0].metric
     # Points that differ in nothing that their sweeps have share them.
     sweeps = list({job.folder: job for part in parts for job in part.sweep_jobs().values()}.values())
@@ -373,13 +382,11 @@ def compare(
     ]
     baselines = [row for part, task in zip(parts, tasks, strict=True) for row in _baselines(part, task)]
     task = tasks[0]
-    results = {
+    return {
         "task": task.name,
         "metric": task.metric,
         "metric_label": task.metric_label,
         "question": task.question,
-        "command": command,
-        "preset": preset,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seeds": list(range(recipe.seeds)),
         "config": json.loads(json.dumps(to_plain(recipe))),
@@ -393,10 +400,3 @@ def compare(
         "baselines": baselines,
         "search": search(rows, baselines) if recipe.search else None,
     }
-    try:
-        write_atomic(out / "results.json", json.dumps(results, indent=1))
-        write_atomic(out / "runs.csv", runs_csv(results))
-        report = write_pages(results, out)
-    except OSError as error:
-        raise CheckpointError(f"could not write the results to {out}: {error.strerror or error}") from error
-    return Comparison(results=results, folder=out, report=report)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from structattn.errors import CheckpointError, ConfigError
-from structattn.experiments.compare import open_folder
 from structattn.experiments.matrix_examples import NamedMatrix
 from structattn.experiments.record import hardware, versions
 from structattn.files import write_atomic
+from structattn.folders import Owner, opened
 from structattn.matrices import Fit, Structure, allocate_ranks, fit
 from structattn.matrices.btt import factor_pair
 from structattn.matrices.target import check_dense
@@ -107,22 +107,24 @@ class Fits:
 def fit_matrices(
     matrices: Sequence[NamedMatrix],
     structures: Sequence[str],
-    out: Path,
+    out: Path | None = None,
     *,
     refine: int | None = None,
     seed: int = 0,
     command: str = "",
     show_progress: bool = True,
+    on_open: Callable[[Path], None] | None = None,
 ) -> Fits:
     """Fits every structure to every matrix; writes ``results.json``, ``figures/error-against-parameters`` and ``report.html``.
 
     Args:
         matrices: what to fit.
         structures: texts (see ``parse_candidate``); empty for ``default_structures`` of each matrix.
-        out: output folder, created.
+        out: output folder, created. Default: a new one below ``runs/``.
         refine, seed: see ``matrices.fit``.
         command: the command line, for the record.
         show_progress: a progress bar per long fit.
+        on_open: is told the output folder before anything is fitted.
 
     Returns:
         ``Fits``.
@@ -148,23 +150,30 @@ def fit_matrices(
             for candidate in candidates:
                 candidate.size.build(rows, cols)
         plans.append((matrix, candidates))
-    open_folder(out, resume=False)
-    results = {
+    settings = {"matrices": names, "structures": list(structures), "refine": refine, "seed": seed}
+    with opened(out, Owner(command="fit", task="", settings=settings), resume=None, on_open=on_open) as folder:
+        results = _results(plans, refine, seed, command, show_progress)
+        try:
+            write_atomic(folder / "results.json", json.dumps(results, indent=1))
+            figure = draw_fits(results, folder / "figures")
+            report = write_fit_report(results, figure, folder / "report.html")
+        except OSError as error:
+            raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
+    return Fits(results=results, folder=folder, report=report)
+
+
+def _results(
+    plans: Sequence[tuple[NamedMatrix, list[Candidate]]], refine: int | None, seed: int, command: str, show: bool
+) -> dict[str, Any]:
+    return {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
         "seed": seed,
         "refine": refine,
         "versions": versions(),
         "hardware": hardware(),
-        "matrices": [_fit_all(matrix, candidates, show_progress) for matrix, candidates in plans],
+        "matrices": [_fit_all(matrix, candidates, show) for matrix, candidates in plans],
     }
-    try:
-        write_atomic(out / "results.json", json.dumps(results, indent=1))
-        figure = draw_fits(results, out / "figures")
-        report = write_fit_report(results, figure, out / "report.html")
-    except OSError as error:
-        raise CheckpointError(f"could not write the results to {out}: {error.strerror or error}") from error
-    return Fits(results=results, folder=out, report=report)
 
 
 def _fit_all(matrix: NamedMatrix, candidates: Iterable[Candidate], show_progress: bool) -> dict[str, Any]:

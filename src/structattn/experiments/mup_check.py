@@ -16,7 +16,6 @@ from typing import Any, get_args
 from tqdm import tqdm
 
 from structattn.errors import CheckpointError, ConfigError
-from structattn.experiments.compare import open_folder
 from structattn.experiments.mup_models import (
     QUANTITIES,
     Bench,
@@ -28,6 +27,7 @@ from structattn.experiments.mup_models import (
 )
 from structattn.experiments.record import hardware, versions
 from structattn.files import write_atomic
+from structattn.folders import Owner, opened
 
 STRUCTURES = (
     "standard",
@@ -272,14 +272,22 @@ class Check:
     report: Path
 
 
-def mup_check(config: CheckConfig, out: Path, *, command: str = "", show_progress: bool = True) -> Check:
+def mup_check(
+    config: CheckConfig,
+    out: Path | None = None,
+    *,
+    command: str = "",
+    show_progress: bool = True,
+    on_open: Callable[[Path], None] | None = None,
+) -> Check:
     """Both checks for every structure under muP and the standard parametrisation; writes ``results.json``, figures, a report.
 
     Args:
         config: settings.
-        out: output folder, created.
+        out: output folder, created. Default: a new one below ``runs/``.
         command: the command line, for the record.
         show_progress: one progress bar.
+        on_open: is told the output folder before anything is trained.
 
     Raises:
         ConfigError: an unusable folder.
@@ -287,7 +295,20 @@ def mup_check(config: CheckConfig, out: Path, *, command: str = "", show_progres
     from structattn.reports.figures import draw_mup  # matplotlib is optional
     from structattn.reports.mup import write_mup_report
 
-    open_folder(out, resume=False)
+    settings = dataclasses.asdict(config)
+    with opened(out, Owner(command="mup check", task="", settings=settings), resume=None, on_open=on_open) as folder:
+        results = _results(config, show_progress) | {"command": command}
+        try:
+            write_atomic(folder / "results.json", json.dumps(results, indent=1))
+            figures = draw_mup(results, folder / "figures")
+            report = write_mup_report(results, figures, folder / "report.html")
+        except OSError as error:
+            raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
+    return Check(results=results, folder=folder, report=report)
+
+
+def _results(config: CheckConfig, show_progress: bool) -> dict[str, Any]:
+    """Makes the checks; what ``results.json`` holds of them."""
     started = time.perf_counter()
     kinds: tuple[Parametrization, ...] = get_args(Parametrization)
     chosen = config.transferred
@@ -314,9 +335,8 @@ def mup_check(config: CheckConfig, out: Path, *, command: str = "", show_progres
                             structure, kind, config, lambda width: bar.update(_cost(width, config.transfer_steps))
                         )
                     )
-    results = {
+    return {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command,
         "config": json.loads(json.dumps(dataclasses.asdict(config))),
         "quantities": QUANTITIES,
         "versions": versions(),
@@ -325,13 +345,6 @@ def mup_check(config: CheckConfig, out: Path, *, command: str = "", show_progres
         "coordinates": coordinates,
         "transfers": transfers,
     }
-    try:
-        write_atomic(out / "results.json", json.dumps(results, indent=1))
-        figures = draw_mup(results, out / "figures")
-        report = write_mup_report(results, figures, out / "report.html")
-    except OSError as error:
-        raise CheckpointError(f"could not write the results to {out}: {error.strerror or error}") from error
-    return Check(results=results, folder=out, report=report)
 
 
 def _cost(width: int, steps: int) -> int:

@@ -6,18 +6,20 @@ import dataclasses
 import datetime
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from structattn.errors import CheckpointError, TrainingFailedError
-from structattn.experiments.compare import open_folder
+from structattn.experiments.old_folders import sweep_record
 from structattn.experiments.ray_cluster import import_ray
 from structattn.experiments.recipes import task_entry
 from structattn.experiments.record import hardware, versions
 from structattn.experiments.settings import to_plain
 from structattn.experiments.sweep_plan import REDUCTION, Journal, SweepPlan
 from structattn.files import write_atomic
+from structattn.folders import Owner, opened
 from structattn.tasks.base import Task
 
 
@@ -44,6 +46,7 @@ def sweep(
     command: str = "",
     resume: bool = False,
     show_progress: bool = True,
+    on_open: Callable[[Path], None] | None = None,
 ) -> Sweep:
     """Runs the trials of a plan and writes ``results.json``, figures (PNG, SVG) and ``report.html``.
 
@@ -58,6 +61,7 @@ def sweep(
         resume: go on with what the folder holds: trials that are over stay, those that were interrupted go on from their last
             checkpoint. There may be more trials than before.
         show_progress: a bar of trials.
+        on_open: is told the output folder before anything is trained.
 
     Returns:
         ``Sweep``.
@@ -75,18 +79,30 @@ def sweep(
     from structattn.reports.figures.sweep import draw_sweep
     from structattn.reports.sweep import write_sweep_report
 
-    plan = dataclasses.replace(plan, folder=plan.folder.resolve())  # workers have folders of their own
     task = task_entry(plan.task_name).make(plan.settings.task)
-    open_folder(plan.folder, resume)
-    journal = Journal(plan.folder)
-    journal.open(plan, resume=resume)
-    run_trials(plan, journal, address=address, jobs=jobs, show_progress=show_progress)
-    trials = journal.records()
-    results = {
+    owner = Owner(command="sweep", task=plan.task_name, settings=plan.identity())
+    with opened(plan.folder, owner, resume=resume, record=sweep_record, on_open=on_open) as folder:
+        plan = dataclasses.replace(plan, folder=folder.resolve())  # workers have folders of their own
+        journal = Journal(folder)
+        run_trials(plan, journal, address=address, jobs=jobs, show_progress=show_progress)
+        results = _results(plan, task, journal.records()) | {"command": command}
+        try:
+            write_atomic(folder / "results.json", json.dumps(results, indent=1))
+            report = write_sweep_report(results, draw_sweep(results, folder / "figures"), folder / "report.html")
+        except OSError as error:
+            raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
+    if results["best"] is None:
+        trials = results["trials"]
+        reasons = [f"trial {trial['number']} {trial['status']}: {trial['message']}" for trial in trials]
+        raise TrainingFailedError(f"none of {len(trials)} trials ran to its end, see {report}. {reasons[0]}")
+    return Sweep(results=results, folder=folder, report=report)
+
+
+def _results(plan: SweepPlan, task: Task, trials: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
         "task": plan.task_name,
         "metric": task.metric,
         "metric_label": task.metric_label,
-        "command": command,
         "preset": plan.preset,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seed": plan.seed,
@@ -100,15 +116,6 @@ def sweep(
         "seconds": sum(trial["seconds"] for trial in trials),
         "best": _best(plan, trials),
     }
-    try:
-        write_atomic(plan.folder / "results.json", json.dumps(results, indent=1))
-        report = write_sweep_report(results, draw_sweep(results, plan.folder / "figures"), plan.folder / "report.html")
-    except OSError as error:
-        raise CheckpointError(f"could not write the results to {plan.folder}: {error.strerror or error}") from error
-    if results["best"] is None:
-        reasons = [f"trial {trial['number']} {trial['status']}: {trial['message']}" for trial in trials]
-        raise TrainingFailedError(f"none of {len(trials)} trials ran to its end, see {report}. {reasons[0]}")
-    return Sweep(results=results, folder=plan.folder, report=report)
 
 
 def _scheduler(plan: SweepPlan) -> dict[str, Any] | None:

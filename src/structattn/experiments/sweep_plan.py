@@ -34,7 +34,7 @@ class SweepPlan:
             successive halving); ``"none"``: every trial runs to its end.
         grace_period: steps that every trial gets under ASHA; later looks come at 4, 16 ... times as many. Default: a sixteenth of the
             longest run, and at least ``training.eval_every``, since scores come from validations.
-        folder: of the results.
+        folder: of the results. Default: see ``folders.opened``.
         preset, changes, given: what else the command line of ``structattn train`` needs to repeat a run: the preset, the ``--set`` texts,
             and further options with their values.
 
@@ -48,7 +48,7 @@ class SweepPlan:
     settings: RunSettings
     params: tuple[str, ...]
     trials: int
-    folder: Path
+    folder: Path | None = None
     attention: str = "standard"
     seed: int = 0
     scheduler: Literal["asha", "none"] = "asha"
@@ -92,6 +92,7 @@ class SweepPlan:
 
     def job(self, number: int, values: Values) -> Job:
         """The run of a trial; raises ``ConfigError`` where its values do not fit together."""
+        assert self.folder is not None  # the sweep opened one
         changes = [p.setting(values[p.name]) for p in self.parameters if p.name != ATTENTION]
         settings = apply_overrides(self.settings, tuple(changes))
         return Job(
@@ -126,7 +127,7 @@ class SweepPlan:
 
 
 class Journal:
-    """The record of a sweep: ``sweep.json`` says what it is, and ``trial.json`` beside each run what became of it.
+    """The record of a sweep: ``trial.json`` beside each run says what became of it.
 
     Every file is written at once or not at all, by the process that began the sweep. A record has ``number``, ``params``, ``status``,
     ``score`` (of validation; ``None`` if there is none), ``step``, ``seconds``, ``message``, and ``history``, pairs of step and score.
@@ -140,26 +141,6 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-
-    def open(self, plan: SweepPlan, *, resume: bool) -> None:
-        """Begins a record, or reads that of an interrupted sweep.
-
-        Raises:
-            ConfigError: resumed with other parameters or settings, which are named.
-            CheckpointError: the record cannot be read or written.
-        """
-        path = self.folder / "sweep.json"
-        now = plan.identity()
-        if resume and path.exists():
-            before = self._read(path)
-            for name in now:
-                if before.get(name) != now[name]:
-                    what = _difference(before.get(name), now[name])
-                    raise ConfigError(
-                        f"the sweep in {self.folder} was begun with other {name}{what}: resume it as it was, or give another --out"
-                    )
-        else:
-            write_atomic(path, json.dumps(now, indent=1))
 
     def _read(self, path: Path) -> dict[str, Any]:
         try:
@@ -198,12 +179,3 @@ class Journal:
         if entry is not None and (not history or entry[0] > history[-1][0]):
             history.append(entry)
         write_atomic(self._path(number), json.dumps(record | changes))
-
-
-def _difference(before: Any, now: Any, path: str = "") -> str:
-    """The first place where two settings differ, in words."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted(set(before) | set(now)):
-            if before.get(key) != now.get(key):
-                return _difference(before.get(key), now.get(key), f"{path}.{key}" if path else key)
-    return f" ({path + ': ' if path else ''}then {before!r}, now {now!r})"

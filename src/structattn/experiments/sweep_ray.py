@@ -63,7 +63,7 @@ def run_trials(plan: SweepPlan, journal: Journal, *, address: str, jobs: int | N
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     scheduler = _scheduler(plan, records)
     search = _Search(plan, journal, past, begun)
-    ray_files = plan.folder / "ray"
+    ray_files = journal.folder.resolve() / "ray"
     with (
         connected(address) as resources,
         patch_environment(**_RAY),

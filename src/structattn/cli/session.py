@@ -1,0 +1,47 @@
+"""One call of the command line: the folder it writes to, and how to go on with it after an interruption."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class Session:
+    """What is known of a call of the command line while it runs.
+
+    Args:
+        arguments: without the program's name.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = list(arguments)
+        self._folder: Path | None = None
+
+    @property
+    def line(self) -> str:
+        """The command line, for a shell."""
+        return shlex.join(["structattn", *self._arguments])
+
+    def writes_to(self, folder: Path) -> None:
+        """Says where the results of a command will be."""
+        print(f"structattn: writing to {folder}", file=sys.stderr, flush=True)
+
+    def began(self, folder: Path) -> None:
+        """Says where the results will be, of a command that can be resumed."""
+        self._folder = folder
+        self.writes_to(folder)
+
+    def interrupted(self) -> str:
+        """What is said after an interruption: the command line that goes on, where there is one."""
+        if self._folder is None:
+            return "structattn: interrupted"
+        words = [*self._arguments]
+        if not any(word == "--out" or word.startswith("--out=") for word in words):
+            words += ["--out", str(self._folder)]
+        if "--resume" not in words:
+            words.append("--resume")
+        launched = "the same launcher and " if "WORLD_SIZE" in os.environ else ""
+        return f"structattn: interrupted; continue with: {launched}{shlex.join(['structattn', *words])}"

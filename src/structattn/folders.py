@@ -1,0 +1,281 @@
+"""Output folders: what a folder is for, and that one process at a time writes to it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from structattn.errors import ConfigError
+from structattn.files import TEMPORARY, write_atomic
+
+if sys.platform != "win32":
+    import fcntl
+
+logger = logging.getLogger(__name__)
+OWNER = "owner.json"
+RUNS = Path("runs")
+FORMAT_VERSION = 1
+_LOCK = ".lock"
+_SHOWN = 4  # names or differences of one message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """What a folder is for: the contents of its ``owner.json``.
+
+    Args:
+        command: such as ``"compare"``.
+        task: what it is done for; empty where there is nothing to choose.
+        settings: all that decides what is written, as plain data.
+        free: settings that may differ when it is resumed, since what they name has files of its own.
+    """
+
+    command: str
+    task: str
+    settings: dict[str, Any]
+    free: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The command line in two words."""
+        return f"structattn {self.command} {self.task}".strip()
+
+    def differences(self, before: dict[str, Any], *, free: bool = True) -> list[str]:
+        """Where other settings differ from these, in words; with ``free=False`` also in what may differ.
+
+        A setting that only one of them knows is of another version of structattn and does not count.
+        """
+        old, now = (json.loads(json.dumps(settings)) for settings in (before, self.settings))
+        return _differences(old, {key: value for key, value in now.items() if not (free and key in self.free)})
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> list[str]:
+    found = []
+    for key in (key for key in before if key in now):
+        old, new = before[key], now[key]
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += _differences(old, new, f"{path}{key}.")
+        elif old != new:
+            found.append(f"{path}{key} = {old!r}, now {new!r}")
+    return found
+
+
+def _listing(words: list[str]) -> str:
+    more = f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
+    return ", ".join(words[:_SHOWN]) + more
+
+
+def no_record(folder: Path) -> dict[str, Any] | None:
+    """Of a command whose folders always have an owner file: nothing else says what a folder is for."""
+    return None
+
+
+@contextmanager
+def opened(
+    out: Path | None,
+    owner: Owner,
+    *,
+    resume: bool | None,
+    record: Callable[[Path], dict[str, Any] | None] = no_record,
+    on_open: Callable[[Path], None] | None = None,
+) -> Iterator[Path]:
+    """Creates an output folder or goes on with one, and keeps it for this process until the end of the block.
+
+    The lock is one of the kernel's on a file in the folder: that of a process that is gone counts no more. Of the processes of a launcher,
+    which share a folder, the first one opens it.
+
+    Args:
+        out: the folder. Default (``None``): a new one below ``runs/``; with ``resume`` the last one there of the same owner.
+        owner: what it is for.
+        resume: whether it may hold what the same command left there; ``None`` for a command that cannot be resumed.
+        record: the settings that a folder without an owner file was begun with, as far as its files say (version 0.1.0 wrote no owner
+            file), or ``None`` if it holds nothing of this command.
+        on_open: is told the folder once it is this process's.
+
+    Yields:
+        The folder.
+
+    Raises:
+        ConfigError: it cannot be written, another process uses it, it holds what is not of this command, task and settings, or it holds
+            results and ``resume`` is off. Nothing in it was changed.
+    """
+    if os.environ.get("RANK", "0") != "0" and out is not None:
+        yield out
+        return
+    folder = out if out is not None else _last(owner) if resume else _new(owner)
+    made = not folder.exists() or (out is None and not resume)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f"{TEMPORARY}{os.getpid()}-write-test"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
+    try:
+        with _locked(folder):
+            _check(folder, owner, resume, record)
+            content = {
+                "format_version": FORMAT_VERSION,
+                "command": owner.command,
+                "task": owner.task,
+                "settings": owner.settings,
+            }
+            write_atomic(folder / OWNER, json.dumps(content, indent=1))
+            if on_open is not None:
+                on_open(folder)
+            try:
+                yield folder
+            finally:
+                if not _names(folder):  # nothing came of it
+                    (folder / OWNER).unlink(missing_ok=True)
+    finally:
+        if made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # if it is empty
+
+
+def _names(folder: Path) -> list[str]:
+    """What a folder holds besides what is written here."""
+    names = (path.name for path in folder.iterdir())
+    return sorted(name for name in names if name not in (OWNER, _LOCK) and not name.startswith(TEMPORARY))
+
+
+def _check(folder: Path, owner: Owner, resume: bool | None, record: Callable[[Path], dict[str, Any] | None]) -> None:
+    """Whether a folder may be written by an owner."""
+    names = _names(folder)
+    if not names:
+        return
+    before = _read(folder)
+    if before is None:
+        settings = record(folder)
+        if settings is None:
+            raise ConfigError(
+                f"{folder} holds {_listing([repr(name) for name in names])}, which {owner.name} did not write: give --out a "
+                "folder that is empty or new"
+            )
+    else:
+        if (before["command"], before["task"]) != (owner.command, owner.task):
+            other = f"structattn {before['command']} {before['task']}".strip()
+            raise ConfigError(f"{folder} holds the results of {other}, this is {owner.name}: give another --out")
+        settings = before["settings"]
+    if resume is None:
+        raise ConfigError(f"{folder} already has results: give another --out")
+    if not resume:
+        raise ConfigError(f"{folder} already has results: give --resume to continue them, or another --out")
+    if different := owner.differences(settings):
+        raise ConfigError(
+            f"{folder} was begun with {_listing(different)}: resume with the same settings, or give another --out"
+        )
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    """The contents of the owner file, or ``None`` if there is none."""
+    path = folder / OWNER
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+        if content["format_version"] != FORMAT_VERSION:
+            raise ConfigError(
+                f"{path}: expected format version {FORMAT_VERSION}, got {content['format_version']!r}: it was written by another "
+                "version of structattn"
+            )
+        if not (isinstance(content["settings"], dict) and isinstance(content["command"], str) and "task" in content):
+            raise ValueError("a field has a wrong type")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{path} is damaged ({error!r}), so that it is not known what the folder holds: give another --out"
+        ) from error
+    return dict(content)
+
+
+def _last(owner: Owner) -> Path:
+    """The folder below ``runs/`` that was begun last with the same command, task and settings."""
+    found = []
+    for path in RUNS.glob(f"*/{OWNER}"):
+        with contextlib.suppress(ConfigError, OSError):
+            before = _read(path.parent)
+            if (
+                before
+                and (before["command"], before["task"]) == (owner.command, owner.task)
+                and not owner.differences(before["settings"], free=False)
+            ):
+                found.append((path.stat().st_mtime_ns, path.parent))
+    if not found:
+        raise ConfigError(
+            f"no folder below {RUNS}/ was begun by {owner.name} with these settings: give --out the folder to resume"
+        )
+    latest = sorted(folder for time, folder in found if time == max(found)[0])
+    if len(latest) > 1:
+        raise ConfigError(
+            f"{_listing(list(map(str, latest)))} were begun at the same time with these settings: give --out the one to resume"
+        )
+    return latest[0]
+
+
+def _new(owner: Owner) -> Path:
+    """A folder below ``runs/`` that did not exist: also for two processes that begin in the same second."""
+    first = owner.command.split()[0]
+    name = owner.task if first in ("compare", "train") else f"{first}-{owner.task}".strip("-")
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        folder = RUNS / (f"{name}-{now}" if number == 1 else f"{name}-{now}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
+        else:
+            return folder
+    raise AssertionError
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The folder's lock, which is never waited for.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    path = folder / _LOCK
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(handle, 200).decode(errors="replace") or "another process"
+            os.close(handle)
+            raise ConfigError(f"{folder} is in use by {holder}: wait until it ends, or give another --out") from None
+        except OSError as error:
+            # Some network file systems have no locks, and are used nevertheless.
+            logger.warning("%s cannot be locked (%s): let one process at a time write to it", folder, error)
+        # Whoever held it may have removed the file since it was opened here.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                break
+        os.close(handle)
+    try:
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        os.close(handle)

@@ -27,6 +27,7 @@ OWNER = "owner.json"
 RUNS = Path("runs")
 FORMAT_VERSION = 1
 _LOCK = ".lock"
+OF_EVERY_FOLDER = (OWNER, _LOCK)  # names of the files that are written here
 _SHOWN = 4  # names or differences of one message
 
 
@@ -148,7 +149,7 @@ def opened(
 def _names(folder: Path) -> list[str]:
     """What a folder holds besides what is written here."""
     names = (path.name for path in folder.iterdir())
-    return sorted(name for name in names if name not in (OWNER, _LOCK) and not name.startswith(TEMPORARY))
+    return sorted(name for name in names if name not in OF_EVERY_FOLDER and not name.startswith(TEMPORARY))
 
 
 def _check(folder: Path, owner: Owner, resume: bool | None, record: Callable[[Path], dict[str, Any] | None]) -> None:

@@ -260,7 +260,7 @@ def _mup(command: MupCheck | MupRoles, session: Session) -> None:
     _print_paths(done.folder, done.report)
 
 
-def _data(action: Prepare | DataInfo) -> None:
+def _data(action: Prepare | DataInfo, session: Session) -> None:
     from structattn.tasks.corpus import Corpus, PrepareConfig, Source, prepare
 
     if isinstance(action, DataInfo):
@@ -284,7 +284,7 @@ def _data(action: Prepare | DataInfo) -> None:
         validation=action.validation,
         test=action.test,
     )
-    prepare(config, action.out, resume=action.resume)
+    prepare(config, action.out, resume=action.resume, on_open=session.began)
     print(Corpus(action.out).summary())
 
 
@@ -419,7 +419,7 @@ def _run(arguments: list[str], session: Session) -> None:
         case MupCheck() | MupRoles():
             _mup(command, session)
         case Prepare() | DataInfo():
-            _data(command)
+            _data(command, session)
         case Plan():
             _plan(command)
         case Bench():

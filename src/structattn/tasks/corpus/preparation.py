@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +17,9 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from structattn.checks import check_choice, check_int, check_number
-from structattn.errors import CheckpointError, ConfigError, DataError
+from structattn.errors import ConfigError, DataError
 from structattn.files import TEMPORARY, write_atomic
+from structattn.folders import OF_EVERY_FOLDER, Owner, opened
 from structattn.tasks.corpus.corpus import FORMAT, LENGTH_TYPE, MANIFEST, SPLITS, Corpus, CorpusSplit
 from structattn.tasks.corpus.documents import Source
 from structattn.tasks.corpus.tokenizers import BytePairs, Bytes, Characters, Tokenizer, tokenizer_from
@@ -182,7 +183,14 @@ class _Writer:
         }
 
 
-def prepare(config: PrepareConfig, out: Path, *, resume: bool = False, show_progress: bool = True) -> dict[str, Any]:
+def prepare(
+    config: PrepareConfig,
+    out: Path,
+    *,
+    resume: bool = False,
+    show_progress: bool = True,
+    on_open: Callable[[Path], None] | None = None,
+) -> dict[str, Any]:
     """Writes a corpus: token shards ``SPLIT-NNNNN.tokens``, lengths of documents beside them, and ``manifest.json`` at the end.
 
     The same documents and settings give the same files, whether or not it was killed in between.
@@ -192,19 +200,27 @@ def prepare(config: PrepareConfig, out: Path, *, resume: bool = False, show_prog
         out: the folder, made when missing.
         resume: continue what was begun there; a finished corpus of the same settings is returned at once, also where its source is gone.
         show_progress: a progress bar on stderr.
+        on_open: is told the folder before anything is read.
 
     Returns:
         The manifest.
 
     Raises:
-        ConfigError: the folder is not empty and ``resume`` is off, or was begun with other settings or other files.
+        ConfigError: the folder cannot be written, is not empty and ``resume`` is off, or was begun with other settings or other files.
         DataError: a document cannot be read or encoded; no document fell into a split.
         CheckpointError: a file cannot be written, such as on a full disk: free some space and resume.
 
     Cost: memory of one document and ``shard_tokens`` tokens of each split.
     """
     settings = _settings(config)
-    progress = _begun(out, settings, resume)
+    owner = Owner(command="data prepare", task="text", settings=settings)
+    with opened(out, owner, resume=resume, record=_recorded_settings, on_open=on_open):
+        return _prepared(config, out, settings, show_progress)
+
+
+def _prepared(config: PrepareConfig, out: Path, settings: dict[str, Any], show_progress: bool) -> dict[str, Any]:
+    """The manifest of the corpus that is in a folder, or that is made there."""
+    progress = _begun(out)
     if progress is not None and (out / MANIFEST).exists():
         if Path(config.source.path).exists():
             _check_files(out, progress, _Survey.of(config.source))
@@ -258,24 +274,25 @@ def _settings(config: PrepareConfig) -> dict[str, Any]:
     return settings
 
 
-def _begun(out: Path, settings: dict[str, Any], resume: bool) -> dict[str, Any] | None:
-    """What a call before this one recorded, ``None`` if there is nothing."""
+def _recorded_settings(out: Path) -> dict[str, Any] | None:
+    """The settings of a corpus that was begun without an owner file, as far as they can be read; ``None`` if there is none."""
+    if not all(_OWN.fullmatch(path.name) for path in out.iterdir() if path.name not in OF_EVERY_FOLDER):
+        return None
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        names = {path.name for path in out.iterdir()}
-    except OSError as error:
-        raise CheckpointError(f"cannot write to {out}: {error.strerror or error}") from error
-    if foreign := sorted(name for name in names if not _OWN.fullmatch(name)):
-        raise ConfigError(f"{out} holds {foreign[0]!r}, which is not of a corpus: use another folder")
-    if names & {_PROGRESS, MANIFEST} and not resume:
-        raise ConfigError(f"{out} is not empty: continue what was begun there with --resume, or use another folder")
+        return dict(json.loads((out / _PROGRESS).read_text(encoding="utf-8"))["settings"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return {}
+
+
+def _begun(out: Path) -> dict[str, Any] | None:
+    """What a call before this one recorded, ``None`` if there is nothing."""
+    names = {path.name for path in out.iterdir()}
     if _PROGRESS not in names:
         if MANIFEST in names:
             raise ConfigError(f"{out} holds a finished corpus without its {_PROGRESS}: use another folder")
         return None  # shards without a record are written again
     try:
         progress: dict[str, Any] = json.loads((out / _PROGRESS).read_text(encoding="utf-8"))
-        before = dict(progress["settings"])
         shards = [shard for split in SPLITS for shard in progress["splits"][split]]
         lost = next((shard["file"] for shard in shards if shard["file"] not in names), None)
         int(progress["documents"]) + int(progress["characters"])
@@ -286,12 +303,6 @@ def _begun(out: Path, settings: dict[str, Any], resume: bool) -> dict[str, Any] 
         ) from None
     if lost is not None:
         raise DataError(f"{out / lost}: expected a file of the begun corpus, got no such file. Use another folder")
-    different = [key for key in settings if before.get(key) != settings[key]]
-    if different:
-        key = different[0]
-        raise ConfigError(
-            f"{out} was begun with {key} = {before.get(key)!r}, now {settings[key]!r}: use another folder"
-        )
     return progress
 
 

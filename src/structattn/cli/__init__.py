@@ -123,8 +123,16 @@ def _train(command: Train, session: Session) -> None:
         "training": to_plain(recipe.training),
     }
     owner = Owner(command="train", task=command.task, settings=settings)
-    with opened(command.out, owner, resume=command.resume, record=run_record, on_open=session.began) as out:
-        result = train(task, command.attention, recipe.training, seed=command.seed, run_dir=out, resume=command.resume)
+    with opened(command.out, owner, resume=command.resume, record=run_record) as out:
+        result = train(
+            task,
+            command.attention,
+            recipe.training,
+            seed=command.seed,
+            run_dir=out,
+            resume=command.resume,
+            on_steps=lambda _: session.began(out),
+        )
         # Every process of a launcher evaluates, since each may hold a part of the model, and one speaks for all.
         metrics = task.evaluate(result.model, "test")
     if os.environ.get("RANK", "0") == "0":

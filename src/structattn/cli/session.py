@@ -30,9 +30,10 @@ class Session:
         print(f"structattn: writing to {folder}", file=sys.stderr, flush=True)
 
     def began(self, folder: Path) -> None:
-        """Says where the results will be, of a command that can be resumed."""
-        self._folder = folder
-        self.writes_to(folder)
+        """Says where the results will be, of a command that can be resumed; once, and of the processes of a launcher by the first."""
+        if self._folder is None and os.environ.get("RANK", "0") == "0":
+            self._folder = folder
+            self.writes_to(folder)
 
     def interrupted(self) -> str:
         """What is said after an interruption: the command line that goes on, where there is one."""

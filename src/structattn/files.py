@@ -19,6 +19,11 @@ _SIGNATURE = "sha256"
 _BLANK = "0" * 64  # in place of the signature while the hash is computed
 
 
+def absolute(path: str) -> str:
+    """The path as it is valid from every folder; an empty one, which names nothing, stays empty."""
+    return str(Path(path).expanduser().absolute()) if path else ""
+
+
 def write_synced(path: Path, data: bytes) -> None:
     """Writes a file and waits until the disk has it."""
     with path.open("wb") as file:

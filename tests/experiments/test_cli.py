@@ -214,7 +214,7 @@ def test_options_are_frozen() -> None:
         commands.Train: task | {"attention", "seed"},
         commands.Sweep: task
         | {"param", "trials", "attention", "seed", "scheduler", "grace_period", "jobs", "ray_address"},
-        commands.Evaluate: {"run", "cache"},
+        commands.Evaluate: {"run", "data", "cache"},
         commands.Generate: {
             *("run", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "cache"),
         },

@@ -106,7 +106,7 @@ def test_generating_needs_no_training_text(runs, tmp_path: Path, capsys) -> None
     try:
         assert main(["generate", str(runs["learned"]), "--prompt", "a", "--max-new-tokens", "3"]) == 0
         assert main(["evaluate", str(runs["learned"])]) == 2
-        assert "my.txt, got no such file" in capsys.readouterr().err
+        assert "my.txt, which is not there" in capsys.readouterr().err
     finally:
         (tmp_path / "gone.txt").rename(data)
 

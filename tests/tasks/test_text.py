@@ -1,5 +1,8 @@
 """The text task: its characters, splits, windows and baselines, from their definitions by loops."""
 
+import gzip
+import hashlib
+import json
 import math
 import re
 from collections import Counter
@@ -144,7 +147,8 @@ def test_the_packaged_text_is_cut_between_documents() -> None:
         (b"ok\nna\xc3\xafve and \xe2\x80\x9cquotes\xe2\x80\x9d" + b"x" * 400, r"got 'ï' \(U\+00EF\) in line 2, column 3 \(and 2 other"),
         (b"a\n\n\tb" + b"x" * 400, r"got '\\t' \(U\+0009\) in line 3, column 1\. Replace"),
         (b"", "got an empty file"),
-        (b"\xff\xfe", "expected text in UTF-8"),
+        (b"\xff\xfe", "got an empty file"),
+        (b"\xff", "expected text in UTF-8"),
         (b"x" * 200, r"more than 10 characters in each split .* got 10 of 200 for validation.* at least 220"),
     ],
 )  # fmt: skip
@@ -154,6 +158,28 @@ def test_bad_files_are_named(content: bytes, message: str, tmp_path: Path) -> No
     with pytest.raises(DataError, match=message) as error:
         TextTask(TextConfig(data=str(path), **TINY))
     assert "my.txt" in str(error.value)
+
+
+def test_json_lines_and_gzip_are_read_as_prepare_reads_them(tmp_path: Path) -> None:
+    texts = [text_of(700), text_of(800), " \n", text_of(500)]
+    lines = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in texts).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(lines))
+    tasks = [TextTask(TextConfig(data=str(tmp_path / name), **TINY)) for name in ("a.jsonl", "packed.jsonl.gz")]
+    for task in tasks:
+        assert "".join(map(whole, task.splits.values())) == texts[0] + texts[1] + texts[3]
+        assert [part.num_documents for part in task.splits.values()] == [3, 1, 1]
+        assert task.splits["train"].windows(torch.tensor([698]), 4).documents.tolist() == [[0, 0, 1, 1]]
+    assert tasks[0].data_sha256 == tasks[1].data_sha256
+    (tmp_path / "a.txt").write_text(text_of(900))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text_of(900).encode()))
+    plain, packed = (TextTask(TextConfig(data=str(tmp_path / name), **TINY)) for name in ("a.txt", "b.txt.gz"))
+    assert plain.data_sha256 == packed.data_sha256 == hashlib.sha256(text_of(900).encode()).hexdigest()
+    (tmp_path / "c.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(
+        DataError, match=r"c.jsonl, line 1: expected a text in the field 'text', got body.*data prepare text"
+    ):
+        TextTask(TextConfig(data=str(tmp_path / "c.jsonl"), **TINY))
 
 
 def test_files_of_other_systems_and_missing_ones(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_trained_on_a_corpus_it_generates_without_it(corpus, tmp_path, capsys) -
     capsys.readouterr()
     assert main(["generate", str(run), "--prompt", "caf\u00e9", "--max-new-tokens", "20", "--seed", "1"]) == 0
     assert "20 tokens in" in capsys.readouterr().err
-    with pytest.raises(Exception, match="got no such file"):
+    with pytest.raises(Exception, match="which is not there: put it back"):
         load_run(run)
 
 

@@ -71,6 +71,7 @@ def _recipe(command: Compare | Train | Sweep) -> Any:
 
 def _compare(command: Compare, session: Session) -> None:
     _require_extra()
+    from structattn.checks import check_int
     from structattn.experiments.compare import compare
     from structattn.experiments.ray_runs import train_all_with_ray
     from structattn.experiments.runs import train_all
@@ -87,6 +88,7 @@ def _compare(command: Compare, session: Session) -> None:
         "budgets": command.budgets,
     }
     recipe = replace(_recipe(command), **{name: value for name, value in given.items() if value not in (None, ())})
+    check_int("--jobs", command.jobs, minimum=1)
     if command.ray_address and command.jobs != 1:
         raise ConfigError("--jobs is for this machine alone: on a Ray cluster its cores and GPUs decide")
     on_ray = partial(train_all_with_ray, address=command.ray_address)
@@ -148,7 +150,7 @@ def _sweep(command: Sweep, session: Session) -> None:
     from structattn.reports.sweep import format_sweep, sweep_verdict
 
     recipe = _recipe(command)
-    given = {"--data": command.data, "--time": command.time, "--target": command.target}
+    given = {"--data": command.data and command.data.absolute(), "--time": command.time, "--target": command.target}
     plan = SweepPlan(
         task_name=command.task,
         settings=RunSettings(task=recipe.task, training=recipe.training),
@@ -179,7 +181,7 @@ def _evaluate(command: Evaluate) -> None:
     _require_extra()
     from structattn.experiments.evaluate import evaluate_cached, load_run
 
-    run = load_run(command.run)
+    run = load_run(command.run, command.data)
     cached = evaluate_cached(run) if command.cache else {}
     print(f"{run.task.name}  {run.spec}  seed {run.seed}")
     metrics = run.task.evaluate(run.model, "test")

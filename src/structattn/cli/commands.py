@@ -114,6 +114,8 @@ class Evaluate:
 
     run: tyro.conf.Positional[RunFolder]
     """Folder that `structattn train` wrote."""
+    data: Path | None = None
+    """Where the data that it was trained on are now, if they were moved."""
     cache: bool = False
     """text: also score it through the key/value cache, and print the difference."""
 

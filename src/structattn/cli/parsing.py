@@ -9,6 +9,7 @@ import inspect
 import io
 import operator
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import tyro
@@ -26,6 +27,29 @@ Examples:
   structattn compare --help                            the options of one command
 
 structattn --version prints the version. With --traceback, an error shows where it was raised."""
+
+
+_PATHS = tyro.constructors.ConstructorRegistry()
+
+
+@_PATHS.primitive_rule
+def _path(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Path | None] | None:
+    """A file or a folder: an empty text, such as of a variable of the shell that is not set, is not the folder that one is in."""
+    if info.type not in (Path, Path | None):
+        return None
+
+    def read(words: list[str]) -> Path:
+        if not words[0].strip():
+            raise ValueError("expected a file or a folder, got an empty text")
+        return Path(words[0])
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=read,
+        is_instance=lambda value: value is None or isinstance(value, Path),
+        str_from_instance=lambda path: [str(path)],
+    )
 
 
 def parse(arguments: Sequence[str]) -> Command:
@@ -64,7 +88,7 @@ def _read(kind: type[Command], arguments: Sequence[str], program: str) -> object
     """The command of one class; tyro's own report of a mistake becomes one line."""
     report = io.StringIO()
     try:
-        with contextlib.redirect_stderr(report):
+        with contextlib.redirect_stderr(report), _PATHS:
             return tyro.cli(kind, args=arguments, prog=program, description=inspect.cleandoc(kind.__doc__ or ""))
     except SystemExit as end:
         if not end.code:

@@ -47,21 +47,38 @@ def _built_spec(data: dict[str, Any]) -> str:
     return spec_for(data["spec"], data["config"].get("parametrization", "standard"))
 
 
-def load_run(folder: Path) -> Run:
+def load_run(folder: Path, data_path: Path | None = None) -> Run:
     """The run that ``structattn train`` (or a comparison) finished in ``folder``.
+
+    Args:
+        folder: of the run.
+        data_path: where the data that it was trained on are now. Default: where they were.
 
     Raises:
         CheckpointError: the folder has no finished run, or its files are damaged or do not belong together.
         DataError: the data that it was trained on are not where they were, or others are.
+        ConfigError: ``data_path`` is given to a task that has no data of a user's own.
     """
     found = read_finished(folder)
     data = found.record
     with _reading(folder):
         entry = task_entry(data["task"])
-        task = entry.make(from_plain(entry.config, data["task_config"]))
+        config = data["task_config"]
+        before = entry.make.data_path(config)
+    if data_path is not None:
+        if before is None:
+            raise ConfigError(f"the run in {folder} was trained on data of the package: leave --data out")
+        config = entry.make.with_data_path(config, str(data_path))
+    elif before is not None and not Path(before).exists():
+        raise DataError(
+            f"the run in {folder} was trained on {before}, which is not there: put it back, or name its new place with --data"
+        )
+    with _reading(folder):
+        task = entry.make(from_plain(entry.config, config))
         if data.get("data", task.data_sha256) != task.data_sha256:
             raise DataError(
-                f"the data have changed since the run in {folder} was trained, so that a score would mean nothing: put back what they were"
+                f"the data have changed since the run in {folder} was trained, so that a score would mean nothing: put back what they were, or "
+                "name their new place with --data"
             )
         model = task.build_model(_built_spec(data))
         model.load_state_dict(found.weights, strict=True)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from tqdm import tqdm
 
+from structattn.checks import check_int
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
 from structattn.experiments.recipes import task_entry
 from structattn.files import write_atomic
@@ -188,8 +189,7 @@ def train_all(jobs: Sequence[Job], *, workers: int = 1, resume: bool, show_progr
         ConfigError: fewer than one worker, or a folder that holds a run while ``resume`` is off.
         StructAttnError: what a run raised; the others are not started.
     """
-    if workers < 1:
-        raise ConfigError(f"jobs must be at least 1, got {workers}")
+    check_int("jobs", workers, minimum=1)
     if workers == 1 or len(jobs) < 2:
         for job in jobs:
             logger.info("training %s", job.spec)

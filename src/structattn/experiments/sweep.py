@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from structattn.checks import check_int
 from structattn.errors import CheckpointError, TrainingFailedError
 from structattn.experiments.old_folders import sweep_record
 from structattn.experiments.ray_cluster import import_ray
@@ -68,12 +69,14 @@ def sweep(
 
     Raises:
         MissingDependencyError: without Ray Tune or Optuna.
-        ConfigError: unusable folder, an address where nothing answers, or ``resume`` with another plan than before.
+        ConfigError: fewer than one job, an unusable folder, an address where nothing answers, or ``resume`` with another plan than before.
         CheckpointError: the record of an interrupted sweep cannot be read, or the results cannot be written.
         TrainingFailedError: no trial ran to its end; the report says what became of each.
 
     Cost: the training of at most ``plan.trials`` models, and a second or two for each to begin.
     """
+    if jobs is not None:
+        check_int("jobs", jobs, minimum=1)
     import_ray()  # optional, and so is matplotlib: only sweeps need both
     from structattn.experiments.sweep_ray import run_trials
     from structattn.reports.figures.sweep import draw_sweep

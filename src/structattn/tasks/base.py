@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
 
+from structattn.errors import ConfigError
 from structattn.layer_specs import LayerSpecs
+from structattn.text_layout import TextLayout
 
 Batch = dict[str, Tensor]
 Split = Literal["validation", "test"]
@@ -40,9 +43,14 @@ class Task(ABC):
         metric_label: the metric in words with its unit, for axes and table heads.
         question: what the comparison answers, one sentence for the report.
         data_sha256: of the data that the task reads, so that a run does not go on with others; empty where it makes its own.
+        data_field: the names, from the outside in, of the field of ``config`` that holds the absolute path of a user's own data; empty
+            where there is none. The data are known by their digest: they may be moved.
+        reads_text: whether its models know the parts of a text, which are the levels of ``mlr-text``.
     """
 
     name: ClassVar[str]
+    data_field: ClassVar[tuple[str, ...]] = ()
+    reads_text: ClassVar[bool] = False
     metric: str
     metric_label: str
     question: ClassVar[str]
@@ -55,7 +63,31 @@ class Task(ABC):
         Raises:
             ConfigError: it does not.
         """
-        LayerSpecs.parse(spec)
+        specs = LayerSpecs.parse(spec)
+        if not cls.reads_text and any(isinstance(one.layout, TextLayout) for one in specs.pattern):
+            raise ConfigError(
+                f"{spec!r} has the parts of a text as levels, and {cls.name} has no text: use it with the task text"
+            )
+
+    @classmethod
+    def data_path(cls, config: dict[str, Any]) -> str | None:
+        """Where the data of a task with these settings, as plain data, are; ``None`` for the task's own."""
+        value: Any = config
+        for name in cls.data_field:
+            value = value[name]
+        return value if cls.data_field and value else None
+
+    @classmethod
+    def with_data_path(cls, config: dict[str, Any], path: str | None) -> dict[str, Any]:
+        """The same settings, as plain data, with the data at another place."""
+        if not cls.data_field:
+            return config
+        found = cast(dict[str, Any], copy.deepcopy(config))
+        inner = found
+        for name in cls.data_field[:-1]:
+            inner = inner[name]
+        inner[cls.data_field[-1]] = path
+        return found
 
     @classmethod
     def describe_spec(cls, spec: str) -> str:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from structattn.errors import ConfigError
+from structattn.files import absolute
 from structattn.seeds import derive_seed, generator
 from structattn.tasks.base import Baseline, Batch, Split, Task
 from structattn.tasks.chronos_scores import QUANTILES, forecast_scores, seasonal_forecast
@@ -40,7 +41,7 @@ class ChronosConfig:
 
     Args:
         checkpoint: folder of a trained Chronos T5 (``config.json``, ``model.safetensors``) to be restructured and fine-tuned; its sizes and
-            tokenizer take the place of those below. Empty: a new model.
+            tokenizer take the place of those below. Made absolute. Empty: a new model.
         context_length: most steps that a forecast looks back on.
         prediction_length: steps ahead.
         season: steps of the seasonal baseline, and of the errors that MASE divides by.
@@ -74,6 +75,7 @@ class ChronosConfig:
     num_samples: int = 20
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "checkpoint", absolute(self.checkpoint))
         for name, value in vars(self).items():
             if isinstance(value, int) and value < 1:
                 raise ConfigError(f"task.{name} must be at least 1, got {value}")
@@ -159,6 +161,7 @@ class ChronosTask(Task):
     """
 
     name = "chronos"
+    data_field = ("checkpoint",)
     metric = "nats_per_token"
     metric_label = "cross entropy of the next token, nats"
     question = "Does structured self-attention help a Chronos T5 to forecast series that it never saw?"

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from structattn.errors import ConfigError
+from structattn.files import absolute
 from structattn.models.forecaster import Forecaster
 from structattn.models.peer_forecasters import PeerForecaster, PeerSpec
 from structattn.seeds import derive_seed
@@ -31,14 +32,23 @@ class SeriesConfig:
     """Where the series comes from.
 
     Args:
-        path: a CSV file; ``None`` is the packaged ETTh1.
+        path: a CSV file; ``None`` is the packaged ETTh1. Made absolute.
         time: name of the time column.
         target: name of the column to forecast; several with commas between them; or ``*``, all but the time.
+
+    Raises:
+        ConfigError: the path is an empty text.
     """
 
     path: str | None = None
     time: str = "date"
     target: str = "OT"
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            if not self.path.strip():
+                raise ConfigError("task.data.path must be a CSV file or none, got an empty text")
+            object.__setattr__(self, "path", absolute(self.path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +107,7 @@ class ForecastTask(Task):
     """
 
     name = "forecast"
+    data_field = ("data", "path")
     metric = "mse"
     metric_label = "mean squared error, scaled target"
     question = (

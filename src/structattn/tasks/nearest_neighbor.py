@@ -65,6 +65,7 @@ class NearestNeighborTask(Task):
 
     def build_model(self, spec: str) -> NearestNeighborModel:
         """One attention layer over the raw points."""
+        self.check_spec(spec)
         config = self.config
         return NearestNeighborModel(
             spec,

@@ -16,11 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from structattn.errors import ConfigError, DataError
+from structattn.files import absolute
 from structattn.layers.rotary import Rotary
 from structattn.models.language_model import LanguageModel
 from structattn.seeds import generator
 from structattn.tasks.base import Baseline, Batch, Split, Task
-from structattn.tasks.corpus import Characters, Corpus, Tokenizer, Tokens, Windows, is_corpus, text_units
+from structattn.tasks.corpus import (
+    Characters,
+    Corpus,
+    Document,
+    Source,
+    Tokenizer,
+    Tokens,
+    Windows,
+    is_corpus,
+    text_units,
+)
 from structattn.tasks.text_details import attention_by_distance, by_octave, octaves, positions_in_documents
 
 _NONE = -100  # a target that is not scored
@@ -34,8 +45,9 @@ class TextConfig:
     """The text and the model.
 
     Args:
-        data: the folder of a corpus from ``structattn data prepare text``; or a text file of newlines and printable ASCII, whose first
-            90 % of characters train, the next 5 % validate, the last 5 % test; empty: the packaged excerpt.
+        data: the folder of a corpus from ``structattn data prepare text``; or a text file or a file of JSON lines (see ``Source``) of
+            newlines and printable ASCII, whose first 90 % of characters train, the next 5 % validate, the last 5 % test; empty: the packaged
+            excerpt. Made absolute.
         context_length: T, tokens of a window that predict the one after each.
         embed_dim, num_layers, num_heads: of the model.
         rotary: text form of rotary positions (see ``layers.rotary``); empty: learned positions.
@@ -54,6 +66,7 @@ class TextConfig:
     eval_windows: int = 128
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "data", absolute(self.data))
         for name in ("context_length", "embed_dim", "num_layers", "num_heads", "eval_windows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"task.{name} must be at least 1, got {getattr(self, name)}")
@@ -87,6 +100,8 @@ class TextTask(Task):
     """
 
     name = "text"
+    data_field = ("data",)
+    reads_text = True
     question = "Does a language model get better when near characters are compared in more dimensions than far ones?"
 
     def __init__(self, config: TextConfig) -> None:
@@ -272,30 +287,33 @@ def _opened(data: str) -> tuple[Tokenizer, dict[str, Tokens], str, str]:
     if is_corpus(data):
         corpus = Corpus(Path(data))
         return corpus.tokenizer, corpus.splits, corpus.sha256, data
-    text, source = _read(data)
-    if not text:
-        raise DataError(f"{source}: expected text, got an empty file. Check how it was written")
+    documents, source = _read(data)
     tokenizer = Characters()
-    tokens = tokenizer.encode(text, source)
-    edges = (0, 9 * len(tokens) // 10, 19 * len(tokens) // 20, len(tokens))
-    names = ("train", "validation", "test")
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
-    parts = {name: tokens[a:b] for name, (a, b) in zip(names, pairwise(edges), strict=True)}
-    return tokenizer, {name: Tokens([part], np.array([len(part)])) for name, part in parts.items()}, sha256, source
+    encoded = [tokenizer.encode(document.text, document.name) for document in documents]
+    tokens, ends = np.concatenate(encoded), np.cumsum([len(part) for part in encoded])
+    sha256 = hashlib.sha256("\0".join(document.text for document in documents).encode()).hexdigest()
+    splits = {}
+    for name, (a, b) in zip(("train", "validation", "test"), pairwise(_edges(len(tokens))), strict=True):
+        borders = [a, *ends[(ends > a) & (ends < b)], b]  # a document at an edge of the splits becomes two
+        splits[name] = Tokens([tokens[a:b]], np.diff(borders))
+    return tokenizer, splits, sha256, source
 
 
-def _read(path: str) -> tuple[str, str]:
-    """The text and where it is from, for messages."""
+def _edges(length: int) -> tuple[int, int, int, int]:
+    return 0, 9 * length // 10, 19 * length // 20, length
+
+
+def _read(path: str) -> tuple[list[Document], str]:
+    """The documents and where they are from, for messages."""
     if not path:
-        return files("structattn.tasks").joinpath("data", "peps.txt").read_text(encoding="ascii"), "the packaged text"
-    try:
-        return Path(path).read_text(encoding="utf-8-sig"), path
-    except FileNotFoundError:
-        raise DataError(f"expected a text file or a corpus at {path}, got no such file. Check the path") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: expected text in UTF-8, got: {error}. Save it as plain text") from error
-    except OSError as error:
-        raise DataError(f"expected a readable text file at {path}, got: {error}. Check that it is a file") from error
+        text = files("structattn.tasks").joinpath("data", "peps.txt").read_text(encoding="ascii")
+        return [Document(text, "the packaged text")], "the packaged text"
+    if not Path(path).exists():
+        raise DataError(f"expected a text file or a corpus at {path}, got no such file. Check the path")
+    documents = list(Source(path=path).documents())
+    if not documents:
+        raise DataError(f"{path}: expected text, got an empty file. Check how it was written")
+    return documents, path
 
 
 def _as_batch(windows: Windows) -> Batch:

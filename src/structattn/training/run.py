@@ -165,6 +165,9 @@ class Run:
                 f"the data have changed since the run in {self.run_dir} was started: put back what they were, or use another folder"
             )
         found = {name: saved.get(name) for name in self.settings} | {"config": config, "data": data}
+        if saved.get("data"):  # the same data may have been moved
+            place = self.task.data_path(self.settings["task_config"])
+            found["task_config"] = self.task.with_data_path(found["task_config"], place)
         _check_settings(found, self.settings, str(self.run_dir))
 
     def read_result(self) -> bool:

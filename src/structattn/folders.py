@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from structattn.errors import ConfigError
-from structattn.files import TEMPORARY, write_atomic
+from structattn.files import TEMPORARY, absolute, write_atomic
 
 if sys.platform != "win32":
     import fcntl
@@ -67,7 +67,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") ->
         old, new = before[key], now[key]
         if isinstance(old, dict) and isinstance(new, dict):
             found += _differences(old, new, f"{path}{key}.")
-        elif old != new:
+        elif old != new and not (isinstance(old, str) and absolute(old) == new):  # 0.1.0 wrote paths as they were given
             found.append(f"{path}{key} = {old!r}, now {new!r}")
     return found
 

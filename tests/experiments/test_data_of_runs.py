@@ -12,8 +12,10 @@ from structattn.experiments.compare import compare
 from structattn.experiments.evaluate import load_run
 from structattn.experiments.recipes import TASKS, recipe_for
 from structattn.experiments.runs import train_all
-from structattn.experiments.settings import apply_overrides
+from structattn.experiments.settings import apply_overrides, to_plain
+from structattn.folders import Owner
 from structattn.tasks.nearest_neighbor import NearestNeighborConfig, NearestNeighborTask
+from structattn.tasks.text import TextConfig, TextTask
 from structattn.training.config import TrainingConfig
 from structattn.training.loop import train
 
@@ -40,10 +42,21 @@ def test_a_run_with_relative_data_is_evaluated_from_anywhere_and_after_a_move(tm
     assert "--data" in told
     assert main(["evaluate", str(here / "run"), "--data", "moved.txt"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] in expected
-    assert main(["train", "text", "--data", "moved.txt", "--out", str(here / "run"), "--resume", *SETTINGS]) == 0
+    moved = TextTask(TextConfig(**record["task_config"] | {"data": "moved.txt"}))
+    training = TrainingConfig(**record["config"] | {"betas": tuple(record["config"]["betas"])})
+    assert train(moved, "standard", training, seed=0, run_dir=here / "run", resume=True).steps == 2
     (away / "moved.txt").write_text("another line of text\n" * 40)
     with pytest.raises(DataError, match="the data have changed"):
         load_run(here / "run", away / "moved.txt")
+
+
+def test_relative_data_of_version_0_1_0_are_the_same_data(tmp_path, monkeypatch) -> None:
+    """It wrote paths as they were given: what it began goes on from the same folder."""
+    monkeypatch.chdir(tmp_path)
+    owner = Owner(command="compare", task="text", settings={"task": to_plain(TextConfig(data="my.txt"))})
+    before = to_plain(TextConfig())
+    assert owner.differences({"task": before | {"data": "my.txt"}}) == []
+    assert "task.data" in owner.differences({"task": before | {"data": "other.txt"}})[0]
 
 
 def test_a_task_without_text_refuses_levels_of_text_before_it_trains(tmp_path) -> None:

@@ -82,7 +82,7 @@ class Task(ABC):
         """The same settings, as plain data, with the data at another place."""
         if not cls.data_field:
             return config
-        found = cast(dict[str, Any], copy.deepcopy(config))
+        found = copy.deepcopy(config)
         inner = found
         for name in cls.data_field[:-1]:
             inner = inner[name]

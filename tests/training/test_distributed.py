@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,7 @@ class Stopping(TextTask):
             raise KeyboardInterrupt
         return super().batch(seed, step, batch_size)
 
+Path(f"{__file__}.{os.environ['RANK']}").write_text(str(os.getpid()))
 spec, task_settings, jobs = json.loads(sys.argv[1])
 task = Stopping(TextConfig(**task_settings))
 for job in jobs:
@@ -85,14 +88,23 @@ def job(folder: Path, fsdp: bool = False, stops_at: int | None = None, dies: boo
 
 def launched(root: Path, jobs: list[dict]) -> list[list]:
     """Trains on two processes; for each job how many there were, and the numbers that one of them held of the model."""
+    launcher = launch(root, jobs)
+    out, errors = launcher.communicate()
+    assert (launcher.returncode != 0) == any(job["dies"] for job in jobs), errors
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def launch(root: Path, jobs: list[dict]) -> subprocess.Popen:
     script = root / "worker.py"
     script.write_text(_WORKER)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    words = [json.dumps([SPEC, TASK, jobs])]
-    done = subprocess.run([*launch, *words], capture_output=True, text=True, check=False, env=environment)
-    assert (done.returncode != 0) == any(job["dies"] for job in jobs), done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    return subprocess.Popen(
+        [sys.executable, *words, json.dumps([SPEC, TASK, jobs])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
 
 
 class Stopping(TextTask):
@@ -199,6 +211,41 @@ def test_a_sharded_run_stops_early_with_its_best_weights(runs) -> None:
     model.load_state_dict(load_file(folder / "model.safetensors"))
     score = task.evaluate(model.eval(), "validation")["nats_per_char"]
     assert score == pytest.approx(history[best]["validation_nats_per_char"], abs=1e-5)
+
+
+def running(process: int) -> bool:
+    """Whether a process has not ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def ended(processes: list[int], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while any(map(running, processes)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not any(map(running, processes))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes as Linux lists them")
+def test_a_stopped_process_is_named_and_all_end_with_the_launcher(tmp_path) -> None:
+    run = tmp_path / "run"
+    launcher = launch(tmp_path, [job(run, steps=10**6, warmup_steps=0, checkpoint_every=1, process_timeout=3)])
+    while latest_checkpoint(run / "checkpoints") is None and launcher.poll() is None:
+        time.sleep(0.05)
+    ranks = [int((tmp_path / f"worker.py.{rank}").read_text()) for rank in (0, 1)]
+    try:
+        os.kill(ranks[1], signal.SIGSTOP)
+        assert ended([ranks[0]], 20)
+        assert running(launcher.pid)  # it waits for the stopped one
+        launcher.kill()
+        assert ended([ranks[1]], 5)
+    finally:
+        for process in (launcher.pid, *ranks):
+            if running(process):
+                os.kill(process, signal.SIGKILL)
+    assert "process 1 of 2 (counted from 0) has not answered for 3 s" in launcher.communicate()[1]
 
 
 def test_what_fsdp_cannot_do_here_is_named(monkeypatch) -> None:

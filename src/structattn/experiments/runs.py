@@ -7,7 +7,6 @@ import logging
 import math
 import multiprocessing
 import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from structattn.files import write_atomic
 from structattn.tasks.base import Task
 from structattn.training.config import TrainingConfig
 from structattn.training.loop import TrainingResult, train
+from structattn.training.processes import end_with_parent
 
 logger = logging.getLogger(__name__)
 _SCORES = "scores.json"
@@ -160,23 +160,11 @@ def _in_worker(job: Job) -> None:
 
 
 def begin_worker(threads: int, steps_done: Any) -> None:
-    """Prepares a worker process: its share of the cores, a counter of steps, and no life after its parent.
-
-    A parent that is killed cannot stop its workers, and one that is begun again would write to the same folders as they do. Leaving at once is
-    safe, since files are written to temporary names.
-    """
+    """Prepares a worker process: its share of the cores, a counter of steps, and no life after its parent."""
     global _steps_done
+    end_with_parent()
     _steps_done = steps_done
     torch.set_num_threads(threads)
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, name="follow-parent", daemon=True).start()
 
 
 def train_all(jobs: Sequence[Job], *, workers: int = 1, resume: bool, show_progress: bool) -> None:

@@ -38,6 +38,8 @@ class TrainingConfig:
         activation_checkpointing: keep only the input of every transformer block and compute the block again in the backward pass: the
             same gradients, in less memory and about a third more time. Default ``False``.
         compile: train compiled code (``torch.compile``): slower to start, then faster. Default ``False``.
+        process_timeout: seconds after which the processes of a launcher give up one that does not answer: it is named, and all end. It
+            may differ when a run is resumed. Default: 300.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -60,6 +62,7 @@ class TrainingConfig:
     base_fan_in: int = 768
     activation_checkpointing: bool = False
     compile: bool = False
+    process_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_every", "checkpoint_every", "base_fan_in"):
@@ -68,6 +71,7 @@ class TrainingConfig:
             if getattr(self, name) is not None:
                 check_int(f"training.{name}", getattr(self, name), minimum=1)
         check_number("training.learning_rate", self.learning_rate, above=0)
+        check_number("training.process_timeout", self.process_timeout, minimum=1)
         check_number("training.weight_decay", self.weight_decay, minimum=0)
         if self.gradient_clip is not None:
             check_number("training.gradient_clip", self.gradient_clip, above=0)

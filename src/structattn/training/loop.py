@@ -21,6 +21,7 @@ from structattn.training.checkpoint import has_checkpoints, load_latest
 from structattn.training.config import TrainingConfig
 from structattn.training.finished import is_finished
 from structattn.training.memory import PeakMemory
+from structattn.training.processes import named_loss
 from structattn.training.run import Run
 from structattn.training.speed import SpeedMeter, matmul_rate, wait_for_device
 from structattn.training.step import train_step
@@ -233,22 +234,23 @@ def train(
     if not resume and (is_finished(run_dir) or has_checkpoints(run_dir / "checkpoints")):
         raise ConfigError(f"{run_dir} already holds a run: resume it, or use another folder")
     run = Run(task, spec, config, seed, run_dir)
-    if not run.read_result():
-        run.prepare_training()
-        checkpoint = load_latest(run.checkpoints)
-        if checkpoint is not None:
-            run.restore(checkpoint)
-            if run.progress.finished:
-                run.write_result()  # it was killed between its last checkpoint and its model files, or they are damaged
-    tell = on_steps or (lambda _: None)
-    tell_evaluation = on_evaluation or (lambda _: None)
-    for entry in run.progress.history:
-        tell_evaluation(entry)
-    if run.progress.finished:
-        tell(run.progress.step)
-    else:
-        _loop(run, show_progress, tell, tell_evaluation)
-    tell(config.steps - run.progress.step)
+    with named_loss(run.accelerator.process_index, run.accelerator.num_processes):
+        if not run.read_result():
+            run.prepare_training()
+            checkpoint = load_latest(run.checkpoints)
+            if checkpoint is not None:
+                run.restore(checkpoint)
+                if run.progress.finished:
+                    run.write_result()  # it was killed between its last checkpoint and its model files, or they are damaged
+        tell = on_steps or (lambda _: None)
+        tell_evaluation = on_evaluation or (lambda _: None)
+        for entry in run.progress.history:
+            tell_evaluation(entry)
+        if run.progress.finished:
+            tell(run.progress.step)
+        else:
+            _loop(run, show_progress, tell, tell_evaluation)
+        tell(config.steps - run.progress.step)
     return TrainingResult(
         model=run.model.eval(),
         history=run.progress.history,

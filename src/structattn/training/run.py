@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import patch_environment
+from accelerate.utils import InitProcessGroupKwargs, patch_environment
 from torch import Tensor, nn
 
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
 from structattn.files import remove_temporary
 from structattn.tasks.base import Task
-from structattn.training import sharding
+from structattn.training import processes, sharding
 from structattn.training.build import build_model, build_optimizer, checkpoint_activations, compiled
 from structattn.training.checkpoint import (
     Checkpoint,
@@ -62,10 +62,17 @@ class Run:
     def __init__(self, task: Task, spec: str, config: TrainingConfig, seed: int, run_dir: Path) -> None:
         self.task, self.spec, self.config, self.seed, self.run_dir = task, spec, config, seed, run_dir
         self.shards = sharding.is_requested()
+        processes.follow_launcher()
+        timeout = InitProcessGroupKwargs(timeout=processes.group_timeout(config.process_timeout))
         # accelerate would shard on GPUs only, and by the launcher's version of FSDP: it is not told, and ``sharding`` does it.
         # Without a GPU it joins the processes of a launcher only if it is told to stay on the CPU.
         with patch_environment(accelerate_use_fsdp="false"):
-            self.accelerator = Accelerator(mixed_precision=config.precision, cpu=not torch.accelerator.is_available())
+            self.accelerator = Accelerator(
+                mixed_precision=config.precision,
+                cpu=not torch.accelerator.is_available(),
+                kwargs_handlers=[timeout],
+            )
+        processes.watch(self.accelerator.process_index, self.accelerator.num_processes, config.process_timeout)
         if config.batch_size % self.accelerator.num_processes:
             raise ConfigError(
                 f"training.batch_size must divide by the number of processes: got {config.batch_size} and "
@@ -84,7 +91,7 @@ class Run:
                     "data": task.data_sha256,
                     "spec": spec,
                     "seed": seed,
-                    "config": dataclasses.asdict(config),
+                    "config": _lasting(dataclasses.asdict(config)),
                     "task_config": dataclasses.asdict(task.config),  # type: ignore[attr-defined]
                 }
             )
@@ -158,7 +165,7 @@ class Run:
     def _check_belongs(self, saved: dict[str, Any]) -> None:
         """Raises ``CheckpointError`` unless the saved settings are those of this run."""
         # A setting that is newer than the checkpoint had its default value then.
-        config = _default_settings() | saved.get("config", {})
+        config = _default_settings() | _lasting(saved.get("config", {}))
         data = saved.get("data", self.settings["data"])  # not known to earlier checkpoints
         if data != self.settings["data"]:
             raise CheckpointError(
@@ -265,7 +272,12 @@ def _default_settings() -> dict[str, Any]:
         for field in dataclasses.fields(TrainingConfig)
         if field.default is not dataclasses.MISSING
     }
-    return json.loads(json.dumps(found))
+    return _lasting(json.loads(json.dumps(found)))
+
+
+def _lasting(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a result depends on, which must be the same when a run is resumed."""
+    return {name: value for name, value in config.items() if name != "process_timeout"}
 
 
 def _check_settings(saved: dict[str, Any], current: dict[str, Any], where: str, path: str = "") -> None:

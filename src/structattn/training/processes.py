@@ -1,0 +1,176 @@
+"""Processes that depend on others: they end with the one that started them, and say which of a launcher's no longer answers."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import itertools
+import logging
+import multiprocessing
+import os
+import platform
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+
+from structattn.errors import TrainingFailedError
+
+logger = logging.getLogger(__name__)
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+# A process that waits for a stopped one is ended by the watch, which knows which one it is, and only if that fails by its process group.
+_LATER = 30.0
+
+
+def end_with_parent() -> None:
+    """Ends this process, at once, when the process that started it ends, however that ends; also where it has ended before this call.
+
+    For worker processes: one that outlives its parent would write to the same folders as the workers of the next call. Ending at any
+    moment is safe, since files are written under temporary names.
+    """
+    parent = multiprocessing.parent_process()
+    before = os.getppid()
+    if platform.system() == "Linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        if parent is not None and before != parent.pid:
+            os._exit(1)
+        return
+
+    def follow() -> None:
+        if parent is not None:
+            parent.join()
+        else:
+            while os.getppid() == before:
+                time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=follow, name="follow-parent", daemon=True).start()
+
+
+def follow_launcher() -> None:
+    """Under torchrun or accelerate launch: ends this process when the launcher ends.
+
+    Raises:
+        TrainingFailedError: the launcher has ended already.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    end_with_parent()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        try:
+            socket.create_connection((host, int(port)), timeout=60).close()
+        except OSError as error:
+            raise TrainingFailedError(
+                f"the launcher does not answer at {host}:{port} ({error}): start it again"
+            ) from error
+
+
+def group_timeout(seconds: float) -> timedelta:
+    """How long an operation of all processes may take before PyTorch gives it up."""
+    return timedelta(seconds=seconds + _LATER)
+
+
+@contextlib.contextmanager
+def named_loss(index: int, count: int) -> Iterator[None]:
+    """Where another process ended in the middle of an operation of all, the error is a ``TrainingFailedError`` of one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if count > 1 and (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
+            reason = str(error).strip().splitlines()[0]
+            raise TrainingFailedError(
+                f"process {index} of {count} (counted from 0) lost the others, of which one has ended or no longer answers: --resume "
+                f"continues from the last checkpoint ({reason})"
+            ) from error
+        raise
+
+
+@functools.cache
+def watch(index: int, count: int, seconds: float) -> None:
+    """Ends this process, with one line that says why, when another one has not answered for so long: stopped, killed, or its machine gone.
+
+    Each of the ``count`` processes says in the launcher's store that it lives. Without this, those that are left wait for the others in the
+    middle of a step. Called again, it does nothing.
+
+    Args:
+        index, count: of this process, and how many there are.
+        seconds: after which a silent process is given up.
+    """
+    if count > 1 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        _Watch(index, count, seconds)
+
+
+class _Watch:
+    """Two threads: one asks the store, the other looks at the clock, also where the store does not answer."""
+
+    def __init__(self, index: int, count: int, seconds: float) -> None:
+        self.index, self.count, self.seconds = index, count, seconds
+        self.interval = min(1.0, seconds / 4)
+        self.left = threading.Event()
+        self.answered = time.monotonic()  # when the store did
+        self.seen = {other: self.answered for other in range(count) if other != index}
+        threads = [threading.Thread(target=run, name="watch-processes", daemon=True) for run in (self._ask, self._look)]
+        for thread in threads:
+            thread.start()
+
+        def leave() -> None:
+            self.left.set()
+            threads[0].join(timeout=2)
+
+        atexit.register(leave)
+
+    def _ask(self) -> None:
+        """Says that this process lives, and notes which others do."""
+        from torch._C._distributed_c10d import PrefixStore, TCPStore  # not in every build of PyTorch
+
+        prefix = f"structattn-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        try:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = PrefixStore(prefix, TCPStore(host, port, is_master=False))
+            beats = dict.fromkeys(self.seen, b"")
+            for beat in itertools.count(1):
+                store.set(f"beat-{self.index}", str(beat))
+                for other, last in beats.items():
+                    found = store.get(f"beat-{other}") if store.check([f"beat-{other}"]) else b""
+                    if found != last or store.check([f"left-{other}"]):
+                        beats[other], self.seen[other] = found, time.monotonic()
+                self.answered = time.monotonic()
+                if self.left.wait(self.interval):
+                    store.set(f"left-{self.index}", "")
+                    return
+        except RuntimeError as error:
+            # The store is gone: with the launcher, which ends this process as well, or with a first process that is done.
+            logger.debug("the other processes are no longer watched: %s", error)
+            self.left.set()
+
+    def _look(self) -> None:
+        before = time.monotonic()
+        while not self.left.wait(self.interval):
+            now = time.monotonic()
+            if now - before > self.seconds / 2:  # this process was stopped itself, and knows nothing of the others
+                self.answered = now
+                self.seen.update(dict.fromkeys(self.seen, now))
+            silent = [other for other, last in self.seen.items() if now - last > self.seconds]
+            if now - self.answered > self.seconds:
+                silent = [0]  # which has the store, where no launcher has it
+            if silent:
+                self._end(silent)
+            before = now
+
+    def _end(self, silent: list[int]) -> None:
+        names = ", ".join(map(str, silent))
+        logger.error(
+            "process %s of %d (counted from 0) has not answered for %g s (training.process_timeout): it was stopped, or its machine is gone. "
+            "This process ends; --resume continues from the last checkpoint",
+            names,
+            self.count,
+            self.seconds,
+        )
+        os._exit(1)

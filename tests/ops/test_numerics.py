@@ -140,3 +140,77 @@ def test_padding_of_zero_is_no_padding(layout, window) -> None:
             assert bool((padded[0, :, real] != 0).all())
             assert_close(padded[:1, :, :8], alone[:, :, :8])
         assert_close(padded[1:], expected[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [1e-300, 1e-36, 1e-22, 1e14, 1e36])
+@pytest.mark.parametrize("score", [-52.0, 0.0, 52.0])
+def test_values_and_scores_of_any_size(score, value, dtype) -> None:
+    if dtype == torch.float32 and value < 1e-38:
+        value = 0.0  # all of them
+    layout = sa.LevelLayout((2, 2), (64, 16), scaling="paper_sum")
+    q, k, v = make(T=40, S=40, D=4, V=4, dtype=dtype)
+    q[:], k[:] = 0, k / 10
+    q[..., 0], k[..., 0] = score, 2.0  # every score is about ``score``
+    v[..., :2] *= value  # columns and rows of other sizes than their neighbours
+    v[:, :, 1:20] *= value / max(value, 1e-3)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    exact = sa.structured_attention(*(x.double() for x in (q, k, v)), layout, backend="reference")
+    out = sa.structured_attention(q, k, v, layout, backend="blocked")
+    limit = 1e-4 if dtype == torch.float32 else 1e-11
+    columns = (out.detach().double() - exact.detach()).abs(), exact.detach().abs()
+    for rows in (slice(0, 20), slice(20, 40)):
+        error, size = (x[:, :, rows].amax((0, 1, 2)) for x in columns)
+        assert bool((error <= limit * size).all())
+    grads = torch.autograd.grad(out[..., 2:].sum(), (q, k, v))
+    wanted = torch.autograd.grad(exact[..., 2:].sum(), (q, k, v))
+    for a, b in zip(grads, wanted, strict=True):
+        assert float((a - b).abs().max()) <= 10 * limit * float(b.abs().max()) + 1e-30
+
+
+@pytest.mark.parametrize("tiny", ["q", "k"])
+def test_norms_that_vanish_are_no_bound(tiny) -> None:
+    q, k, v = make(T=40, S=40)
+    q, k = (q * 1e-24, k) if tiny == "q" else (q, k * 1e-24)
+    options = {"scale": 1e26}
+    out = sa.structured_attention(q, k, v, TWO, backend="blocked", **options)
+    assert_close(out, sa.structured_attention(q.double(), k.double(), v.double(), TWO, **options))
+
+
+def poisoned(x, hidden):
+    return x.detach().masked_fill(hidden, torch.nan).requires_grad_()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", [None, TWO, sa.LevelLayout.from_boundaries((4, 4), ((0,), (0, 3, 7)))], ids=str)
+@pytest.mark.parametrize("kind", ["padded", "few", "packed", "biased"])
+def test_nan_in_padding_or_in_another_sequence_reaches_nothing(kind, layout, backend) -> None:
+    T = 7 if kind == "few" else 20
+    q, k, v = (x.double() for x in make(T=T, S=20))
+    options: dict = {"is_causal": False}
+    if kind in ("packed", "biased"):
+        q, k, v = (x[:1] for x in (q, k, v))
+        options["cu_seqlens"] = torch.tensor([0, 4, 9, 20])
+        hidden = (torch.arange(20) >= 4) & (torch.arange(20) < 9)
+        hidden, padded = hidden[None, None, :, None], torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+    else:
+        options["left_padding"] = torch.tensor([15, 2])
+        hidden = padded = (torch.arange(20) < options["left_padding"][:, None])[:, None, :, None]
+    hidden_queries = hidden[:, :, -T:]
+    leaves = [poisoned(q, hidden_queries), poisoned(k, hidden), poisoned(v, hidden)]
+    clean = [x.requires_grad_() for x in (q, k, v)]
+    if kind == "biased":
+        bias = torch.randn(1, 1, 20, 20, dtype=torch.float64)
+        clean.append(bias.requires_grad_())
+        leaves.append(poisoned(bias, hidden | hidden.mT))
+    results = []
+    for tensors in (clean, leaves):
+        bias = {"attn_bias": tensors[3]} if kind == "biased" else {}
+        out, lse = sa.structured_attention(*tensors[:3], layout, backend=backend, return_lse=True, **options, **bias)
+        both = out.square() + lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
+        results.append((out, torch.autograd.grad(both.sum(), tensors)))
+    (expected, wanted), (out, grads) = results
+    assert_close(out.masked_fill(hidden_queries, 0.0), expected.masked_fill(hidden_queries, 0.0))
+    assert bool((out[padded.expand(out.shape[0], 1, 20, 1)[:, :, -T:].expand_as(out)] == 0).all())
+    for a, b, mask in zip(grads, wanted, (hidden_queries, hidden, hidden, hidden | hidden.mT), strict=False):
+        torch.testing.assert_close(a.masked_fill(mask, 0.0), b.masked_fill(mask, 0.0))

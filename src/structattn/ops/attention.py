@@ -45,10 +45,12 @@ def _one_query(q: Tensor, call: Call) -> bool:
     return q.shape[2] == 1 and call.is_causal  # the last position sees every key
 
 
-def _suits_sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool:
+def _suits_sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool, backend: Backend) -> bool:
     """Whether a call is one level that PyTorch's kernels run without T x S numbers that nobody asked for."""
     if call.layout.num_levels > 1 or return_lse or _needs_mask(q, k, call):
         return False
+    if call.dropout_p > 0 and (q.device.type == "cpu" or backend == "blocked"):
+        return False  # on a CPU it keeps all scores, and its masks are not those of a seed
     # Its fused kernel for CPUs wants values as wide as the keys; what runs otherwise keeps all scores.
     return q.device.type != "cpu" or q.shape[3] == v.shape[3] or _num_scores(q, k) <= _DENSE_SCORES
 
@@ -111,6 +113,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Ten
             dropout_p=call.dropout_p,
             cu_seqlens=call.cu_seqlens,
             left_padding=call.left_padding,
+            seed=call.seed,
         )
 
 
@@ -171,7 +174,7 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tu
     """What ``backend="auto"`` runs, and why: the one place that chooses."""
     if not return_lse and short.suits(q, k, v, call):
         return "short", f"one level of {q.shape[2]} x {k.shape[2]} scores, written out"
-    if _suits_sdpa(q, k, v, call, return_lse):
+    if _suits_sdpa(q, k, v, call, return_lse, "auto"):
         return "scaled_dot_product_attention", "one level needs nothing else"
     levels = call.layout.num_levels
     subject = "one level with a mask, a log-sum-exp or narrow values" if levels == 1 else f"{levels} levels"
@@ -180,7 +183,8 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tu
         return "triton", f"{subject}, fused"
     scores = _num_scores(q, k)
     per_row = scores if call.attn_bias is None else scores // max(1, q.shape[0])
-    if per_row <= _DENSE_SCORES and scores <= _DENSE_BATCH_SCORES:
+    # Packed sequences together make many hidden pairs, and one after another many small products.
+    if call.cu_seqlens is None and per_row <= _DENSE_SCORES and scores <= _DENSE_BATCH_SCORES:
         return "reference", f"{scores} scores are few: dense products beat many small ones (no fused kernel: {reason})"
     return "blocked", f"{subject} in linear memory (no fused kernel: {reason})"
 
@@ -293,7 +297,9 @@ def structured_attention(
         window: key j is visible to query i when 0 <= i - j < window (causal) or |i - j| < window (not causal).
         attn_bias: added to the scaled scores, broadcastable to (B, H, T, S), floating point; -inf hides a pair. Scores are
             float32, or float64 where q is, and so is the bias then.
-        dropout_p: probability of dropping an attention weight, from torch's global generator. Default 0.
+        dropout_p: probability of dropping an attention weight. A seed from torch's global CPU generator and the batch row, head,
+            query and key decide, so that every backend drops the same (one level on a GPU with ``"auto"``: PyTorch's kernels do,
+            with theirs). Default 0.
         cu_seqlens: (N + 1,) int32 or int64, the borders of N packed sequences (B = 1, T = S): pairs of different
             sequences are hidden and blocks start anew in each.
         left_padding: (B,) int32 or int64, the number of leading padding positions of each row: their keys and queries are
@@ -369,7 +375,7 @@ def structured_attention(
         seed=torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None,
     )
     choice = _choose(q, k, v, call, return_lse)[0] if backend == "auto" else backend
-    if choice == "blocked" and _suits_sdpa(q, k, v, call, return_lse):
+    if choice == "blocked" and _suits_sdpa(q, k, v, call, return_lse, backend):
         choice = "scaled_dot_product_attention"  # linear in memory too, and one level has nothing to gain
     if choice == "scaled_dot_product_attention":
         return _sdpa(q, k, v, call)

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from structattn.ops import regular, sweep
+from structattn.ops import dropout, regular, sweep
 from structattn.ops.call import Call
 from structattn.ops.piece import Piece, Terms
 from structattn.ops.rectangles import Geometry
@@ -37,13 +37,11 @@ class _Group:
     Attributes:
         queries, keys: how their rows are brought together.
         pieces: makes the pieces of a pass.
-        seed: differs between the groups of a call.
     """
 
     queries: Regroup
     keys: Regroup
     pieces: Callable[[], Iterator[Piece]]
-    seed: int
 
 
 def _budget(device: torch.device) -> int:
@@ -71,7 +69,6 @@ def _sequences(q: Tensor, k: Tensor, call: Call) -> list[Sequence]:
 
 
 def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
-    seed = 0 if call.seed is None else int(call.seed)
     heads, repeats = k.shape[1], q.shape[1] // k.shape[1]
     is_ragged = call.cu_seqlens is not None or call.left_padding is not None
 
@@ -87,7 +84,7 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
 
     if call.attn_bias is None and call.layout.boundaries is None and not is_ragged:
         pieces = partial(regular.pieces, geometry(q.shape[2], k.shape[2]), k.shape[0] * heads, repeats, q.device)
-        yield _Group(queries=Whole(), keys=Whole(), pieces=pieces, seed=seed)
+        yield _Group(queries=Whole(), keys=Whole(), pieces=pieces)
         return
     sequences = _sequences(q, k, call)
     if not sequences:
@@ -96,7 +93,7 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
         buckets: dict[int, list[Sequence]] = {}
         for item in sequences:  # lengths within a factor of sqrt 2 are padded to the longest of them
             buckets.setdefault(math.ceil(2 * math.log2(max(item.num_keys, _TILE))), []).append(item)
-        for number, (_, items) in enumerate(sorted(buckets.items())):
+        for _, items in sorted(buckets.items()):
             starts, lengths = (
                 torch.tensor(x, device=q.device)
                 for x in ([item.batch * k.shape[2] + item.keys for item in items], [item.num_keys for item in items])
@@ -112,7 +109,7 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
                 q.device,
                 None if is_even else lengths.repeat_interleave(heads),
             )
-            yield _Group(queries=rows, keys=rows, pieces=pieces, seed=seed + (number << 48))
+            yield _Group(queries=rows, keys=rows, pieces=pieces)
         return
     stretches = Stretches(
         layout=call.layout,
@@ -123,13 +120,19 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
         repeats=repeats,
         device=q.device,
     )
-    yield _Group(queries=Whole(), keys=Whole(), pieces=stretches.pieces, seed=seed)
+    yield _Group(queries=Whole(), keys=Whole(), pieces=stretches.pieces)
 
 
-def _terms(call: Call, group: _Group, device: torch.device) -> Terms:
-    return Terms(
-        layout=call.layout, scale=call.scale, dropout_p=call.dropout_p, seed=group.seed, budget=_budget(device)
-    )
+def _terms(call: Call, group: _Group, q: Tensor, k: Tensor) -> Terms:
+    found = None
+    if call.seed is not None:
+        found = dropout.Dropout(
+            p=call.dropout_p,
+            seed=int(call.seed),
+            queries=group.queries.get(dropout.query_places(q), q.shape[1] // k.shape[1]),
+            keys=group.keys.get(dropout.key_places(k), 1),
+        )
+    return Terms(layout=call.layout, scale=call.scale, dropout=found, budget=_budget(q.device))
 
 
 def _compute_dtype(q: Tensor) -> torch.dtype:
@@ -153,7 +156,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         out (B, H, T, V) in q's dtype and lse (B, H, T), float32 or float64, base e; contiguous.
 
     Cost: ``layout.score_flops`` + ``layout.value_flops`` and one exponential per visible pair; memory linear in T. Where
-    scores may be large, by Cauchy and Schwarz, a first pass finds the largest of each row: about a third more.
+    scores may be large, by Cauchy and Schwarz, or values are far from 1, a first pass finds the largest score of each row: about
+    a third more.
     """
     dtype, repeats = _compute_dtype(q), q.shape[1] // k.shape[1]
     q, k, v, kind = q.to(dtype), k.to(dtype), v.to(dtype), q.dtype
@@ -161,10 +165,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     out = q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
     lse = q.new_full((), -torch.inf).expand(*q.shape[:3], 1)
     for group in _groups(q, k, call):
-        terms = _terms(call, group, q.device)
+        terms = _terms(call, group, q, k)
         queries, keys, values = group.queries.get(q, repeats), group.keys.get(k, 1), group.keys.get(v, 1)
         # For few queries a pass over the scores costs less than one over the keys.
-        is_safe = bias is None and q.shape[2] >= _FEW_QUERIES and terms.are_small(queries, keys)
+        is_safe = bias is None and q.shape[2] >= _FEW_QUERIES and terms.are_small(queries, keys, values)
         offset = None if is_safe else sweep.row_maxima(group.pieces(), queries, keys, bias, terms)
         rows_out, rows_lse = sweep.forward(group.pieces(), queries, keys, values, bias, offset, terms)
         out = group.queries.put(out, rows_out, repeats)
@@ -215,7 +219,7 @@ def backward(
             group.queries.get(delta, repeats)[..., 0],
             group.queries.get(grad_out, repeats),
             grad_bias,
-            _terms(call, group, q.device),
+            _terms(call, group, q, k),
         )
         grad_q = group.queries.put(grad_q, rows_q, repeats)
         grad_k, grad_v = group.keys.put(grad_k, rows_k, 1), group.keys.put(grad_v, rows_v, 1)

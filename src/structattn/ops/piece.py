@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from structattn.layout import LevelLayout
+from structattn.ops.dropout import Dropout
 
 LOG2_E = math.log2(math.e)
-# A bound of |score| in units of log 2: 2^80 times any length and value is far from the end of float32, and so is 2^-80.
+# A bound of |score| in units of log 2: 2^80 times any length is far from the end of float32, and so is 2^-80.
 _SMALL = 80.0
+# How far, in powers of 2, sums and single products stay from the ends of the exponents of their dtype.
+_ROOM_ABOVE, _ROOM_BELOW = 8, 28
 
 
 class Piece(Protocol):
@@ -27,11 +30,6 @@ class Piece(Protocol):
     @property
     def shape(self) -> tuple[int, int, int]:
         """Batch, rows and columns."""
-        ...
-
-    @property
-    def number(self) -> int:
-        """Tells it from the other pieces of a pass, for the random numbers of dropout."""
         ...
 
     def rows_of(self, x: Tensor) -> Tensor:
@@ -82,15 +80,13 @@ class Terms:
     Attributes:
         layout: its ranks, scaling and value ranks are used here; its blocks by the geometry.
         scale: replaces the layout's scaling.
-        dropout_p: probability of dropping a weight.
-        seed: of the random numbers of dropout.
+        dropout: of the weights; ``None`` without.
         budget: scores that are held at once.
     """
 
     layout: LevelLayout
     scale: float | None
-    dropout_p: float
-    seed: int
+    dropout: Dropout | None
     budget: int
 
     def rank(self, level: int) -> int:
@@ -111,7 +107,26 @@ class Terms:
         ]
         return torch.tensor(values, dtype=like.dtype, device=like.device)
 
-    def are_small(self, q: Tensor, k: Tensor) -> bool:
+    def _most(self, v: Tensor) -> float:
+        """The largest |score|, in units of log 2, whose exponential times any value, or sum of them, its dtype holds.
+
+        Negative if there is none, as where a value is not finite.
+        """
+        found = []
+        # In parts, so that the sizes never take as much memory as v.
+        for part in v.flatten(0, -2).split(max(1, self.budget // v.shape[-1])):
+            size = part.abs()
+            found.append(torch.stack([size.amax(), size.masked_fill_(size == 0, torch.inf).amin().neg()]))
+        largest, least = torch.stack(found).amax(0).tolist()
+        if largest == 0:
+            return _SMALL
+        if not math.isfinite(largest):
+            return -1.0
+        end = math.log2(torch.finfo(v.dtype).max)
+        above = end - _ROOM_ABOVE - math.log2(largest) - math.log2(v.shape[-2])
+        return min(_SMALL, above, end - _ROOM_BELOW + math.log2(-least))
+
+    def are_small(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether every score is surely so small that its exponential can be summed as it is, without a maximum.
 
         By Cauchy and Schwarz: first from the norms of whole rows, then, if that is not enough, from the norms of the
@@ -119,13 +134,17 @@ class Terms:
 
         Args:
             q, k: (..., D).
+            v: (..., V): large and tiny values leave less room for the exponentials.
 
-        Cost: one or two passes over q and k, and waiting for a GPU.
+        Cost: one or two passes over q and k and one over v, and waiting for a GPU.
         """
         per_level, per_count = self.layout.score_factors(self.scale)
-        norms = [torch.linalg.vector_norm(x, dim=-1).amax() for x in (q, k)]
+        most = self._most(v)
+        # Squares of numbers below 2^-63 vanish in float32: so much may be missing from a norm.
+        missing = math.sqrt(q.shape[-1]) * 2.0**-62
+        norms = [float(torch.linalg.vector_norm(x, dim=-1).amax()) + missing for x in (q, k)]
         factor = max(map(abs, per_level)) * max(map(abs, per_count)) * LOG2_E
-        if float(norms[0] * norms[1]) * factor <= _SMALL:
+        if norms[0] * norms[1] * factor <= most:
             return True
         largest = []
         for x, factors in ((q, per_level), (k, (1.0,) * len(per_level))):
@@ -135,5 +154,8 @@ class Terms:
             # In parts, so that the squares never take as much memory as x.
             parts = x.flatten(0, -2).split(max(1, self.budget // x.shape[-1]))
             largest.append(torch.stack([(prefixes @ part.square().T).amax(1) for part in parts]).amax(0))
-        counts = torch.tensor(per_count, dtype=q.dtype, device=q.device).abs()
-        return float(((largest[0] * largest[1]).sqrt() * counts).max()) * LOG2_E <= _SMALL
+        bounds = (
+            (a + missing) * (b + missing) * abs(c)
+            for a, b, c in zip(*(x.sqrt().tolist() for x in largest), per_count, strict=True)
+        )
+        return all(bound * LOG2_E <= most for bound in bounds)

@@ -9,12 +9,14 @@ Axes: B batch, H query heads, G key/value heads, T queries, S keys, D head dimen
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from structattn.layout import LevelLayout
+from structattn.ops.dropout import Dropout, key_places, query_places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,30 +127,74 @@ def attention(
     dropout_p: float,
     cu_seqlens: Tensor | None,
     left_padding: Tensor | None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Structured attention by its definition; the meaning of the arguments is that of ``structured_attention``.
 
-    16-bit inputs are computed in float32. A query that sees no key has output 0 and log-sum-exp -inf, and no gradient.
+    16-bit inputs are computed in float32. A query that sees no key has output 0 and log-sum-exp -inf, and no gradient. What
+    padding holds reaches nothing, NaN neither; nor does another packed sequence, each being computed alone (while PyTorch
+    traces, when lengths are not known, all are computed together, with a mask).
+
+    Args:
+        seed: of the weights that dropout drops, 0-dimensional int64; ``None`` without dropout.
 
     Returns:
         out (B, H, T, V) in q's dtype and lse (B, H, T), float32 or float64, base e.
 
     Cost: 2 B H T S (D + V) FLOPs and several tensors of B H T S numbers.
     """
-    num_queries, num_keys = q.shape[-2], k.shape[-2]
     dtype = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
-    repeats = q.shape[1] // k.shape[1]
-    query, key, value = (
-        q.to(dtype),
-        k.to(dtype).repeat_interleave(repeats, dim=1),
-        v.to(dtype).repeat_interleave(repeats, dim=1),
-    )
-    place = places(num_queries, num_keys, cu_seqlens, left_padding, q.shape[0], q.device)
+    repeats, num_keys = q.shape[1] // k.shape[1], k.shape[-2]
+    query = q.to(dtype)
+    key, value = (x.to(dtype).repeat_interleave(repeats, dim=1) for x in (k, v))
+    bias = None if attn_bias is None else attn_bias.to(dtype).expand(*q.shape[:3], num_keys)
+    dropout = dropped = None
+    if seed is not None:
+        dropout = Dropout(p=dropout_p, seed=seed, queries=query_places(query), keys=key_places(key))
+        dropped = dropout.dropped()
+    place = places(q.shape[-2], num_keys, cu_seqlens, left_padding, q.shape[0], q.device)
+
+    def of(own: slice, place: Places) -> tuple[Tensor, Tensor]:
+        """The queries of a slice with the keys of that slice."""
+        own_query, own_key, own_value = (x[:, :, own] for x in (query, key, value))
+        own_bias, own_dropped = (None if x is None else x[:, :, own, own] for x in (bias, dropped))
+        out, lse = _dense(own_query, own_key, own_value, place, layout, is_causal, scale, window, own_bias, own_dropped)
+        return (out if dropout is None else out / dropout.kept).to(q.dtype), lse
+
+    if cu_seqlens is None or torch.compiler.is_compiling() or isinstance(cu_seqlens, FakeTensor):
+        return of(slice(None), place)
+    results = []
+    for ends in pairwise(cu_seqlens.tolist()):
+        own = slice(*ends)
+        queries, keys, rows = (x[:, own] for x in (place.queries, place.keys, place.rows))
+        results.append(of(own, Places(queries=queries, keys=keys, rows=rows, same=None)))
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    place: Places,
+    layout: LevelLayout,
+    is_causal: bool,
+    scale: float | None,
+    window: int | None,
+    bias: Tensor | None,
+    dropped: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of tensors with equal numbers of heads, of one dtype; weights that are kept keep their size."""
     num_shared = place.shared_levels(layout)[:, None]
-    score = scores(query, key, layout, scale, num_shared)
-    if attn_bias is not None:
-        score = score + attn_bias.to(dtype)
     mask = visible(place, is_causal, window)
+    if mask is not None:
+        # What is in no visible pair may be NaN, and 0 times NaN is NaN.
+        unused_query, unused_key = (~mask.any(dim)[:, None, :, None] for dim in (2, 1))
+        query = query.masked_fill(unused_query, 0.0)
+        key, value = (x.masked_fill(unused_key, 0.0) for x in (key, value))
+    score = scores(query, key, layout, scale, num_shared)
+    if bias is not None:
+        score = score + bias
     if mask is not None:
         score = score.masked_fill(~mask[:, None], -torch.inf)
     # A row without a visible key would be 0/0: it is computed as a row of zeros and then cleared.
@@ -156,7 +202,8 @@ def attention(
     score = score.masked_fill(empty, 0.0)
     lse = score.logsumexp(dim=-1, keepdim=True)
     weight = (score - lse).exp().masked_fill(empty, 0.0)
-    weight = F.dropout(weight, p=dropout_p, training=dropout_p > 0)
+    if dropped is not None:
+        weight = weight.masked_fill(dropped, 0.0)
     if layout.value_slices is None:
         out = torch.einsum("bhts,bhsv->bhtv", weight, value)
     else:
@@ -165,4 +212,4 @@ def attention(
             for level, part in enumerate(layout.value_slices, start=1)
         ]
         out = torch.cat(parts, dim=-1)
-    return out.to(q.dtype), lse.masked_fill(empty, -torch.inf).squeeze(-1)
+    return out.masked_fill(empty, 0.0), lse.masked_fill(empty, -torch.inf).squeeze(-1)

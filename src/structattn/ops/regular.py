@@ -28,7 +28,6 @@ class RegularPiece:
 
     geometry: Geometry
     rectangle: Rectangle
-    number: int
     num_sequences: int
     repeats: int
     device: torch.device
@@ -124,11 +123,10 @@ def pieces(
 ) -> Iterator[RegularPiece]:
     """All pieces of a pass over N sequences; each pass makes them anew, in the same order."""
     masks: dict[_MaskKey, Tensor] = {}
-    for number, rectangle in enumerate(geometry.rectangles()):
+    for rectangle in geometry.rectangles():
         yield RegularPiece(
             geometry=geometry,
             rectangle=rectangle,
-            number=number,
             num_sequences=num_sequences,
             repeats=repeats,
             device=device,

@@ -63,7 +63,6 @@ class Stretches:
 
     def pieces(self) -> Iterator[StretchPiece]:
         """Every visible pair in exactly one piece (and in its mask)."""
-        number = 0
         for sequence in self.sequences:
             end = sequence.first_query + sequence.num_queries
             borders = self._borders(sequence, end)
@@ -76,8 +75,7 @@ class Stretches:
                         if self.window is not None:
                             start, stop = max(start, first - self.window + 1), min(stop, last + self.window)
                         if start < stop:
-                            yield StretchPiece(self, sequence, level, number, first, last + 1, start, stop, is_mixed)
-                            number += 1
+                            yield StretchPiece(self, sequence, level, first, last + 1, start, stop, is_mixed)
 
     def _block(self, sequence: Sequence, level: int, position: int) -> tuple[int, int]:
         """The first position of the block that holds a position, and the first behind it."""
@@ -136,7 +134,7 @@ class StretchPiece:
 
     Attributes:
         stretches, sequence: what it is a piece of.
-        level, number: see ``piece.Piece``.
+        level: see ``piece.Piece``.
         first, stop: positions of its queries.
         first_key, stop_key: positions of its keys.
         is_mixed: whether only pairs that share exactly ``level`` levels count.
@@ -145,7 +143,6 @@ class StretchPiece:
     stretches: Stretches
     sequence: Sequence
     level: int
-    number: int
     first: int
     stop: int
     first_key: int

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from structattn.ops.dropout import Dropout
 from structattn.ops.piece import LOG2_E, Piece, Terms
 
 
@@ -39,12 +40,11 @@ def _with_column(x: Tensor, column: Tensor | float) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some batches, rows and columns of a piece, and its number among the parts of all pieces."""
+    """Some batches, rows and columns of a piece."""
 
     batch: slice
     rows: slice
     cols: slice
-    number: int
 
 
 def _slices(total: int, step: int) -> list[slice]:
@@ -70,15 +70,10 @@ def _grid(piece: Piece, width: int, budget: int) -> Iterator[list[list[_Part]]]:
     """The parts of a piece, for each step of the batch: a list per step of the rows, of one part per step of the columns."""
     batch, rows, cols = piece.shape
     batch_step, row_step, col_step = _steps(piece.shape, width, budget)
-    number = piece.number << 24
     for some in _slices(batch, batch_step):
         grid = []
         for row_part in _slices(rows, row_step):
-            line = []
-            for col_part in _slices(cols, col_step):
-                line.append(_Part(some, row_part, col_part, number))
-                number += 1
-            grid.append(line)
+            grid.append([_Part(some, row_part, col_part) for col_part in _slices(cols, col_step)])
         yield grid
 
 
@@ -96,19 +91,19 @@ class _Scratch:
         return self._memory[:size].view(shape)
 
 
-class _Dropout:
-    """Masks that are a function of the seed and the number of the part, so that both passes draw the same."""
+class _Dropped:
+    """The weights of a piece that dropout drops."""
 
-    def __init__(self, terms: Terms, device: torch.device) -> None:
-        self.p, self._seed = terms.dropout_p, terms.seed
-        self._generator = torch.Generator(device) if terms.dropout_p > 0 else None
+    def __init__(self, dropout: Dropout | None, piece: Piece) -> None:
+        self._dropout = dropout
+        if dropout is not None:
+            self._rows, self._cols = piece.rows_of(dropout.queries), piece.cols_of(dropout.keys)
 
-    def keep(self, like: Tensor, number: int) -> Tensor | None:
-        """0 or 1 / (1 - p) for each weight; ``None`` without dropout."""
-        if self._generator is None:
+    def of(self, part: _Part) -> Tensor | None:
+        """Bool, shaped as the part; ``None`` without dropout."""
+        if self._dropout is None:
             return None
-        self._generator.manual_seed((self._seed + number) % 2**63)
-        return torch.empty_like(like).bernoulli_(1 - self.p, generator=self._generator).div_(1 - self.p)
+        return self._dropout.dropped(self._rows[part.batch, part.rows], self._cols[part.batch, part.cols])
 
 
 def _product(weights: Tensor, x: Tensor, done: Tensor | None) -> Tensor:
@@ -175,13 +170,14 @@ def forward(
     Cost: one exponential and 2 (R + V) FLOPs per pair; memory for ``budget`` scores and copies of some rows.
     """
     out, total = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros((*q.shape[:-1], 1))
-    scratch, dropout, width = _Scratch(q), _Dropout(terms, q.device), q.shape[-1] + v.shape[-1]
+    scratch, width = _Scratch(q), q.shape[-1] + v.shape[-1]
     for piece in pieces:
         rank, value_rank = terms.rank(piece.level), terms.value_rank(piece.level, v.shape[-1])
         factor = terms.factor(piece.level, q) * LOG2_E
         query, shift = piece.rows_of(q[..., :rank]), None if offset is None else piece.rows_of(offset)[..., 0]
         key, value = piece.cols_of(k[..., :rank]), piece.cols_of(v[..., :value_rank])
         sums, totals = piece.open_rows(out[..., :value_rank]), piece.open_rows(total)
+        dropped = _Dropped(terms.dropout, piece)
         for grid in _grid(piece, width, terms.budget):
             batch = grid[0][0].batch
             # As a column of the product, unless the copy of the keys that this takes would be used once.
@@ -208,9 +204,9 @@ def forward(
                     _hide(scores, hidden)
                     scores.exp2_()
                     row_total.add_(scores.sum(-1, keepdim=True))
-                    keep = dropout.keep(scores, part.number)
-                    if keep is not None:
-                        scores.mul_(keep)
+                    without = dropped.of(part)
+                    if without is not None:
+                        scores.masked_fill_(without, 0.0)
                     done = _product(scores, some_values, done)
                 if done is not None:
                     sums[batch, rows].add_(done)
@@ -218,6 +214,8 @@ def forward(
         piece.close_rows(total, totals)
     empty = total == 0
     out.div_(total.masked_fill_(empty, 1.0))
+    if terms.dropout is not None:
+        out.div_(terms.dropout.kept)
     lse = total.log_()
     if offset is not None:
         lse.add_(offset, alpha=math.log(2))
@@ -239,7 +237,7 @@ def backward(
     """The gradients of the queries, keys and values; that of the bias is added to ``grad_bias``.
 
     Args:
-        pieces, q, k, v, bias, terms: as ``forward``, the pieces in the same order.
+        pieces, q, k, v, bias, terms: as ``forward``.
         lse: (...), base e; -inf where a row sees nothing.
         delta: (...), rowsum(grad_out * out) - grad_lse.
         grad_out: (..., V).
@@ -253,8 +251,9 @@ def backward(
     grad_q, grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     # A row that sees nothing, or is not there, has weights 0 whatever its columns are; infinity itself would make NaN.
     offset = lse.masked_fill(lse == -torch.inf, torch.finfo(lse.dtype).max / 4)[..., None] * LOG2_E
-    weights, others, dropout = _Scratch(q), _Scratch(q), _Dropout(terms, q.device)
-    width = q.shape[-1] + v.shape[-1]  # as forward, whose parts dropout must find again
+    if terms.dropout is not None:
+        grad_out = grad_out / terms.dropout.kept  # of the weights that are kept
+    weights, others, width = _Scratch(q), _Scratch(q), q.shape[-1] + v.shape[-1]
     for piece in pieces:
         rank, value_rank = terms.rank(piece.level), terms.value_rank(piece.level, v.shape[-1])
         factor = terms.factor(piece.level, q)
@@ -262,6 +261,7 @@ def backward(
         all_value, all_outward = piece.cols_of(v[..., :value_rank]), piece.rows_of(grad_out[..., :value_rank])
         shift, drop = -piece.rows_of(offset)[..., 0], -piece.rows_of(delta[..., None])[..., 0]
         row_grad = piece.open_rows(grad_q[..., :rank])
+        dropped = _Dropped(terms.dropout, piece)
         key_grad, value_grad = piece.open_cols(grad_k[..., :rank]), piece.open_cols(grad_v[..., :value_rank])
         for grid in _grid(piece, width, terms.budget):
             batch = grid[0][0].batch
@@ -285,14 +285,14 @@ def backward(
                         weight.add_(piece.bias_of(bias, batch, rows, cols), alpha=LOG2_E)
                     _hide(weight, hidden)
                     weight.exp2_()
-                    keep = dropout.keep(weight, part.number)
-                    dropped = weight if keep is None else weight * keep
-                    value_done = _product(dropped.mT, outward[:, rows], value_done)
-                    if keep is None:
+                    without = dropped.of(part)
+                    kept = weight if without is None else change.copy_(weight).masked_fill_(without, 0.0)
+                    value_done = _product(kept.mT, outward[:, rows], value_done)
+                    if without is None:
                         torch.bmm(outward_1[:, rows], value_1[:, cols].mT, out=change)
                     else:
                         torch.bmm(outward[:, rows], value[:, cols].mT, out=change)
-                        change.mul_(keep).add_(outward_1[:, rows, -1:])
+                        change.masked_fill_(without, 0.0).add_(outward_1[:, rows, -1:])
                     change.mul_(weight)
                     if grad_bias is not None:
                         piece.add_bias(grad_bias, batch, rows, cols, change)

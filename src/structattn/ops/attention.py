@@ -18,6 +18,7 @@ from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
 from structattn.ops import custom_op, reference, short
 from structattn.ops.call import Call
 from structattn.ops.checks import autocasted, check_layout, check_options, check_sequences, check_tensors
+from structattn.ops.dropout import Dropout, key_places, query_places
 
 Backend = Literal["auto", "reference", "blocked", "triton"]
 Choice = Literal["auto", "reference", "blocked", "triton", "scaled_dot_product_attention", "short"]
@@ -100,6 +101,11 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    dropped, dropout_p = None, 0.0
+    if call.seed is not None:
+        keys = key_places(k[:, :1])  # the same for all heads
+        dropout = Dropout(p=call.dropout_p, seed=call.seed, queries=query_places(q), keys=keys)
+        dropped, dropout_p = dropout.dropped(), 1 - dropout.kept
     with _without_autocast(q):
         return reference.attention(
             q,
@@ -110,10 +116,10 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Ten
             scale=call.scale,
             window=call.window,
             attn_bias=call.attn_bias,
-            dropout_p=call.dropout_p,
+            dropout_p=dropout_p,
             cu_seqlens=call.cu_seqlens,
             left_padding=call.left_padding,
-            seed=call.seed,
+            dropped=dropped,
         )
 
 

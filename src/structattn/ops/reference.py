@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from structattn.layout import LevelLayout
-from structattn.ops.dropout import Dropout, key_places, query_places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +126,7 @@ def attention(
     dropout_p: float,
     cu_seqlens: Tensor | None,
     left_padding: Tensor | None,
-    seed: Tensor | None = None,
+    dropped: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Structured attention by its definition; the meaning of the arguments is that of ``structured_attention``.
 
@@ -136,7 +135,7 @@ def attention(
     traces, when lengths are not known, all are computed together, with a mask).
 
     Args:
-        seed: of the weights that dropout drops, 0-dimensional int64; ``None`` without dropout.
+        dropped: the weights that dropout drops, bool (B, H, T, S); ``None`` without dropout.
 
     Returns:
         out (B, H, T, V) in q's dtype and lse (B, H, T), float32 or float64, base e.
@@ -148,10 +147,6 @@ def attention(
     query = q.to(dtype)
     key, value = (x.to(dtype).repeat_interleave(repeats, dim=1) for x in (k, v))
     bias = None if attn_bias is None else attn_bias.to(dtype).expand(*q.shape[:3], num_keys)
-    dropout = dropped = None
-    if seed is not None:
-        dropout = Dropout(p=dropout_p, seed=seed, queries=query_places(query), keys=key_places(key))
-        dropped = dropout.dropped()
     place = places(q.shape[-2], num_keys, cu_seqlens, left_padding, q.shape[0], q.device)
 
     def of(own: slice, place: Places) -> tuple[Tensor, Tensor]:
@@ -159,7 +154,7 @@ def attention(
         own_query, own_key, own_value = (x[:, :, own] for x in (query, key, value))
         own_bias, own_dropped = (None if x is None else x[:, :, own, own] for x in (bias, dropped))
         out, lse = _dense(own_query, own_key, own_value, place, layout, is_causal, scale, window, own_bias, own_dropped)
-        return (out if dropout is None else out / dropout.kept).to(q.dtype), lse
+        return (out if dropped is None else out / (1 - dropout_p)).to(q.dtype), lse
 
     if cu_seqlens is None or torch.compiler.is_compiling() or isinstance(cu_seqlens, FakeTensor):
         return of(slice(None), place)

@@ -187,3 +187,16 @@ def test_sizes_and_boundaries_exclude_each_other() -> None:
         sa.LevelLayout((2,), (4,), boundaries=(((0,),),))
     with pytest.raises(ConfigError, match="value_ranks needs one dimension per level: expected 2"):
         sa.LevelLayout((2, 2), (4, 2), value_ranks=(3,))
+
+
+def test_compiled_blocks_are_whole() -> None:
+    layout = sa.LevelLayout((4, 4), (64, 32))
+    lengths = (20, 57, 80, 96, 100)  # Inductor once left the entries behind the last whole block as they were in memory
+
+    def blocks() -> list[torch.Tensor]:
+        return [layout.blocks(2, torch.arange(length)) for length in lengths]
+
+    torch.empty(256).fill_(torch.nan)  # what was in memory is not zeros
+    for found, expected, length in zip(torch.compile(blocks)(), blocks(), lengths, strict=True):
+        assert torch.equal(found, expected)
+        assert found.tolist() == [position - position % 32 for position in range(length)]

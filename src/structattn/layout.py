@@ -207,10 +207,12 @@ class LevelLayout:
                 ``boundaries`` per row alone.
 
         Returns:
-            int64 tensor of the shape of ``positions``: equal numbers are one block, within a row.
+            int64 tensor of the shape of ``positions``: equal values are one block, within a row.
         """
         if self.boundaries is None:
-            return positions.div(self.block_sizes[level - 1], rounding_mode="floor").long()
+            # The start of the block, not its number: Inductor writes only floor(n / size) * size of the n entries of a tensor
+            # that holds arange(n) // size (torch 2.13, loop splitting), and the rest keeps what was in memory.
+            return (positions - positions.remainder(self.block_sizes[level - 1])).long()
         # One sorted list for all rows: a start p of row r is r * 2^40 + p, and so is a position.
         far = 2**40
         starts = [r * far + start for r, segments in enumerate(self.boundaries) for start in segments[level - 1]]

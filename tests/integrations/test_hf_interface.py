@@ -267,7 +267,7 @@ def test_rotations_that_are_not_regrouped() -> None:
         )
     )
     neighbours = transformers.CohereForCausalLM(transformers.CohereConfig(**_SIZES))
-    for model, message in ((partial, "only 0.25"), (neighbours, "other pairs than")):
+    for model, message in ((partial, "only 2 of each head"), (neighbours, "other pairs than")):
         model.set_attn_implementation(LEVELS)
         with pytest.raises(ConfigError, match=message):
             model(IDS)

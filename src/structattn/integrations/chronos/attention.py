@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from structattn.errors import ConfigError
+from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.interface import check_arguments
 from structattn.integrations.transformers.masks import Sequences
 from structattn.integrations.transformers.variant import Variant
@@ -179,5 +179,4 @@ def t5_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(IMPLEMENTATION, t5_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, t5_mask)
+register(IMPLEMENTATION, t5_attention, t5_mask)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from structattn.errors import ConfigError, nearest_name
 from structattn.integrations.transformers.cache import LevelCacheLayer, PendingStates
+from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.masks import StructuredMask, structured_mask
 from structattn.integrations.transformers.regroup import (
     RotarySplit,
@@ -20,6 +20,7 @@ from structattn.integrations.transformers.regroup import (
     dimension_order,
     stretches,
 )
+from structattn.integrations.transformers.rotation import check_rotation
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.ops import Backend
 from structattn.spec import AttentionSpec, Halving
@@ -202,7 +203,7 @@ class RegisteredAttention:
         check_fits(variant.layout, dim, v.shape[-1])
         _check_lengths(query, k, mask, is_new=layer is not None)
         if self.runs:
-            _check_rotation(module, dim)
+            check_rotation(module, dim)
             # In stretches: no table of numbers is needed on any device.
             query, k = (torch.cat([x[..., run] for run in self.runs], dim=-1) for x in (query, k))
         out = attend_with(
@@ -227,32 +228,6 @@ def _check_lengths(query: Tensor, key: Tensor, mask: StructuredMask, *, is_new: 
             f"the mask was made for {mask.num_queries} queries and {keys} keys, and the attention got {query.shape[2]} and "
             f"{key.shape[2]}: cross attention, a static cache and prefixes are not supported"
         )
-
-
-def _check_rotation(module: nn.Module, head_dim: int) -> None:
-    """Raises ``ConfigError`` for a model known to rotate a part of each head only, or other pairs than i and i + D / 2."""
-    config = getattr(module, "config", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    share = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
-    if share not in (None, 1, 1.0) or not _rotates_halves(type(module), head_dim):
-        what = (
-            "other pairs than i and i + D / 2" if share in (None, 1, 1.0) else f"only {share} of each head's dimensions"
-        )
-        raise ConfigError(
-            f"this model rotates {what}, which is not regrouped by levels: choose another model, or register the attention with "
-            "rotary_split=None and train the model with slices that cut through rotary pairs"
-        )
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _rotates_halves(kind: type[nn.Module], head_dim: int) -> bool:
-    """Whether the function by which a model's file rotates pairs i with i + D / 2; true where there is none to ask."""
-    rotate = getattr(sys.modules[kind.__module__], "rotate_half", None)
-    if rotate is None:
-        return True
-    x = torch.arange(1.0, head_dim + 1)
-    half = head_dim // 2
-    return bool(torch.equal(rotate(x), torch.cat([-x[half:], x[:half]])))
 
 
 def register_attention(
@@ -307,6 +282,5 @@ def register_attention(
         raise ConfigError(
             f"the attention implementation {name!r} is registered already, as {known!r}: choose another name"
         )
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, structured_mask)
+    register(name, attention, structured_mask)
     return name

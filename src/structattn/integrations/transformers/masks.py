@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -148,9 +148,19 @@ def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num
     return torch.cat([inner.new_zeros(1), inner, inner.new_tensor([position_ids.shape[1]])])
 
 
+class _ForeignUseError(ConfigError, AttributeError):
+    """Another attention touched a structured mask. Also an ``AttributeError``, so that ``hasattr`` is false as for any object."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"this model computes with the attention mask itself ({what}), so its attention is not one that structured attention can take "
+            "the place of: choose another model, or set its own attn_implementation back"
+        )
+
+
 @dataclass(eq=False, kw_only=True)
 class StructuredMask:
-    """What ``structured_mask`` returns: one for all layers of a forward pass.
+    """What ``structured_mask`` returns: one for all layers of a forward pass. A model that computes with it gets a ``ConfigError``.
 
     Attributes:
         num_queries, num_keys: T and S.
@@ -167,6 +177,18 @@ class StructuredMask:
     window: int | None
     packed: Tensor | None
     _found: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise _ForeignUseError(getattr(func, "__name__", str(func)))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python's own questions, such as whether this can be copied
+            raise AttributeError(name)
+        raise _ForeignUseError(name)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise _ForeignUseError("indexing")
 
     @property
     def num_past(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.attention import (
@@ -18,6 +18,7 @@ from structattn.integrations.transformers.attention import (
     RotaryStructuredAttention,
     StructuredAttention,
 )
+from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.loading import OwnModel, describe, own_record
 from structattn.integrations.transformers.masks import structured_mask
 from structattn.integrations.transformers.regroup import RotarySplit, check_split
@@ -37,8 +38,7 @@ def _not_structurized(module: Any, *_: Any, **__: Any) -> NoReturn:
     )
 
 
-AttentionInterface.register(IMPLEMENTATION, _not_structurized)
-AttentionMaskInterface.register(IMPLEMENTATION, structured_mask)
+register(IMPLEMENTATION, _not_structurized, structured_mask)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,77 @@
+"""An attention implementation of ours takes effect, or is refused.
+
+transformers logs a line, and the model goes on with its own attention, where a model does not run through ``AttentionInterface``
+(Bloom, Falcon, GPT-J). There is no public place to say otherwise, so the two methods by which a model gets an implementation, when it
+is made and later, are wrapped: for our names they raise instead. Every other name passes through untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from structattn.errors import ConfigError
+
+_NAMES: set[str] = set()
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what every model file that runs through the interface imports
+
+
+def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Registers an attention function and its mask function with transformers, under a name that takes effect or is refused."""
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    _NAMES.add(name)
+
+
+def _refuse(model: PreTrainedModel, name: str) -> None:
+    raise ConfigError(
+        f"{type(model).__name__} does not run its attention through transformers' AttentionInterface, so attn_implementation={name!r} "
+        "would have no effect: use a model that does, such as Llama, Qwen3, Mistral or GPT-2"
+    )
+
+
+def _asked(config: PreTrainedConfig, implementation: Any) -> Iterator[tuple[PreTrainedConfig, str]]:
+    """The configs, of a model or of its parts, for which ``set_attn_implementation`` is asked for a name of ours, and the name."""
+    if isinstance(implementation, dict):
+        for key, value in implementation.items():
+            part = getattr(config, key, None) if key else config
+            if isinstance(part, PreTrainedConfig):
+                yield from _asked(part, value)
+    elif isinstance(implementation, str) and implementation in _NAMES:
+        yield config, implementation
+
+
+_check = PreTrainedModel._check_and_adjust_attn_implementation
+_set = PreTrainedModel.set_attn_implementation
+
+
+@functools.wraps(_check)
+def _checked(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+    if (
+        isinstance(attn_implementation, str)
+        and attn_implementation in _NAMES
+        and not self._can_set_attn_implementation()
+    ):
+        _refuse(self, attn_implementation)
+    return _check(self, attn_implementation, *args, **kwargs)
+
+
+@functools.wraps(_set)
+def _set_or_refuse(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+    for config, name in _asked(self.config, attn_implementation):
+        for module in self.modules():
+            is_asked = isinstance(attn_implementation, str) or getattr(module, "config", None) is config
+            if is_asked and isinstance(module, PreTrainedModel) and not module._can_set_attn_implementation():
+                _refuse(module, name)
+        # transformers takes a model in whose file it sees no attention for one that can, a Mamba too.
+        if not any(hasattr(sys.modules.get(type(module).__module__), _INTERFACE) for module in self.modules()):
+            _refuse(self, name)
+    return _set(self, attn_implementation, *args, **kwargs)
+
+
+PreTrainedModel._check_and_adjust_attn_implementation = _checked
+PreTrainedModel.set_attn_implementation = _set_or_refuse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,10 @@ SeriesSplit = Literal["train", "validation", "test"]
 Floats = npt.NDArray[np.float64]
 Times = npt.NDArray[np.datetime64]
 
+_BEYOND = 1e4
+_LARGEST = 1e18
+_SMALLEST = 1e-18
+_ROUNDING = 1e-12
 _ETT_HOURS = (8640, 11520, 14400)
 _DAY = 86_400_000_000  # microseconds
 _SEASONS = {"1 day": 7, "1 business day": 5, "1 month": 12, "3 months": 4}
@@ -48,6 +53,37 @@ def ett_split(step: str) -> tuple[int, int, int] | None:
         return None
     a, b, c = (hours * _ETT_STEPS[step] for hours in _ETT_HOURS)
     return a, b, c
+
+
+def check_scale(values: Floats, where: Callable[[int], str]) -> None:
+    """Raises ``DataError`` for numbers that no score can be made of: a few cells that are far beyond all others, as of a sensor that failed or
+    a mark of missing values, decide the scale, so that all else is 0; squares beyond float32 are infinite.
+
+    Args:
+        values: finite numbers.
+        where: the place of a value, for the message.
+    """
+    middle = float(np.median(values))
+    with np.errstate(over="ignore"):
+        distance = np.abs(values - middle)
+    order = np.argsort(distance)
+    ranked = distance[order]
+    first = len(values) - max(1, len(values) // 100)  # at most one in a hundred may be such a cell
+    rest = np.maximum(ranked[first - 1 : -1], abs(middle)) if first else ranked[:0]
+    beyond = np.flatnonzero((ranked[first:] > _BEYOND * rest) & (rest > 0))
+    if len(beyond):
+        i = int(order[first + beyond[0] :].min())
+        usual = float(ranked[first + beyond[0] - 1])
+        raise DataError(
+            f"{where(i)}: expected a number like the others, got {values[i]:g}, while {first + beyond[0]} of {len(values)} are within {usual:g} of "
+            f"{middle:g}. Scores would measure this cell alone: correct it, or fill it in by interpolation"
+        )
+    if (large := np.abs(values) > _LARGEST).any():
+        i = int(np.argmax(large))
+        raise DataError(
+            f"{where(i)}: expected numbers of at most {_LARGEST:g}, whose squares float32 holds, got {values[i]:g}. Write the column in a larger "
+            "unit"
+        )
 
 
 def split_points(series: Series) -> tuple[int, int, int]:
@@ -113,12 +149,21 @@ class WindowedSeries:
         self.bounds = split_points(series)
         if not _fits(self.bounds, look_back, horizon):
             raise DataError(_too_short(series, look_back, horizon))
+        if not np.isfinite(series.values).all():
+            raise DataError(f"expected finite numbers in column {series.name!r}, got others. Fill them in.")
+        check_scale(series.values, lambda i: f"column {series.name!r}, value {i}")
         train = series.values[: self.bounds[0]]
-        if float(train.max()) == float(train.min()):
+        spread = float(train.max()) - float(train.min())
+        if spread <= _ROUNDING * float(np.abs(train).max()):  # what differs by rounding alone is constant too
             raise DataError(
                 f"expected column {series.name!r} to vary in its training rows, got the constant "
                 f"{train[0]:g} in all {len(train)}. Choose another target column or another stretch of the "
                 "data."
+            )
+        if spread < _SMALLEST:
+            raise DataError(
+                f"expected column {series.name!r} to vary by at least {_SMALLEST:g}, whose square float32 holds, got {spread:g}. "
+                "Write the column in a smaller unit."
             )
         self.mean = float(train.mean())
         self.std = float(train.std())

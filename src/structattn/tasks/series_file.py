@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-import io
 import math
+import re
 import warnings
 from collections.abc import Callable
-from importlib import import_module
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from structattn.errors import DataError, MissingDependencyError, nearest_name
-from structattn.tasks.series import Floats, Series, Times, ett_split
+from structattn.errors import DataError, nearest_name
+from structattn.tasks.series import Floats, Series, Times, check_scale, ett_split
+from structattn.tasks.series_table import Table, pandas, row_of
 
 _EMPTY = {"", "na", "n/a", "<na>", "nan", "-nan", "null", "none", "nat"}
 _INFINITE = {sign + word for sign in ("", "+", "-") for word in ("inf", "infinity")}
 _ETT_COLUMNS = {"date", "HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT"}
 ALL_COLUMNS = "*"
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
+_CLOCK = re.compile(r"^\d{1,2}:\d\d")  # pandas would take the date of today
+_ZONE = re.compile(r":\d\d(\.\d+)? ?([+-]\d\d:?(\d\d)?|Z|UTC|GMT)$", re.IGNORECASE)
+_HOUR = 3_600_000_000  # microseconds
+_UTC = (
+    "Local times do that where clocks are set back or forward: write the times in UTC (pandas' tz_localize with "
+    "ambiguous='infer' and then tz_convert('UTC')) or with offsets such as +01:00"
+)
 
 
 def read_series(path: Path | None, time: str, target: str) -> Series:
     """Reads one column of a CSV file as a time series: see ``read_columns``."""
-    return _read(path, time, lambda columns, source: [_column(target, columns, source)])[0]
+    return _read(path, time, lambda table: [_column(target, table)])[0]
 
 
 def read_columns(path: Path | None, time: str, target: str) -> list[Series]:
     """Reads columns of a CSV file as time series of the same times and checks that they can be forecast.
 
     Args:
-        path: the CSV file, with one header row; None takes the packaged ETTh1.
+        path: the CSV file (see ``Table``); None takes the packaged ETTh1.
         time: the column with the times.
         target: the column with the values; several with commas between them; or ``"*"``, all but the times.
 
@@ -44,99 +51,48 @@ def read_columns(path: Path | None, time: str, target: str) -> list[Series]:
         MissingDependencyError: pandas is not installed.
     """
 
-    def choose(columns: list[str], source: str) -> list[str]:
-        if target in columns:
-            return [target]
+    def choose(table: Table) -> list[str]:
+        if target.strip() in table.columns:
+            return [target.strip()]
         if target == ALL_COLUMNS:
-            return [column for column in columns if column != time]
-        names = [_column(name.strip(), columns, source) for name in target.split(",")]
+            if "" in table.columns:
+                raise DataError(
+                    f"{table.source}: expected a name of every column, got none of column {table.columns.index('') + 1}. Name it, "
+                    "or name the columns to forecast with --target"
+                )
+            return [column for column in table.columns if column != time.strip()]
+        names = [_column(name, table) for name in target.split(",")]
         if len(set(names)) != len(names):
-            raise DataError(f"{source}: expected every column once, got {target!r}. Leave out the second one.")
+            raise DataError(f"{table.source}: expected every column once, got {target!r}. Leave out the second one.")
         return names
 
     return _read(path, time, choose)
 
 
-def _column(name: str, columns: list[str], source: str) -> str:
-    if name not in columns:
+def _column(name: str, table: Table) -> str:
+    if name.strip() not in table.columns or not name.strip():
         raise DataError(
-            f"{source}: expected a target column {name!r}, got a file without it. Name a column of the file: "
-            f"{nearest_name(name, columns)}"
+            f"{table.source}: expected a target column {name!r}, got a file without it. Name a column of the file with --target: "
+            f"{nearest_name(name, [column for column in table.columns if column])}"
         )
-    return name
+    return name.strip()
 
 
-def _read(path: Path | None, time: str, choose: Callable[[list[str], str], list[str]]) -> list[Series]:
-    source = "packaged ETTh1.csv" if path is None else str(path)
-    frame = _read_table(_read_bytes(path), source)
-    columns = [str(column) for column in frame.columns]
-    if time not in columns:
-        raise DataError(
-            f"{source}: expected a time column {time!r}, got a file without it. Name a column of the file: "
-            f"{nearest_name(time, columns)}"
-        )
-    targets = choose(columns, source)
-    values = [_parse_values([str(cell).strip() for cell in frame[name]], name, source) for name in targets]
-    times = _parse_times([str(cell).strip() for cell in frame[time]], time, source)
+def _read(path: Path | None, time: str, choose: Callable[[Table], list[str]]) -> list[Series]:
+    table = Table(path, time)
+    source = table.source
+    targets = choose(table)
+    if not targets:
+        raise DataError(f"{source}: expected a column besides the times, got none. Add one with the values.")
+    values = [_parse_values(table.numbers(name), name, source) for name in targets]
+    times = _parse_times(table.cells(time), time, source)
     step = _check_regular(times, source)
-    split = ett_split(step) if set(columns) == _ETT_COLUMNS else None
+    split = ett_split(step) if set(table.columns) == _ETT_COLUMNS else None
     is_ett = split is not None and len(times) >= split[2]
     return [
         Series(values=own, times=times, name=name, step=step, is_ett=is_ett)
         for own, name in zip(values, targets, strict=True)
     ]
-
-
-def _read_bytes(path: Path | None) -> bytes:
-    if path is None:
-        return files("structattn.tasks").joinpath("data", "ETTh1.csv").read_bytes()
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise DataError(f"expected a CSV file at {path}, got no such file. Check the path.") from None
-    except OSError as error:
-        raise DataError(
-            f"expected a readable CSV file at {path}, got: {error}. Check that it is a file and its permissions."
-        ) from error
-
-
-def _pandas() -> Any:
-    try:
-        return import_module("pandas")
-    except ImportError as error:
-        raise MissingDependencyError(
-            "reading a time series needs pandas, which is not installed: pip install 'structattn[train]'"
-        ) from error
-
-
-def _read_table(content: bytes, source: str) -> Any:
-    """The file as a frame of text cells, so that every later message can quote what the file says."""
-    pd = _pandas()
-    empty = f"{source}: expected a header row and data rows, got an empty file. Check how it was written."
-    if not content.strip():
-        raise DataError(empty)
-    try:
-        # Blank lines are kept so that a row's position gives its line in the file.
-        frame = pd.read_csv(
-            io.BytesIO(content),
-            dtype=str,
-            keep_default_na=False,
-            skip_blank_lines=False,
-            encoding="utf-8-sig",
-        ).fillna("")
-    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{source}: expected comma-separated text in UTF-8, got: {error}. Save it as a plain CSV file."
-        ) from error
-    if not isinstance(frame.index, pd.RangeIndex):
-        raise DataError(
-            f"{source}: expected as many column names as cells in each row, got {len(frame.columns)} names "
-            "and longer rows. Name every column in the first row."
-        )
-    filled = np.flatnonzero((frame != "").any(axis=1).to_numpy())
-    if len(filled) == 0:
-        raise DataError(f"{source}: expected data rows, got only a header row. Check how the file was written.")
-    return frame.iloc[: filled[-1] + 1]
 
 
 def _parse_values(cells: list[str], column: str, source: str) -> Floats:
@@ -150,7 +106,7 @@ def _parse_values(cells: list[str], column: str, source: str) -> Floats:
             values[i] = float(cell if "_" not in cell else "")
         except ValueError:
             raise DataError(
-                f"{source}: expected numbers in column {column!r}, got {cell!r} in row {_row(i)} of the "
+                f"{source}: expected numbers in column {column!r}, got {cell!r} in row {row_of(i)} of the "
                 "file. Correct the cell (decimal point, no units, no thousands separators), or choose "
                 "another target column."
             ) from None
@@ -159,19 +115,15 @@ def _parse_values(cells: list[str], column: str, source: str) -> Floats:
     if missing:
         raise DataError(
             f"{source}: expected a finite number in every row of column {column!r}, got {len(missing)} "
-            f"empty, NaN or infinite cells, the first one in row {_row(missing[0])} of the file. Fill them "
+            f"empty, NaN or infinite cells, the first one in row {row_of(missing[0])} of the file. Fill them "
             "in (for example by interpolation) or keep a stretch without them."
         )
+    check_scale(values, lambda i: f"{source}: row {row_of(i)} of the file, column {column!r}")
     return values
 
 
-def _row(index: int) -> int:
-    """The line in the file; the header is line 1."""
-    return index + 2
-
-
 def _parse_times(cells: list[str], column: str, source: str) -> Times:
-    pd = _pandas()
+    pd = pandas()
 
     def parse(**how: Any) -> Any:
         with warnings.catch_warnings():
@@ -192,11 +144,25 @@ def _parse_times(cells: list[str], column: str, source: str) -> Times:
         if not complete:
             # Quote the row where the best reading fails.
             bad = max(int(np.flatnonzero(r.isna().to_numpy())[0]) for r in readings)
+            hint = (
+                " (a number, such as of a row or of seconds since 1970, is no date)"
+                if _NUMBER.fullmatch(cells[bad])
+                else ""
+            )
             raise DataError(
                 f"{source}: expected a time in every row of column {column!r}, got {cells[bad]!r} in row "
-                f"{_row(bad)} of the file. Write the times as YYYY-MM-DD HH:MM:SS, all in the same way."
+                f"{row_of(bad)} of the file{hint}. Write the times as YYYY-MM-DD HH:MM:SS, all in the same way, in UTC or with "
+                "the offset of the time zone behind them, as +01:00."
             )
         parsed = complete[0]
+    for problem, cell in (("a time without a date", _CLOCK), ("a time zone in some rows and none in others", _ZONE)):
+        has = [cell.search(text) is not None for text in cells]
+        if (any(has) and not all(has)) or (has[0] and cell is _CLOCK):
+            i = has.index(not has[0]) if not all(has) else 0
+            raise DataError(
+                f"{source}: expected times of one kind in column {column!r}, got {problem}: {cells[i]!r} in row {row_of(i)} of the "
+                "file. Write all times as YYYY-MM-DD HH:MM:SS."
+            )
     times: Times = parsed.dt.tz_localize(None).to_numpy().astype("datetime64[us]")
     return times
 
@@ -210,9 +176,11 @@ def _check_regular(times: Times, source: str) -> str:
         i = int(np.argmax(steps <= 0))
         problem = "the same time twice" if steps[i] == 0 else "a time before the one above it"
         remedy = "Remove the double row" if steps[i] == 0 else "Sort the file by time"
+        if _are_clock_changes(times, steps, steps <= 0):
+            remedy = _UTC
         raise DataError(
             f"{source}: expected times that increase from row to row, got {problem}: {_when(times[i])} and "
-            f"then {_when(times[i + 1])} in row {_row(i + 1)} of the file. {remedy}; one file holds one "
+            f"then {_when(times[i + 1])} in row {row_of(i + 1)} of the file. {remedy}; one file holds one "
             "series."
         )
     if (steps == steps[0]).all():
@@ -230,12 +198,28 @@ def _check_regular(times: Times, source: str) -> str:
         usual = _most_frequent(steps)
         off, step = steps != usual, _duration(usual)
     i = int(np.argmax(off))
+    remedy = (
+        _UTC
+        if _are_clock_changes(times, steps, off)
+        else "Fill in the missing rows (for example pandas' asfreq and interpolate) or keep a stretch without gaps"
+    )
     raise DataError(
         f"{source}: expected the same step between all rows, got {int(off.sum())} irregular steps; the usual "
         f"step is {step}, and the first gap is from {_when(times[i])} to {_when(times[i + 1])} (row "
-        f"{_row(i + 1)} of the file). Fill in the missing rows (for example pandas' asfreq and interpolate) "
-        "or keep a stretch without gaps."
+        f"{row_of(i + 1)} of the file). {remedy}."
     )
+
+
+def _are_clock_changes(times: Times, steps: npt.NDArray[np.int64], off: npt.NDArray[np.bool_]) -> bool:
+    """Whether steps are an hour too short or too long in the night to a Sunday of spring or autumn: clocks that are set back and forward."""
+    usual = _most_frequent(steps)
+    before = times[:-1][off] + np.timedelta64(1, "h")  # of clocks that are set at midnight, the day that begins
+    weekdays = (before.astype("datetime64[D]").astype(np.int64) + 3) % 7
+    months = before.astype("datetime64[M]").astype(np.int64) % 12 + 1
+    hours = before.astype("datetime64[h]").astype(np.int64) % 24
+    is_hour = np.abs(steps[off] - usual) == _HOUR
+    in_season = np.isin(months, (3, 4, 8, 9, 10, 11))
+    return bool(usual <= 6 * _HOUR and (is_hour & (weekdays == 6) & (hours <= 4) & in_season).all())
 
 
 def _month_steps(times: Times) -> npt.NDArray[np.int64] | None:
@@ -251,7 +235,7 @@ def _month_steps(times: Times) -> npt.NDArray[np.int64] | None:
 
 def _calendar_frequency(times: Times) -> str | None:
     """The name that pandas gives to the spacing, such as ``"B"``."""
-    pd = _pandas()
+    pd = pandas()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # pandas 3 announces that a later version returns an object
         found = pd.infer_freq(pd.DatetimeIndex(times))

@@ -73,18 +73,18 @@ def test_visible_pairs_by_brute_force(T, S, window, causal) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: sa.LevelLayout((4, 0), (8, 4)), "level 2 must be a positive int, got 0"),
+        (lambda: sa.LevelLayout((4, 0), (8, 4)), "level 2 must be an int of at least 1, got 0"),
         (
             lambda: sa.LevelLayout((4, 4), (8, 3)),
             "level 2 must divide level 1: expected a divisor of 8, got 3",
         ),
         (lambda: sa.LevelLayout((4, 4), (8,)), "one block size per rank"),
         (lambda: sa.LevelLayout((), ()), "ranks"),
-        (lambda: sa.LevelLayout((4,), (8,), scaling="paper2"), "scaling must be one of"),
+        (lambda: sa.LevelLayout((4,), (8,), scaling="paper2"), "unknown scaling"),
         (lambda: sa.LevelLayout.halving((4, 4), 0), "context_length"),
         (lambda: sa.GlobalWindowLayout((4, 4, 4), 2), "2 ranks"),
         (lambda: sa.GlobalWindowLayout((4, 4), 0), "window"),
-        (lambda: sa.GlobalWindowLayout((4, 4), 2, "paper"), "variance or mup, got 'paper'"),
+        (lambda: sa.GlobalWindowLayout((4, 4), 2, "paper"), "unknown scaling .paper.: known: .mup., .variance."),
     ],
 )
 def test_bad_layouts_are_named(make, message: str) -> None:

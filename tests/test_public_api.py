@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import structattn as sa
+from structattn.testing.typed_calls import with_lists_and_tuples
 
 
 def test_public_names() -> None:
@@ -88,3 +89,9 @@ def test_import_needs_torch_alone() -> None:
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_lists_are_kept_as_tuples() -> None:
+    for from_lists, from_tuples in with_lists_and_tuples():
+        assert from_lists == from_tuples
+        assert isinstance(from_lists, dict) or hash(from_lists) == hash(from_tuples)

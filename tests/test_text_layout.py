@@ -153,7 +153,7 @@ def test_byte_pairs_know_their_newlines() -> None:
         (lambda: TextLayout((4, 4), ("verse",)), "unknown part of a text 'verse'"),
         (lambda: TextLayout((4, 4, 4), ("line",)), "one unit for each rank but the first"),
         (lambda: TextLayout((4, 4, 4), ("line", "paragraph")), "from the largest to the smallest"),
-        (lambda: TextLayout((4, 0)), "level 2 must be a positive int"),
+        (lambda: TextLayout((4, 0)), "level 2 must be an int of at least 1"),
         (lambda: TextLayout((4, 4), value_ranks=(3,)), "one dimension per level"),
         (lambda: TABLE.segments(torch.tensor([[99]])), r"token ids lie in \[0, 14\)"),
         (lambda: sa.Attention(8, 1, layout=TextLayout((4, 4)))(torch.zeros(1, 2, 8)), "needs the layout of each text"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
+from types import UnionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from structattn.errors import ConfigError, ShapeError, nearest_name
+
+MAX_SIZE = 2**31 - 1  # of one dimension: more is a mistake, and no memory holds it
+MAX_LENGTH = 2**40  # of positions, which some layouts count in int64 together with a row
 
 
 def describe(value: object) -> str:
@@ -42,6 +46,26 @@ def check_int(name: str, value: Any, *, minimum: int | None = None, maximum: int
         raise ConfigError(f"{name} must be an int{_bounds(minimum, maximum)}, got {describe(value)}")
 
 
+def check_size(name: str, value: Any, maximum: int = MAX_SIZE) -> None:
+    """Raises ``ConfigError`` unless ``value`` is an int from 1 to the largest size."""
+    is_large = is_int(value) and isinstance(value, int) and value > maximum
+    check_int(name, value, minimum=1, maximum=maximum if is_large else None)  # named only where it matters
+
+
+def check_sizes(name: str, values: Any, *, entry: str = "entry", maximum: int = MAX_SIZE) -> tuple[int, ...]:
+    """The values as a tuple; raises ``ConfigError`` unless they are a sequence of ints from 1 to the largest size.
+
+    Args:
+        entry: what one of them is, as ``"level"``; they are counted from 1.
+    """
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        remedy = f"; for one number write ({values!r},)" if is_int(values) else ""
+        raise ConfigError(f"{name} must be a tuple or list of ints, got {describe(values)}{remedy}")
+    for number, value in enumerate(values, start=1):
+        check_size(f"{name}: {entry} {number}", value, maximum)
+    return tuple(values)
+
+
 def check_number(
     name: str,
     value: Any,
@@ -57,8 +81,8 @@ def check_number(
         minimum, maximum: bounds that are allowed themselves.
         above, below: bounds that are not.
     """
-    fits = (isinstance(value, float | torch.SymFloat) or is_int(value)) and (
-        not isinstance(value, int | float) or math.isfinite(value)
+    fits = isinstance(value, torch.SymFloat | torch.SymInt) or (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     )
     fits = (
         fits
@@ -88,7 +112,9 @@ def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
         raise ConfigError(f"unknown {name} {value!r}: {nearest_name(value, known)}")
 
 
-def check_type(name: str, value: Any, kinds: type | tuple[type, ...], expected: str, remedy: str = "") -> None:
+def check_type(
+    name: str, value: Any, kinds: type | tuple[type, ...] | UnionType, expected: str, remedy: str = ""
+) -> None:
     """Raises ``ConfigError`` unless ``value`` is an instance of ``kinds``.
 
     Args:
@@ -106,6 +132,47 @@ def check_tensor(name: str, value: Any) -> None:
     if value.layout != torch.strided or value.is_nested:
         kind = "a nested" if value.is_nested else f"a {value.layout}"
         raise ShapeError(f"{name} must be a dense tensor (layout torch.strided), got {kind} tensor")
+
+
+def check_like(name: str, value: Tensor, parameter: Tensor) -> None:
+    """Raises ``ShapeError`` unless ``value`` can meet a parameter: one device, and one dtype unless autocast casts both."""
+    if value.device != parameter.device:
+        raise ShapeError(f"{name} is on {value.device}, the parameters are on {parameter.device}; move one of them")
+    if value.dtype != parameter.dtype and not (is_autocast(value) and is_autocast(parameter)):
+        raise ShapeError(f"{name} is {value.dtype}, the parameters are {parameter.dtype}; convert one of them")
+
+
+def is_autocast(value: Tensor) -> bool:
+    """Whether autocast is on and casts this tensor: it leaves float64 and ints as they are."""
+    kind = value.device.type
+    if not value.is_floating_point() or value.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return False
+    return torch.is_autocast_enabled(kind)
+
+
+def check_int_tensor(name: str, value: Any, shape: tuple[int | None, ...]) -> None:
+    """Raises ``ShapeError`` unless ``value`` is a tensor of ints of that shape, in which ``None`` is any size."""
+    check_tensor(name, value)
+    is_int = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    fits = value.dim() == len(shape) and all(b in (None, a) for a, b in zip(value.shape, shape, strict=True))
+    if not (is_int and fits):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "")
+        raise ShapeError(
+            f"{name} must be ints (such as torch.int64) of shape ({wanted}), got {value.dtype} of shape {tuple(value.shape)}"
+        )
+
+
+def check_sequences(batch: int, left_padding: Any, cu_seqlens: Any) -> None:
+    """Raises ``ShapeError`` unless the padding of a batch, or the offsets of sequences packed into one row, have its shape."""
+    if left_padding is not None:
+        check_int_tensor("left_padding", left_padding, (batch,))
+    if cu_seqlens is not None:
+        check_int_tensor("cu_seqlens", cu_seqlens, (None,))
+        if batch != 1 or cu_seqlens.shape[0] < 2:
+            raise ShapeError(
+                f"cu_seqlens holds the offsets of at least one sequence in one batch row: got {cu_seqlens.shape[0]} offsets and "
+                f"batch {batch}"
+            )
 
 
 def check_device(name: str, value: Any) -> torch.device:

@@ -8,9 +8,11 @@ A comma in the brackets ends a spec, unless an option ``key=value`` follows it, 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
+from structattn.checks import check_size, check_type
 from structattn.errors import ConfigError
 from structattn.layers.scoring_modules import ScoreScaling
 from structattn.spec import AttentionSpec, SpecForm, describe_spec, parse_spec
@@ -52,9 +54,17 @@ class LayerSpecs:
 
     pattern: tuple[AttentionSpec, ...]
 
+    if TYPE_CHECKING:  # lists are accepted, and kept as tuples
+
+        def __init__(self, pattern: Sequence[AttentionSpec]) -> None: ...
+
     def __post_init__(self) -> None:
+        check_type("pattern", self.pattern, tuple | list, "a tuple of AttentionSpec", "parse reads text")
+        for spec in self.pattern:
+            check_type("each of pattern", spec, AttentionSpec, "an AttentionSpec", "parse_spec reads text")
         if not self.pattern:
             raise ConfigError("a list of attention specs needs at least one, got none")
+        object.__setattr__(self, "pattern", tuple(self.pattern))
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -63,6 +73,7 @@ class LayerSpecs:
         Raises:
             ConfigError: a bracket is not closed, a spec is empty, or one is not known (see ``parse_spec``).
         """
+        check_type("attention specs", text, str, f"text, such as {FORM.example}")
         bare = text.strip()
         if not bare.startswith("["):
             return cls((parse_spec(bare),))
@@ -87,6 +98,7 @@ class LayerSpecs:
         Raises:
             ConfigError: there are more specs than layers, so that some would not be used.
         """
+        check_size("num_layers", num_layers)
         if len(self.pattern) > num_layers:
             raise ConfigError(
                 f"attention specs {self}: {len(self.pattern)} specs for {num_layers} layers, so that some would not be used: give "

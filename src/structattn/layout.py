@@ -12,15 +12,26 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Literal, cast, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
-from structattn.errors import ConfigError
-from structattn.partition import Boundaries, check_sizes, checked_boundaries, positive_ints
+from structattn.checks import (
+    MAX_LENGTH,
+    check_bool,
+    check_choice,
+    check_int,
+    check_number,
+    check_size,
+    describe,
+    is_int,
+)
+from structattn.errors import ConfigError, ShapeError
+from structattn.partition import Boundaries, check_blocks, checked_boundaries, positive_ints
 
 Scaling = Literal["variance", "mup", "paper", "paper_sum"]
+MAX_COUNTED = 2**26  # positions whose visible pairs are counted one by one
 SCALINGS: tuple[Scaling, ...] = ("variance", "mup", "paper", "paper_sum")
 
 
@@ -70,12 +81,23 @@ class LevelLayout:
     value_ranks: tuple[int, ...] | None = None
     boundaries: Boundaries | None = None
 
+    if TYPE_CHECKING:  # lists are accepted, and kept as tuples
+
+        def __init__(
+            self,
+            ranks: Sequence[int],
+            block_sizes: Sequence[int],
+            scaling: Scaling = "variance",
+            value_ranks: Sequence[int] | None = None,
+            boundaries: Sequence[object] | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", positive_ints(self.ranks, "ranks"))
         if self.boundaries is None:
-            object.__setattr__(self, "block_sizes", positive_ints(self.block_sizes, "block_sizes"))
-            check_sizes(self.ranks, self.block_sizes)
-        elif self.block_sizes != ():
+            object.__setattr__(self, "block_sizes", positive_ints(self.block_sizes, "block_sizes", MAX_LENGTH))
+            check_blocks(self.ranks, self.block_sizes)
+        elif tuple(self.block_sizes) != ():
             raise ConfigError(
                 f"give block_sizes or boundaries, not both: a free partition has block_sizes (), got {self.block_sizes}"
             )
@@ -87,16 +109,15 @@ class LevelLayout:
                 raise ConfigError(
                     f"value_ranks needs one dimension per level: expected {len(self.ranks)}, got {self.value_ranks}"
                 )
-        if self.scaling not in SCALINGS:
-            raise ConfigError(f"scaling must be one of {', '.join(SCALINGS)}; got {self.scaling!r}")
+        check_choice("scaling", self.scaling, SCALINGS)
 
     @classmethod
     def from_boundaries(
         cls,
-        ranks: tuple[int, ...],
+        ranks: Sequence[int],
         boundaries: Sequence[object],
         scaling: Scaling = "variance",
-        value_ranks: tuple[int, ...] | None = None,
+        value_ranks: Sequence[int] | None = None,
     ) -> LevelLayout:
         """Free nested segments, such as document > paragraph > sentence, in place of equal blocks.
 
@@ -121,15 +142,15 @@ class LevelLayout:
 
         Cost: the layout is a value of Python ints; under ``torch.compile`` other boundaries mean another compilation.
         """
-        return cls(ranks, (), scaling, value_ranks, cast(Boundaries, boundaries))
+        return cls(ranks, (), scaling, value_ranks, boundaries)
 
     @classmethod
     def halving(
         cls,
-        ranks: tuple[int, ...],
+        ranks: Sequence[int],
         context_length: int,
         scaling: Scaling = "variance",
-        value_ranks: tuple[int, ...] | None = None,
+        value_ranks: Sequence[int] | None = None,
     ) -> LevelLayout:
         """The paper's blocks: 2^(l-1) blocks at level l.
 
@@ -143,9 +164,8 @@ class LevelLayout:
             ConfigError: ``context_length`` is not a positive int, or as the class.
         """
         ranks = positive_ints(ranks, "ranks")
-        if isinstance(context_length, bool) or not isinstance(context_length, int) or context_length < 1:
-            raise ConfigError(f"context_length must be a positive int, got {context_length!r}")
-        finest = math.ceil(context_length / 2 ** (len(ranks) - 1))
+        check_size("context_length", context_length, MAX_LENGTH)
+        finest = -(-context_length // 2 ** (len(ranks) - 1))
         sizes = tuple(finest * 2 ** (len(ranks) - level) for level in range(1, len(ranks) + 1))
         return cls(ranks=ranks, block_sizes=sizes, scaling=scaling, value_ranks=value_ranks)
 
@@ -181,6 +201,7 @@ class LevelLayout:
         per_rank = tuple(1 / rank for rank in self.ranks)
         ones = (1.0,) * self.num_levels
         if scale is not None:
+            check_number("scale", scale)
             return ones, (scale,) * self.num_levels
         match self.scaling:
             case "variance":
@@ -209,6 +230,8 @@ class LevelLayout:
         Returns:
             int64 tensor of the shape of ``positions``: equal values are one block, within a row.
         """
+        self._check_level(level)
+        positions = _positions("positions", positions)
         if self.boundaries is None:
             # The start of the block, not its number: Inductor writes only floor(n / size) * size of the n entries of a tensor
             # that holds arange(n) // size (torch 2.13, loop splitting), and the rest keeps what was in memory.
@@ -223,6 +246,9 @@ class LevelLayout:
 
     def block_start(self, level: int, position: int, row: int = 0) -> int:
         """The first position of the block of a level in which ``position`` (at least 0) lies; 0 at level 1."""
+        self._check_level(level)
+        check_int("position", position, minimum=0)
+        self._check_row(row)
         if level == 1:
             return 0
         if self.boundaries is None:
@@ -233,6 +259,10 @@ class LevelLayout:
 
     def select_rows(self, rows: Sequence[int]) -> LevelLayout:
         """The layout of a batch that has row ``rows[b]`` of this one as its row b; itself where all rows have the same blocks."""
+        if not isinstance(rows, Sequence):
+            raise ConfigError(f"rows must be a list of the numbers of batch rows, got {describe(rows)}")
+        for row in rows:
+            self._check_row(row)
         if self.boundaries is None or self.num_rows is None:
             return self
         return replace(self, boundaries=tuple(self.boundaries[row] for row in rows))
@@ -251,8 +281,13 @@ class LevelLayout:
         Returns:
             An int for ints, else an int64 tensor of the broadcast shape.
         """
-        a, b = torch.as_tensor(i), torch.as_tensor(j)
-        count = torch.ones(torch.broadcast_shapes(a.shape, b.shape), dtype=torch.int64, device=a.device)
+        self._check_row(row)
+        a, b = _positions("i", i), _positions("j", j)
+        device = b.device if isinstance(j, Tensor) else a.device
+        try:
+            count = torch.ones(torch.broadcast_shapes(a.shape, b.shape), dtype=torch.int64, device=device)
+        except RuntimeError:
+            raise ShapeError(f"i and j must broadcast, got {tuple(a.shape)} and {tuple(b.shape)}") from None
         for level in range(2, self.num_levels + 1):
             count = count + (self.blocks(level, a, row) == self.blocks(level, b, row))
         return count if isinstance(i, Tensor) or isinstance(j, Tensor) else int(count)
@@ -264,19 +299,40 @@ class LevelLayout:
     def shared_rank(self, i: int | Tensor, j: int | Tensor, row: int = 0) -> int | Tensor:
         """R(i, j), the sum of the ranks of the levels that positions i and j share. Arguments as ``shared_levels``."""
         if isinstance(i, Tensor) or isinstance(j, Tensor):
-            levels = self.shared_levels(torch.as_tensor(i), torch.as_tensor(j), row)
+            levels = self.shared_levels(_positions("i", i), _positions("j", j), row)
             return torch.tensor(self.ranks, device=levels.device).cumsum(0)[levels - 1]
         return sum(self.ranks[: self.shared_levels(i, j, row)])
 
     def lengths(self, level: int, num_positions: int, row: int = 0) -> tuple[int, ...]:
         """The lengths of the blocks of a level that ``num_positions`` positions of a row fill, in order."""
+        self._check_level(level)
+        check_int("num_positions", num_positions, minimum=0, maximum=MAX_COUNTED)
+        self._check_row(row)
         if level == 1:
             return (num_positions,)
         if self.boundaries is None:
             full, rest = divmod(num_positions, self.block_sizes[level - 1])
             return (self.block_sizes[level - 1],) * full + ((rest,) if rest else ())
-        starts = [start for start in self.boundaries[row][level - 1] if start < num_positions]
-        return tuple(b - a for a, b in pairwise([*starts, num_positions]))
+        starts = self.boundaries[row if self.num_rows is not None else 0][level - 1]
+        return tuple(b - a for a, b in pairwise([*(start for start in starts if start < num_positions), num_positions]))
+
+    def _length_counts(self, level: int, num_positions: int, row: int) -> dict[int, int]:
+        """How many blocks have each of the ``lengths``; equal blocks are not listed one by one."""
+        check_int("num_positions", num_positions, minimum=0)
+        self._check_row(row)
+        if level == 1:
+            return {num_positions: 1}
+        if self.boundaries is not None:
+            return Counter(self.lengths(level, num_positions, row))
+        full, rest = divmod(num_positions, self.block_sizes[level - 1])
+        return {length: n for length, n in ((rest, 1), (self.block_sizes[level - 1], full)) if length and n}
+
+    def _check_level(self, level: int) -> None:
+        check_int("level", level, minimum=1, maximum=self.num_levels)
+
+    def _check_row(self, row: int) -> None:
+        """A batch row; without segments of single rows all are alike."""
+        check_int("row", row, minimum=0, maximum=None if self.num_rows is None else self.num_rows - 1)
 
     def shared_pairs(self, num_positions: int, is_causal: bool = True, row: int = 0) -> tuple[int, ...]:
         """The number of (query, key) pairs among ``num_positions`` that share each level; T*T or T*(T+1)/2 at level 1."""
@@ -284,12 +340,12 @@ class LevelLayout:
         def pairs(n: int) -> int:
             return n * (n + 1) // 2 if is_causal else n * n
 
-        counts = []
-        for level in range(1, self.num_levels + 1):
-            counts.append(
-                sum(pairs(length) * n for length, n in Counter(self.lengths(level, num_positions, row)).items())
-            )
-        return tuple(counts)
+        check_bool("is_causal", is_causal)
+        levels = range(1, self.num_levels + 1)
+        return tuple(
+            sum(pairs(length) * n for length, n in self._length_counts(level, num_positions, row).items())
+            for level in levels
+        )
 
     def score_flops(self, num_positions: int, is_causal: bool = True, row: int = 0) -> int:
         """FLOPs of all the scores of one head over T positions, exactly: 2 * sum over levels of r_l * (pairs sharing l).
@@ -304,6 +360,7 @@ class LevelLayout:
 
         Without ``value_ranks``: 2 * ``value_dim`` * (all pairs).
         """
+        check_size("value_dim", value_dim)
         shared = self.shared_pairs(num_positions, is_causal, row)
         ranks = (value_dim,) if self.value_ranks is None else self.value_ranks
         return sum(2 * rank * pairs for rank, pairs in zip(ranks, shared, strict=False))
@@ -318,10 +375,12 @@ class LevelLayout:
 
     def value_cache_size(self, num_positions: int, value_dim: int, row: int = 0) -> int:
         """Numbers per value head that a cache must be able to hold: as the keys with ``value_ranks``, else T * V."""
+        check_size("value_dim", value_dim)
         return self._cache_size(self.value_ranks or (value_dim,), num_positions, row)
 
     def _cache_size(self, ranks: tuple[int, ...], num_positions: int, row: int) -> int:
-        return sum(rank * max(self.lengths(level, num_positions, row)) for level, rank in enumerate(ranks, start=1))
+        longest = [max(self._length_counts(level, num_positions, row), default=0) for level in range(1, len(ranks) + 1)]
+        return sum(rank * length for rank, length in zip(ranks, longest, strict=True))
 
 
 @dataclass(frozen=True)
@@ -347,15 +406,22 @@ class GlobalWindowLayout:
     window: int
     scaling: Literal["variance", "mup"] = "variance"
 
+    if TYPE_CHECKING:  # lists are accepted, and kept as tuples
+
+        def __init__(
+            self,
+            ranks: Sequence[int],
+            window: int,
+            scaling: Literal["variance", "mup"] = "variance",
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         ranks = positive_ints(self.ranks, "ranks")
         if len(ranks) != 2:
             raise ConfigError(f"a global-window layout has 2 ranks (global, windowed), got {len(ranks)}: {ranks}")
         object.__setattr__(self, "ranks", ranks)
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ConfigError(f"window must be an int of at least 1, got {self.window!r}")
-        if self.scaling not in ("variance", "mup"):
-            raise ConfigError(f"the scaling of a global-window layout is variance or mup, got {self.scaling!r}")
+        check_size("window", self.window, MAX_LENGTH)
+        check_choice("scaling", self.scaling, ("variance", "mup"))
 
     @property
     def scales(self) -> tuple[float, float]:
@@ -370,16 +436,28 @@ class GlobalWindowLayout:
 
     def score_flops(self, num_positions: int, is_causal: bool = True) -> int:
         """FLOPs of all the scores of one head over T positions, 2 per multiply-add, counting visible pairs alone."""
+        check_size("num_positions", num_positions, MAX_COUNTED)
+        check_bool("is_causal", is_causal)
         everywhere = visible_pairs(num_positions, num_positions, None, is_causal)
         near = visible_pairs(num_positions, num_positions, self.window, is_causal)
         return 2 * (self.ranks[0] * everywhere + self.ranks[1] * near)
 
     def key_cache_size(self, num_positions: int) -> int:
         """Numbers per key head that a cache must hold at T positions: T r_1 + min(T, window) r_2."""
+        check_int("num_positions", num_positions, minimum=0)
         return num_positions * self.ranks[0] + min(num_positions, self.window) * self.ranks[1]
 
 
 Layout = LevelLayout | GlobalWindowLayout
+
+
+def _positions(name: str, value: object) -> Tensor:
+    """Positions as a tensor, from an int or an int tensor."""
+    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
+        return value
+    if not is_int(value):
+        raise ShapeError(f"{name} must be a position, an int or a tensor of ints, got {describe(value)}")
+    return torch.tensor(value, device="cpu")
 
 
 @functools.lru_cache(maxsize=4096)  # the training loop asks at every step
@@ -396,7 +474,7 @@ def visible_pairs(num_queries: int, num_keys: int, window: int | None, is_causal
         The count, an int; T * S when not causal and without a window.
     """
     reach = max(num_queries, num_keys) if window is None else window
-    positions = torch.arange(num_keys - num_queries, num_keys)
+    positions = torch.arange(num_keys - num_queries, num_keys, device="cpu")
     first = (positions - reach + 1).clamp(0, num_keys)
     last = positions if is_causal else (positions + reach - 1)
     return int(((last + 1).clamp(0, num_keys) - first).clamp(min=0).sum())
@@ -416,7 +494,8 @@ def visible_pairs_per_level(
     Cost: O((T + S) L).
     """
     reach = max(num_queries, num_keys) if window is None else window
-    queries, keys = torch.arange(num_keys - num_queries, num_keys), torch.arange(num_keys)
+    with torch.device("cpu"):  # numbers are counted, also while a model is built on the meta device
+        queries, keys = torch.arange(num_keys - num_queries, num_keys), torch.arange(num_keys)
     first = (queries - reach + 1).clamp(min=0)
     last = queries if is_causal else (queries + reach - 1).clamp(max=num_keys - 1)
     counts = [visible_pairs(num_queries, num_keys, window, is_causal)]

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, TypeGuard, get_args
 import torch
 from torch import nn
 
+from structattn.checks import check_choice, check_number, check_size, check_tensor, check_type, describe
 from structattn.errors import ConfigError
 
 RoleKind = Literal["embedding", "hidden", "factor", "output", "norm", "gain", "bias"]
@@ -61,20 +62,17 @@ class Role:
     std: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(RoleKind):
-            raise ConfigError(f"the kind of a role is one of {', '.join(get_args(RoleKind))}, got {self.kind!r}")
-        if isinstance(self.fan_in, bool) or not isinstance(self.fan_in, int) or self.fan_in < 1:
-            raise ConfigError(f"the fan-in of a role must be a positive int, got {self.fan_in!r}")
+        check_choice("kind", self.kind, get_args(RoleKind))
+        check_size("fan_in", self.fan_in)
+        check_size("uses", self.uses)
         if self.fan_in != 1 and self.kind not in _WITH_FAN_IN:
             raise ConfigError(f"a role of kind {self.kind!r} has no fan-in: leave it at 1, got {self.fan_in}")
-        if isinstance(self.uses, bool) or not isinstance(self.uses, int) or self.uses < 1:
-            raise ConfigError(f"the uses of a role must be a positive int, got {self.uses!r}")
         if self.uses != 1 and self.kind not in _WITH_FAN_IN:
             raise ConfigError(f"a role of kind {self.kind!r} has no uses: leave it at 1, got {self.uses}")
-        if self.std is not None and (self.kind != "embedding" or not 0 < self.std < math.inf):
-            raise ConfigError(
-                f"only an embedding has a std of its own, a positive number: got {self.std!r} for {self.kind!r}"
-            )
+        if self.std is not None:
+            check_number("std", self.std, above=0)
+            if self.kind != "embedding":
+                raise ConfigError(f"only an embedding has a std of its own: got {self.std!r} for {self.kind!r}")
 
     @property
     def init_std(self) -> float:
@@ -94,15 +92,18 @@ class Role:
 
     def learning_rate_scale(self, base_fan_in: int = BASE_FAN_IN) -> float:
         """The learning rate under AdamW over the base rate: see the table; 1 for all that is no matrix."""
+        check_number("base_fan_in", base_fan_in, minimum=1)
         return base_fan_in * math.sqrt(self.uses) / self.fan_in if self.kind in _WITH_FAN_IN else 1.0
 
     def learning_rate(self, base: float, base_fan_in: int = BASE_FAN_IN) -> float:
         """The learning rate under AdamW."""
+        check_number("base", base, minimum=0)
         return base * self.learning_rate_scale(base_fan_in)
 
     @torch.no_grad()
     def draw_(self, parameter: torch.Tensor) -> None:
         """Draws the initial values in place, from torch's global generator."""
+        check_tensor("parameter", parameter)
         if self.kind in ("norm", "gain"):
             parameter.fill_(1.0)
         elif self.init_std:
@@ -262,6 +263,7 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
     Raises:
         ConfigError: a parameter without a role (named), a role for a parameter that does not exist, or two different roles.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     roles = _resolved(model)
     out = {}
     for name, parameter in model.named_parameters():
@@ -339,11 +341,9 @@ def parameter_groups(
     Raises:
         ConfigError: see ``roles_of``; or a number is out of its range.
     """
-    if not (0 < learning_rate < math.inf and 0 <= weight_decay < math.inf and 1 <= base_fan_in < math.inf):
-        raise ConfigError(
-            "muP needs finite learning_rate > 0, weight_decay >= 0 and base_fan_in >= 1, got "
-            f"{learning_rate}, {weight_decay} and {base_fan_in}"
-        )
+    check_number("learning_rate", learning_rate, above=0)
+    check_number("weight_decay", weight_decay, minimum=0)
+    check_number("base_fan_in", base_fan_in, minimum=1)
     roles = roles_of(model)
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -363,6 +363,10 @@ def parameter_groups(
 
 def fastest_adamw(groups: list[dict[str, Any]]) -> dict[str, bool]:
     """``{"fused": True}`` where torch has a fused AdamW for these parameters, else ``{"foreach": True}``."""
+    if not isinstance(groups, list | tuple) or not all(
+        isinstance(group, dict) and "params" in group for group in groups
+    ):
+        raise ConfigError(f"groups must be those of parameter_groups, got {describe(groups)}")
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = all(p.device.type in ("cpu", "cuda") and torch.is_floating_point(p) for p in parameters)
     return {"fused" if fused else "foreach": True}
@@ -373,7 +377,7 @@ def adamw(
     *,
     learning_rate: float,
     weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.95),
+    betas: Sequence[float] = (0.9, 0.95),
     eps: float = 1e-20,
     base_fan_in: int = BASE_FAN_IN,
 ) -> torch.optim.AdamW:
@@ -387,7 +391,12 @@ def adamw(
     Raises:
         ConfigError: see ``parameter_groups``.
     """
+    check_number("eps", eps, minimum=0)
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ConfigError(f"betas must be two numbers, got {describe(betas)}")
+    for beta in betas:
+        check_number("each of betas", beta, minimum=0, below=1)
     groups = parameter_groups(model, learning_rate=learning_rate, weight_decay=weight_decay, base_fan_in=base_fan_in)
     if not groups:
         raise ConfigError("the model has no parameters to train")
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, **fastest_adamw(groups))
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(betas[0], betas[1]), eps=eps, **fastest_adamw(groups))

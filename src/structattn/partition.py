@@ -6,22 +6,21 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from structattn.checks import MAX_LENGTH, MAX_SIZE, check_sizes, describe, is_int
 from structattn.errors import ConfigError
 
 Boundaries = tuple[tuple[tuple[int, ...], ...], ...]  # rows x levels x starts of segments
 
 
-def positive_ints(values: object, name: str) -> tuple[int, ...]:
-    """A tuple of positive ints, or ``ConfigError`` with the level that is none."""
-    if not isinstance(values, tuple | list) or not values:
-        raise ConfigError(f"{name} must be a tuple with one positive int per level, got {values!r}")
-    for level, value in enumerate(values, start=1):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}: level {level} must be a positive int, got {value!r}")
-    return tuple(values)
+def positive_ints(values: object, name: str, maximum: int = MAX_SIZE) -> tuple[int, ...]:
+    """A tuple of positive ints, one per level and at least one; or ``ConfigError`` with the level that is wrong."""
+    checked = check_sizes(name, values, entry="level", maximum=maximum)
+    if not checked:
+        raise ConfigError(f"{name} must have one int per level, got none")
+    return checked
 
 
-def check_sizes(ranks: tuple[int, ...], block_sizes: tuple[int, ...]) -> None:
+def check_blocks(ranks: tuple[int, ...], block_sizes: tuple[int, ...]) -> None:
     """Raises ``ConfigError`` unless there is one block size per rank, each a divisor of the one before."""
     if len(ranks) != len(block_sizes):
         raise ConfigError(
@@ -38,8 +37,8 @@ def check_sizes(ranks: tuple[int, ...], block_sizes: tuple[int, ...]) -> None:
 def _starts(values: object, where: str) -> tuple[int, ...]:
     """The segment starts of one level as ints."""
     listed = values.tolist() if isinstance(values, Tensor) else values
-    if not isinstance(listed, tuple | list) or any(isinstance(s, bool) or not isinstance(s, int) for s in listed):
-        raise ConfigError(f"boundaries: {where} must hold the starts of its segments as ints, got {values!r}")
+    if not isinstance(listed, tuple | list) or not all(is_int(start) and start <= MAX_LENGTH for start in listed):
+        raise ConfigError(f"boundaries: {where} must hold the starts of its segments as ints, got {describe(values)}")
     if not listed or listed[0] != 0 or any(a >= b for a, b in pairwise(listed)):
         raise ConfigError(f"boundaries: the starts of {where} must rise from 0, got {listed[:8]}")
     return tuple(listed)
@@ -48,7 +47,7 @@ def _starts(values: object, where: str) -> tuple[int, ...]:
 def checked_boundaries(ranks: tuple[int, ...], boundaries: object) -> Boundaries:
     """Boundaries as rows x levels x starts, from that or from the levels of one row."""
     if not isinstance(boundaries, tuple | list) or not boundaries:
-        raise ConfigError(f"boundaries must list the segment starts of each level, got {boundaries!r}")
+        raise ConfigError(f"boundaries must list the segment starts of each level, got {describe(boundaries)}")
     first = boundaries[0]
     one_row = isinstance(first, Tensor) or (isinstance(first, tuple | list) and all(isinstance(s, int) for s in first))
     rows = []

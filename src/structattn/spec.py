@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from structattn.checks import MAX_LENGTH, check_choice, check_size, check_type
 from structattn.errors import ConfigError, nearest_name
 from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
 from structattn.layers.scoring_modules import ScoreScaling
@@ -37,6 +38,20 @@ class Halving:
     scaling: Scaling = "variance"
     value_ranks: tuple[int, ...] | None = None
 
+    if TYPE_CHECKING:  # lists are accepted, and kept as tuples
+
+        def __init__(
+            self,
+            ranks: Sequence[int],
+            scaling: Scaling = "variance",
+            value_ranks: Sequence[int] | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        checked = self.resolve(1)
+        object.__setattr__(self, "ranks", checked.ranks)
+        object.__setattr__(self, "value_ranks", checked.value_ranks)
+
     def resolve(self, context_length: int) -> LevelLayout:
         """``LevelLayout.halving`` for that context length."""
         return LevelLayout.halving(self.ranks, context_length, self.scaling, self.value_ranks)
@@ -58,6 +73,17 @@ class AttentionSpec:
     window: int | None = None
     num_heads: int | None = None
 
+    def __post_init__(self) -> None:
+        check_type("scoring", self.scoring, Form, "a scoring.LowRank, BTT, MLR or Matrix", "parse_spec reads text")
+        layouts = LevelLayout | GlobalWindowLayout | Halving | TextLayout | None
+        check_type("layout", self.layout, layouts, "a layout or None", "parse_spec reads text")
+        if self.window is not None:
+            check_size("window", self.window, MAX_LENGTH)
+            if isinstance(self.layout, GlobalWindowLayout):
+                raise ConfigError("a global-window layout has its own window: leave window at None")
+        if self.num_heads is not None:
+            check_size("num_heads", self.num_heads)
+
     def layout_for(self, context_length: int) -> LevelLayout | GlobalWindowLayout | TextLayout | None:
         """The layout for a model of that context length (in positions)."""
         return self.layout.resolve(context_length) if isinstance(self.layout, Halving) else self.layout
@@ -70,6 +96,7 @@ class AttentionSpec:
         Args:
             scaling: ``"variance"`` or ``"mup"``.
         """
+        check_choice("scaling", scaling, get_args(ScoreScaling))
         layout, scoring = self.layout, self.scoring
         if layout is not None and layout.scaling == "variance":
             return dataclasses.replace(self, layout=dataclasses.replace(layout, scaling=scaling))
@@ -185,7 +212,7 @@ def _layout_scaling(options: dict[str, str], term: str) -> Scaling:
 def _standard(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
     known = _scoring_options(options, term, ("rank", "scaling", "rms_cap"))
     heads = {"num_heads": _int(args, term)} if args else {}
-    return {**({"scoring": LowRank(**known)} if known else {}), **heads}
+    return {"scoring": LowRank(**known), **heads}
 
 
 def _bilinear_btt(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
@@ -276,6 +303,7 @@ def parse_spec(text: str) -> AttentionSpec:
     Raises:
         ConfigError: an unknown form (all are listed), a wrong number, or two terms for the same thing.
     """
+    check_type("an attention spec", text, str, "text such as 'standard' or 'mlr:32|16|8|8'")
     if text.lstrip().startswith("["):
         raise ConfigError(
             f"attention spec {text!r} is a list, one spec per layer: give it to a whole model, or one of its specs to one layer"
@@ -294,15 +322,14 @@ def parse_spec(text: str) -> AttentionSpec:
             options[key] = value
         found = _PARSERS[name](args, options, term)
         twice = set(found) & set(fields)
+        if "scoring" in twice:
+            raise _fail(text, "two terms give the scoring, and standard is one: keep one of them")
         if twice:
             raise _fail(text, f"two terms give the {sorted(twice)[0]}")
         fields.update(found)
-    spec = AttentionSpec(**fields)
-    if isinstance(spec.layout, GlobalWindowLayout) and spec.window is not None:
+    if isinstance(fields.get("layout"), GlobalWindowLayout) and "window" in fields:
         raise _fail(text, "global-window has its own window")
-    if spec.num_heads is not None and not isinstance(spec.scoring, LowRank):
-        raise _fail(text, "standard and a bilinear scoring exclude each other")
-    return spec
+    return AttentionSpec(**fields)
 
 
 def _options(value: Form) -> str:

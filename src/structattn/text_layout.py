@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from structattn.errors import ConfigError, ShapeError, nearest_name
+from structattn.checks import check_choice, check_int_tensor, check_sequences, check_type, describe
+from structattn.errors import ConfigError, ShapeError
 from structattn.layout import LevelLayout, Scaling
+from structattn.partition import positive_ints
 
 Unit = Literal["paragraph", "line", "word"]
 UNITS: tuple[Unit, ...] = get_args(Unit)  # from the largest to the smallest
@@ -59,7 +61,20 @@ class TextLayout:
     scaling: Scaling = "variance"
     value_ranks: tuple[int, ...] | None = None
 
+    if TYPE_CHECKING:  # lists are accepted, and kept as tuples
+
+        def __init__(
+            self,
+            ranks: Sequence[int],
+            units: Sequence[Unit] = (),
+            scaling: Scaling = "variance",
+            value_ranks: Sequence[int] | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", positive_ints(self.ranks, "ranks"))
+        check_type("units", self.units, tuple | list, f"a tuple of {', '.join(UNITS)}")
+        object.__setattr__(self, "units", tuple(self.units))
         if not 2 <= len(self.ranks) <= len(UNITS) + 1:
             raise ConfigError(
                 f"a text layout has 2 to {len(UNITS) + 1} ranks, one for all text and one for each of {', '.join(UNITS)}; got "
@@ -68,17 +83,14 @@ class TextLayout:
         if not self.units:
             object.__setattr__(self, "units", UNITS[: len(self.ranks) - 1])
         for unit in self.units:
-            if unit not in UNITS:
-                raise ConfigError(f"unknown part of a text {unit!r}: {nearest_name(unit, UNITS)}")
+            check_choice("part of a text", unit, UNITS)
         places = [UNITS.index(unit) for unit in self.units]
         if len(places) != len(self.ranks) - 1 or places != sorted(set(places)):
             raise ConfigError(
                 f"a text layout needs one unit for each rank but the first, from the largest to the smallest ({', '.join(UNITS)}): got "
                 f"ranks {self.ranks} and units {self.units}"
             )
-        checked = self.bound
-        object.__setattr__(self, "ranks", checked.ranks)
-        object.__setattr__(self, "value_ranks", checked.value_ranks)
+        object.__setattr__(self, "value_ranks", self.bound.value_ranks)
 
     @property
     def head_dim(self) -> int:
@@ -97,6 +109,11 @@ class TextLayout:
 
     def at(self, segments: Segments) -> LevelLayout:
         """The layout of a batch whose segments are known; of the units there, those of the layout are taken."""
+        check_type("segments", segments, Segments, "a Segments", "TextUnits.segments makes them from tokens")
+        if missing := [unit for unit in self.units if unit not in segments.units]:
+            raise ConfigError(
+                f"the segments have no {missing[0]}: expected {', '.join(self.units)}, got {segments.units}"
+            )
         own = [segments.units.index(unit) for unit in self.units]
         boundaries = [((0,), *(row[unit] for unit in own)) for row in segments.rows]
         return LevelLayout.from_boundaries(self.ranks, boundaries, self.scaling, self.value_ranks)
@@ -123,6 +140,11 @@ class TextUnits:
 
     marks: bytes
 
+    def __post_init__(self) -> None:
+        check_type(
+            "marks", self.marks, bytes, "one byte per token", "TextUnits.of makes them from the text of each token"
+        )
+
     @classmethod
     def of(cls, texts: Sequence[str]) -> TextUnits:
         """From the text of each token, in the order of their ids.
@@ -132,6 +154,12 @@ class TextUnits:
             >>> units.segments(torch.tensor([[0, 2, 1, 3, 3, 1, 3, 0]])).rows
             (((0, 5), (0, 4, 5, 7), (0, 2, 4, 5, 7)),)
         """
+        if (
+            isinstance(texts, str)
+            or not isinstance(texts, Sequence)
+            or not all(isinstance(text, str) for text in texts)
+        ):
+            raise ConfigError(f"texts must be the text of each token, a list of str, got {describe(texts)}")
         return cls(bytes(map(_marks, texts)))
 
     def __repr__(self) -> str:
@@ -143,6 +171,7 @@ class TextUnits:
         Raises:
             ShapeError: an id is out of range.
         """
+        check_int_tensor("tokens", tokens, (None,) * tokens.dim() if isinstance(tokens, Tensor) else ())
         ids = tokens.detach().cpu().long()
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.marks):
             raise ShapeError(f"token ids lie in [0, {len(self.marks)}), got {int(ids.min())} to {int(ids.max())}")
@@ -154,7 +183,7 @@ class TextUnits:
         *,
         left_padding: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        units: tuple[Unit, ...] = UNITS,
+        units: Sequence[Unit] = UNITS,
     ) -> Segments:
         """The segments of whole sequences.
 
@@ -165,7 +194,12 @@ class TextUnits:
 
         Cost: O(B T); the device is waited for.
         """
+        check_int_tensor("tokens", tokens, (None, None))
+        check_type("units", units, tuple | list, f"a tuple of {', '.join(UNITS)}")
+        for unit in units:
+            check_choice("part of a text", unit, UNITS)
         batch, length = tokens.shape
+        check_sequences(batch, left_padding, cu_seqlens)
         place = torch.arange(length, device="cpu").expand(batch, -1)
         if cu_seqlens is None:
             sequence = torch.arange(batch, device="cpu")[:, None].expand(-1, length)
@@ -176,8 +210,10 @@ class TextUnits:
             sequence = torch.bucketize(place, borders[1:], right=True)
             position, count = place - borders[sequence], len(borders) - 1
         marks = torch.nn.functional.pad(self.marks_of(tokens), (2, 0))
-        found = _starts(marks, position, sequence, count, units)
-        return Segments(units, tuple(tuple(starts or (0,) for starts in row) for row in zip(*found, strict=True)))
+        found = _starts(marks, position, sequence, count, tuple(units))
+        return Segments(
+            tuple(units), tuple(tuple(starts or (0,) for starts in row) for row in zip(*found, strict=True))
+        )
 
 
 def _marks(text: str) -> int:

@@ -242,7 +242,7 @@ def test_block_and_dropout() -> None:
     [
         (lambda: sa.Attention(30, 4), "num_heads must divide embed_dim: got 4 heads and embed_dim 30"),
         (lambda: sa.Attention(32, 4, 3), "num_kv_heads must divide"),
-        (lambda: sa.Attention(32, 0), "num_heads must be a positive int"),
+        (lambda: sa.Attention(32, 0), "num_heads must be an int of at least 1, got 0"),
         (lambda: sa.Attention(32, 4, layout=sa.LevelLayout((4, 3), (8, 4))), r"expected 8, got 4\|3 = 7"),
         (
             lambda: layer("bilinear-btt:1+mlr:4|2|2"),

@@ -111,17 +111,21 @@ def test_capped_factors_are_not_scaled() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda m: m.matmul([1.0] * 8), ShapeError, "torch.as_tensor"),
-        (lambda m: m.matmul(torch.zeros(8, dtype=torch.float64)), ShapeError, "torch.float64; convert"),
-        (lambda m: m.matmul(torch.zeros(8, device="meta")), ShapeError, "meta; move"),
+        (lambda m: m.matmul([1.0] * 8), ShapeError, "must be a torch.Tensor, got"),
+        (
+            lambda m: m.matmul(torch.zeros(8, dtype=torch.float64)),
+            ShapeError,
+            "is torch.float64, the parameters are torch.float32; convert",
+        ),
+        (lambda m: m.matmul(torch.zeros(8, device="meta")), ShapeError, "is on meta, the parameters are on cpu; move"),
         (lambda m: m.bilinear(torch.zeros(8), torch.zeros(2, 8)), ShapeError, "tokens, 8"),
         (lambda m: m.bilinear(torch.zeros(2, 3, 8), torch.zeros(5, 3, 8)), ShapeError, "broadcast"),
-        (lambda m: m.contraction(0, 3), ConfigError, "contraction"),
-        (lambda m: m.contraction(3, 2.0), ConfigError, "contraction"),
+        (lambda m: m.contraction(0, 3), ConfigError, "num_left"),
+        (lambda m: m.contraction(3, 2.0), ConfigError, "num_right"),
         (lambda m: m.projection_flops("sideways", 1, 1), ConfigError, "sideways"),
         (lambda m: m.reset_parameters({"middle": 3}), ConfigError, "'middle'; it has left, right"),
         (lambda m: m.reset_parameters({"left": 0}), ConfigError, "fan-in of left"),
-        (lambda m: type(m)(8, 8, 2, batch_shape=4), ConfigError, r"write \(n,\)"),
+        (lambda m: type(m)(8, 8, 2, batch_shape=4), ConfigError, r"write \(4,\)"),
         (lambda m: type(m)(8, 8, 2, rms_cap="yes"), ConfigError, "rms_cap"),
     ],
 )

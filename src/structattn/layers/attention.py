@@ -11,17 +11,39 @@ from torch import Tensor, arange, cat, eye, nn
 
 from structattn.cache import PAGE_SIZE, LevelCache
 from structattn.cache.levels import parts_of, value_levels, widest
+from structattn.checks import (
+    MAX_LENGTH,
+    check_bool,
+    check_choice,
+    check_like,
+    check_number,
+    check_sequences,
+    check_size,
+    check_tensor,
+    check_type,
+    describe,
+)
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.latent import ScoringLatent
 from structattn.layers.rotary import Rotary
-from structattn.layers.scoring import LowRank, Scoring
+from structattn.layers.scoring import LowRank, Scoring, check_scoring
 from structattn.layers.scoring_modules import HeadShape
-from structattn.layout import Layout, LevelLayout, visible_pairs, visible_pairs_per_level
+from structattn.layout import (
+    MAX_COUNTED,
+    GlobalWindowLayout,
+    Layout,
+    LevelLayout,
+    visible_pairs,
+    visible_pairs_per_level,
+)
 from structattn.mup import Role
 from structattn.ops import Backend, structured_attention
 from structattn.spec import AttentionSpec, parse_spec
 from structattn.text_layout import TextLayout
 
+_FROM_TEXT = (
+    "give a LevelLayout, such as LevelLayout.halving((32, 16, 8, 8), 1024), or use Attention.from_spec for text"
+)
 RotaryFunction = Callable[[Tensor, Tensor], Tensor]
 KeyCache = Literal["smaller", "features", "hidden"]
 
@@ -102,22 +124,27 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        for name, value in (
-            ("embed_dim", embed_dim),
-            ("num_heads", num_heads),
-            ("num_kv_heads", num_kv_heads),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a positive int, got {value!r}")
+        for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+            check_size(name, value)
         if embed_dim % num_heads:
             raise ConfigError(f"num_heads must divide embed_dim: got {num_heads} heads and embed_dim {embed_dim}")
         if num_heads % num_kv_heads:
             raise ConfigError(f"num_kv_heads must divide num_heads: got {num_kv_heads} and {num_heads}")
-        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-            raise ConfigError(f"window must be None or an int of at least 1, got {window!r}")
-        if not 0.0 <= dropout < 1.0:
-            raise ConfigError(f"dropout must lie in [0, 1), got {dropout}")
+        if window is not None:
+            check_size("window", window, MAX_LENGTH)
+        check_number("dropout", dropout, minimum=0, below=1)
+        for name, flag in (("is_causal", is_causal), ("qk_norm", qk_norm), ("bias", bias)):
+            check_bool(name, flag)
+        check_choice("backend", backend, get_args(Backend))
         scoring = LowRank() if scoring is None else scoring
+        check_scoring(scoring)
+        layouts = LevelLayout | GlobalWindowLayout | TextLayout | None
+        check_type("layout", layout, layouts, "a LevelLayout, GlobalWindowLayout, TextLayout or None", _FROM_TEXT)
+        if isinstance(rotary, type) or not (rotary is None or callable(rotary) or isinstance(rotary, Rotary)):
+            raise ConfigError(
+                f"rotary must be a Rotary, a function of x and positions, or None, got {describe(rotary)}; for the usual "
+                "rotation give Rotary(), for text Rotary.parse(text)"
+            )
         feature_dim = scoring.feature_dim(embed_dim, num_heads)
         if layout is not None and layout.head_dim != feature_dim:
             raise ConfigError(_rank_mismatch(layout, feature_dim, scoring))
@@ -181,7 +208,9 @@ class Attention(nn.Module):
         Raises:
             ConfigError: the spec is unknown or does not fit the sizes.
         """
-        value = parse_spec(spec) if isinstance(spec, str) else spec
+        value = spec if isinstance(spec, AttentionSpec) else parse_spec(spec)
+        check_size("num_heads", num_heads)
+        check_size("context_length", context_length, MAX_LENGTH)
         if value.num_heads is not None:
             num_heads = value.num_heads
         return cls(
@@ -208,9 +237,17 @@ class Attention(nn.Module):
             q (B, H, T, D), k (B, G or H, S, D), v likewise, and ``scale`` (``None``: the layout's own).
         """
         source = x if context is None else context
-        for name, states in (("x", x), ("context", source)):
-            if states.dim() != 3 or states.shape[-1] != self.embed_dim:
-                raise ShapeError(f"{name} must have shape (batch, length, {self.embed_dim}), got {tuple(states.shape)}")
+        self.check_states("x", x)
+        self.check_states("context", source)
+        if source.shape[0] != x.shape[0] or source.dtype != x.dtype or source.device != x.device:
+            raise ShapeError(
+                f"x and context must be of one batch size, dtype and device, got {tuple(x.shape)} {x.dtype} on {x.device} and "
+                f"{tuple(source.shape)} {source.dtype} on {source.device}"
+            )
+        if source.shape[1] < x.shape[1] and self.rotary is not None:
+            raise ShapeError(f"x is the end of context: got {x.shape[1]} queries and {source.shape[1]} keys")
+        if positions is not None:
+            check_tensor("positions", positions)
         q, k = self.scoring(x, source)
         v = self._values(source)
         if self.rotary is not None:
@@ -231,6 +268,16 @@ class Attention(nn.Module):
             return q, k, v, None
         q, scale = self.scoring.scaled(q)
         return q, k, v, scale
+
+    def check_states(self, name: str, states: Tensor) -> None:
+        """Raises ``ShapeError`` unless these are hidden states that the weights can read."""
+        check_tensor(name, states)
+        if states.dim() != 3 or states.shape[-1] != self.embed_dim or 0 in states.shape:
+            empty = "; none of them may be 0" if 0 in states.shape else ""
+            raise ShapeError(
+                f"{name} must have shape (batch, length, {self.embed_dim}), got {tuple(states.shape)}{empty}"
+            )
+        check_like(name, states, next(self.scoring.matrix.parameters()))
 
     def _values(self, source: Tensor) -> Tensor:
         """(B, S, E) to (B, G, S, head_dim)."""
@@ -273,6 +320,8 @@ class Attention(nn.Module):
                 )
             return self._decode(x, cache, layout)
         positions = None
+        check_tensor("x", x)
+        check_sequences(x.shape[0], left_padding, cu_seqlens)
         if left_padding is not None and self.rotary is not None and context is None:
             positions = arange(x.shape[1], device=x.device) - left_padding.to(x.device)[:, None]
         q, k, v, scale = self.project(x, context, positions)
@@ -337,8 +386,7 @@ class Attention(nn.Module):
 
     def _decode(self, x: Tensor, cache: LevelCache, layout: LevelLayout | None) -> Tensor:
         """The next tokens against a cache."""
-        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
-            raise ShapeError(f"x must have shape (batch, length, {self.embed_dim}), got {tuple(x.shape)}")
+        self.check_states("x", x)
         if not _has_levels_of(cache, self.layout) or cache.window != self.window:
             raise ConfigError(
                 f"the cache is of another layer: expected layout {self.layout} and window {self.window}, got {cache.text or cache.layout} and "
@@ -386,8 +434,9 @@ class Attention(nn.Module):
         """
         if not self.is_causal:
             raise ConfigError("only causal attention can be decoded with a cache: this module has is_causal=False")
-        if keys not in get_args(KeyCache):
-            raise ConfigError(f"keys must be one of {', '.join(get_args(KeyCache))}, got {keys!r}")
+        check_choice("keys", keys, get_args(KeyCache))
+        if max_length is not None:
+            check_size("max_length", max_length, MAX_LENGTH)
         latent = None
         if keys != "features" and self.scoring.cached_order != "formed_left":  # there the keys are the hidden state
             features, hidden = self._cached_numbers(max_length or self._nominal_length)
@@ -432,6 +481,8 @@ class Attention(nn.Module):
             ``AttentionCost``.
         """
         num_keys = num_queries if num_keys is None else num_keys
+        check_size("num_queries", num_queries, MAX_COUNTED)
+        check_size("num_keys", num_keys, MAX_COUNTED)
         dim = self.scoring.score_dim(num_queries, num_keys)
         heads, groups, width = self.num_heads, self.num_kv_heads, self.embed_dim
         pairs = visible_pairs(num_queries, num_keys, self.window, self.is_causal)

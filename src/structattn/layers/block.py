@@ -7,6 +7,8 @@ import math
 from torch import Tensor, nn
 
 from structattn.cache import LevelCache
+from structattn.checks import check_bool, check_like, check_number, check_size, check_tensor, check_type
+from structattn.errors import ShapeError
 from structattn.layers.attention import Attention
 from structattn.layout import LevelLayout
 from structattn.mup import Role
@@ -26,6 +28,10 @@ class MLP(nn.Module):
 
     def __init__(self, embed_dim: int, *, ratio: int = 4, bias: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
+        for name, size in (("embed_dim", embed_dim), ("ratio", ratio)):
+            check_size(name, size)
+        check_bool("bias", bias)
+        check_number("dropout", dropout, minimum=0, maximum=1)
         self.up = nn.Linear(embed_dim, ratio * embed_dim, bias=bias)
         self.down = nn.Linear(ratio * embed_dim, embed_dim, bias=bias)
         self.activation = nn.GELU()
@@ -46,11 +52,17 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., E) to (..., E)."""
+        check_tensor("x", x)
+        if x.dim() < 1 or x.shape[-1] != self.up.in_features:
+            raise ShapeError(f"x must have shape (..., {self.up.in_features}), got {tuple(x.shape)}")
+        if type(self.up) is nn.Linear:
+            check_like("x", x, self.up.weight)
         out: Tensor = self.dropout(self.down(self.activation(self.up(x))))
         return out
 
     def flops(self, num_tokens: int) -> int:
         """Forward FLOPs for one example of that many tokens."""
+        check_size("num_tokens", num_tokens)
         return 4 * num_tokens * self.up.in_features * self.up.out_features
 
 
@@ -64,6 +76,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, attention: Attention, *, mlp_ratio: int = 4, bias: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
+        check_type("attention", attention, Attention, "an Attention module", "Attention.from_spec makes one from text")
         width = attention.embed_dim
         self.attention_norm = nn.LayerNorm(width, bias=bias)
         self.attention = attention
@@ -86,6 +99,7 @@ class TransformerBlock(nn.Module):
             x: (B, T, E).
             cache, left_padding, cu_seqlens, layout: see ``Attention``.
         """
+        self.attention.check_states("x", x)
         attended = self.attention(
             self.attention_norm(x), cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=layout
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, Self, get_args
@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
+from structattn.checks import MAX_LENGTH, check_choice, check_number, check_size, check_tensor, check_type, describe
 from structattn.errors import ConfigError, ShapeError, nearest_name
 from structattn.partition import positive_ints
 
@@ -61,17 +62,15 @@ class RotaryScaling:
     original_length: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in SCALING_KINDS:
-            raise ConfigError(f"unknown rotary scaling {self.kind!r}: {nearest_name(str(self.kind), SCALING_KINDS)}")
-        object.__setattr__(self, "factor", _number(self.factor, "the factor of a rotary scaling", 1.0, closed=True))
+        check_choice("rotary scaling", self.kind, SCALING_KINDS)
+        check_number("the factor of a rotary scaling", self.factor, minimum=1)
+        object.__setattr__(self, "factor", float(self.factor))
         length = self.original_length
         if self.kind != "yarn":
             if length is not None:
                 raise ConfigError(f"{self.kind} scaling has no original_length: leave it at None, got {length!r}")
-        elif isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ConfigError(
-                f"yarn scaling needs the original_length, a positive int, the context length of training; got {length!r}"
-            )
+        else:
+            check_size("the original_length of yarn scaling, the context length of training,", length, MAX_LENGTH)
 
     @classmethod
     def parse(cls, text: str) -> RotaryScaling:
@@ -100,6 +99,9 @@ class RotaryScaling:
 
     def apply(self, frequencies: tuple[float, ...]) -> tuple[float, ...]:
         """The scaled frequencies of base^(-i/N), i = 0 ... N-1, in the same order."""
+        check_type("frequencies", frequencies, tuple | list, "a tuple of numbers")
+        for theta in frequencies:
+            check_number("each of frequencies", theta, above=0)
         match self.kind:
             case "linear":
                 return tuple(theta / self.factor for theta in frequencies)
@@ -163,11 +165,12 @@ class Rotary:
     scaling: RotaryScaling | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "base", _number(self.base, "the base of Rotary", 1.0, closed=False))
-        if self.split not in SPLITS:
-            raise ConfigError(f"unknown rotary split {self.split!r}: {nearest_name(str(self.split), SPLITS)}")
-        if not isinstance(self.scaling, RotaryScaling | None):
-            raise ConfigError(f"scaling must be None or a RotaryScaling, got {self.scaling!r}")
+        check_number("the base of Rotary", self.base, above=1)
+        object.__setattr__(self, "base", float(self.base))
+        check_choice("rotary split", self.split, SPLITS)
+        check_type(
+            "scaling", self.scaling, RotaryScaling | None, "None or a RotaryScaling", "RotaryScaling.parse reads text"
+        )
 
     @classmethod
     def parse(cls, text: str) -> Rotary:
@@ -192,7 +195,7 @@ class Rotary:
         base = "" if self.base == _DEFAULT_BASE else f",base={_write_number(self.base)}"
         return f"{self.split}{base}" + ("" if self.scaling is None else f",{self.scaling}")
 
-    def frequencies(self, ranks: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
+    def frequencies(self, ranks: Sequence[int]) -> tuple[tuple[float, ...], ...]:
         """The frequencies of each level, level 1 first, in radians per position, from fast to slow.
 
         Args:
@@ -221,7 +224,7 @@ class Rotary:
         plain = tuple(self.base ** (-i / count) for i in range(count))
         return plain if self.scaling is None else self.scaling.apply(plain)
 
-    def build(self, ranks: tuple[int, ...]) -> RotaryEmbedding:
+    def build(self, ranks: Sequence[int]) -> RotaryEmbedding:
         """The module for levels of these ranks; a plain head is one level, ``(head_dim,)``.
 
         Raises:
@@ -252,8 +255,9 @@ class RotaryEmbedding(nn.Module):
     turns: Tensor
     partners: Tensor
 
-    def __init__(self, rotary: Rotary, ranks: tuple[int, ...]) -> None:
+    def __init__(self, rotary: Rotary, ranks: Sequence[int]) -> None:
         super().__init__()
+        check_type("rotary", rotary, Rotary, "a Rotary", "Rotary.parse reads text")
         self.rotary = rotary
         self.ranks = positive_ints(ranks, "ranks")
         self.head_dim = sum(self.ranks)
@@ -306,6 +310,8 @@ class RotaryEmbedding(nn.Module):
         Raises:
             ShapeError: a shape or dtype does not fit.
         """
+        check_tensor("x", x)
+        check_tensor("positions", positions)
         if x.dim() != 4 or x.shape[-1] != self.head_dim or not x.is_floating_point():
             raise ShapeError(
                 f"x must be float of shape (batch, heads, length, {self.head_dim}), the last the sum of the ranks "
@@ -344,27 +350,13 @@ class RotaryEmbedding(nn.Module):
         return f"{self.rotary}, ranks={'|'.join(map(str, self.ranks))}"
 
 
-def _number(value: object, name: str, least: float, *, closed: bool) -> float:
-    """A finite float above ``least`` (or equal, if ``closed``)."""
-    wanted = f"{name} must be a finite number {'of at least' if closed else 'above'} {least:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{wanted}, got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number) or not (number >= least if closed else number > least):
-        raise ConfigError(f"{wanted}, got {value!r}")
-    return number
-
-
 def _fail(text: str, problem: str) -> ConfigError:
     return ConfigError(f"rotary {text!r}: {problem}. The form is {_FORM}")
 
 
 def _text(text: object, what: str) -> str:
     if not isinstance(text, str):
-        raise ConfigError(f"expected the text of {what}, got {text!r}")
+        raise ConfigError(f"expected the text of {what}, got {describe(text)}")
     return text
 
 

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypedDict, get_args
 
 import torch
 from torch import Tensor
 
+from structattn.checks import check_bool, check_choice, check_size, describe
 from structattn.errors import ConfigError
 from structattn.layers.scoring_modules import (
     BilinearScoring,
@@ -22,6 +24,7 @@ from structattn.layers.scoring_modules import (
 )
 from structattn.matrices import BlockTensorTrain, FactoredMatrix, MultiLevelLowRank, Structure, StructuredMatrix
 from structattn.matrices import LowRank as LowRankMatrix
+from structattn.partition import positive_ints
 
 
 class Scoring(Protocol):
@@ -47,14 +50,21 @@ def _batch(shape: HeadShape) -> _HeadBatch:
     return {"batch_shape": (groups, shape.num_heads // groups), "right_batch_shape": (groups, 1)}
 
 
-def _check_scaling(scaling: str) -> None:
-    if scaling not in ("variance", "mup"):
-        raise ConfigError(f"the scaling of a scoring is 'variance' or 'mup', got {scaling!r}")
+def _check_options(scaling: object, rms_cap: object) -> None:
+    check_choice("scaling", scaling, get_args(ScoreScaling))
+    check_bool("rms_cap", rms_cap)
 
 
-def _check_rank(name: str, rank: object) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ConfigError(f"{name} must be a positive int, got {rank!r}")
+def check_scoring(scoring: object) -> None:
+    """Raises ``ConfigError`` unless it is a scoring value; text and modules are named as such."""
+    if not isinstance(scoring, type) and all(
+        callable(getattr(scoring, name, None)) for name in ("feature_dim", "build")
+    ):
+        return
+    remedy = 'give a value such as scoring.BTT(rank=1), or use Attention.from_spec("bilinear-btt:1", ...) for text'
+    if isinstance(scoring, ScoringModule):
+        remedy = "a module belongs to one layer: give the value that it was made from"
+    raise ConfigError(f"scoring must be a scoring.LowRank, BTT, MLR or Matrix, got {describe(scoring)}; {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +82,9 @@ class LowRank:
     rms_cap: bool = False
 
     def __post_init__(self) -> None:
-        _check_scaling(self.scaling)
+        _check_options(self.scaling, self.rms_cap)
         if self.rank is not None:
-            _check_rank("LowRank rank", self.rank)
+            check_size("LowRank rank", self.rank)
 
     def feature_dim(self, embed_dim: int, num_heads: int) -> int:
         """The rank, or embed_dim / num_heads."""
@@ -104,8 +114,8 @@ class BTT:
     rms_cap: bool = False
 
     def __post_init__(self) -> None:
-        _check_scaling(self.scaling)
-        _check_rank("BTT rank", self.rank)
+        _check_options(self.scaling, self.rms_cap)
+        check_size("BTT rank", self.rank)
 
     def feature_dim(self, embed_dim: int, num_heads: int) -> int:
         """E."""
@@ -135,13 +145,21 @@ class MLR:
     divide_by_levels: bool = False
     rms_cap: bool = False
 
+    if TYPE_CHECKING:  # lists are accepted, and kept as tuples
+
+        def __init__(
+            self,
+            *,
+            ranks: Sequence[int],
+            scaling: ScoreScaling = "variance",
+            divide_by_levels: bool = False,
+            rms_cap: bool = False,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
-        _check_scaling(self.scaling)
-        if not isinstance(self.ranks, tuple | list) or not self.ranks:
-            raise ConfigError(f"MLR ranks must be a tuple with one positive int per level, got {self.ranks!r}")
-        object.__setattr__(self, "ranks", tuple(self.ranks))
-        for level, rank in enumerate(self.ranks, start=1):
-            _check_rank(f"MLR rank of level {level}", rank)
+        _check_options(self.scaling, self.rms_cap)
+        check_bool("divide_by_levels", self.divide_by_levels)
+        object.__setattr__(self, "ranks", positive_ints(self.ranks, "MLR ranks"))
 
     def feature_dim(self, embed_dim: int, num_heads: int) -> int:
         """sum r_l 2^(l-1)."""
@@ -178,7 +196,7 @@ class Matrix:
     rms_cap: bool = False
 
     def __post_init__(self) -> None:
-        _check_scaling(self.scaling)
+        _check_options(self.scaling, self.rms_cap)
         if not isinstance(self.matrix, StructuredMatrix):
             object.__setattr__(self, "matrix", Structure.of(self.matrix))
 

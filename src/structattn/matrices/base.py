@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -19,6 +19,16 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from structattn.checks import (
+    check_choice,
+    check_int,
+    check_like,
+    check_number,
+    check_size,
+    check_sizes,
+    check_tensor,
+    check_type,
+)
 from structattn.errors import ConfigError, ShapeError
 from structattn.matrices.columns import to_columns, to_rows
 from structattn.mup import Role
@@ -50,13 +60,6 @@ class Contraction:
     alternatives: Mapping[Order, int]
 
 
-def _is_autocast(x: Tensor) -> bool:
-    """Whether autocast is on and casts this tensor: it leaves float64 and ints as they are."""
-    if not x.is_floating_point() or x.dtype == torch.float64 or not torch.amp.is_autocast_available(x.device.type):
-        return False
-    return torch.is_autocast_enabled(x.device.type)
-
-
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Products are computed in the dtype of their factors."""
@@ -64,19 +67,10 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
-def check_dims(name: str, *sizes: int) -> None:
-    """Raises ``ConfigError`` unless every size is a positive int."""
-    for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"{name}: sizes must be positive ints, got {size!r}")
-
-
-def check_shape(name: str, shape: object) -> tuple[int, ...]:
-    """The shape as a tuple; raises ``ConfigError`` unless it is a tuple or list of positive ints."""
-    if not isinstance(shape, tuple | list):
-        raise ConfigError(f"{name} must be a tuple of positive ints, got {shape!r}; for one number n write (n,)")
-    check_dims(name, *shape)
-    return tuple(shape)
+def check_matrix_size(name: str, num_rows: int, num_cols: int) -> None:
+    """Raises ``ConfigError`` unless both are sizes."""
+    check_size(f"{name}: num_rows", num_rows)
+    check_size(f"{name}: num_cols", num_cols)
 
 
 class StructuredMatrix(nn.Module, ABC):
@@ -94,19 +88,19 @@ class StructuredMatrix(nn.Module, ABC):
         ConfigError: a size is not a positive int.
     """
 
-    def __init__(self, num_rows: int, num_cols: int, *, batch_shape: tuple[int, ...] = ()) -> None:
+    def __init__(self, num_rows: int, num_cols: int, *, batch_shape: Sequence[int] = ()) -> None:
         super().__init__()
-        check_dims(type(self).__name__, num_rows, num_cols)
+        check_matrix_size(type(self).__name__, num_rows, num_cols)
         self.num_rows = num_rows
         self.num_cols = num_cols
-        self.batch_shape = check_shape(f"{type(self).__name__} batch_shape", batch_shape)
+        self.batch_shape = check_sizes(f"{type(self).__name__} batch_shape", batch_shape)
 
     @property
     @abstractmethod
     def options(self) -> dict[str, Any]:
         """The arguments of the structure besides sizes and batch: ``type(m)(num_rows, num_cols, **m.options)`` is its like."""
 
-    def rebatched(self, batch_shape: tuple[int, ...]) -> Self:
+    def rebatched(self, batch_shape: Sequence[int]) -> Self:
         """A new matrix of the same structure and size, with fresh parameters of the same dtype and device.
 
         Args:
@@ -160,12 +154,13 @@ class StructuredMatrix(nn.Module, ABC):
     def _checked(self, fan_ins: Mapping[str, int] | None) -> Mapping[str, int]:
         if fan_ins is None:
             return self.initial_fan_ins
+        check_type("fan_ins", fan_ins, Mapping, "a dict of fan-ins by parameter name, or None")
         for name, fan_in in fan_ins.items():
             if name not in self.product_fan_ins:
                 raise ConfigError(
                     f"{type(self).__name__} has no factor {name!r}; it has {', '.join(self.product_fan_ins)}"
                 )
-            check_dims(f"fan-in of {name}", fan_in)
+            check_size(f"fan-in of {name}", fan_in)
         return fan_ins
 
     @property
@@ -180,6 +175,7 @@ class StructuredMatrix(nn.Module, ABC):
         Raises:
             ConfigError: the factors are capped (``rms_cap``), so that M does not follow their scale.
         """
+        check_number("factor", factor)
         share = abs(factor) ** (1 / len(self.factor_groups))
         for index, group in enumerate(self.factor_groups):
             for parameter in group:
@@ -216,17 +212,12 @@ class StructuredMatrix(nn.Module, ABC):
     def _check_vectors(self, x: Tensor, size: int) -> None:
         """Raises ``ShapeError`` for what this matrix cannot multiply."""
         what = f"{type(self).__name__} {self.num_rows} x {self.num_cols}"
-        if not isinstance(x, Tensor):
-            raise ShapeError(f"{what}: expected a tensor of vectors, got {type(x).__name__}; torch.as_tensor makes one")
+        check_tensor(f"{what}: the vectors", x)
         if x.dim() < 1 or x.shape[-1] != size:
             raise ShapeError(
                 f"{what}: expected vectors of {size} numbers in the last dimension, got shape {tuple(x.shape)}"
             )
-        own = next(self.parameters())
-        if x.device != own.device:
-            raise ShapeError(f"{what}: the matrix is on {own.device}, the vectors are on {x.device}; move one of them")
-        if x.dtype != own.dtype and not (_is_autocast(x) and _is_autocast(own)):
-            raise ShapeError(f"{what}: the matrix is {own.dtype}, the vectors are {x.dtype}; convert one of them")
+        check_like(f"{what}: the tensor of vectors", x, next(self.parameters()))
 
     def _on_rows(self, apply: Callable[[Tensor], Tensor], x: Tensor, size: int, batch_shape: tuple[int, ...]) -> Tensor:
         """Brings x (..., T, size) to the canonical shape, applies the product, and brings the result back.
@@ -310,13 +301,15 @@ class StructuredMatrix(nn.Module, ABC):
 
     def projection_flops(self, order: Order, num_left: int, num_right: int) -> int:
         """FLOPs of the two sides of the bilinear form before they meet, for T left and S right vectors, all matrices."""
-        if order not in self.orders:
-            raise ConfigError(f"order is one of {', '.join(self.orders)}, got {order!r}")
+        check_choice("order", order, self.orders)
+        check_int("num_left", num_left, minimum=0)
+        check_int("num_right", num_right, minimum=0)
         num = num_left if order == "formed_left" else num_right
         return self.num_matrices * num * self.flops
 
     def pair_dim(self, order: Order) -> int:
         """The dimension in which the two sides meet."""
+        check_choice("order", order, self.orders)
         return self.num_cols if order == "formed_left" else self.num_rows
 
     @property
@@ -333,7 +326,8 @@ class StructuredMatrix(nn.Module, ABC):
         Raises:
             ConfigError: a number is not a positive int.
         """
-        check_dims("contraction", num_left, num_right)
+        check_size("num_left", num_left)
+        check_size("num_right", num_right)
         costs = {
             order: self.projection_flops(order, num_left, num_right)
             + 2 * self.num_matrices * num_left * num_right * self.pair_dim(order)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from structattn.checks import check_size, check_sizes
 from structattn.errors import ConfigError
-from structattn.matrices.base import check_dims, check_shape
+from structattn.matrices.base import check_matrix_size
 from structattn.matrices.terms import BlockTerm, BlockTermSum
 
 
@@ -18,12 +20,12 @@ def factor_pair(size: int) -> tuple[int, int]:
     return small, size // small
 
 
-def check_pair(name: str, dims: tuple[int, int], size: int) -> tuple[int, int]:
+def check_pair(name: str, dims: Sequence[int], size: int) -> tuple[int, int]:
     """The pair as a tuple; raises ``ConfigError`` unless it is two positive ints with that product."""
-    dims = check_shape(name, dims)  # type: ignore[assignment]
+    dims = check_sizes(name, dims)
     if len(dims) != 2 or dims[0] * dims[1] != size:
         raise ConfigError(
-            f"{name} must be two numbers with product {size}, got {tuple(dims)}; for example {factor_pair(size)[::-1]}"
+            f"{name} must be two numbers with product {size}, got {dims}; for example {factor_pair(size)[::-1]}"
         )
     return dims[0], dims[1]
 
@@ -60,14 +62,14 @@ class BlockTensorTrain(BlockTermSum):
         num_cols: int,
         rank: int = 1,
         *,
-        row_dims: tuple[int, int] | None = None,
-        col_dims: tuple[int, int] | None = None,
-        batch_shape: tuple[int, ...] = (),
-        right_batch_shape: tuple[int, ...] | None = None,
+        row_dims: Sequence[int] | None = None,
+        col_dims: Sequence[int] | None = None,
+        batch_shape: Sequence[int] = (),
+        right_batch_shape: Sequence[int] | None = None,
         rms_cap: bool = False,
     ) -> None:
-        check_dims(type(self).__name__, num_rows, num_cols)
-        check_dims(f"{type(self).__name__} rank", rank)
+        check_matrix_size(type(self).__name__, num_rows, num_cols)
+        check_size(f"{type(self).__name__} rank", rank)
         # Larger factor first on both sides: then b c = E for a square matrix, so no feature is lost.
         row_dims = factor_pair(num_rows)[::-1] if row_dims is None else check_pair("row_dims", row_dims, num_rows)
         col_dims = factor_pair(num_cols)[::-1] if col_dims is None else check_pair("col_dims", col_dims, num_cols)
@@ -140,18 +142,18 @@ class Monarch(BlockTensorTrain):
         num_rows: int,
         num_cols: int,
         *,
-        num_blocks: tuple[int, int] | None = None,
-        batch_shape: tuple[int, ...] = (),
-        right_batch_shape: tuple[int, ...] | None = None,
+        num_blocks: Sequence[int] | None = None,
+        batch_shape: Sequence[int] = (),
+        right_batch_shape: Sequence[int] | None = None,
         rms_cap: bool = False,
     ) -> None:
-        check_dims("Monarch", num_rows, num_cols)
+        check_matrix_size("Monarch", num_rows, num_cols)
         row_dims = col_dims = None
         if num_blocks is not None:
-            if not isinstance(num_blocks, tuple | list) or len(num_blocks) != 2:
-                raise ConfigError(f"Monarch: num_blocks must be two numbers (left, right), got {num_blocks!r}")
+            num_blocks = check_sizes("Monarch num_blocks", num_blocks)
+            if len(num_blocks) != 2:
+                raise ConfigError(f"Monarch: num_blocks must be two numbers (left, right), got {num_blocks}")
             b, c = num_blocks
-            check_dims("Monarch num_blocks", b, c)
             BlockTerm(left_blocks=b, right_blocks=c, inner_dim=b * c).check_sizes(num_rows, num_cols, "Monarch")
             row_dims, col_dims = (num_rows // b, b), (c, num_cols // c)
         super().__init__(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from structattn.checks import check_size, check_sizes
 from structattn.errors import ConfigError
-from structattn.matrices.base import check_dims, check_shape
 from structattn.matrices.columns import written_columns
 from structattn.matrices.factored import FactoredMatrix
 
@@ -87,22 +87,22 @@ class Butterfly(FactoredMatrix):
         num_cols: int,
         rank: int = 1,
         *,
-        row_radices: tuple[int, ...] | None = None,
-        col_radices: tuple[int, ...] | None = None,
-        batch_shape: tuple[int, ...] = (),
-        right_batch_shape: tuple[int, ...] | None = None,
+        row_radices: Sequence[int] | None = None,
+        col_radices: Sequence[int] | None = None,
+        batch_shape: Sequence[int] = (),
+        right_batch_shape: Sequence[int] | None = None,
         rms_cap: bool = False,
     ) -> None:
         super().__init__(
             num_rows, num_cols, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
         )
-        check_dims("Butterfly rank", rank)
+        check_size("Butterfly rank", rank)
         if (row_radices is None) != (col_radices is None):
             raise ConfigError("Butterfly: give row_radices and col_radices, or neither")
         if row_radices is None or col_radices is None:
             row_radices, col_radices = default_radices(num_rows, num_cols)
-        rows = check_shape("Butterfly row_radices", row_radices)
-        cols = check_shape("Butterfly col_radices", col_radices)
+        rows = check_sizes("Butterfly row_radices", row_radices)
+        cols = check_sizes("Butterfly col_radices", col_radices)
         if len(rows) != len(cols) or not rows or math.prod(rows) != num_rows or math.prod(cols) != num_cols:
             raise ConfigError(
                 f"Butterfly: row_radices and col_radices must be equally many, with products {num_rows} and {num_cols}, got "

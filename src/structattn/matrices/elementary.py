@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from structattn.matrices.base import StructuredMatrix, check_dims
+from structattn.checks import check_size
+from structattn.matrices.base import StructuredMatrix
 from structattn.matrices.btt import check_pair, factor_pair
 from structattn.matrices.columns import written_columns
 from structattn.matrices.factored import FactoredMatrix
@@ -42,7 +44,7 @@ class Dense(StructuredMatrix):
     Cost: num_rows * num_cols parameters, 2 * num_rows * num_cols FLOPs per vector.
     """
 
-    def __init__(self, num_rows: int, num_cols: int, *, batch_shape: tuple[int, ...] = ()) -> None:
+    def __init__(self, num_rows: int, num_cols: int, *, batch_shape: Sequence[int] = ()) -> None:
         super().__init__(num_rows, num_cols, batch_shape=batch_shape)
         self.weight = nn.Parameter(torch.empty(*self.batch_shape, num_rows, num_cols))
         self.reset_parameters()
@@ -103,14 +105,14 @@ class LowRank(FactoredMatrix):
         num_cols: int,
         rank: int,
         *,
-        batch_shape: tuple[int, ...] = (),
-        right_batch_shape: tuple[int, ...] | None = None,
+        batch_shape: Sequence[int] = (),
+        right_batch_shape: Sequence[int] | None = None,
         rms_cap: bool = False,
     ) -> None:
         super().__init__(
             num_rows, num_cols, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
         )
-        check_dims("LowRank rank", rank)
+        check_size("LowRank rank", rank)
         self.rank = rank
         self.left = nn.Parameter(torch.empty(*self.batch_shape, num_rows, rank))
         self.right = nn.Parameter(torch.empty(*self.right_batch_shape, num_cols, rank))
@@ -213,10 +215,10 @@ class Kronecker(FactoredMatrix):
         num_rows: int,
         num_cols: int,
         *,
-        row_dims: tuple[int, int] | None = None,
-        col_dims: tuple[int, int] | None = None,
-        batch_shape: tuple[int, ...] = (),
-        right_batch_shape: tuple[int, ...] | None = None,
+        row_dims: Sequence[int] | None = None,
+        col_dims: Sequence[int] | None = None,
+        batch_shape: Sequence[int] = (),
+        right_batch_shape: Sequence[int] | None = None,
         rms_cap: bool = False,
     ) -> None:
         super().__init__(

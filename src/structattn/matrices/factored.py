@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from structattn.checks import check_bool, check_choice, check_int, check_sizes
 from structattn.errors import ConfigError
-from structattn.matrices.base import Order, StructuredMatrix, check_shape
+from structattn.matrices.base import Order, StructuredMatrix
 
 
 class FactoredMatrix(StructuredMatrix):
@@ -39,15 +40,14 @@ class FactoredMatrix(StructuredMatrix):
         num_rows: int,
         num_cols: int,
         *,
-        batch_shape: tuple[int, ...] = (),
-        right_batch_shape: tuple[int, ...] | None = None,
+        batch_shape: Sequence[int] = (),
+        right_batch_shape: Sequence[int] | None = None,
         rms_cap: bool = False,
     ) -> None:
         super().__init__(num_rows, num_cols, batch_shape=batch_shape)
         name = f"{type(self).__name__} right_batch_shape"
-        right = self.batch_shape if right_batch_shape is None else check_shape(name, right_batch_shape)
-        if not isinstance(rms_cap, bool):
-            raise ConfigError(f"{type(self).__name__}: rms_cap must be True or False, got {rms_cap!r}")
+        right = self.batch_shape if right_batch_shape is None else check_sizes(name, right_batch_shape)
+        check_bool(f"{type(self).__name__}: rms_cap", rms_cap)
         if len(right) != len(self.batch_shape) or any(
             a not in (1, b) for a, b in zip(right, self.batch_shape, strict=True)
         ):
@@ -92,7 +92,7 @@ class FactoredMatrix(StructuredMatrix):
         """As ``StructuredMatrix.options``; a structure adds its own to this one, ``rms_cap``."""
         return {"rms_cap": self.rms_cap} if self.rms_cap else {}
 
-    def rebatched(self, batch_shape: tuple[int, ...], right_batch_shape: tuple[int, ...] | None = None) -> Self:
+    def rebatched(self, batch_shape: Sequence[int], right_batch_shape: Sequence[int] | None = None) -> Self:
         """As ``StructuredMatrix.rebatched``, with ``right_batch_shape`` for shared right factors."""
         new = type(self)(
             self.num_rows,
@@ -123,6 +123,9 @@ class FactoredMatrix(StructuredMatrix):
 
     def projection_flops(self, order: Order, num_left: int, num_right: int) -> int:
         """FLOPs of the two sides before they meet; shared right factors are applied once per group where they come first."""
+        check_choice("order", order, self.orders)
+        check_int("num_left", num_left, minimum=0)
+        check_int("num_right", num_right, minimum=0)
         right = math.prod(self.right_batch_shape) * num_right * self.right_flops
         match order:
             case "factored":
@@ -131,7 +134,7 @@ class FactoredMatrix(StructuredMatrix):
                 return self.num_matrices * num_left * self.flops
             case "formed_right":
                 return right + self.num_matrices * num_right * self.left_flops
-        raise ConfigError(f"order is one of {', '.join(self.orders)}, got {order!r}")
+        raise AssertionError(order)  # checked above
 
     def pair_dim(self, order: Order) -> int:
         """The inner dimension of the factors, or that of the side that is not formed."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from structattn.matrices.base import check_dims
+from structattn.checks import check_size
 from structattn.matrices.butterfly import Butterfly, default_radices
 from structattn.matrices.factored import FactoredMatrix
 
@@ -45,17 +45,17 @@ class Kaleidoscope(FactoredMatrix):
         width: int = 1,
         *,
         inner_size: int | None = None,
-        batch_shape: tuple[int, ...] = (),
-        right_batch_shape: tuple[int, ...] | None = None,
+        batch_shape: Sequence[int] = (),
+        right_batch_shape: Sequence[int] | None = None,
         rms_cap: bool = False,
     ) -> None:
         super().__init__(
             num_rows, num_cols, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
         )
-        check_dims("Kaleidoscope width", width)
+        check_size("Kaleidoscope width", width)
         self.width = width
         self.inner_size = max(num_rows, num_cols) if inner_size is None else inner_size
-        check_dims("Kaleidoscope inner_size", self.inner_size)
+        check_size("Kaleidoscope inner_size", self.inner_size)
         for size in (num_rows, num_cols, self.inner_size):
             default_radices(size, size, "Kaleidoscope")
         heights = [num_rows, *[self.inner_size] * (2 * width - 2)]

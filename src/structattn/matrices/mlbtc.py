@@ -41,8 +41,8 @@ class MLBTC(BlockTermSum):
         num_cols: int,
         terms: Sequence[BlockTerm],
         *,
-        batch_shape: tuple[int, ...] = (),
-        right_batch_shape: tuple[int, ...] | None = None,
+        batch_shape: Sequence[int] = (),
+        right_batch_shape: Sequence[int] | None = None,
         rms_cap: bool = False,
     ) -> None:
         if not isinstance(terms, tuple | list) or not all(isinstance(term, BlockTerm) for term in terms) or not terms:

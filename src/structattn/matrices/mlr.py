@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from structattn.checks import check_sizes
 from structattn.errors import ConfigError
-from structattn.matrices.base import check_dims, check_shape
+from structattn.matrices.base import check_matrix_size
 from structattn.matrices.terms import BlockTerm, BlockTermSum
+from structattn.partition import positive_ints
 
 
 class MultiLevelLowRank(BlockTermSum):
@@ -38,26 +41,22 @@ class MultiLevelLowRank(BlockTermSum):
         self,
         num_rows: int,
         num_cols: int,
-        ranks: tuple[int, ...],
+        ranks: Sequence[int],
         *,
-        num_blocks: tuple[int, ...] | None = None,
-        batch_shape: tuple[int, ...] = (),
-        right_batch_shape: tuple[int, ...] | None = None,
+        num_blocks: Sequence[int] | None = None,
+        batch_shape: Sequence[int] = (),
+        right_batch_shape: Sequence[int] | None = None,
         rms_cap: bool = False,
     ) -> None:
-        check_dims("MultiLevelLowRank", num_rows, num_cols)
-        if not isinstance(ranks, tuple | list) or not ranks:
-            raise ConfigError(
-                f"MultiLevelLowRank: ranks must be a tuple with one positive int per level, got {ranks!r}"
-            )
+        check_matrix_size("MultiLevelLowRank", num_rows, num_cols)
+        ranks = positive_ints(ranks, "MultiLevelLowRank ranks")
         self_blocks = tuple(2**level for level in range(len(ranks)))
         if num_blocks is not None:
-            self_blocks = check_shape("MultiLevelLowRank num_blocks", num_blocks)
+            self_blocks = check_sizes("MultiLevelLowRank num_blocks", num_blocks)
         if len(self_blocks) != len(ranks):
             raise ConfigError(f"num_blocks needs one entry per rank: expected {len(ranks)}, got {len(self_blocks)}")
         terms = []
         for level, (rank, blocks) in enumerate(zip(ranks, self_blocks, strict=True), start=1):
-            check_dims(f"MultiLevelLowRank level {level}", rank, blocks)
             term = BlockTerm(left_blocks=blocks, right_blocks=blocks, inner_dim=blocks * rank)
             term.check_sizes(num_rows, num_cols, f"MultiLevelLowRank level {level}")
             terms.append(term)
@@ -69,7 +68,7 @@ class MultiLevelLowRank(BlockTermSum):
             right_batch_shape=right_batch_shape,
             rms_cap=rms_cap,
         )
-        self.ranks = tuple(ranks)
+        self.ranks = ranks
         self.num_blocks = self_blocks
         left, right = self._empty_factors()
         self.left = nn.ParameterList(left)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from structattn.checks import check_bool, check_size, check_sizes
 from structattn.errors import ConfigError
-from structattn.matrices.base import check_dims, check_shape
 from structattn.matrices.fit import Fit, ProgressBar, fit
 from structattn.matrices.mlr import MultiLevelLowRank
 from structattn.matrices.nearest import Descent, nearest_term, term_product
@@ -97,8 +97,9 @@ def allocate_ranks(
     matrices.
     """
     dense = as_matrix(dense)
-    check_dims("total_rank", total_rank)
-    blocks = check_shape("num_blocks", num_blocks)
+    check_size("total_rank", total_rank)
+    check_bool("progress", progress)
+    blocks = check_sizes("num_blocks", num_blocks)
     if len(set(blocks)) != len(blocks):
         raise ConfigError(f"allocate_ranks: the levels must differ, got num_blocks {blocks}")
     if dense.dim() > 2:

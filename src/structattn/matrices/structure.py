@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from structattn.checks import check_bool, check_choice, check_sizes, check_type, describe
 from structattn.errors import ConfigError, nearest_name
 from structattn.matrices.base import StructuredMatrix
 from structattn.matrices.btt import BlockTensorTrain, Monarch
@@ -205,9 +206,16 @@ class Structure:
     family: str
     options: tuple[tuple[str, Any], ...] = ()
 
+    if TYPE_CHECKING:  # lists are accepted, and kept as tuples
+
+        def __init__(
+            self,
+            family: str,
+            options: Sequence[tuple[str, Any]] = (),
+        ) -> None: ...
+
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ConfigError(f"unknown structure {self.family!r}: {nearest_name(str(self.family), FAMILIES)}")
+        check_choice("structure", self.family, FAMILIES)
         pairs = self.options
         if not isinstance(pairs, tuple | list) or not all(
             isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
@@ -234,8 +242,7 @@ class Structure:
         Raises:
             ConfigError: an unknown family or wrong numbers; the message names the form.
         """
-        if not isinstance(text, str):
-            raise ConfigError(f"expected the text of a structure, such as 'btt:1', got {text!r}")
+        check_type("a structure", text, str, "text such as 'btt:1'")
         name, _, rest = text.strip().partition(":")
         if name not in FAMILIES:
             raise ConfigError(f"structure {text!r}: unknown family {name!r}: {nearest_name(name, FAMILIES)}")
@@ -251,15 +258,15 @@ class Structure:
             return value
         if isinstance(value, str):
             return cls.parse(value)
-        raise ConfigError(f"a structure is a Structure or a text such as 'btt:1', got {value!r}")
+        raise ConfigError(f"a structure is a Structure or a text such as 'btt:1', got {describe(value)}")
 
     def build(
         self,
         num_rows: int,
         num_cols: int,
         *,
-        batch_shape: tuple[int, ...] = (),
-        right_batch_shape: tuple[int, ...] | None = None,
+        batch_shape: Sequence[int] = (),
+        right_batch_shape: Sequence[int] | None = None,
         rms_cap: bool = False,
     ) -> StructuredMatrix:
         """A matrix of this structure with fresh parameters.
@@ -271,6 +278,9 @@ class Structure:
         Raises:
             ConfigError: the structure does not exist at this size.
         """
+        check_bool("rms_cap", rms_cap)
+        if right_batch_shape is not None:
+            check_sizes("right_batch_shape", right_batch_shape)
         kind = FAMILIES[self.family].matrix
         shared: dict[str, Any] = {"batch_shape": batch_shape}
         if issubclass(kind, FactoredMatrix):

@@ -10,13 +10,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
+from structattn.checks import check_choice, check_size, describe, is_int
 from structattn.errors import ConfigError
-from structattn.matrices.base import check_dims
 from structattn.matrices.columns import block_product, exchanged_block_product, written_columns
 from structattn.matrices.factored import FactoredMatrix
 
@@ -49,9 +49,22 @@ class BlockTerm:
     left_permutation: Permutation = "identity"
     right_permutation: Permutation = "identity"
 
+    if TYPE_CHECKING:  # lists are accepted, and kept as tuples
+
+        def __init__(
+            self,
+            *,
+            left_blocks: int,
+            right_blocks: int,
+            inner_dim: int,
+            left_permutation: Permutation | Sequence[int] = "identity",
+            right_permutation: Permutation | Sequence[int] = "identity",
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         b, c, inner = self.left_blocks, self.right_blocks, self.inner_dim
-        check_dims("BlockTerm", b, c, inner)
+        for name in ("left_blocks", "right_blocks", "inner_dim"):
+            check_size(f"BlockTerm: {name}", getattr(self, name))
         unit = b * c if self.right_permutation == "stride" else None
         for name, divisor in (("left_blocks", b), ("right_blocks", c), ("left_blocks * right_blocks", unit)):
             if divisor is not None and inner % divisor:
@@ -63,13 +76,10 @@ class BlockTerm:
         for name in ("left_permutation", "right_permutation"):
             value = getattr(self, name)
             if isinstance(value, str):
-                if value not in ("identity", "stride"):
-                    raise ConfigError(f"{name} is 'identity', 'stride' or a tuple of indices, got {value!r}")
+                check_choice(name, value, ("identity", "stride"))
                 continue
-            if not isinstance(value, tuple | list) or not all(
-                isinstance(i, int) and not isinstance(i, bool) for i in value
-            ):
-                raise ConfigError(f"{name} is 'identity', 'stride' or a tuple of ints, got {value!r}")
+            if not isinstance(value, tuple | list) or not all(is_int(i) for i in value):
+                raise ConfigError(f"{name} is 'identity', 'stride' or a tuple of ints, got {describe(value)}")
             indices = tuple(value)
             if sorted(indices) != list(range(len(indices))):
                 raise ConfigError(f"{name}: the indices must be a permutation of 0 ... n - 1, got {indices[:8]} ...")
@@ -79,6 +89,8 @@ class BlockTerm:
 
     def check_sizes(self, num_rows: int, num_cols: int, owner: str = "BlockTerm") -> None:
         """Raises ``ConfigError``, in the name of ``owner``, unless the blocks divide the sizes of the matrix."""
+        check_size(f"{owner}: num_rows", num_rows)
+        check_size(f"{owner}: num_cols", num_cols)
         for name, blocks, size in (("rows", self.left_blocks, num_rows), ("columns", self.right_blocks, num_cols)):
             if size % blocks:
                 low = size // blocks * blocks
@@ -207,8 +219,8 @@ class BlockTermSum(FactoredMatrix):
         num_cols: int,
         terms: Sequence[BlockTerm],
         *,
-        batch_shape: tuple[int, ...] = (),
-        right_batch_shape: tuple[int, ...] | None = None,
+        batch_shape: Sequence[int] = (),
+        right_batch_shape: Sequence[int] | None = None,
         rms_cap: bool = False,
     ) -> None:
         super().__init__(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from structattn.checks import MAX_SIZE, check_bool, check_int, check_like, check_size, check_tensor
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.rotary import Rotary
 from structattn.models.transformer import Transformer
@@ -49,7 +51,7 @@ class Forecaster(nn.Module):
 
     def __init__(
         self,
-        spec: str,
+        spec: str | Sequence[str],
         *,
         look_back: int,
         horizon: int,
@@ -70,15 +72,20 @@ class Forecaster(nn.Module):
         marks_missing: bool = False,
     ) -> None:
         super().__init__()
-        if not 1 <= patch_length <= look_back or stride < 1:
+        sizes = {"look_back": look_back, "horizon": horizon, "patch_length": patch_length, "stride": stride}
+        for name, size in {**sizes, "embed_dim": embed_dim}.items():
+            check_size(name, size)
+        if patch_length > look_back:
             raise ConfigError(
                 f"patches must fit in the look-back: got patch_length {patch_length}, stride {stride}, look_back {look_back}"
             )
-        if min(horizon, 1 if num_outputs is None else num_outputs) < 1 or min(num_historic, num_future, num_static) < 0:
-            raise ConfigError(
-                "horizon and num_outputs must be at least 1 and the numbers of covariates at least 0: got "
-                f"{horizon}, {num_outputs}, and {num_historic} historic, {num_future} future, {num_static} static"
-            )
+        for name, optional in (("num_outputs", num_outputs), ("head_tokens", head_tokens)):
+            if optional is not None:
+                check_size(name, optional)
+        for name, count in (("num_historic", num_historic), ("num_future", num_future), ("num_static", num_static)):
+            check_int(name, count, minimum=0, maximum=MAX_SIZE)
+        check_bool("instance_norm", instance_norm)
+        check_bool("marks_missing", marks_missing)
         self.look_back = look_back
         self.horizon = horizon
         self.patch_length = patch_length
@@ -163,15 +170,22 @@ class Forecaster(nn.Module):
         Raises:
             ShapeError: a tensor is missing, has another shape, or belongs to covariates that the model does not have.
         """
+        check_tensor("window", window)
         if window.dim() == 3 and historic is None and future is None and static is None and observed is None:
             return self(window.flatten(0, 1)).unflatten(0, window.shape[:2])
-        batch, steps = window.shape[0], (window.shape[0], self.look_back)
+        batch = window.shape[0] if window.dim() else 0
+        steps = (batch, self.look_back)
         _check("window", window, steps)
         _check("historic", historic, (*steps, self.num_historic))
         _check("future", future, (batch, self.look_back + self.horizon, self.num_future))
         _check("static", static, (batch, self.num_static))
         if observed is not None:
             _check("observed", observed, steps)
+            if observed.dtype != torch.bool:
+                raise ShapeError(f"observed must be of dtype torch.bool, got {observed.dtype}")
+        for name, given in (("window", window), ("historic", historic), ("future", future), ("static", static)):
+            if given is not None:
+                check_like(name, given, self.embed.weight)
         normed, last, spread = self._normed(window, observed)
         tokens = self.embed(self._patches(normed))
         if self.missing is not None and observed is not None:
@@ -271,6 +285,8 @@ def _flops(linear: nn.Linear) -> int:
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
     """A tensor of that shape, or none where the shape ends in no covariates."""
+    if tensor is not None:
+        check_tensor(name, tensor)
     if tensor is None:
         if shape[-1]:
             raise ShapeError(f"{name} must have shape {shape}, and was not given")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from structattn.checks import check_like, check_number, check_size, check_tensor
+from structattn.errors import ShapeError
 from structattn.models.transformer import Transformer
 from structattn.mup import Role
 
@@ -28,7 +31,7 @@ class ICLRegressor(nn.Module):
 
     def __init__(
         self,
-        spec: str,
+        spec: str | Sequence[str],
         *,
         dim: int,
         num_points: int,
@@ -39,6 +42,10 @@ class ICLRegressor(nn.Module):
         read_in_std: float | None = None,
     ) -> None:
         super().__init__()
+        for name, size in (("dim", dim), ("num_points", num_points), ("embed_dim", embed_dim)):
+            check_size(name, size)
+        if read_in_std is not None:
+            check_number("read_in_std", read_in_std, minimum=0)
         self.dim = dim
         self.num_points = num_points
         self._flops: dict[int, int] = {}
@@ -73,6 +80,20 @@ class ICLRegressor(nn.Module):
         Raises:
             ShapeError: more than N pairs.
         """
+        check_tensor("xs", xs)
+        check_tensor("ys", ys)
+        if (
+            xs.dim() != 3
+            or xs.shape[2] != self.dim
+            or ys.shape != xs.shape[:2]
+            or not 1 <= xs.shape[1] <= self.num_points
+        ):
+            raise ShapeError(
+                f"xs must have shape (batch, n, {self.dim}) and ys (batch, n), with n of 1 to {self.num_points}: got "
+                f"{tuple(xs.shape)} and {tuple(ys.shape)}"
+            )
+        check_like("xs", xs, self.read_in.weight)
+        check_like("ys", ys, self.read_in.weight)
         padded = F.pad(ys[..., None], (0, self.dim - 1))
         tokens = torch.stack([xs, padded], dim=2).flatten(1, 2)
         features = self.trunk(self.read_in(tokens))[:, ::2]  # only at the x: nothing is read off at the y
@@ -82,6 +103,7 @@ class ICLRegressor(nn.Module):
     def flops(self, num_points: int) -> int:
         """Forward FLOPs of a prompt of that many pairs, 2 per multiply-add, without the read-in: compute is counted without
         embeddings (Kuang et al. 2025, section 4)."""
+        check_size("num_points", num_points)
         if num_points not in self._flops:  # asked for at every step
             self._flops[num_points] = self.trunk.flops(2 * num_points) + 2 * num_points * self.read_out.in_features
         return self._flops[num_points]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from structattn.cache import PAGE_SIZE, LayerCaches
+from structattn.checks import check_size, check_tensor, check_type
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.rotary import Rotary
 from structattn.models.prompts import Prompts, PromptTokens
@@ -41,7 +42,7 @@ class LanguageModel(nn.Module):
     def __init__(
         self,
         vocab_size: int,
-        spec: str | tuple[str, ...],
+        spec: str | Sequence[str],
         *,
         num_layers: int,
         embed_dim: int,
@@ -54,10 +55,11 @@ class LanguageModel(nn.Module):
         text_units: TextUnits | None = None,
     ) -> None:
         super().__init__()
-        if vocab_size < 1 or context_length < 1:
-            raise ConfigError(
-                f"vocab_size and context_length must be at least 1, got {vocab_size} and {context_length}"
-            )
+        check_size("vocab_size", vocab_size)
+        check_size("embed_dim", embed_dim)
+        check_type(
+            "text_units", text_units, TextUnits | None, "a TextUnits or None", "TextUnits.of makes it from the tokens"
+        )
         if text_units is not None and len(text_units.marks) != vocab_size:
             raise ConfigError(
                 f"text_units are of {len(text_units.marks)} tokens, the vocabulary has {vocab_size}: make them of its tokens"
@@ -120,8 +122,13 @@ class LanguageModel(nn.Module):
         left_padding: Tensor | None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.is_floating_point():
-            raise ShapeError(f"tokens must be ints of shape (batch, length), got {tokens.dtype} {tuple(tokens.shape)}")
+        check_tensor("tokens", tokens)
+        if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.dtype not in (torch.int32, torch.int64):
+            raise ShapeError(
+                f"tokens must be int32 or int64 ints of shape (batch, length), got {tokens.dtype} {tuple(tokens.shape)}"
+            )
+        if tokens.device != self.embedding.weight.device:
+            raise ShapeError(f"tokens are on {tokens.device}, the model is on {self.embedding.weight.device}")
         segments = step = None
         if self.text_units is not None and self._units:
             if caches is None:
@@ -136,7 +143,7 @@ class LanguageModel(nn.Module):
                 step = caches.text.step(tokens, caches.length)
                 segments = step.segments
         out: Tensor = self.trunk(
-            self.embedding(tokens),
+            self._embedded(tokens),
             caches=caches,
             left_padding=left_padding,
             cu_seqlens=cu_seqlens,
@@ -144,6 +151,15 @@ class LanguageModel(nn.Module):
         )
         if caches is not None and caches.text is not None and step is not None:
             caches.text.take(step)
+        return out
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        try:
+            out: Tensor = self.embedding(tokens)
+        except IndexError as error:  # so that tokens in range cost nothing; a GPU reports it in a way of its own
+            raise ShapeError(
+                f"token ids lie in [0, {self.vocab_size}), got {int(tokens.min())} to {int(tokens.max())}"
+            ) from error
         return out
 
     def new_cache(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from structattn.checks import check_tensor
+from structattn.errors import ShapeError
 from structattn.layers.attention import Attention
 
 
@@ -32,6 +34,13 @@ class NearestNeighborModel(nn.Module):
 
     def forward(self, query: Tensor, points: Tensor) -> Tensor:
         """query (B, d), points (B, N, d) to (B, d)."""
+        check_tensor("query", query)
+        check_tensor("points", points)
+        if query.dim() != 2 or points.dim() != 3:
+            raise ShapeError(
+                f"query must have shape (batch, dim) and points (batch, number, dim), got {tuple(query.shape)} and "
+                f"{tuple(points.shape)}"
+            )
         out: Tensor = self.attention(query[:, None], points)
         return out[:, 0]
 

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from structattn.cache import PAGE_SIZE, LayerCaches
+from structattn.checks import MAX_LENGTH, check_number, check_sequences, check_size, check_type, describe
 from structattn.errors import ConfigError, ShapeError
 from structattn.layer_specs import LayerSpecs
 from structattn.layers.attention import Attention
 from structattn.layers.block import TransformerBlock
 from structattn.layers.rotary import Rotary
-from structattn.layout import LevelLayout
+from structattn.layout import MAX_COUNTED, LevelLayout
 from structattn.mup import Role
+from structattn.spec import AttentionSpec
 from structattn.text_layout import UNITS, Segments, TextLayout, Unit
 
 
@@ -52,7 +54,7 @@ class Transformer(nn.Module):
 
     def __init__(
         self,
-        spec: str | tuple[str, ...],
+        spec: str | Sequence[str],
         *,
         num_layers: int,
         embed_dim: int,
@@ -68,8 +70,22 @@ class Transformer(nn.Module):
         reads_text: bool = False,
     ) -> None:
         super().__init__()
+        sizes = {"num_layers": num_layers, "embed_dim": embed_dim, "num_heads": num_heads, "mlp_ratio": mlp_ratio}
+        for name, size in sizes.items():
+            check_size(name, size)
+        check_size("context_length", context_length, MAX_LENGTH)
+        check_number("dropout", dropout, minimum=0, below=1)
+        check_type(
+            "rotary",
+            rotary,
+            Rotary | None,
+            "a Rotary or None",
+            "Rotary() has the usual values, Rotary.parse reads text",
+        )
+        if not isinstance(spec, str | tuple | list) or not all(isinstance(own, str | AttentionSpec) for own in spec):
+            raise ConfigError(f"spec must be text such as 'mlr:32|16|8|8', or a list of it, got {describe(spec)}")
         specs = LayerSpecs.parse(spec).layers(num_layers) if isinstance(spec, str) else tuple(spec)
-        if num_layers < 1 or len(specs) != num_layers:
+        if len(specs) != num_layers:
             raise ConfigError(f"expected one attention spec or {num_layers} of them, got {len(specs)}")
         self.context_length = context_length
         self.activation_checkpointing = False
@@ -132,6 +148,11 @@ class Transformer(nn.Module):
             ShapeError: a token lies beyond the learned positions.
             ConfigError: caches of another number of layers, or ``left_padding`` or ``cu_seqlens`` beside ``caches``.
         """
+        check_type("caches", caches, LayerCaches | None, "the caches of new_cache(), or None")
+        self.layers[0].attention.check_states("x", x)
+        if caches is None:
+            check_sequences(x.shape[0], left_padding, cu_seqlens)
+        check_type("segments", segments, Segments | None, "the Segments of TextUnits, or None")
         if caches is not None and len(caches) != len(self.blocks):
             raise ConfigError(
                 f"the model has {len(self.blocks)} layers, the caches are of {len(caches)}: use new_cache()"
@@ -179,7 +200,7 @@ class Transformer(nn.Module):
             starts = cu_seqlens[torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True)]
             positions = (places - starts)[None]
         else:
-            positions = torch.arange(length)
+            positions = torch.arange(length, device="cpu")
         end = start + length
         # With padding the exact end may need a wait for the device, so only where it matters.
         if end > self.context_length and (last := int(positions.max())) >= self.context_length:
@@ -224,4 +245,5 @@ class Transformer(nn.Module):
 
     def flops(self, num_tokens: int) -> int:
         """Forward FLOPs for one example of that many tokens, 2 per multiply-add."""
+        check_size("num_tokens", num_tokens, MAX_COUNTED)
         return sum(block.flops(num_tokens) for block in self.layers)

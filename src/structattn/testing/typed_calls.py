@@ -1,0 +1,54 @@
+"""Calls as users write them, with lists in the place of tuples: mypy checks that the types allow them, a test what they give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import structattn as sa
+from structattn.layer_specs import LayerSpecs
+from structattn.spec import Halving
+from structattn.text_layout import TextLayout, TextUnits
+
+
+def with_lists_and_tuples() -> list[tuple[Any, Any]]:
+    """The same value made from lists and from tuples."""
+    term = sa.matrices.BlockTerm(left_blocks=1, right_blocks=1, inner_dim=2, right_permutation=[1, 0])
+    units = TextUnits.of(["a", " "])
+    tokens = torch.tensor([[0, 1]], device="cpu")
+    return [
+        (sa.LevelLayout([4, 4], [8, 4], value_ranks=[4, 4]), sa.LevelLayout((4, 4), (8, 4), value_ranks=(4, 4))),
+        (sa.LevelLayout.halving([4, 4], 8), sa.LevelLayout.halving((4, 4), 8)),
+        (sa.LevelLayout.halving(ranks=torch.Size((4, 4)), context_length=8), sa.LevelLayout.halving((4, 4), 8)),
+        (
+            sa.LevelLayout.from_boundaries([4, 4], [[0], [0, 3]]),
+            sa.LevelLayout.from_boundaries((4, 4), ((0,), (0, 3))),
+        ),
+        (sa.GlobalWindowLayout([4, 4], 3), sa.GlobalWindowLayout((4, 4), 3)),
+        (TextLayout([4, 4], ["line"]), TextLayout((4, 4), ("line",))),
+        (Halving([4, 4]), Halving((4, 4))),
+        (LayerSpecs([sa.parse_spec("standard")]), LayerSpecs((sa.parse_spec("standard"),))),
+        (sa.scoring.MLR(ranks=[2, 2]), sa.scoring.MLR(ranks=(2, 2))),
+        (sa.Rotary().frequencies([4, 4]), sa.Rotary().frequencies((4, 4))),
+        (sa.Rotary().build([4, 4]).ranks, (4, 4)),
+        (units.segments(tokens, units=["word"]), units.segments(tokens, units=("word",))),
+        (term.right_permutation, (1, 0)),
+        (sa.matrices.Structure("mlr", [("ranks", [2, 2])]), sa.matrices.Structure("mlr", (("ranks", (2, 2)),))),
+        (
+            sa.matrices.MultiLevelLowRank(8, 8, [2, 2], num_blocks=[1, 2]).options,
+            {"ranks": (2, 2), "num_blocks": (1, 2)},
+        ),
+        (sa.matrices.BlockTensorTrain(8, 8, row_dims=[4, 2], col_dims=[2, 4], batch_shape=[3]).batch_shape, (3,)),
+        (sa.matrices.Kronecker(8, 8, row_dims=[4, 2], right_batch_shape=[]).row_dims, (4, 2)),
+        (sa.matrices.Monarch(8, 8, num_blocks=[2, 4]).num_blocks, (2, 4)),
+        (sa.matrices.Butterfly(4, 4, row_radices=[2, 2], col_radices=[2, 2]).row_radices, (2, 2)),
+        (sa.matrices.MLBTC(4, 4, [term]).terms, (term,)),
+        (sa.matrices.allocate_ranks(torch.eye(4, device="cpu"), 2, [1, 2]).is_optimal, False),
+        (sa.mup.adamw(_model(), learning_rate=0.1, betas=[0.9, 0.95]).defaults["betas"], (0.9, 0.95)),
+    ]
+
+
+def _model() -> nn.Module:
+    return sa.LanguageModel(8, ["mlr:4|4"], num_layers=1, embed_dim=16, num_heads=2, context_length=8)

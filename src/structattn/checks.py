@@ -126,12 +126,17 @@ def check_type(
 
 
 def check_tensor(name: str, value: Any) -> None:
-    """Raises ``ShapeError`` unless ``value`` is a dense tensor: not an array, a list, ``None``, sparse or nested."""
+    """Raises ``ShapeError`` unless ``value`` is a dense tensor: not an array, a list, ``None``, sparse, nested or distributed."""
     if not isinstance(value, Tensor):
         raise ShapeError(f"{name} must be a torch.Tensor, got {describe(value)}")
-    if value.layout != torch.strided or value.is_nested:
-        kind = "a nested" if value.is_nested else f"a {value.layout}"
-        raise ShapeError(f"{name} must be a dense tensor (layout torch.strided), got {kind} tensor")
+    if value.is_nested:
+        raise ShapeError(f"{name} must be a dense tensor, got a nested one: pack its sequences into one (cu_seqlens)")
+    if value.layout != torch.strided:
+        raise ShapeError(f"{name} must be a dense tensor (layout torch.strided), got a {value.layout} tensor")
+    if type(value).__name__ == "DTensor":  # known by its name, since its module takes long to import
+        raise ShapeError(
+            f"{name} must be a tensor of one device, got a DTensor: give its local part, {name}.to_local()"
+        )
 
 
 def check_like(name: str, value: Tensor, parameter: Tensor) -> None:

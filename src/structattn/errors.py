@@ -26,6 +26,10 @@ class BackendUnavailableError(StructAttnError, RuntimeError):
     """A backend was asked for by name and cannot run here; the message says why."""
 
 
+class DerivativeError(StructAttnError, RuntimeError):
+    """A derivative was asked for that the path which runs a call cannot give; the message names one that can."""
+
+
 class DataError(StructAttnError, ValueError):
     """A data file is missing, unreadable, or holds values that the task cannot use."""
 

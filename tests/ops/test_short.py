@@ -99,19 +99,6 @@ def test_inputs_stay_as_they_are() -> None:
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
 
 
-def test_the_gradient_has_none_of_its_own() -> None:
-    q, k, v = make(1, 2, 2, 4, 4, 3, 2)
-    (gradient,) = torch.autograd.grad(sa.structured_attention(q, k, v).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
-def test_transforms_of_functions_take_another_way() -> None:
-    q, k, v = (x.detach() for x in make(3, 2, 2, 4, 4, 3, 2))
-    many = torch.vmap(lambda a, b, c: sa.structured_attention(a[None], b[None], c[None])[0])(q, k, v)
-    assert_close(many, sa.structured_attention(q, k, v, backend="reference"))
-
-
 def test_when_auto_takes_it() -> None:
     def chosen(*sizes, dtype=torch.float32, **options):
         return explain(*make(*sizes, dtype=dtype), **options).partition(":")[0]

@@ -6,19 +6,27 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Literal, get_args, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from structattn.errors import BackendUnavailableError, ConfigError, ShapeError, nearest_name
+from structattn.checks import check_choice
+from structattn.errors import BackendUnavailableError
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
-from structattn.ops import custom_op, reference, short
+from structattn.ops import custom_op, derivatives, short
 from structattn.ops.call import Call
-from structattn.ops.checks import autocasted, check_layout, check_options, check_sequences, check_tensors
-from structattn.ops.dropout import Dropout, key_places, query_places
+from structattn.ops.checks import (
+    autocasted,
+    check_bias,
+    check_layout,
+    check_options,
+    check_tensors,
+    checked_sequences,
+    without_autocast,
+)
 
 Backend = Literal["auto", "reference", "blocked", "triton"]
 Choice = Literal["auto", "reference", "blocked", "triton", "scaled_dot_product_attention", "short"]
@@ -81,7 +89,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     scale = _one_level_scale(call.layout, call.scale)
     if scale is not None and scale <= 0:  # PyTorch's kernel would multiply the -inf of hidden pairs by it
         q, scale = q * scale, 1.0
-    with _without_autocast(q):
+    with without_autocast(q):
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -93,34 +101,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
             enable_gqa=q.shape[1] != k.shape[1],
         )
     return out.to(dtype)
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """The tensors have autocast's dtype already, and scores have float32 at least. The meta device has no autocast."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
-
-
-def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    dropped, dropout_p = None, 0.0
-    if call.seed is not None:
-        keys = key_places(k[:, :1])  # the same for all heads
-        dropout = Dropout(p=call.dropout_p, seed=call.seed, queries=query_places(q), keys=keys)
-        dropped, dropout_p = dropout.dropped(), 1 - dropout.kept
-    with _without_autocast(q):
-        return reference.attention(
-            q,
-            k,
-            v,
-            call.layout,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            window=call.window,
-            attn_bias=call.attn_bias,
-            dropout_p=dropout_p,
-            cu_seqlens=call.cu_seqlens,
-            left_padding=call.left_padding,
-            dropped=dropped,
-        )
 
 
 def _no_triton() -> str | None:
@@ -150,8 +130,7 @@ def why_not(backend: str) -> str | None:
     Raises:
         ConfigError: there is no such backend.
     """
-    if backend not in _WHY_NOT:
-        raise ConfigError(f"unknown backend {backend!r}: {nearest_name(backend, get_args(Backend))}")
+    check_choice("backend", backend, _WHY_NOT)
     return _WHY_NOT[backend]()
 
 
@@ -178,16 +157,21 @@ def _why_not_triton(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tuple[Choice, str]:
     """What ``backend="auto"`` runs, and why: the one place that chooses."""
-    if not return_lse and short.suits(q, k, v, call):
+    scores = _num_scores(q, k)
+    if (transformed := derivatives.transforms_are_active()) and scores <= _DENSE_BATCH_SCORES:
+        return (
+            "reference",
+            f"{scores} scores inside of a transform of functions, which the definition takes at every order",
+        )
+    if not transformed and not return_lse and short.suits(q, k, v, call):
         return "short", f"one level of {q.shape[2]} x {k.shape[2]} scores, written out"
-    if _suits_sdpa(q, k, v, call, return_lse, "auto"):
+    if not transformed and _suits_sdpa(q, k, v, call, return_lse, "auto"):
         return "scaled_dot_product_attention", "one level needs nothing else"
     levels = call.layout.num_levels
     subject = "one level with a mask, a log-sum-exp or narrow values" if levels == 1 else f"{levels} levels"
     reason = _why_not_triton(q, k, v, call) if q.device.type == "cuda" else "the tensors are not on a CUDA device"
     if reason is None:
         return "triton", f"{subject}, fused"
-    scores = _num_scores(q, k)
     per_row = scores if call.attn_bias is None else scores // max(1, q.shape[0])
     # Packed sequences together make many hidden pairs, and one after another many small products.
     if call.cu_seqlens is None and per_row <= _DENSE_SCORES and scores <= _DENSE_BATCH_SCORES:
@@ -214,30 +198,64 @@ def explain(
     Args: those of ``structured_attention``; only shapes, dtype and device of the tensors are looked at, so that
         ``torch.empty(..., device="meta")`` will do.
     """
-    if isinstance(layout, GlobalWindowLayout):
-        parts = (
-            explain(q, k, v, None, is_causal, None, window, attn_bias, dropout_p, cu_seqlens, left_padding)
-            for window in (None, layout.window)
-        )
-        return "two softmaxes, added: " + "; ".join(parts)
-    q, k, v = autocasted(q, k, v)
-    call = Call(
-        layout=layout or _plain(q, k),
-        is_causal=is_causal,
-        scale=scale,
-        window=window,
-        attn_bias=attn_bias,
-        dropout_p=dropout_p,
-        cu_seqlens=cu_seqlens,
-        left_padding=left_padding,
+    q, k, v, calls = _read(
+        q, k, v, layout, is_causal, scale, window, attn_bias, dropout_p, cu_seqlens, left_padding, return_lse
     )
-    choice, reason = _choose(q, k, v, call, return_lse)
-    return f"{choice}: {reason}"
+    lines = [": ".join(_choose(q[..., part], k[..., part], v, call, return_lse)) for part, call in calls]
+    return lines[0] if len(lines) == 1 else "two softmaxes, added: " + "; ".join(lines)
 
 
-def _plain(q: Tensor, k: Tensor) -> LevelLayout:
-    """Plain attention as a layout of one level."""
-    return LevelLayout((q.shape[3],), (max(q.shape[2], k.shape[2]),))
+def _read(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout | None,
+    is_causal: bool,
+    scale: float | None,
+    window: int | None,
+    attn_bias: Tensor | None,
+    dropout_p: float,
+    cu_seqlens: Tensor | None,
+    left_padding: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[tuple[slice, Call]]]:
+    """The arguments, checked: q, k, v, and the calls whose outputs are added, each with the dimensions that it takes."""
+    check_options(layout, is_causal, scale, window, dropout_p, return_lse)
+    check_tensors(q, k, v)
+    if attn_bias is not None:
+        check_bias(q, k, attn_bias)
+    if layout is not None:
+        check_layout(q, v, layout, cu_seqlens)
+    cu_seqlens, left_padding = checked_sequences(q, k, cu_seqlens, left_padding)
+    parts: list[tuple[slice, LevelLayout, float | None, int | None]] = []
+    if isinstance(layout, GlobalWindowLayout):
+        split = layout.ranks[0]
+        for part, part_scale, part_window in zip(
+            (slice(split), slice(split, None)), layout.scales, (None, layout.window), strict=True
+        ):
+            parts.append((part, _plain(q[..., part]), part_scale, part_window))
+    else:
+        parts.append((slice(None), layout or _plain(q), scale, window))
+    calls = [
+        Call(
+            layout=levels,
+            is_causal=is_causal,
+            scale=part_scale,
+            window=part_window,
+            attn_bias=attn_bias,
+            dropout_p=dropout_p,
+            cu_seqlens=cu_seqlens,
+            left_padding=left_padding,
+        )
+        for _, levels, part_scale, part_window in parts
+    ]
+    q, k, v = autocasted(q, k, v)
+    return q, k, v, [(part[0], call) for part, call in zip(parts, calls, strict=True)]
+
+
+def _plain(q: Tensor) -> LevelLayout:
+    """Plain attention as a layout of one level, which every pair shares at any length."""
+    return LevelLayout((q.shape[3],), (2**30,))
 
 
 @overload
@@ -273,6 +291,22 @@ def structured_attention(
     *,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def structured_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    attn_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    left_padding: Tensor | None = None,
+    backend: Backend = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def structured_attention(
     q: Tensor,
     k: Tensor,
@@ -328,66 +362,39 @@ def structured_attention(
 
     Source: Kuang et al. 2025, section 5. Windows, ragged lengths, grouped heads and the variance scaling are ours.
     """
-    check_tensors(q, k, v)
-    q, k, v = autocasted(q, k, v)
-    check_options(q, k, window, attn_bias, dropout_p)
-    check_sequences(q, k, cu_seqlens, left_padding)
-    if layout is not None and layout.head_dim != q.shape[3]:
-        raise ShapeError(
-            f"the ranks of the layout must sum to the head dimension: expected {q.shape[3]}, got "
-            f"{'|'.join(map(str, layout.ranks))} = {layout.head_dim}"
-        )
-    if backend != "auto":
-        reason = why_not(backend)
-        if reason is not None:
-            raise BackendUnavailableError(f"backend {backend!r} cannot run: {reason}")
-    if isinstance(layout, GlobalWindowLayout):
-        if return_lse:
-            raise ConfigError("a global-window layout adds two softmaxes and has no single log-sum-exp")
-        if scale is not None or window is not None:
-            raise ConfigError("a global-window layout has its own scale and window: leave scale and window at None")
-        split = layout.ranks[0]
-        first, second = layout.scales
-        parts = [(slice(None, split), first, None), (slice(split, None), second, layout.window)]
-        far, near = (
-            structured_attention(
-                q[..., part],
-                k[..., part],
-                v,
-                is_causal=is_causal,
-                scale=part_scale,
-                window=part_window,
-                attn_bias=attn_bias,
-                dropout_p=dropout_p,
-                cu_seqlens=cu_seqlens,
-                left_padding=left_padding,
-                backend=backend,
-            )
-            for part, part_scale, part_window in parts
-        )
-        return far + near
-    layout = layout or _plain(q, k)
-    check_layout(q, v, layout, cu_seqlens)
-    call = Call(
-        layout=layout,
-        is_causal=is_causal,
-        scale=scale,
-        window=window,
-        attn_bias=attn_bias,
-        dropout_p=dropout_p,
-        cu_seqlens=cu_seqlens,
-        left_padding=left_padding,
-        # From torch's global generator, so that torch.manual_seed governs this backend too.
-        seed=torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None,
+    check_choice("backend", backend, get_args(Backend))
+    if backend != "auto" and (reason := why_not(backend)) is not None:
+        raise BackendUnavailableError(f"backend {backend!r} cannot run: {reason}")
+    q, k, v, calls = _read(
+        q, k, v, layout, is_causal, scale, window, attn_bias, dropout_p, cu_seqlens, left_padding, return_lse
     )
+    if len(calls) == 1:
+        out, lse = _run(q, k, v, calls[0][1], backend, return_lse)
+        return out if lse is None else (out, lse)
+    far, near = (_run(q[..., part], k[..., part], v, call, backend, False)[0] for part, call in calls)
+    return far + near
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, backend: Backend, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The output of a checked call and, if asked for, its log-sum-exp."""
+    if call.dropout_p > 0:  # from torch's global generator, so that torch.manual_seed governs every backend
+        call = replace(call, seed=torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
     choice = _choose(q, k, v, call, return_lse)[0] if backend == "auto" else backend
-    if choice == "blocked" and _suits_sdpa(q, k, v, call, return_lse, backend):
+    if (
+        choice == "blocked"
+        and not derivatives.transforms_are_active()
+        and _suits_sdpa(q, k, v, call, return_lse, backend)
+    ):
         choice = "scaled_dot_product_attention"  # linear in memory too, and one level has nothing to gain
     if choice == "scaled_dot_product_attention":
-        return _sdpa(q, k, v, call)
+        return derivatives.with_further_derivatives(_sdpa(q, k, v, call), call, q, k, v), None
     if choice == "short":
-        return short.attention(q, k, v, call, _one_level_scale(layout, scale))
+        return short.attention(q, k, v, call, _one_level_scale(call.layout, call.scale)), None
     if choice == "triton" and (reason := _why_not_triton(q, k, v, call)) is not None:
         raise BackendUnavailableError(f"backend 'triton' cannot run this call: {reason}")
-    out, lse = _reference(q, k, v, call) if choice == "reference" else custom_op.attention(q, k, v, call, choice)
-    return (out, lse) if return_lse else out
+    out, lse = (
+        derivatives.definition(q, k, v, call) if choice == "reference" else custom_op.attention(q, k, v, call, choice)
+    )
+    return out, lse if return_lse else None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from structattn.checks import check_bool, check_int, check_number, check_tensor, check_type
 from structattn.errors import ConfigError, ShapeError
-from structattn.layout import LevelLayout
+from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
+from structattn.ops.sequences import checked_numbers
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -30,14 +34,20 @@ def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(taken_dtype(x)) for x in tensors)
 
 
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """The tensors have autocast's dtype already, and scores have float32 at least. The meta device has no autocast."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises ``ShapeError`` unless q, k and v fit each other; their dtypes may differ where autocast makes them one."""
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
         _require(
             x.dim() == 4,
             f"{name} must be 4-dimensional (batch, heads, length, dim), got shape {tuple(x.shape)}",
         )
-        _require(x.is_floating_point(), f"{name} must be floating point, got {x.dtype}")
+        _require(x.dtype in _DTYPES, f"{name} must be floating point, of 16, 32 or 64 bits, got {x.dtype}")
         _require(min(x.shape) >= 1, f"{name} has an empty dimension: shape {tuple(x.shape)}")
         _require(
             taken_dtype(x) == taken_dtype(q) and x.device == q.device,
@@ -56,76 +66,105 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     _require(q.shape[3] == k.shape[3], f"head dimensions differ: q {q.shape[3]}, k {k.shape[3]}")
 
 
-def _check_ints(name: str, x: Tensor) -> None:
+def _check_ints(name: str, x: Any, q: Tensor) -> None:
+    check_tensor(name, x)
     _require(
         x.dim() == 1 and x.dtype in (torch.int32, torch.int64),
         f"{name} must be a 1-dimensional int32 or int64 tensor, got {x.dtype} of shape {tuple(x.shape)}",
     )
+    _require(x.is_meta <= q.is_meta, f"{name} has no numbers: it is on the meta device, q on {q.device}")
 
 
-def _has_values(x: Tensor) -> bool:
-    """Whether the numbers can be looked at: not while tracing, and not on a GPU, which would have to be waited for."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
+def checked_sequences(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, left_padding: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """``cu_seqlens`` and ``left_padding``, which fit q and k; their numbers are checked at run time where they are not known.
 
-
-def check_sequences(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, left_padding: Tensor | None) -> None:
-    """Raises ``ShapeError`` or ``ConfigError`` unless the borders or the padding fit q and k."""
+    Raises:
+        ShapeError: shapes, dtypes or numbers do not fit.
+        ConfigError: both are given.
+    """
     batch, num_queries, num_keys = q.shape[0], q.shape[2], k.shape[2]
     if cu_seqlens is not None and left_padding is not None:
         raise ConfigError("give cu_seqlens (packed sequences) or left_padding (padded batch), not both")
     if cu_seqlens is not None:
-        _check_ints("cu_seqlens", cu_seqlens)
+        _check_ints("cu_seqlens", cu_seqlens, q)
         _require(
             batch == 1 and num_queries == num_keys,
             f"cu_seqlens needs batch 1 and as many queries as keys, got batch {batch}, {num_queries} and {num_keys}",
         )
         _require(cu_seqlens.shape[0] >= 2, "cu_seqlens needs at least 2 entries, the borders of one sequence")
-        if _has_values(cu_seqlens):
-            ends = cu_seqlens.tolist()
-            _require(
-                ends[0] == 0 and ends[-1] == num_keys and all(a < b for a, b in pairwise(ends)),
-                f"cu_seqlens must rise from 0 to the length {num_keys}, one entry per sequence end, got {ends[:8]}",
-            )
-        elif cu_seqlens.is_cuda and not torch.compiler.is_compiling():
-            rises = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_keys) & (cu_seqlens.diff() > 0).all()
-            torch._assert_async(rises, f"cu_seqlens must rise from 0 to the length {num_keys}")  # nothing waits for it
+        cu_seqlens = checked_numbers(cu_seqlens, "cu_seqlens", num_keys)
     if left_padding is not None:
-        _check_ints("left_padding", left_padding)
+        _check_ints("left_padding", left_padding, q)
         _require(
             left_padding.shape[0] == batch,
             f"left_padding needs one count per batch row: expected {batch}, got {left_padding.shape[0]}",
         )
-        if _has_values(left_padding):
-            low, high = int(left_padding.min()), int(left_padding.max())
-            _require(low >= 0 and high <= num_keys, f"left_padding must lie in [0, {num_keys}], got {low} to {high}")
+        left_padding = checked_numbers(left_padding, "left_padding", num_keys)
+    return cu_seqlens, left_padding
 
 
-def check_layout(q: Tensor, v: Tensor, layout: LevelLayout, cu_seqlens: Tensor | None) -> None:
-    """Raises ``ShapeError`` unless value ranks and per-row boundaries fit the tensors."""
+def check_layout(q: Tensor, v: Tensor, layout: Layout, cu_seqlens: Tensor | None) -> None:
+    """Raises ``ShapeError`` unless ranks, value ranks and per-row boundaries fit the tensors."""
+    _require(
+        layout.head_dim == q.shape[3],
+        f"the ranks of the layout must sum to the head dimension: expected {q.shape[3]}, got "
+        f"{'|'.join(map(str, layout.ranks))} = {layout.head_dim}",
+    )
+    if isinstance(layout, GlobalWindowLayout):
+        return
     if layout.value_ranks is not None and sum(layout.value_ranks) != v.shape[3]:
         raise ShapeError(
             f"the value_ranks of the layout must sum to the value dimension: expected {v.shape[3]}, got "
             f"{'|'.join(map(str, layout.value_ranks))} = {sum(layout.value_ranks)}"
         )
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if layout.num_rows not in (None, rows):
+    if layout.num_rows is not None and layout.num_rows != rows:
         what = "batch row" if cu_seqlens is None else "packed sequence"
-        raise ShapeError(f"boundaries per row need one entry per {what}: expected {rows}, got {layout.num_rows}")
+        raise ShapeError(
+            f"a layout with boundaries per row needs one entry per {what}: expected {rows}, got {layout.num_rows}"
+        )
 
 
-def check_options(q: Tensor, k: Tensor, window: int | None, attn_bias: Tensor | None, dropout_p: float) -> None:
-    """Raises ``ShapeError`` or ``ConfigError`` unless window, bias and dropout are in their ranges."""
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ConfigError(f"window must be None or an int of at least 1, got {window!r}")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ConfigError(f"dropout_p must lie in [0, 1), got {dropout_p}")
-    if attn_bias is not None:
-        target = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        if not attn_bias.is_floating_point():
-            raise ShapeError(
-                f"attn_bias is added to the scores and must be floating point, got {attn_bias.dtype}; write a bool mask "
-                "as zeros with -inf where a pair is hidden"
-            )
-        shape = tuple(attn_bias.shape)
-        fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(target), strict=False))
-        _require(fits, f"attn_bias of shape {shape} does not broadcast to (B, H, T, S) = {target}")
+def check_options(layout: Any, is_causal: Any, scale: Any, window: Any, dropout_p: Any, return_lse: Any) -> None:
+    """Raises ``ConfigError`` unless everything but the tensors is of its type and in its range."""
+    if isinstance(layout, Tensor):
+        raise ConfigError(
+            "layout, the fourth argument, must be a layout or None, got a tensor: a mask or bias is attn_bias=..., added to the "
+            "scores; write a bool mask (True: visible) as torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)"
+        )
+    check_type(
+        "layout",
+        layout,
+        (LevelLayout, GlobalWindowLayout, type(None)),
+        "a LevelLayout, a GlobalWindowLayout or None",
+        "Attention.from_spec takes text, TextLayout.at gives the layout of a text",
+    )
+    check_bool("is_causal", is_causal)
+    check_bool("return_lse", return_lse)
+    if scale is not None:
+        check_number("scale", scale)
+    if window is not None:
+        check_int("window", window, minimum=1)
+    check_number("dropout_p", dropout_p, minimum=0, below=1)
+    if isinstance(layout, GlobalWindowLayout):
+        if return_lse:
+            raise ConfigError("a global-window layout adds two softmaxes and has no single log-sum-exp")
+        if scale is not None or window is not None:
+            raise ConfigError("a global-window layout has its own scale and window: leave scale and window at None")
+
+
+def check_bias(q: Tensor, k: Tensor, attn_bias: Any) -> None:
+    """Raises ``ShapeError`` unless the bias can be added to the scores."""
+    check_tensor("attn_bias", attn_bias)
+    _require(
+        attn_bias.dtype in _DTYPES,
+        f"attn_bias is added to the scores and must be floating point, got {attn_bias.dtype}; write a bool mask "
+        "as zeros with -inf where a pair is hidden",
+    )
+    _require(attn_bias.device == q.device, f"attn_bias must be on the device of q, {q.device}, got {attn_bias.device}")
+    target = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    shape = tuple(attn_bias.shape)
+    fits = len(shape) <= 4 and all(a == 1 or a == b for a, b in zip(reversed(shape), reversed(target), strict=False))
+    _require(fits, f"attn_bias of shape {shape} does not broadcast to (B, H, T, S) = {target}")

@@ -14,7 +14,7 @@ from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from structattn.layout import SCALINGS, LevelLayout, visible_pairs_per_level
-from structattn.ops import blocked
+from structattn.ops import blocked, derivatives
 from structattn.ops.call import Call
 from structattn.partition import Boundaries
 
@@ -46,6 +46,7 @@ _OPTIONS = (
     "int[] value_ranks, int[] boundaries, str scaling, bool is_causal, float? scale, int? window, float dropout_p, str backend"
 )
 _NUM_TENSORS = 4
+_FIRST_OPTION = 3 + _NUM_TENSORS  # q, k and v are before them
 
 
 def _flat(call: Call, backend: str) -> tuple[Any, ...]:
@@ -95,6 +96,7 @@ def _call(options: Sequence[Any]) -> tuple[Call, str]:
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     call, backend = _call(options)
+    derivatives.refuse_forward_mode()
     with torch.autocast(q.device.type, enabled=False):  # it would turn the products here into 16-bit ones
         if backend == "triton":
             from structattn.ops import triton_attention
@@ -129,6 +131,7 @@ def _attention_backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call, backend = _call(options)
+    derivatives.refuse_forward_mode()
     with torch.autocast(q.device.type, enabled=False):
         if backend == "triton":
             from structattn.ops import triton_attention
@@ -166,24 +169,117 @@ def _(
     return dq, dk, dv, torch.empty_like(bias, memory_format=torch.contiguous_format)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, attn_bias, cu_seqlens, left_padding, seed, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, attn_bias, cu_seqlens, left_padding, seed, *output)
+def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, ctx.options = inputs[:_FIRST_OPTION], inputs[_FIRST_OPTION:]
+    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     needs_bias = tensors[3] is not None and ctx.needs_input_grad[3]
-    dq, dk, dv, grad_bias = torch.ops.structattn.attention_backward(
+    dq, dk, dv, grad_bias = _Backward.apply(  # type: ignore[no-untyped-call]
         grad_out, grad_lse, out, lse, needs_bias, *tensors, *ctx.options
     )
     return dq, dk, dv, grad_bias if needs_bias else None, *(None,) * (3 + len(ctx.options))
 
 
-_operator.register_autograd(_backward, setup_context=_setup_context)
+def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    grad_out, grad_lse, _, lse, ctx.needs_bias, *tensors = inputs[: 5 + _FIRST_OPTION]
+    ctx.options = inputs[5 + _FIRST_OPTION :]
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+    ctx.save_for_backward(grad_out, grad_lse, *tensors)
+    ctx.save_for_forward(grad_out, grad_lse, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _filled(changes: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Gradients or tangents with zeros for those that are missing."""
+    return tuple(torch.zeros_like(x) if dx is None else dx for dx, x in zip(changes, like, strict=False))
+
+
+class _Forward(torch.autograd.Function):
+    """The operator ``attention`` for all transforms of ``torch.func`` and forward mode: PyTorch asks an operator for its gradient only."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = torch.ops.structattn.attention(*arguments)
+        return result
+
+    setup_context = staticmethod(_setup_forward)
+    backward = staticmethod(_gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        tensors = ctx.saved_tensors[:_FIRST_OPTION]
+        inputs = tuple(x for x in tensors[:4] if x is not None)
+        function = derivatives.output(_call([*tensors[3:], *ctx.options])[0])
+        return derivatives.jvp(function, inputs, _filled(tangents, inputs))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+        return _one_by_one(_Forward, info, in_dims, arguments)
+
+
+class _Backward(torch.autograd.Function):
+    """As ``_Forward``, of the operator ``attention_backward``."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = torch.ops.structattn.attention_backward(*arguments)
+        return result
+
+    setup_context = staticmethod(_setup_backward)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, ...]:
+        function, inputs = _gradient_function(ctx)
+        dx = _filled(outer, inputs[2:])
+        if len(inputs) == 6 and not ctx.needs_bias:
+            dx = (*dx[:3], torch.zeros_like(inputs[5]))
+        d_out, d_lse, *found = derivatives.vjp(function, inputs, dx)
+        missing = (None,) * (
+            4 - len(found) + 3 + len(ctx.options)
+        )  # the bias, if there is none, and what has no gradient
+        return d_out, d_lse if ctx.needs_input_grad[1] else None, None, None, None, *found, *missing
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        function, inputs = _gradient_function(ctx)
+        known = _filled([*tangents[:2], *tangents[5:]], inputs)
+        dq, dk, dv, *d_bias = derivatives.jvp(function, inputs, known)
+        return dq, dk, dv, d_bias[0] if ctx.needs_bias else dq.new_empty(0)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+        return _one_by_one(_Backward, info, in_dims, arguments)
+
+
+def _gradient_function(ctx: Any) -> tuple[derivatives.Function, tuple[Tensor, ...]]:
+    """What ``_Backward`` computes, as a function that can be differentiated, and its inputs."""
+    grad_out, grad_lse, *tensors = ctx.saved_tensors
+    inputs = (grad_out, grad_lse, *(x for x in tensors[:4] if x is not None))
+    return derivatives.gradient(_call([*tensors[3:], *ctx.options])[0]), inputs
+
+
+def _one_by_one(
+    function: type[torch.autograd.Function], info: Any, in_dims: tuple[int | None, ...], arguments: Sequence[Any]
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The rule of ``torch.vmap``: one call per entry, since each may have its own padding, borders and random numbers."""
+    entries = list(zip(arguments, in_dims, strict=True))
+    rows = [
+        [x.select(dim, n) if isinstance(x, Tensor) and dim is not None else x for x, dim in entries]
+        for n in range(info.batch_size)
+    ]
+    columns = zip(*(function.apply(*row) for row in rows), strict=True)
+    results = tuple(torch.stack(column) for column in columns)
+    return results, (0,) * len(results)
+
+
+_operator.register_autograd(_gradients, setup_context=_setup_forward)
 
 
 def _flops(
@@ -213,6 +309,12 @@ def _backward_flops(
     return _flops(q, k, v, options[_NUM_TENSORS:], (3, 2))
 
 
+# A compiler cannot trace transforms through it: it leaves them to be run as they are.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _transformable(*arguments: Any) -> Any:
+    return _Forward.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Runs a fast backend, differentiably.
 
@@ -222,7 +324,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tupl
         backend: ``"blocked"`` or ``"triton"``.
 
     Returns:
-        out (B, H, T, V) and lse (B, H, T). The gradients are exact and can not be differentiated again.
+        out (B, H, T, V) and lse (B, H, T). First gradients are the backend's; further derivatives see ``derivatives``.
     """
-    result: tuple[Tensor, Tensor] = torch.ops.structattn.attention(q, k, v, *_flat(call, backend))
+    is_traced = torch.compiler.is_compiling() and not derivatives.transforms_are_active()
+    run = torch.ops.structattn.attention if is_traced else _transformable
+    result: tuple[Tensor, Tensor] = run(q, k, v, *_flat(call, backend))
     return result

@@ -156,7 +156,7 @@ def attention(
         out, lse = _dense(own_query, own_key, own_value, place, layout, is_causal, scale, window, own_bias, own_dropped)
         return (out if dropped is None else out / (1 - dropout_p)).to(q.dtype), lse
 
-    if cu_seqlens is None or torch.compiler.is_compiling() or isinstance(cu_seqlens, FakeTensor):
+    if cu_seqlens is None or not _is_known(cu_seqlens):
         return of(slice(None), place)
     results = []
     for ends in pairwise(cu_seqlens.tolist()):
@@ -165,6 +165,12 @@ def attention(
         results.append(of(own, Places(queries=queries, keys=keys, rows=rows, same=None)))
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _is_known(x: Tensor) -> bool:
+    """Whether the numbers of a tensor can be looked at: not while PyTorch traces, nor inside of ``torch.vmap``."""
+    is_hidden = isinstance(x, FakeTensor) or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return not (torch.compiler.is_compiling() or is_hidden)
 
 
 def _dense(

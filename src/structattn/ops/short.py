@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from structattn.ops.call import Call
 
@@ -39,8 +39,6 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
     """
     if q.device.type != "cpu" or q.dtype not in DTYPES or torch.is_autocast_enabled("cpu"):
         return False
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return False  # what is written in place has no rules for vmap or jvp
     if call.layout.num_levels > 1 or call.attn_bias is not None or call.dropout_p > 0:
         return False
     if call.cu_seqlens is not None or call.left_padding is not None:
@@ -57,7 +55,7 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> Tensor:
-    """Plain attention of a call that ``suits``, differentiable once.
+    """Plain attention of a call that ``suits``, differentiable any number of times.
 
     Args:
         q: (B, H, T, D), ``DTYPES``.
@@ -125,7 +123,10 @@ def _times(weights: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
 
 
 class _ShortAttention(torch.autograd.Function):
-    """(N, T, D), (N, S, D), (N, S, V), (T, S) or ``None``, scale: the output (N, T, V), and the weights for the gradient."""
+    """(N, T, D), (N, S, D), (N, S, V), (T, S) or ``None``, scale: the output (N, T, V), and the weights (N, T, S).
+
+    The gradient needs the weights; that they are an output, with a gradient, is what makes the gradient differentiable.
+    """
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -141,25 +142,23 @@ class _ShortAttention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: Any, output: Any) -> None:
         q, k, v, _, ctx.scale = inputs  # type: ignore[attr-defined]
-        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # the weights have a gradient in second derivatives only
         ctx.save_for_backward(q, k, v, output[1])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, d_out: Tensor | None, d_given: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, weights = ctx.saved_tensors
-        out = gradients[0]
-        d_weights = torch.bmm(out, v.transpose(1, 2))
-        if torch.compiler.is_compiling():
+        d_weights, d_v = d_given, None
+        if d_out is not None:
+            d_weights = torch.bmm(d_out, v.transpose(1, 2))
+            d_weights = d_weights if d_given is None else d_weights + d_given
+            d_v = _times(weights.transpose(1, 2), d_out)
+        if d_weights is None:
+            return (None,) * 5
+        if d_given is not None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
         else:
             d_scores = torch.ops.aten._softmax_backward_data.out(
                 d_weights, weights, -1, weights.dtype, grad_input=d_weights
             )
-        return (
-            _times(d_scores, k, ctx.scale),
-            _times(d_scores.transpose(1, 2), q, ctx.scale),
-            _times(weights.transpose(1, 2), out),
-            None,
-            None,
-        )
+        return _times(d_scores, k, ctx.scale), _times(d_scores.transpose(1, 2), q, ctx.scale), d_v, None, None

@@ -1,0 +1,121 @@
+"""The derivatives that fast kernels do not have: second and higher ones, and forward mode. They are those of the definition.
+
+A fast path computes the output and its first gradient. What is asked of it beyond that is computed by ``reference``, with
+T x S numbers per head: right at every order, and paid for by those who ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from structattn.errors import DerivativeError
+from structattn.ops import reference
+from structattn.ops.call import Call
+from structattn.ops.checks import without_autocast
+from structattn.ops.dropout import Dropout, key_places, query_places
+
+Tensors = tuple[Tensor, ...]
+Function = Callable[..., Tensors]
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """``reference`` with the options of a call: output and log-sum-exp."""
+    dropped, dropout_p = None, 0.0
+    if call.seed is not None:
+        keys = key_places(k[:, :1])  # the same for all heads
+        dropout = Dropout(p=call.dropout_p, seed=call.seed, queries=query_places(q), keys=keys)
+        dropped, dropout_p = dropout.dropped(), 1 - dropout.kept
+    with without_autocast(q):
+        return reference.attention(
+            q,
+            k,
+            v,
+            call.layout,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            window=call.window,
+            attn_bias=call.attn_bias,
+            dropout_p=dropout_p,
+            cu_seqlens=call.cu_seqlens,
+            left_padding=call.left_padding,
+            dropped=dropped,
+        )
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of ``torch.func`` or forward mode is at work."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def refuse_forward_mode() -> None:
+    """Raises ``DerivativeError`` where an operator itself is called in forward mode: PyTorch would drop tangents silently."""
+    if torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
+        raise DerivativeError(
+            "a compiled or exported program has no forward mode: call the function that it was made of, or use reverse mode"
+        )
+
+
+def output(call: Call) -> Function:
+    """The call as a function of q, k, v and, if it has one, the bias: to output and log-sum-exp."""
+
+    def of_inputs(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None = None) -> Tensors:
+        return definition(q, k, v, replace(call, attn_bias=attn_bias))
+
+    return of_inputs
+
+
+def gradient(call: Call) -> Function:
+    """As ``output``, of the gradients of output and log-sum-exp, then the same inputs: to the gradients of the inputs."""
+    return lambda grad_out, grad_lse, *inputs: vjp(output(call), inputs, (grad_out, grad_lse))
+
+
+def vjp(function: Function, inputs: Tensors, cotangents: Tensors) -> Tensors:
+    """The gradients of a function's inputs, for those of its results: differentiable in both, at every order."""
+    found: Tensors = torch.func.vjp(function, *inputs)[1](cotangents)
+    return found
+
+
+def jvp(function: Function, inputs: Tensors, tangents: Tensors) -> Tensors:
+    """The tangents of a function's results: a gradient is linear in what it is given, and this is its transpose."""
+    with torch.no_grad():
+        zeros = tuple(torch.zeros_like(x) for x in function(*inputs))
+    return vjp(lambda *cotangents: vjp(function, inputs, cotangents), zeros, tangents)
+
+
+class _Once(torch.autograd.Function):
+    """Lets the output of a kernel pass, and takes over from its gradient where that will be differentiated."""
+
+    @staticmethod
+    def forward(out: Tensor, call: Call, *inputs: Tensor) -> Tensor:
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.call, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return grad_out, *(None,) * (1 + len(ctx.saved_tensors))
+        if ctx.call.dropout_p > 0:
+            raise DerivativeError(
+                "PyTorch's kernel does not say which weights it has dropped, which second derivatives need: use "
+                "backend='reference' or dropout_p=0"
+            )
+        function = output(ctx.call)
+        return None, None, *vjp(lambda *inputs: function(*inputs)[:1], ctx.saved_tensors, (grad_out,))
+
+
+def with_further_derivatives(out: Tensor, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The output of a kernel whose gradient has none of its own, with gradients at every order."""
+    if not out.requires_grad or torch.compiler.is_compiling():
+        return out
+    inputs = (q, k, v) if call.attn_bias is None else (q, k, v, call.attn_bias)
+    result: Tensor = _Once.apply(out, call, *inputs)  # type: ignore[no-untyped-call]
+    return result

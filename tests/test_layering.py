@@ -12,6 +12,7 @@ FLOORS = {
     "errors": 0,
     "checks": 1,
     "files": 2,
+    "interrupt": 2,
     "folders": 3,
     "seeds": 2,
     "partition": 2,

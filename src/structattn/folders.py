@@ -39,7 +39,7 @@ class Owner:
         command: such as ``"compare"``.
         task: what it is done for; empty where there is nothing to choose.
         settings: all that decides what is written, as plain data.
-        free: settings that may differ when it is resumed, since what they name has files of its own.
+        free: settings that may differ when it is resumed, such as ``"seeds"`` or ``"training.process_timeout"``.
     """
 
     command: str
@@ -58,18 +58,22 @@ class Owner:
         A setting that only one of them knows is of another version of structattn and does not count.
         """
         old, now = (json.loads(json.dumps(settings)) for settings in (before, self.settings))
-        return _differences(old, {key: value for key, value in now.items() if not (free and key in self.free)})
+        left_out = self.free if free else ()
+        return [
+            f"{name} = {was!r}, now {value!r}"
+            for name, was, value in _differences(old, now)
+            if not any(f"{name}.".startswith(f"{setting}.") for setting in left_out)
+        ]
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> list[str]:
-    found = []
+def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Name, old and new value of each setting that differs."""
     for key in (key for key in before if key in now):
         old, new = before[key], now[key]
         if isinstance(old, dict) and isinstance(new, dict):
-            found += _differences(old, new, f"{path}{key}.")
+            yield from _differences(old, new, f"{path}{key}.")
         elif old != new and not (isinstance(old, str) and absolute(old) == new):  # 0.1.0 wrote paths as they were given
-            found.append(f"{path}{key} = {old!r}, now {new!r}")
-    return found
+            yield f"{path}{key}", old, new
 
 
 def _listing(words: list[str]) -> str:

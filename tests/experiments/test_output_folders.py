@@ -63,8 +63,8 @@ def test_a_comparison_is_continued_as_what_it_was_begun(tmp_path: Path, capsys) 
     assert main([*COMPARE, "--resume", "--seeds", "2", "--out", str(out)]) == 0
     assert len(json.loads((out / "results.json").read_text())["rows"][0]["scores"]) == 2
     recipe = to_plain(recipe_for("nearest-neighbor", "default"))
-    owner = Owner(command="compare", task="nearest-neighbor", settings=recipe, free=("seeds",))
-    assert owner.differences(recipe | {"seeds": 9}) == []
+    owner = Owner(command="compare", task="nearest-neighbor", settings=recipe, free=("seeds", "training.steps"))
+    assert owner.differences(recipe | {"seeds": 9, "training": {"steps": 9, "stepsize": 9}}) == []
     assert owner.differences(recipe | {"seeds": 9}, free=False) == ["seeds = 9, now 1"]
 
 

@@ -75,7 +75,7 @@ def test_the_bar_of_several_runs_counts_steps_also_of_those_that_were_done_befor
     assert sum(told) == 6
     train_all(jobs, workers=2, resume=True, show_progress=True)
     shown = capsys.readouterr().err
-    assert "3 of 3 runs" in shown
+    assert "model 1 of 1, run 3 of 3" in shown
     assert "18/18" in shown
 
 

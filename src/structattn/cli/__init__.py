@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from structattn import interrupt
 from structattn.cli.commands import (
     Bench,
     Compare,
@@ -124,7 +125,8 @@ def _train(command: Train, session: Session) -> None:
         "task": to_plain(recipe.task),
         "training": to_plain(recipe.training),
     }
-    owner = Owner(command="train", task=command.task, settings=settings)
+    free = ("training.process_timeout",)
+    owner = Owner(command="train", task=command.task, settings=settings, free=free)
     with opened(command.out, owner, resume=command.resume, record=run_record) as out:
         result = train(
             task,
@@ -380,8 +382,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: without the program's name. Default: ``sys.argv``.
 
     Returns:
-        The exit status: 0; 2 after an error, printed in one line to stderr; 1 if the reader of a pipe has left; 130 after an
-        interruption.
+        The exit status: 0; 2 after an error, printed in one line to stderr; 1 if the reader of a pipe has left; 130 after Ctrl-C, 143 after
+        SIGTERM.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     open_standard_streams()
@@ -390,14 +392,15 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     session = Session(arguments)
     try:
-        _run(arguments, session)
+        with interrupt.handled(session.ended):
+            _run(arguments, session)
         sys.stdout.flush()
     except BrokenPipeError:
         close_output()  # the reader, such as ``head``, has seen enough
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print(session.interrupted(), file=sys.stderr)
-        return 130
+        return error.status if isinstance(error, interrupt.Stopped) else 130
     except Exception as error:
         line = in_one_line(error)
         if line is None or with_traceback:

@@ -35,6 +35,10 @@ class Session:
             self._folder = folder
             self.writes_to(folder)
 
+    def ended(self, number: int) -> None:
+        """Says the same from another thread, just before the process ends: what is in the buffers of this one stays there."""
+        os.write(2, f"\n{self.interrupted()}\n".encode())
+
     def interrupted(self) -> str:
         """What is said after an interruption: the command line that goes on, where there is one."""
         if self._folder is None:

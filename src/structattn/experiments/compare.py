@@ -36,8 +36,8 @@ from structattn.training.build import spec_for
 from structattn.training.config import TrainingConfig
 
 _FEWEST_STEPS = 8
-# Settings that name runs, each with a folder of its own: a comparison may be resumed with others.
-_WITH_RUNS_OF_THEIR_OWN = ("attention", "seeds", "learning_rates", "variants", "search", "widths", "budgets")
+# A comparison may be resumed with others: they name runs, each with a folder of its own, or change no result.
+_FREE = ("attention", "seeds", "learning_rates", "variants", "search", "widths", "budgets", "training.process_timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +338,7 @@ def compare(
         _check_models(part.point.recipe, task)
         _check_models(part.point.swept, task_entry(task_name).make(part.point.swept.task))
     _check_steps(parts)
-    owner = Owner(command="compare", task=task_name, settings=to_plain(recipe), free=_WITH_RUNS_OF_THEIR_OWN)
+    owner = Owner(command="compare", task=task_name, settings=to_plain(recipe), free=_FREE)
     known = functools.partial(comparison_record, task=task_name)
     with opened(out, owner, resume=resume, record=known, on_open=on_open) as folder:
         placed = [dataclasses.replace(part, out=folder) for part in parts]

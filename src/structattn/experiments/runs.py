@@ -8,17 +8,19 @@ import math
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 
+from structattn import interrupt
 from structattn.checks import check_int
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
 from structattn.experiments.recipes import task_entry
+from structattn.experiments.workers import Work, run_all
 from structattn.files import write_atomic
 from structattn.tasks.base import Task
 from structattn.training.config import TrainingConfig
@@ -50,6 +52,11 @@ class Job:
     seed: int
     folder: Path
     may_diverge: bool = False
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.spec}, seed {self.seed}, learning rate {self.training.learning_rate:g}"
 
     def run(
         self,
@@ -175,33 +182,52 @@ def train_all(jobs: Sequence[Job], *, workers: int = 1, resume: bool, show_progr
 
     Raises:
         ConfigError: fewer than one worker, or a folder that holds a run while ``resume`` is off.
-        StructAttnError: what a run raised; the others are not started.
+        StructAttnError: what a run raised. No others are begun, those that run are stopped with a checkpoint.
+        Stopped: this process was asked to stop (see ``interrupt``), and so were the workers.
     """
     check_int("jobs", workers, minimum=1)
     if workers == 1 or len(jobs) < 2:
-        for job in jobs:
-            logger.info("training %s", job.spec)
-            job.run(resume=resume, show_progress=show_progress)
+        steps = 0
+        with _Bar(jobs, show_progress) as bar:
+            for number, job in enumerate(jobs):
+                interrupt.check()
+
+                def count(new: int, number: int = number) -> None:
+                    nonlocal steps
+                    steps += new
+                    bar.tell(number, steps)
+
+                job.run(resume=resume, show_progress=False, on_steps=count)
         return
     if not resume and any((job.folder / "checkpoints").exists() for job in jobs):
         raise ConfigError("some of these runs were begun before: resume them, or use another folder")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    context = multiprocessing.get_context("spawn")
-    done = context.Value("q", 0)
-    share = max(1, cores // workers)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=begin_worker, initargs=(share, done))
-    total = sum(job.training.steps for job in jobs)
-    try:
-        left = {pool.submit(_in_worker, job) for job in jobs}
-        with tqdm(total=total, unit="step", disable=not show_progress) as bar:
-            while left:
-                bar.set_description_str(f"{len(jobs) - len(left)} of {len(jobs)} runs", refresh=False)
-                finished, left = wait(left, timeout=1, return_when=FIRST_COMPLETED)
-                bar.update(done.value - bar.n)
-                for future in finished:
-                    future.result()
-            bar.set_description_str(f"{len(jobs)} of {len(jobs)} runs")
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()
+    done = multiprocessing.get_context("spawn").Value("q", 0)
+    begin = partial(begin_worker, max(1, cores // workers), done)
+    works = [Work(run=partial(_in_worker, job), name=job.name, log=job.folder / "run.log") for job in jobs]
+    with _Bar(jobs, show_progress) as bar:
+        run_all(works, workers=workers, begin=begin, on_tick=lambda runs: bar.tell(runs, done.value))
+        bar.tell(len(jobs), done.value)
+
+
+class _Bar:
+    """One bar for all runs: it counts their steps."""
+
+    def __init__(self, jobs: Sequence[Job], show: bool) -> None:
+        models = list(dict.fromkeys((job.spec, repr(job.task)) for job in jobs))
+        self._models = [models.index((job.spec, repr(job.task))) + 1 for job in jobs]
+        self._total = len(models)
+        self._bar = tqdm(total=sum(job.training.steps for job in jobs), unit="step", disable=not show)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def tell(self, runs: int, steps: int) -> None:
+        """How many runs are over, and how many steps in all are done."""
+        run = min(runs, len(self._models) - 1)
+        text = f"model {self._models[run]} of {self._total}, run {run + 1} of {len(self._models)}"
+        self._bar.set_description_str(text, refresh=False)
+        self._bar.update(steps - self._bar.n)

@@ -83,7 +83,9 @@ def sweep(
     from structattn.reports.sweep import write_sweep_report
 
     task = task_entry(plan.task_name).make(plan.settings.task)
-    owner = Owner(command="sweep", task=plan.task_name, settings=plan.identity())
+    owner = Owner(
+        command="sweep", task=plan.task_name, settings=plan.identity(), free=("settings.training.process_timeout",)
+    )
     with opened(plan.folder, owner, resume=resume, record=sweep_record, on_open=on_open) as folder:
         plan = dataclasses.replace(plan, folder=folder.resolve())  # workers have folders of their own
         journal = Journal(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from structattn import interrupt
 from structattn.checks import check_int
 from structattn.errors import ConfigError
 from structattn.tasks.base import Task
@@ -26,7 +28,7 @@ from structattn.training.run import Run
 from structattn.training.speed import SpeedMeter, matmul_rate, wait_for_device
 from structattn.training.step import train_step
 
-_STEPS_BETWEEN_WAITS = 10
+_STEPS_BETWEEN_WAITS = 10  # for the device; where processes wait for each other at every step anyway, it is every step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,11 @@ class TrainingResult:
         return sum(entry[name] * entry["seconds"] for entry in self.speeds) / seconds if seconds else 0.0
 
 
-def _collect(run: Run, losses: list[Tensor]) -> float:
-    """Adds the losses of the last steps to the record and returns the newest; the one place that waits for the device.
+def _collect(run: Run, losses: list[Tensor]) -> tuple[float, int]:
+    """Adds the losses of the last steps to the record; the one place that waits for the device, and for the other processes.
+
+    Returns:
+        The newest loss, and the signal that asked a process to stop, 0 if none did: the same in all processes.
 
     Raises:
         TrainingDivergedError: a loss is not finite. Nothing was saved since.
@@ -84,7 +89,9 @@ def _collect(run: Run, losses: list[Tensor]) -> float:
             raise run.diverged(f"the training loss is {value}", step)
         progress.loss_sum += value
         progress.loss_count += 1
-    return float(values[-1])
+    asked = torch.tensor(float(interrupt.asked() > 0), device=run.accelerator.device)
+    stops = float(run.accelerator.reduce(asked, reduction="sum")) > 0
+    return float(values[-1]), (interrupt.asked() or signal.SIGTERM) if stops else 0
 
 
 def _validate(run: Run, writer: SummaryWriter | None) -> bool:
@@ -150,6 +157,8 @@ def _loop(
         unit="step",
         disable=not (show_progress and main),
     )
+    alone = run.accelerator.num_processes == 1
+    between = 1 if not alone and run.accelerator.device.type == "cpu" else _STEPS_BETWEEN_WAITS
     run.model.train()
     on_steps(progress.step)
     try:
@@ -167,12 +176,14 @@ def _loop(
             on_steps(1)
             validates = progress.step % config.eval_every == 0 or progress.step == config.steps
             saves = progress.step % config.checkpoint_every == 0 and progress.step < config.steps
-            if validates or saves or len(losses) == _STEPS_BETWEEN_WAITS:
-                newest = _collect(run, losses)
+            asked = 0
+            if validates or saves or len(losses) >= between or (alone and interrupt.asked()):
+                newest, asked = _collect(run, losses)
                 if writer is not None:
                     writer.add_scalar("train/loss", newest, progress.step)
                     writer.add_scalar("train/learning_rate", rate, progress.step)
                 bar.set_postfix(loss=f"{newest:.4f}", refresh=False)
+            saves = saves or (asked > 0 and progress.step < config.steps)
             if validates or saves:
                 wait_for_device(run.accelerator.device)
                 meter.stop()
@@ -183,6 +194,8 @@ def _loop(
             progress.seconds = before + time.perf_counter() - started
             if saves and not stop:
                 run.save()
+                if asked:
+                    raise interrupt.Stopped(asked)
             if validates or saves:
                 meter.start()
         progress.peak_memory_bytes = memory.peak_bytes()
@@ -229,6 +242,7 @@ def train(
         ConfigError: the seed is not in [0, 2**63), ``run_dir`` holds a run and ``resume`` is off, or the batch does not divide over the processes.
         CheckpointError: what is there is of other settings, every checkpoint is damaged (of some, a warning names them), or one cannot be written.
         TrainingDivergedError: the loss or a weight is not finite; the last checkpoint is from before that.
+        Stopped: a process was asked to stop, where ``interrupt`` listens; there is a checkpoint of the last step.
     """
     check_int("seed", seed, minimum=0, maximum=2**63 - 1)
     if not resume and (is_finished(run_dir) or has_checkpoints(run_dir / "checkpoints")):
@@ -249,7 +263,8 @@ def train(
         if run.progress.finished:
             tell(run.progress.step)
         else:
-            _loop(run, show_progress, tell, tell_evaluation)
+            with interrupt.at_steps():
+                _loop(run, show_progress, tell, tell_evaluation)
         tell(config.steps - run.progress.step)
     return TrainingResult(
         model=run.model.eval(),

@@ -8,7 +8,8 @@ import structattn as sa
 from structattn import matrices, mup, scoring
 from structattn.layer_specs import LayerSpecs
 from structattn.layers.block import MLP
-from structattn.spec import Halving
+from structattn.layers.scoring_modules import HeadShape
+from structattn.spec import Halving, describe_spec, format_spec
 from structattn.testing.wrong_calls import (
     COUNT,
     FLAG,
@@ -29,6 +30,7 @@ LEVELS = sa.LevelLayout((4, 4), (8, 4))
 FREE = sa.LevelLayout.from_boundaries((4, 4), [((0,), (0, 3)), ((0,), (0, 2, 5))])
 BOTH = sa.GlobalWindowLayout((4, 4), 4)
 SPEC = sa.parse_spec("mlr:4|4")
+SHAPE = HeadShape(embed_dim=8, num_heads=2, num_kv_heads=1)
 PLAIN = sa.Attention(16, 2, scoring=scoring.BTT())
 MATRIX = matrices.BlockTensorTrain(12, 8)
 UNITS = TextUnits.of(["a", "b", " ", "\n"])
@@ -245,6 +247,19 @@ TABLE = {
         {"ranks": (None, *INTS), "divide_by_levels": (None, *FLAG), **SCORES},
     ),
     "scoring.Matrix": (scoring.Matrix, {"matrix": "btt:1"}, {"matrix": (*TEXT, matrices.Dense), **SCORES}),
+    "feature_dim": (
+        lambda kind, **given: kind.feature_dim(**given),
+        {"kind": scoring.LowRank(), "embed_dim": 8, "num_heads": 2},
+        {"embed_dim": (None, *SIZE), "num_heads": (None, *SIZE)},
+    ),
+    "scoring.build": (scoring.BTT().build, {"shape": SHAPE}, {"shape": (None, "x", THING)}),
+    "HeadShape": (
+        HeadShape,
+        {"embed_dim": 8, "num_heads": 2, "num_kv_heads": 1},
+        {"embed_dim": SIZE, "num_heads": (*SIZE, 3), "num_kv_heads": (*SIZE, 3), "norm": FLAG, "bias": FLAG},
+    ),
+    "format_spec": (format_spec, {"spec": SPEC}, {"spec": (None, "standard", 3)}),
+    "describe_spec": (describe_spec, {"text": "standard"}, {"text": (None, 3, SPEC)}),
     "Role": (
         mup.Role,
         {"kind": "hidden"},

@@ -164,6 +164,7 @@ def _fail(term: str, problem: str) -> ConfigError:
 
 def describe_spec(text: str) -> str:
     """What a spec means, in words: the meaning of each of its terms, for tables and reports."""
+    check_type("an attention spec", text, str, "text such as 'standard' or 'mlr:32|16|8|8'")
     names = [re.split("[:,]", term.strip())[0] for term in text.split("+")]
     return "; and ".join(FORMS[name].meaning for name in names if name in FORMS)
 
@@ -350,6 +351,7 @@ def _bars(values: tuple[int, ...]) -> str:
 
 def format_spec(spec: AttentionSpec) -> str:
     """The canonical text form of a variant; see ``parse_spec``."""
+    check_type("spec", spec, AttentionSpec, "an AttentionSpec", "parse_spec reads text")
     terms = []
     match spec.scoring:
         case LowRank() as low_rank:

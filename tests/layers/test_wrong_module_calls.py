@@ -12,6 +12,7 @@ from structattn.models.forecaster import Forecaster
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.models.nearest_neighbor import NearestNeighborModel
 from structattn.models.transformer import Transformer
+from structattn.mup import Role
 from structattn.testing.wrong_calls import COUNT, FLAG, INTS, NAME, NUMBER, SIZE, TENSOR, TEXT, THING, count, faults
 from structattn.text_layout import TextLayout, TextUnits
 
@@ -34,6 +35,7 @@ FORECASTER = Forecaster(
 )
 REGRESSOR = ICLRegressor("standard", dim=3, num_points=4, embed_dim=8, num_layers=1, num_heads=2)
 NEAREST = NearestNeighborModel("standard", dim=8, num_points=4, num_heads=2)
+LAYER = sa.StructuredLinear(8, 8, "btt:1")
 LINEARS = nn.Sequential(nn.Linear(8, 8))
 ROTATION = RotaryEmbedding(sa.Rotary(), (4, 4))
 
@@ -134,6 +136,7 @@ TABLE = {
         },
     ),
     "StructuredLinear.forward": (sa.StructuredLinear(8, 12, MATRIX), {"x": torch.randn(3, 8)}, {"x": VECTORS}),
+    "weight_roles": (LAYER.weight_roles, {"role": Role(kind="output")}, {"role": (None, "output", THING)}),
     "replace_linears": (
         sa.replace_linears,
         {"model": LINEARS, "rule": lambda layer: None},

@@ -21,7 +21,7 @@ from structattn.layers.scoring import MLR
 from structattn.layout import GlobalWindowLayout, LevelLayout
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.ops import reference
-from structattn.seeds import generator
+from structattn.seeds import generator, seeded
 from structattn.spec import AttentionSpec, Halving
 from structattn.text_layout import TextLayout
 
@@ -146,8 +146,7 @@ class Bench:
             ConfigError: the structure does not exist at that width.
         """
         model = self.empty(structure, width, parametrization)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             model.to_empty(device="cpu")
             mup.initialize(model)
             if parametrization == "standard":

@@ -123,18 +123,20 @@ class Attention(nn.Module):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
+        for name, flag in (("is_causal", is_causal), ("qk_norm", qk_norm), ("bias", bias)):
+            check_bool(name, flag)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-            check_size(name, value)
-        if embed_dim % num_heads:
-            raise ConfigError(f"num_heads must divide embed_dim: got {num_heads} heads and embed_dim {embed_dim}")
-        if num_heads % num_kv_heads:
-            raise ConfigError(f"num_kv_heads must divide num_heads: got {num_kv_heads} and {num_heads}")
+        shape = HeadShape(
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            norm=qk_norm,
+            bias=bias,
+            fixed_features=layout is not None or rotary is not None,
+        )
         if window is not None:
             check_size("window", window, MAX_LENGTH)
         check_number("dropout", dropout, minimum=0, below=1)
-        for name, flag in (("is_causal", is_causal), ("qk_norm", qk_norm), ("bias", bias)):
-            check_bool(name, flag)
         check_choice("backend", backend, get_args(Backend))
         scoring = LowRank() if scoring is None else scoring
         check_scoring(scoring)
@@ -165,16 +167,7 @@ class Attention(nn.Module):
         self.is_causal = is_causal
         self.dropout = dropout
         self.backend: Backend = backend
-        self.scoring = scoring.build(
-            HeadShape(
-                embed_dim=embed_dim,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                norm=qk_norm,
-                bias=bias,
-                fixed_features=layout is not None or rotary is not None,
-            )
-        )
+        self.scoring = scoring.build(shape)
         ranks = self.scoring.level_sizes if layout is None else layout.ranks
         self.rotary = rotary.build(ranks) if isinstance(rotary, Rotary) else rotary
         self.value_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias=bias)

@@ -161,6 +161,7 @@ class StructuredLinear(nn.Module):
             role: an output starts at zero: so does one group of factors, in which M is linear, and the others as ever. Any other
                 role leaves the factors theirs.
         """
+        check_type("role", role, Role, "a mup.Role")
         roles = {f"matrix.{name}": found for name, found in self.matrix.parameter_roles().items()}
         if role.kind == "output":
             first = {id(parameter) for parameter in self.matrix.factor_groups[0]}

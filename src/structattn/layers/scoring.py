@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict, get_args
 import torch
 from torch import Tensor
 
-from structattn.checks import check_bool, check_choice, check_size, describe
+from structattn.checks import check_bool, check_choice, check_size, check_type, describe
 from structattn.errors import ConfigError
 from structattn.layers.scoring_modules import (
     BilinearScoring,
@@ -55,6 +55,11 @@ def _check_options(scaling: object, rms_cap: object) -> None:
     check_bool("rms_cap", rms_cap)
 
 
+def _check_heads(embed_dim: int, num_heads: int) -> None:
+    check_size("embed_dim", embed_dim)
+    check_size("num_heads", num_heads)
+
+
 def check_scoring(scoring: object) -> None:
     """Raises ``ConfigError`` unless it is a scoring value; text and modules are named as such."""
     if not isinstance(scoring, type) and all(
@@ -88,10 +93,12 @@ class LowRank:
 
     def feature_dim(self, embed_dim: int, num_heads: int) -> int:
         """The rank, or embed_dim / num_heads."""
+        _check_heads(embed_dim, num_heads)
         return embed_dim // num_heads if self.rank is None else self.rank
 
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with W_Q for every query head and W_K for every key head."""
+        check_type("shape", shape, HeadShape, "a HeadShape")
         rank = self.feature_dim(shape.embed_dim, shape.num_heads)
         matrix = LowRankMatrix(shape.embed_dim, shape.embed_dim, rank, rms_cap=self.rms_cap, **_batch(shape))
         return LowRankScoring(matrix, shape, self.scaling)
@@ -119,10 +126,12 @@ class BTT:
 
     def feature_dim(self, embed_dim: int, num_heads: int) -> int:
         """E."""
+        _check_heads(embed_dim, num_heads)
         return embed_dim
 
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with one block tensor train per query head, right factors shared by key head."""
+        check_type("shape", shape, HeadShape, "a HeadShape")
         matrix = BlockTensorTrain(shape.embed_dim, shape.embed_dim, self.rank, rms_cap=self.rms_cap, **_batch(shape))
         return BilinearScoring(matrix, shape, self.scaling)
 
@@ -163,10 +172,12 @@ class MLR:
 
     def feature_dim(self, embed_dim: int, num_heads: int) -> int:
         """sum r_l 2^(l-1)."""
+        _check_heads(embed_dim, num_heads)
         return sum(rank * 2**level for level, rank in enumerate(self.ranks))
 
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with one multi-level low-rank matrix per query head, right factors shared by key head."""
+        check_type("shape", shape, HeadShape, "a HeadShape")
         matrix = MultiLevelLowRank(shape.embed_dim, shape.embed_dim, self.ranks, rms_cap=self.rms_cap, **_batch(shape))
         return MLRScoring(matrix, shape, self.scaling, self.divide_by_levels)
 
@@ -202,10 +213,12 @@ class Matrix:
 
     def feature_dim(self, embed_dim: int, num_heads: int) -> int:
         """E."""
+        _check_heads(embed_dim, num_heads)
         return embed_dim
 
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with one matrix per query head; right factors shared by key head where the structure has any."""
+        check_type("shape", shape, HeadShape, "a HeadShape")
         if isinstance(self.matrix, StructuredMatrix):
             return BilinearScoring(_copies(self.matrix, shape), shape, self.scaling)
         structure = Structure.of(self.matrix)

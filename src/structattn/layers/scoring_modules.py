@@ -11,6 +11,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from structattn.checks import check_bool, check_size
+from structattn.errors import ConfigError
 from structattn.matrices import FactoredMatrix, MultiLevelLowRank, StructuredMatrix
 from structattn.matrices import LowRank as LowRankMatrix
 from structattn.matrices.base import Order
@@ -38,6 +40,18 @@ class HeadShape:
     norm: bool = True
     bias: bool = False
     fixed_features: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("embed_dim", "num_heads", "num_kv_heads"):
+            check_size(name, getattr(self, name))
+        if self.embed_dim % self.num_heads:
+            raise ConfigError(
+                f"num_heads must divide embed_dim: got {self.num_heads} heads and embed_dim {self.embed_dim}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_kv_heads must divide num_heads: got {self.num_kv_heads} and {self.num_heads}")
+        for name in ("norm", "bias", "fixed_features"):
+            check_bool(name, getattr(self, name))
 
 
 class ScoringModule(nn.Module):

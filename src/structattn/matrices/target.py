@@ -12,7 +12,7 @@ from torch import Tensor
 
 from structattn.errors import DataError, ShapeError
 from structattn.matrices.base import StructuredMatrix, without_autocast
-from structattn.seeds import derive_seed
+from structattn.seeds import derive_seed, seeded
 
 _TINY, _HUGE = -900, 900  # exponents between which a scale and its inverse are normal numbers
 
@@ -24,9 +24,8 @@ def workspace(seed: int) -> Iterator[None]:
     Matrices are made on the CPU, whose generator is put back afterwards; no other generator is used or seeded. The seed names a
     private stream: that of ``torch.manual_seed(seed)`` may have drawn the target.
     """
-    on_cpu = torch.random.fork_rng(devices=[]), torch.device("cpu")
-    with torch.inference_mode(False), torch.enable_grad(), without_autocast(), on_cpu[0], on_cpu[1]:
-        torch.default_generator.manual_seed(derive_seed("fit", seed))  # `torch.manual_seed` seeds every device
+    stream = seeded(derive_seed("fit", seed))
+    with torch.inference_mode(False), torch.enable_grad(), without_autocast(), torch.device("cpu"), stream:
         yield
 
 

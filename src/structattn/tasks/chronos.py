@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from structattn.errors import ConfigError
 from structattn.files import absolute
-from structattn.seeds import derive_seed, generator
+from structattn.seeds import derive_seed, generator, seeded
 from structattn.tasks.base import Baseline, Batch, Split, Task
 from structattn.tasks.chronos_scores import QUANTILES, forecast_scores, seasonal_forecast
 from structattn.tasks.kernel_synth import kernel_synth
@@ -324,8 +324,7 @@ class ChronosTask(Task):
         """Quantiles (n, horizon, 9) and medians (n, horizon) of the pipeline's sample paths, the same at every call."""
         pipeline = cast(ChronosForecaster, model).pipeline()
         device = next(model.parameters()).device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(derive_seed(self.name, "forecast"))
+        with seeded(derive_seed(self.name, "forecast"), device):
             parts = [
                 pipeline.predict_quantiles(
                     part,

@@ -134,7 +134,8 @@ class StructuredLinear(nn.Module):
 
         It is computed at every access, at the cost of ``in_features`` products, so that writing to it raises ``ConfigError``.
         """
-        return self.matrix.to_dense().as_subclass(ComputedWeight)
+        dense = self.matrix.to_dense()
+        return dense if torch.compiler.is_compiling() else dense.as_subclass(ComputedWeight)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from structattn.errors import ConfigError
-from structattn.matrices.base import StructuredMatrix
+from structattn.matrices.base import StructuredMatrix, without_autocast
 from structattn.matrices.embedding import block_terms
 from structattn.matrices.terms import BlockTerm, BlockTermSum
 
@@ -72,7 +72,8 @@ class MLBTC(BlockTermSum):
             ConfigError: a Kaleidoscope that is no one term smaller than a dense matrix; the message gives the condition. Or a
                 structure that is not of this package.
         """
-        pieces = block_terms(m)
+        with without_autocast():
+            pieces = block_terms(m)
         right_shape = pieces[0].right.shape[:-3]
         out = cls(
             m.num_rows,

@@ -82,14 +82,9 @@ class ICLRegressor(nn.Module):
         """
         check_tensor("xs", xs)
         check_tensor("ys", ys)
-        if (
-            xs.dim() != 3
-            or xs.shape[2] != self.dim
-            or ys.shape != xs.shape[:2]
-            or not 1 <= xs.shape[1] <= self.num_points
-        ):
+        if xs.dim() != 3 or xs.shape[2] != self.dim or ys.shape != xs.shape[:2] or not xs.shape[1]:
             raise ShapeError(
-                f"xs must have shape (batch, n, {self.dim}) and ys (batch, n), with n of 1 to {self.num_points}: got "
+                f"xs must have shape (batch, n, {self.dim}) and ys (batch, n), with n at least 1: got "
                 f"{tuple(xs.shape)} and {tuple(ys.shape)}"
             )
         check_like("xs", xs, self.read_in.weight)

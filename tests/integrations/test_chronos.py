@@ -258,6 +258,55 @@ def test_pickles_and_other_models_are_refused(tmp_path):
         load_pipeline(tmp_path / "nothing")
 
 
+def test_a_damaged_plain_checkpoint_is_refused(tmp_path):
+    """transformers draws weights that are missing at random, and raises whatever the contents of the files make it raise."""
+    from safetensors.torch import save_file
+
+    plain(torch.float32).save_pretrained(tmp_path)
+    file, config_file = tmp_path / "model.safetensors", tmp_path / "config.json"
+    content, config = file.read_bytes(), json.loads(config_file.read_text())
+    weights = load_file(file)
+    name = "encoder.block.1.layer.0.SelfAttention.q.weight"
+    for changed, message in (
+        ({key: value for key, value in weights.items() if key != name}, "have no encoder.block.1.*q.weight"),
+        (weights | {"more": torch.zeros(1)}, "have unknown more"),
+        (weights | {name: torch.zeros(3, 3)}, "have other shapes of encoder.block.1.*q.weight"),
+    ):
+        save_file(changed, file, {"format": "pt"})
+        with pytest.raises(CheckpointError, match=message):
+            load_pipeline(tmp_path)
+    for changed in (b"", b"junk", content[:-100]):
+        file.write_bytes(changed)
+        with pytest.raises(CheckpointError, match="are damaged, or do not fit config.json"):
+            load_pipeline(tmp_path)
+    file.write_bytes(content)
+    settings = config["chronos_config"]
+    for changed in (
+        [],
+        {},
+        config | {"model_type": "none"},
+        config | {"d_model": "x"},
+        config | {"num_heads": 0},
+        *(
+            config | {"chronos_config": settings | change}
+            for change in (
+                {"context_length": "x"},
+                {"prediction_length": None},
+                {"n_tokens": 41},
+                {"n_special_tokens": 100},
+                {"tokenizer_class": "ChronosPipeline"},
+                {"tokenizer_kwargs": {}},
+                {"tokenizer_kwargs": {"low_limit": 5, "high_limit": -5}},
+            )
+        ),
+    ):
+        config_file.write_text(json.dumps(changed))
+        with pytest.raises(ConfigError):
+            load_pipeline(tmp_path)
+    config_file.write_text(json.dumps(config))
+    load_pipeline(tmp_path)
+
+
 def test_missing_weights_and_a_broken_record(tmp_path):
     from safetensors.torch import save_file
 

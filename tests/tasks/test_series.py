@@ -330,6 +330,16 @@ def test_a_cell_far_beyond_all_others_is_named(write, cell):
             WindowedSeries(hourly(120, numbers), 7, 5)
 
 
+def test_a_few_cells_beyond_all_others_are_named_too(write):
+    values = [1e30 if i in (5, 90, 91) else 20 + i % 7 for i in range(120)]
+    with pytest.raises(DataError, match="row 7 of the file, .* got 1e.30, while 117 of 120 are within"):
+        read_series(write(pd.date_range("2020-01-01", periods=120, freq="h"), values), "t", "y")
+    with pytest.raises(
+        DataError, match="2 cells in every row, separated by ',', got 3 in row 4 of the file. Put cells"
+    ):
+        read_series(write(HOURS, [1, 2, "1,234", 4, 5, 6]), "t", "y")
+
+
 def test_scales_that_scores_hold(write):
     rng = np.random.default_rng(0)
     heavy = np.exp(4 * rng.normal(size=400))  # of 1e-5 to 1e5, with all sizes between

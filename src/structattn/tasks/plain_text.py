@@ -57,6 +57,8 @@ def open_text(path: str, expected: str = "text") -> Iterator[IO[str]]:
         ReadingStoppedError: the operating system cannot read it.
     """
     try:
+        if "\0" in path:
+            raise FileNotFoundError
         mode = Path(path).stat().st_mode
         if stat.S_ISDIR(mode):
             raise DataError(f"expected {expected} at {path}, got a folder. Name a file in it")

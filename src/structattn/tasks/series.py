@@ -68,10 +68,9 @@ def check_scale(values: Floats, where: Callable[[int], str]) -> None:
         distance = np.abs(values - middle)
     order = np.argsort(distance)
     ranked = distance[order]
-    first = len(values) - max(1, len(values) // 100)  # at most one in a hundred may be such a cell
-    rest = np.maximum(ranked[first - 1 : -1], abs(middle)) if first else ranked[:0]
-    beyond = np.flatnonzero((ranked[first:] > _BEYOND * rest) & (rest > 0))
-    if len(beyond):
+    first = max(0, len(values) - max(3, len(values) // 100))  # such cells are few, as three or one in a hundred
+    rest = np.maximum(ranked[first - 1 : -1], abs(middle))
+    if first and len(beyond := np.flatnonzero((ranked[first:] > _BEYOND * rest) & (rest > 0))):
         i = int(order[first + beyond[0] :].min())
         usual = float(ranked[first + beyond[0] - 1])
         raise DataError(
@@ -81,8 +80,8 @@ def check_scale(values: Floats, where: Callable[[int], str]) -> None:
     if (large := np.abs(values) > _LARGEST).any():
         i = int(np.argmax(large))
         raise DataError(
-            f"{where(i)}: expected numbers of at most {_LARGEST:g}, whose squares float32 holds, got {values[i]:g}. Write the column in a larger "
-            "unit"
+            f"{where(i)}: expected numbers of at most {_LARGEST:g}, whose squares float32 holds, got {values[i]:g}. Correct it, or write the "
+            "column in a larger unit"
         )
 
 

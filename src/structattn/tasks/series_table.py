@@ -67,7 +67,13 @@ class Table:
                 skipinitialspace=True,
             ).fillna("")
         except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-            raise self._error("a table with one separator", f"{error}. Save it as a plain CSV file") from error
+            counts = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
+            if counts is None:
+                raise self._error("a table with one separator", f"{error}. Save it as a plain CSV file") from error
+            raise self._error(
+                f"{counts[1]} cells in every row, separated by {self._separator!r}",
+                f"{counts[3]} in row {counts[2]} of the file. Put cells that hold a {self._separator!r} in quotes",
+            ) from error
         if not isinstance(frame.index, pd.RangeIndex):
             raise self._error(
                 "as many column names as cells in each row",

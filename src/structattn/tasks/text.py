@@ -312,7 +312,7 @@ def _read(path: str) -> tuple[list[Document], str]:
         raise DataError(f"expected a text file or a corpus at {path}, got no such file. Check the path")
     documents = list(Source(path=path).documents())
     if not documents:
-        raise DataError(f"{path}: expected text, got an empty file. Check how it was written")
+        raise DataError(f"{path}: expected text, got an empty file or nothing but spaces. Check how it was written")
     return documents, path
 
 

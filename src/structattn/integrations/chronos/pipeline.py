@@ -8,15 +8,17 @@ from typing import Any
 import chronos
 from chronos import ChronosConfig, ChronosPipeline
 from chronos.chronos import ChronosModel, ChronosTokenizer
+from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from structattn.errors import ConfigError
+from structattn.checks import check_int, check_number
+from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.chronos.model import (
     StructAttnT5Config,
     StructAttnT5ForConditionalGeneration,
     structured_config,
 )
-from structattn.integrations.transformers.loading import check_safe
+from structattn.integrations.transformers.loading import check_safe, describe
 
 
 def _checked_settings(config: PreTrainedConfig) -> ChronosConfig:
@@ -30,15 +32,26 @@ def _checked_settings(config: PreTrainedConfig) -> ChronosConfig:
         raise ConfigError(
             f"the config of this {config.model_type} model has no chronos_config: it is not a Chronos model"
         )
-    if settings.get("model_type") != "seq2seq" or not hasattr(chronos, str(settings.get("tokenizer_class"))):
+    tokenizer = getattr(chronos, str(settings.get("tokenizer_class")), None)
+    is_tokenizer = isinstance(tokenizer, type) and issubclass(tokenizer, ChronosTokenizer)
+    if settings.get("model_type") != "seq2seq" or not is_tokenizer:
         raise ConfigError(
             f"expected a seq2seq Chronos model with one of its tokenizers, got model_type {settings.get('model_type')!r} and "
             f"tokenizer_class {settings.get('tokenizer_class')!r}"
         )
+    for name in ("context_length", "prediction_length", "n_tokens"):
+        check_int(f"chronos_config.{name}", settings.get(name), minimum=1)
+    check_int("chronos_config.n_tokens", settings["n_tokens"], maximum=config.vocab_size)
+    limits = settings.get("tokenizer_kwargs")
+    if isinstance(limits, dict) and {"low_limit", "high_limit"} <= set(limits):
+        check_number("chronos_config.tokenizer_kwargs.low_limit", limits["low_limit"])
+        check_number("chronos_config.tokenizer_kwargs.high_limit", limits["high_limit"], above=limits["low_limit"])
     try:
-        return ChronosConfig(**settings)
-    except (TypeError, AssertionError) as error:
+        found = ChronosConfig(**settings)
+        found.create_tokenizer()
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise ConfigError(f"the chronos_config of this model is not one of Chronos: {error}") from error
+    return found
 
 
 def tokenizer_of(config: PreTrainedConfig) -> ChronosTokenizer:
@@ -155,7 +168,13 @@ def load_pipeline(folder: str | Path, **options: Any) -> ChronosPipeline:
         raise ConfigError(
             f"expected a folder with the config.json and model.safetensors of a Chronos model, got {folder}"
         )
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # transformers raises what the contents of the file make it raise
+        raise ConfigError(
+            f"{Path(folder) / 'config.json'}: expected the config of a Chronos T5, got one that transformers cannot read: "
+            f"{(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+        ) from error
     if isinstance(config, StructAttnT5Config):
         return pipeline_around(StructAttnT5ForConditionalGeneration.from_pretrained(folder, **options).eval())
     if type(config) is not T5Config:
@@ -163,5 +182,21 @@ def load_pipeline(folder: str | Path, **options: Any) -> ChronosPipeline:
             f"{folder} holds a {config.model_type} model: expected a Chronos T5, such as chronos-t5-small (Chronos-Bolt and Chronos-2 "
             "are other architectures)"
         )
+    for name in ("d_model", "d_kv", "d_ff", "num_heads", "num_layers"):
+        check_int(f"{Path(folder) / 'config.json'}: {name}", getattr(config, name), minimum=1)
+    _checked_settings(config)
     check_safe(folder, options)
-    return pipeline_around(T5ForConditionalGeneration.from_pretrained(folder, use_safetensors=True, **options).eval())
+    try:
+        model, info = T5ForConditionalGeneration.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except (SafetensorError, OSError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the weights in {folder} are damaged, or do not fit config.json: {error}") from error
+    # transformers would draw what is missing at random.
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if wrong := [key if isinstance(key, str) else key[0] for key in info[kind]]:
+            word = {"missing_keys": "no", "unexpected_keys": "unknown", "mismatched_keys": "other shapes of"}[kind]
+            raise CheckpointError(
+                f"the weights in {folder} have {word} {describe(wrong)}: they are not those of config.json"
+            )
+    return pipeline_around(model.eval())

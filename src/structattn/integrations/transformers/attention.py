@@ -16,8 +16,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.cache import own_layer
 from structattn.integrations.transformers.interface import attend_with, check_arguments, checked_mask
-from structattn.integrations.transformers.regroup import RotarySplit, check_fits, dimension_order
+from structattn.integrations.transformers.regroup import RotarySplit, check_fits, dimension_order, stretches
 from structattn.integrations.transformers.variant import Variant
+
+OLD_ORDER = (
+    "these weights have an entry rotary_order: structattn 0.1 stored the rows of the query and key projections in the order of the levels, and "
+    "now they are in the model's own. See 'Checkpoints of version 0.1' in docs/huggingface.md"
+)
 
 
 class StructuredAttention(nn.Module):
@@ -78,78 +83,43 @@ class StructuredAttention(nn.Module):
 class RotaryStructuredAttention(StructuredAttention):
     """The attention of Llama, Qwen2 and Qwen3: linear projections, perhaps normed per head, and rotary positions.
 
-    Place i of a head holds dimension ``rotary_order[i]`` of the model. The angles are the model's own, from its rotary module, put
-    in the same order; in the slice of a level the partners of the first half are the second half.
+    The projections stay in the model's own order, so that adapters, quantized weights and weights loaded later fit. Queries and keys are
+    put in the order of the levels while they are rotated, by the angles of the model's own rotary module.
 
     Args: as ``StructuredAttention``.
     """
 
-    rotary_order: Tensor
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    o_proj: nn.Linear
+    q_proj: nn.Module  # a linear layer, or what an adapter or a quantizer put in its place
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
     q_norm: nn.RMSNorm  # transformers' own classes of that kind, in Qwen3 alone
     k_norm: nn.RMSNorm
 
     def __init__(self, original: nn.Module, variant: Variant, rotary_split: RotarySplit | None) -> None:
         super().__init__(original, variant, rotary_split)
+        assert rotary_split is not None
         self._has_norms = "q_norm" in dict(original.named_children())
         self._dropout: float = original.attention_dropout  # type: ignore[assignment]
-        # In the state dict, so that weights in another order are noticed when they are loaded.
-        self.register_buffer("rotary_order", self.expected_order())
-        self._halves = [rank // 2 for rank in self._ranks for _ in range(2)]
+        layout = self.variant.layout
+        order = dimension_order((self.head_dim,) if layout is None else layout.ranks, rotary_split)
+        half = self.head_dim // 2
+        self._runs = stretches(order)
+        self._partner_runs = stretches(tuple((place + half) % self.head_dim for place in order))
 
     @property
     def weight_dropout(self) -> float:
         return self._dropout
 
-    @property
-    def _ranks(self) -> tuple[int, ...]:
-        return (self.head_dim,) if self.variant.layout is None else self.variant.layout.ranks
-
-    def expected_order(self) -> Tensor:
-        """What ``rotary_order`` must be, (D,) int64."""
-        assert self.rotary_split is not None
-        return torch.tensor(dimension_order(self._ranks, self.rotary_split))
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        given = state_dict.get(f"{prefix}rotary_order")
-        if given is not None and not torch.equal(given.cpu(), self.expected_order()):
-            args[-1].append(
-                f"the weights of {prefix} are in the order of another spec or rotary_split"
-            )  # error messages
+        if f"{prefix}rotary_order" in state_dict:
+            args[-1].append(f"{prefix}: {OLD_ORDER}")  # error messages
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def check_weights(self) -> None:
-        """Raises ``ConfigError`` unless the rows of the projections can be moved: not if they are quantized, or wrapped."""
-        for name in ("q_proj", "k_proj"):
-            projection = getattr(self, name)
-            if type(projection) is not nn.Linear or not projection.weight.is_floating_point():
-                raise ConfigError(
-                    f"{name} of layer {self.layer_idx} is {type(projection).__name__}, whose rows cannot be regrouped: structurize the "
-                    "model before it is quantized or gets adapters"
-                )
-
-    @torch.no_grad()
-    def regroup_weights(self) -> None:
-        """Puts the rows of the query and key projections, their biases and the gains of their norms in the order of the levels."""
-        order = self.rotary_order
-        for projection in (self.q_proj, self.k_proj):
-            for parameter in (projection.weight, projection.bias):
-                if parameter is not None:
-                    heads = parameter.view(-1, self.head_dim, *parameter.shape[1:])
-                    parameter.copy_(heads[:, order].reshape(parameter.shape))
-        if self._has_norms:
-            for norm in (self.q_norm, self.k_norm):
-                norm.weight.copy_(norm.weight[order])
-
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (B, T, heads, D) turned; the signs are in the sines."""
-        # Whole pieces are copied, which is faster than a gather, above all backwards.
-        pieces = x.split(self._halves, dim=-1)
-        partners = [pieces[i + 1 - 2 * (i % 2)] for i in range(len(pieces))]
-        return x * cos + torch.cat(partners, dim=-1) * sin
+        """x (B, T, heads, D) in the model's order, turned, in the order of the levels; so are the angles, the signs in the sines."""
+        # Runs of neighbours are copied, which is faster than a gather, above all backwards.
+        return _reordered(x, self._runs) * cos + _reordered(x, self._partner_runs) * sin
 
     def forward(
         self,
@@ -175,15 +145,20 @@ class RotaryStructuredAttention(StructuredAttention):
         if self._has_norms:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = (angles[:, :, None, :] for angles in position_embeddings)
-        order = self.rotary_order
         # The first of a pair takes its partner times -sin, the second times sin.
-        sign = torch.where(order < self.head_dim // 2, -1, 1).to(sin.dtype)
-        cos, sin = cos[..., order], sin[..., order] * sign
+        first, second = sin.chunk(2, dim=-1)
+        sin = torch.cat([-first, second], dim=-1)
+        cos, sin = _reordered(cos, self._runs), _reordered(sin, self._runs)
         q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
         out = self._attend(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attention_mask, past_key_values, kwargs
         )
         return self.o_proj(out), None
+
+
+def _reordered(x: Tensor, runs: tuple[slice, ...]) -> Tensor:
+    """The last axis of x as its runs, concatenated."""
+    return x if len(runs) == 1 else torch.cat([x[..., run] for run in runs], dim=-1)
 
 
 class FusedStructuredAttention(StructuredAttention):

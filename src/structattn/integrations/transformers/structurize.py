@@ -14,12 +14,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.attention import (
+    OLD_ORDER,
     STRUCTURED_ATTENTION,
     RotaryStructuredAttention,
     StructuredAttention,
 )
 from structattn.integrations.transformers.effect import register
-from structattn.integrations.transformers.loading import OwnModel, describe, own_record
+from structattn.integrations.transformers.loading import OwnModel, own_record
 from structattn.integrations.transformers.masks import structured_mask
 from structattn.integrations.transformers.regroup import RotarySplit, check_split
 from structattn.integrations.transformers.variant import Variant, trained_spec
@@ -112,21 +113,9 @@ class StructurizedModel(OwnModel):
             _check_rotary(self)
 
     def check_loaded(self, info: dict[str, Any]) -> None:
-        """See ``OwnModel``: every layer must have been stored in the order of dimensions that its spec asks for."""
-        missing = [key for key in info["missing_keys"] if key.rpartition(".")[2] == "rotary_order"]
-        if missing:
-            raise CheckpointError(
-                f"these weights were not saved from a structurized model ({describe(missing)} missing), so the order of their dimensions "
-                "is another: load the plain model and call structurize()"
-            )
-        for name, module in self.named_modules():  # type: ignore[attr-defined]
-            if isinstance(module, RotaryStructuredAttention) and not torch.equal(
-                module.rotary_order.cpu(), module.expected_order()
-            ):
-                raise CheckpointError(
-                    f"the weights of {name} are in the order of another spec or rotary_split than config.json says "
-                    f"({self.config.structattn}): restore the config that they were saved with"  # type: ignore[attr-defined]
-                )
+        """See ``OwnModel``: raises ``CheckpointError`` for weights in the order of the levels, as version 0.1 stored them."""
+        if any(key.endswith(".rotary_order") for key in info["unexpected_keys"]):
+            raise CheckpointError(OLD_ORDER)
 
 
 def _parts(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
@@ -165,18 +154,15 @@ def _structured(module: torch.nn.Module, record: StructureRecord) -> StructuredA
     return kind(module, record.variant(module.layer_idx), record.rotary_split)  # type: ignore[arg-type]
 
 
-def _install(model: PreTrainedModel, record: StructureRecord) -> list[StructuredAttention]:
-    """Replaces attention modules and classes; returns the new modules. Weights stay as they are."""
-    new = []
+def _install(model: PreTrainedModel, record: StructureRecord) -> None:
+    """Replaces attention modules and classes. Weights stay as they are."""
     for parent, name, module in _parts(model):
         made = module if isinstance(module, StructuredAttention) else _structured(module, record)
         made.train(parent.training)
         setattr(parent, name, made)
-        new.append(made)
     for module in model.modules():
         if type(module) in STRUCTURIZED_MODELS:
             module.__class__ = STRUCTURIZED_MODELS[type(module)]
-    return new
 
 
 _AUTO = {
@@ -235,11 +221,12 @@ def structurize(
     score as before, and farther ones lose the dimensions of the levels that they do not share: the model is ready to be
     trained further.
 
-    The rows of the query and key projections are put in an order in which the slice of every level holds whole rotary pairs. The
-    frequencies stay the model's own, with its scaling of long contexts.
+    No weight is touched: queries and keys are put, as they are rotated, in an order in which the slice of every level holds whole
+    rotary pairs. Adapters that were trained before fit, loaded before or after. The frequencies stay the model's own, with its scaling of
+    long contexts.
 
     Args:
-        model: it is changed in place: its class, its config and, with rotary positions and levels, its weights' order.
+        model: it is changed in place: its class, its config and its attention modules.
         spec: a layout and a window, such as ``"mlr:32|16|16"``, ``"mlr:32|32,values=32|32"`` or ``"window:512"``; a list that is
             repeated over the chosen layers, such as ``"[mlr:32|32,window:512]"``; or one per chosen layer.
         layers: numbers of the layers to change. Default: all.
@@ -256,7 +243,7 @@ def structurize(
             odd (with rotary positions) or do not sum to the head dimension; a layer has a window and the spec too; the rotary
             frequencies depend on the length.
 
-    Cost: one copy of the query and key projections of a layer at a time.
+    Cost: of a forward pass, one more copy of queries and keys in each layer with levels.
     """
     if type(model) not in STRUCTURIZED_MODELS:
         raise ConfigError(_unsupported(model))
@@ -288,19 +275,14 @@ def structurize(
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
-    for module in _install(model, record):
-        if isinstance(module, RotaryStructuredAttention):
-            module.rotary_order = module.rotary_order.to(module.q_proj.weight.device)
-            module.regroup_weights()
+    _install(model, record)
     return model
 
 
 def _check_all(model: PreTrainedModel, record: StructureRecord) -> None:
     """Makes every new module once, so that what does not fit is found before anything is changed."""
     for _, _, module in _parts(model):
-        made = _structured(module, record)
-        if isinstance(made, RotaryStructuredAttention):
-            made.check_weights()
+        _structured(module, record)
 
 
 def _chosen(layers: Sequence[int] | None, count: int) -> list[int]:

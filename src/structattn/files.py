@@ -15,7 +15,7 @@ from typing import Any
 from structattn.errors import CheckpointError
 
 TEMPORARY = ".tmp-"
-_SIGNATURE = "sha256"
+_SIGNATURE = "signature"
 _BLANK = "0" * 64  # in place of the signature while the hash is computed
 
 
@@ -82,7 +82,7 @@ def remove_temporary(folder: Path) -> None:
 
 
 def signed(record: dict[str, Any]) -> bytes:
-    """A record as JSON with a last field ``sha256`` over all of its other bytes."""
+    """A record as JSON with a last field ``signature``, the SHA-256 of all of its other bytes."""
     text = json.dumps({**record, _SIGNATURE: _BLANK}, indent=1).encode()
     head, _, tail = text.rpartition(_BLANK.encode())
     return head + hashlib.sha256(text).hexdigest().encode() + tail
@@ -110,7 +110,7 @@ def read_signed(path: Path, unsigned: Collection[str] = ()) -> dict[str, Any]:
     if signature is None and set(record) <= set(unsigned):
         return record
     if not _fits(content, signature):
-        raise CheckpointError(f"{path} was changed since it was written: its sha256 does not fit its contents")
+        raise CheckpointError(f"{path} was changed since it was written: its signature does not fit its contents")
     return record
 
 

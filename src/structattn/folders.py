@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from structattn.errors import ConfigError
-from structattn.files import TEMPORARY, absolute, write_atomic
+from structattn.files import TEMPORARY, absolute, remove_temporary, write_atomic
 
 if sys.platform != "win32":
     import fcntl
@@ -124,7 +124,7 @@ def opened(
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f"{TEMPORARY}{os.getpid()}-write-test"
         probe.write_text("")
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
     try:
@@ -136,7 +136,9 @@ def opened(
                 "task": owner.task,
                 "settings": owner.settings,
             }
-            write_atomic(folder / OWNER, json.dumps(content, indent=1))
+            remove_temporary(folder)  # of writers that were killed
+            if _read(folder) != json.loads(json.dumps(content)):
+                write_atomic(folder / OWNER, json.dumps(content, indent=1))
             if on_open is not None:
                 on_open(folder)
             try:
@@ -281,6 +283,8 @@ def _locked(folder: Path) -> Iterator[None]:
         os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-        os.close(handle)
+        try:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        finally:
+            os.close(handle)

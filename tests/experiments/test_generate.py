@@ -178,7 +178,7 @@ def test_a_damaged_run_is_refused(runs, tmp_path: Path) -> None:
     path.write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match=r"run\.json was changed"):
         load_language_model(tmp_path)
-    del record["sha256"]
+    del record["signature"]
     path.write_bytes(signed(record))
     with pytest.raises(CheckpointError, match="is damaged"):
         load_language_model(tmp_path)

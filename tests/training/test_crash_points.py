@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from structattn.errors import CheckpointError
+from structattn.errors import CheckpointError, DataError
 from structattn.seeds import generator
 from structattn.tasks.base import Task
+from structattn.tasks.corpus import PrepareConfig, Source, prepare
+from structattn.tasks.text import TextConfig, TextTask
 from structattn.training.checkpoint import latest_checkpoint, load_latest, save_checkpoint
 from structattn.training.config import TrainingConfig
 from structattn.training.loop import train
@@ -198,3 +200,30 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: P
         load_latest(tmp_path)
     saved(tmp_path, 2, 3)  # in the place of the damaged one
     assert load_latest(tmp_path).state == {"value": 3}
+
+
+def test_a_corpus_whose_preparation_is_killed_at_any_file_operation_is_the_same(tmp_path: Path, disk) -> None:
+    (tmp_path / "source").mkdir()
+    for number in range(24):
+        (tmp_path / "source" / f"{number}.txt").write_text(f"{number} " * 9)
+    config = PrepareConfig(source=Source(path=str(tmp_path / "source")), validation=0.3, test=0.3, shard_tokens=150)
+
+    def prepared(folder: Path) -> dict[str, bytes]:
+        prepare(config, folder, resume=True, show_progress=False)
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    whole: list[dict[str, bytes]] = []
+    points = disk.run(tmp_path / "whole", lambda: whole.append(prepared(tmp_path / "whole")))
+    assert len(points) > 50
+    for at in points:
+        folder = tmp_path / str(at)
+        disk.run(folder, lambda folder=folder: prepared(folder), at)
+        assert prepared(folder) == whole[0]
+    settings = TextConfig(data=str(tmp_path / "whole"), context_length=8)
+    assert TextTask(settings).data_sha256
+    shard = tmp_path / "whole" / "train-00000.tokens"
+    content = bytearray(shard.read_bytes())
+    content[5] ^= 2
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match=r"train-00000\.tokens: the contents have changed"):
+        TextTask(settings)

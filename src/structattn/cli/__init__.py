@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -113,6 +114,7 @@ def _train(command: Train, session: Session) -> None:
     from structattn.experiments.recipes import task_entry
     from structattn.experiments.settings import to_plain
     from structattn.folders import Owner, opened
+    from structattn.training.finished import is_finished
     from structattn.training.loop import train
 
     if _num_processes() > 1 and command.out is None:
@@ -127,7 +129,10 @@ def _train(command: Train, session: Session) -> None:
     }
     free = ("training.process_timeout",)
     owner = Owner(command="train", task=command.task, settings=settings, free=free)
-    with opened(command.out, owner, resume=command.resume, record=run_record) as out:
+    place: AbstractContextManager[Path] = opened(command.out, owner, resume=command.resume, record=run_record)
+    if command.resume and command.out is not None and is_finished(command.out):
+        place = nullcontext(command.out)  # a finished run is only read: its folder may be one that cannot be written
+    with place as out:
         result = train(
             task,
             command.attention,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import multiprocessing
@@ -21,9 +20,10 @@ from structattn.checks import check_int
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
 from structattn.experiments.recipes import task_entry
 from structattn.experiments.workers import Work, run_all
-from structattn.files import write_atomic
+from structattn.files import read_signed, signed, write_atomic
 from structattn.tasks.base import Task
 from structattn.training.config import TrainingConfig
+from structattn.training.finished import is_finished, read_record
 from structattn.training.loop import TrainingResult, train
 from structattn.training.processes import end_with_parent
 
@@ -113,7 +113,7 @@ class ScoredJob(Job):
             "metrics": task.evaluate(result.model, "test"),
             "details": task.details(result.model) if self.seed == 0 else {},
         }
-        write_atomic(self.folder / _SCORES, json.dumps(found))
+        write_atomic(self.folder / _SCORES, signed(found))
 
     def scores(self) -> dict[str, Any]:
         """Of a finished run ``metrics``, the scores on the test split, and ``details`` (see ``Task.details``) of the first seed.
@@ -121,21 +121,22 @@ class ScoredJob(Job):
         Raises:
             CheckpointError: it was not run, or its weights are not those that were scored.
         """
-        found = self._kept()
+        found = self._kept() if is_finished(self.folder) else None
         if found is None:
             raise CheckpointError(f"{self.folder / _SCORES} does not hold the scores of this run: give --resume")
         return found
 
     def _kept(self) -> dict[str, Any] | None:
         try:
-            found = json.loads((self.folder / _SCORES).read_text())
-            return found if found["model_sha256"] == self._weights() else None
-        except (OSError, ValueError, KeyError, TypeError):
+            found = read_signed(self.folder / _SCORES, ("model_sha256", "metrics", "details"))
+        except CheckpointError:
             return None  # never written, or damaged: scored again
+        is_whole = isinstance(found.get("metrics"), dict) and isinstance(found.get("details"), dict)
+        return found if is_whole and found.get("model_sha256") == self._weights() else None
 
     def _weights(self) -> str:
         """The digest of the weights that the run ended with."""
-        return str(json.loads((self.folder / "run.json").read_text())["model_sha256"])
+        return str(read_record(self.folder)["model_sha256"])
 
 
 def kept_score(result: TrainingResult, patience: int | None, metric: str) -> float:

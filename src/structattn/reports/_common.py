@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 Results = Mapping[str, Any]
@@ -128,19 +124,3 @@ def fmt_mib(value: Any) -> str:
     """Bytes as whole MiB."""
     number = finite(value)
     return DASH if number is None else f"{number / 2**20:.0f}"
-
-
-def write_whole(path: Path, data: bytes) -> Path:
-    """Writes a file through a temporary name beside it, so that no reader ever sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(name).chmod(0o644)
-        os.replace(name, path)  # noqa: PTH105 - one atomic step
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            Path(name).unlink()
-        raise
-    return path

@@ -9,7 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from structattn.reports._common import Results, Row, baseline_score, ranked_rows, score_of, write_whole
+from structattn.files import write_atomic
+from structattn.reports._common import Results, Row, baseline_score, ranked_rows, score_of
 from structattn.reports.table import baseline_cells, header, row_cells, verdict
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ def write_page(title: str, body: Iterable[str], path: Path) -> Path:
         + "\n".join(body)
         + "\n</body></html>\n"
     )
-    return write_whole(Path(path), page.encode("utf-8", "replace"))
+    write_atomic(Path(path), page.encode("utf-8", "replace"))
+    return Path(path)
 
 
 def escaped(value: Any) -> str:

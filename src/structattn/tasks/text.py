@@ -286,6 +286,7 @@ def _opened(data: str) -> tuple[Tokenizer, dict[str, Tokens], str, str]:
     """The tokenizer, the splits, their hash, and where they are from, for messages."""
     if is_corpus(data):
         corpus = Corpus(Path(data))
+        corpus.verify()
         return corpus.tokenizer, corpus.splits, corpus.sha256, data
     documents, source = _read(data)
     tokenizer = Characters()

@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 from structattn.checks import check_choice, check_int, check_number
 from structattn.errors import ConfigError
 
+# Settings that may differ when a run is resumed: no result depends on them.
+WITHOUT_EFFECT = ("process_timeout",)
 Schedule = Literal["constant", "cosine", "wsd", "one-cycle"]
 
 

@@ -27,7 +27,7 @@ from structattn.training.checkpoint import (
     load_latest,
     save_checkpoint,
 )
-from structattn.training.config import TrainingConfig
+from structattn.training.config import WITHOUT_EFFECT, TrainingConfig
 from structattn.training.finished import is_finished, read_finished, write_finished
 
 logger = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ def _default_settings() -> dict[str, Any]:
 
 def _lasting(config: dict[str, Any]) -> dict[str, Any]:
     """The settings that a result depends on, which must be the same when a run is resumed."""
-    return {name: value for name, value in config.items() if name != "process_timeout"}
+    return {name: value for name, value in config.items() if name not in WITHOUT_EFFECT}
 
 
 def _check_settings(saved: dict[str, Any], current: dict[str, Any], where: str, path: str = "") -> None:

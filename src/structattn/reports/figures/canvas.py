@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from structattn.reports._common import write_whole
+from structattn.files import remove_temporary, write_atomic
 from structattn.reports._plotting import STYLE, place_labels, spread
 
 
@@ -55,12 +55,14 @@ def write_figure(name: str, draw: Callable[[], Drawing | None], folder: Path) ->
         if drawing is None:
             return None
         canvas, caption, alt = drawing
+        remove_temporary(Path(folder))
         paths = []
         for kind in ("png", "svg"):
             buffer = io.BytesIO()
             options: Any = {"metadata": no_metadata} if kind == "svg" else {}
             canvas.savefig(buffer, format=kind, dpi=160, **options)
-            paths.append(write_whole(Path(folder) / f"{name}.{kind}", buffer.getvalue()))
+            paths.append(Path(folder) / f"{name}.{kind}")
+            write_atomic(paths[-1], buffer.getvalue())
     return Figure(name, paths[0], paths[1], caption, alt)
 
 

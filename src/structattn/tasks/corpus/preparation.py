@@ -17,8 +17,8 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from structattn.checks import check_choice, check_int, check_number
-from structattn.errors import ConfigError, DataError
-from structattn.files import TEMPORARY, write_atomic
+from structattn.errors import CheckpointError, ConfigError, DataError
+from structattn.files import TEMPORARY, read_signed, remove_temporary, signed, write_atomic
 from structattn.folders import OF_EVERY_FOLDER, Owner, opened
 from structattn.tasks.corpus.corpus import FORMAT, LENGTH_TYPE, MANIFEST, SPLITS, Corpus, CorpusSplit
 from structattn.tasks.corpus.documents import Source
@@ -26,6 +26,7 @@ from structattn.tasks.corpus.tokenizers import BytePairs, Bytes, Characters, Tok
 from structattn.tasks.plain_text import ReadingStoppedError
 
 _PROGRESS = "progress.json"
+_RECORD = ("settings", "files", "tokenizer", "documents", "characters", "splits")
 _LARGEST_VOCABULARY = 2**24
 # The names of all files that a corpus has, and of those that are not whole yet.
 _OWN = re.compile(
@@ -148,7 +149,7 @@ class _Writer:
         """Writes what is in memory, then the record of it: what a kill in between leaves is written again."""
         for split, buffer in self.buffers.items():
             buffer.write(self.out, split)
-        write_atomic(self.out / _PROGRESS, json.dumps(self._record()))
+        write_atomic(self.out / _PROGRESS, signed(self._record()))
 
     def _record(self) -> dict[str, Any]:
         return {
@@ -239,7 +240,7 @@ def _prepared(config: PrepareConfig, out: Path, settings: dict[str, Any], show_p
             out
         )  # a fault in a document or a setting: without it the shards are others, and these would be in the way
         raise
-    write_atomic(out / MANIFEST, json.dumps(manifest, indent=1))
+    write_atomic(out / MANIFEST, signed(manifest))
     return manifest
 
 
@@ -252,8 +253,7 @@ def _written(
     show_progress: bool,
 ) -> _Writer:
     """Writes all shards, or those that are missing."""
-    for stale in out.glob(f"{TEMPORARY}*"):
-        stale.unlink(missing_ok=True)
+    remove_temporary(out)
     with tqdm(total=survey.size, unit="B", unit_scale=True, disable=not show_progress, desc="reading") as bar:
         tokenizer = _tokenizer(config) if progress is None else tokenizer_from(progress["tokenizer"])
         writer = _Writer(out, tokenizer, settings, survey.fingerprint, progress)
@@ -292,12 +292,12 @@ def _begun(out: Path) -> dict[str, Any] | None:
             raise ConfigError(f"{out} holds a finished corpus without its {_PROGRESS}: use another folder")
         return None  # shards without a record are written again
     try:
-        progress: dict[str, Any] = json.loads((out / _PROGRESS).read_text(encoding="utf-8"))
+        progress = read_signed(out / _PROGRESS, _RECORD)
         shards = [shard for split in SPLITS for shard in progress["splits"][split]]
         lost = next((shard["file"] for shard in shards if shard["file"] not in names), None)
         int(progress["documents"]) + int(progress["characters"])
         tokenizer_from(progress["tokenizer"])
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise DataError(
             f"{out / _PROGRESS}: expected the record of a begun corpus, got: {error!r}. Use another folder"
         ) from None

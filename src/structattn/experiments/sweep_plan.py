@@ -13,10 +13,19 @@ from structattn.experiments.recipes import task_entry
 from structattn.experiments.runs import Job
 from structattn.experiments.settings import apply_overrides, full_name, to_plain
 from structattn.experiments.sweep_space import ATTENTION, Parameter, RunSettings, Value, parse_parameters
-from structattn.files import read_signed, signed, write_atomic
+from structattn.files import write_atomic
 
 REDUCTION = 4  # of ASHA: of the trials that reach a rung, the best quarter goes on
-_RECORD = ("number", "params", "status", "score", "step", "seconds", "message", "history")
+_RECORD: dict[str, Any] = {
+    "number": int,
+    "params": dict,
+    "status": str,
+    "score": float | int | None,
+    "step": int,
+    "seconds": float | int,
+    "message": str,
+    "history": list,
+}
 Values = dict[str, Value]
 
 
@@ -145,9 +154,12 @@ class Journal:
 
     def _read(self, path: Path) -> dict[str, Any]:
         try:
-            return read_signed(path, _RECORD)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; begin the sweep again in another folder") from error
+            record = json.loads(path.read_bytes())
+            if not isinstance(record, dict) or any(not isinstance(record.get(k), kind) for k, kind in _RECORD.items()):
+                raise ValueError("it is no record of a trial")
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; begin the sweep again in another folder") from error
+        return record
 
     def _path(self, number: int) -> Path:
         return self.folder / "runs" / f"trial-{number:04d}" / "trial.json"
@@ -171,7 +183,7 @@ class Journal:
         }
         if self._path(number).exists():
             record = self._read(self._path(number)) | {"status": "running", "message": ""}
-        write_atomic(self._path(number), signed(record))
+        write_atomic(self._path(number), json.dumps(record))
 
     def update(self, number: int, **changes: Any) -> None:
         """Writes what is new of a trial; ``entry`` is one more pair of the history, unless its step was told before."""
@@ -179,4 +191,4 @@ class Journal:
         entry, history = changes.pop("entry", None), record["history"]
         if entry is not None and (not history or entry[0] > history[-1][0]):
             history.append(entry)
-        write_atomic(self._path(number), signed(record | changes))
+        write_atomic(self._path(number), json.dumps(record | changes))

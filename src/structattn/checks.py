@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from structattn.errors import ConfigError, ShapeError, nearest_name
 
@@ -129,6 +130,10 @@ def check_tensor(name: str, value: Any) -> None:
     """Raises ``ShapeError`` unless ``value`` is a dense tensor: not an array, a list, ``None``, sparse, nested or distributed."""
     if not isinstance(value, Tensor):
         raise ShapeError(f"{name} must be a torch.Tensor, got {describe(value)}")
+    if is_lazy(value):
+        raise ShapeError(f"{name} has no shape yet: run the module that it belongs to once")
+    if value.is_quantized:
+        raise ShapeError(f"{name} is quantised: give {name}.dequantize()")
     if value.is_nested:
         raise ShapeError(f"{name} must be a dense tensor, got a nested one: pack its sequences into one (cu_seqlens)")
     if value.layout != torch.strided:

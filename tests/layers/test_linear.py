@@ -170,13 +170,9 @@ class Adapter(nn.Module):
 
 
 def test_layers_that_do_more_than_a_product_are_kept() -> None:
-    patched = nn.Linear(8, 8)
-    patched.forward = lambda x: x
-    model = nn.Sequential(
-        Scaled(8, 8), patched, Adapter(), torch.ao.nn.qat.Linear(8, 8, qconfig=quantised), Named(8, 8)
-    )
+    model = nn.Sequential(Scaled(8, 8), Adapter(), torch.ao.nn.qat.Linear(8, 8, qconfig=quantised), Named(8, 8))
     asked = []
-    assert sa.replace_linears(model, lambda layer: asked.append(layer) or "dense") == ("4",)
+    assert sa.replace_linears(model, lambda layer: asked.append(layer) or "dense") == ("3",)
     assert asked == [asked[0]]
     assert type(asked[0]) is Named
 
@@ -186,6 +182,11 @@ quantised = torch.ao.quantization.get_default_qat_qconfig("x86")
 
 def hooked(layer):
     layer.register_forward_hook(lambda module, given, out: None)
+    return layer
+
+
+def patched(layer):
+    layer.forward = lambda x: x
     return layer
 
 
@@ -207,6 +208,7 @@ def packed(layer):
     ("layer", "message"),
     [
         (hooked(nn.Linear(8, 8)), "0 has hooks"),
+        (patched(nn.Linear(8, 8)), "forward of 0 is patched"),
         (normed_bias(nn.Linear(8, 8)), "bias of 0 is computed"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), "weight of 0 is computed"),
         (nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), "weight of 0 is computed"),

@@ -21,8 +21,10 @@ from structattn.testing.wrong_calls import (
 
 MATRIX = matrices.BlockTensorTrain(12, 8)
 GROUPED = matrices.LowRank(8, 8, 2, batch_shape=(2, 2), right_batch_shape=(2, 1))
-VECTORS = (*TENSOR, torch.randn(3, 5), torch.tensor(1.0), torch.randn(3, 8).double(), torch.ones(3, 8).long())
 DENSE = torch.randn(8, 8)
+JAGGED = torch.nested.nested_tensor([DENSE, DENSE], layout=torch.jagged)
+ODD = (torch.nn.UninitializedParameter(), torch.quantize_per_tensor(DENSE, 0.1, 0, torch.qint8), JAGGED)
+VECTORS = (*TENSOR, *ODD, torch.randn(3, 5), torch.tensor(1.0), torch.randn(3, 8).double(), torch.ones(3, 8).long())
 
 DIMS = {"num_rows": SIZE, "num_cols": SIZE}
 BATCH = {"batch_shape": (3, "22", (0,), (1.5,), THING)}
@@ -164,6 +166,7 @@ TABLE = {
                 "x",
                 3,
                 [[1, 2], [3]],
+                *ODD,
                 DENSE[0],
                 DENSE * NAN,
                 DENSE.to(torch.complex64),

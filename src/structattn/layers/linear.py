@@ -183,7 +183,7 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
     occurs several times in the model stays one layer.
 
     Some layers are kept, without asking the rule, because more than y = W x + b happens with their weight: those with a
-    ``forward`` of their own (subclasses of ``nn.Linear``, quantised layers); the parts of ``nn.MultiheadAttention``, which
+    ``forward`` of their own in their class (subclasses of ``nn.Linear``, quantised layers); the parts of ``nn.MultiheadAttention``, which
     multiplies with its parameters itself (``structattn.Attention`` replaces it whole); and the parts of an adapter, that is, of
     a module with a ``base_layer``, as LoRA layers have (replace first, then add adapters).
 
@@ -196,8 +196,8 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
         The dotted names of the replaced layers, in the order of ``named_modules``.
 
     Raises:
-        ConfigError: the model itself is the layer (there is no place to put another); a chosen layer has hooks, which would be
-            lost, or a weight that is shared with another module, computed, no plain parameter (distributed, quantised), or not
+        ConfigError: the model itself is the layer (there is no place to put another); a chosen layer has hooks or a patched
+            ``forward``, which would be lost, or a weight that is shared with another module, computed, no plain parameter (distributed, quantised), or not
             there yet; one ready matrix is given to two layers; or the structure does not exist at its size. The model is then
             unchanged.
     """
@@ -219,7 +219,7 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
     new: dict[int, StructuredLinear] = {}
     places: list[tuple[str, nn.Module, str, nn.Linear]] = []
     for name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, nn.Linear) or id(module) in kept or not _is_plain(module):
+        if not isinstance(module, nn.Linear) or id(module) in kept or type(module).forward is not nn.Linear.forward:
             continue
         if id(module) not in new:
             structure = rule(module)
@@ -236,11 +236,6 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
     for _, parent_module, last, module in places:
         setattr(parent_module, last, new[id(module)])
     return tuple(name for name, *_ in places)
-
-
-def _is_plain(layer: nn.Linear) -> bool:
-    """Whether it computes what ``nn.Linear`` does: neither its class nor anyone who patched it gave it a ``forward``."""
-    return type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
 
 
 def _check_replaceable(name: str, layer: nn.Linear, owners: dict[int, set[int]]) -> None:
@@ -262,6 +257,10 @@ def _check_replaceable(name: str, layer: nn.Linear, owners: dict[int, set[int]])
         )
     if len(owners[id(layer.weight)]) > 1:
         raise ConfigError(f"the weight of {name} is shared with another module: untie it first, {keep}")
+    if "forward" in vars(layer):  # as accelerate does for a device_map
+        raise ConfigError(
+            f"the forward of {name} is patched, which would be lost: remove what patches it first, {keep}"
+        )
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     if any(hooks):
         raise ConfigError(f"{name} has hooks, which would be lost: remove them first, {keep}")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from structattn.errors import DataError, ShapeError
 from structattn.matrices.base import StructuredMatrix, without_autocast
@@ -38,6 +39,10 @@ def as_matrix(dense: object) -> Tensor:
             raise DataError(
                 f"fit: expected a tensor or an array of numbers, got {type(dense).__name__}: {error}"
             ) from None
+    if is_lazy(dense) or dense.is_nested or dense.is_quantized:
+        raise DataError(
+            "fit: expected one matrix of numbers, got a tensor that is not initialised, nested or quantised"
+        )
     if dense.is_meta:
         raise DataError("fit: the matrix is on the meta device and has no values")
     return dense if dense.layout is torch.strided else dense.to_dense()

@@ -22,6 +22,8 @@ from structattn.mup import Role
 from structattn.spec import AttentionSpec
 from structattn.text_layout import UNITS, Segments, TextLayout, Unit
 
+MAX_LAYERS = 2**16
+
 
 class Transformer(nn.Module):
     """Positions, learned or rotary, and pre-norm blocks: (B, T, E) to (B, T, E).
@@ -70,7 +72,8 @@ class Transformer(nn.Module):
         reads_text: bool = False,
     ) -> None:
         super().__init__()
-        sizes = {"num_layers": num_layers, "embed_dim": embed_dim, "num_heads": num_heads, "mlp_ratio": mlp_ratio}
+        check_size("num_layers", num_layers, MAX_LAYERS)
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "mlp_ratio": mlp_ratio}
         for name, size in sizes.items():
             check_size(name, size)
         check_size("context_length", context_length, MAX_LENGTH)

@@ -20,6 +20,8 @@ from structattn.integrations.transformers import (
     load_structurized,
     structurize,
 )
+from structattn.integrations.transformers.attention import RotaryStructuredAttention
+from structattn.integrations.transformers.regroup import dimension_order
 
 IDS = tokens(2, 17)
 
@@ -195,18 +197,31 @@ def test_weights_of_another_origin(tmp_path) -> None:
     model.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     assert state.keys() == {*llama().state_dict()}  # a plain model's own weights, in its own order
-    # version 0.1 stored the rows in the order of the levels, and that order
-    old = {f"model.layers.{layer}.self_attn.rotary_order": torch.arange(8) for layer in range(2)}
-    save_file(state | old, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match="structattn 0.1 stored the rows"):
-        load_structurized(tmp_path)
-    for strict in (True, False):
-        with pytest.raises(RuntimeError, match="structattn 0.1 stored the rows"):
-            model.load_state_dict(state | old, strict=strict)
     folder = tmp_path / "plain"
     llama().save_pretrained(folder)
     with pytest.raises(ConfigError, match="holds a llama model"):
         load_structurized(folder)
+
+
+def test_checkpoints_of_version_0_1(tmp_path) -> None:
+    """They hold the rows of queries and keys in the order of the levels, and that order."""
+    model = changed()
+    expected = model(IDS).logits
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    for name, module in model.named_modules():
+        if isinstance(module, RotaryStructuredAttention):
+            order = state[f"{name}.rotary_order"] = torch.tensor(
+                dimension_order(module.variant.layout.ranks, "low_far")
+            )
+            for row in [key for key in state if key.startswith((f"{name}.q_", f"{name}.k_"))]:
+                heads = state[row].unflatten(0, (-1, len(order)))
+                state[row] = heads[:, order].reshape(state[row].shape).contiguous()
+    assert order.tolist() != sorted(order.tolist())
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    torch.testing.assert_close(load_structurized(tmp_path).eval()(IDS).logits, expected)
+    model.load_state_dict(state)
+    torch.testing.assert_close(model(IDS).logits, expected)
 
 
 def test_our_architecture_on_the_meta_device() -> None:  # its weights are loaded, its tables are not

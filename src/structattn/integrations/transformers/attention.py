@@ -13,16 +13,15 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from structattn.errors import ConfigError
+from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.cache import own_layer
 from structattn.integrations.transformers.interface import attend_with, check_arguments, checked_mask
 from structattn.integrations.transformers.regroup import RotarySplit, check_fits, dimension_order, stretches
 from structattn.integrations.transformers.variant import Variant
 
-OLD_ORDER = (
-    "these weights have an entry rotary_order: structattn 0.1 stored the rows of the query and key projections in the order of the levels, and "
-    "now they are in the model's own. See 'Checkpoints of version 0.1' in docs/huggingface.md"
-)
+# Version 0.1 stored the rows of these in the order of the levels, and that order beside them.
+OLD_ORDER = "rotary_order"
+_OLD_ROWS = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "q_norm.weight", "k_norm.weight")
 
 
 class StructuredAttention(nn.Module):
@@ -104,6 +103,7 @@ class RotaryStructuredAttention(StructuredAttention):
         layout = self.variant.layout
         order = dimension_order((self.head_dim,) if layout is None else layout.ranks, rotary_split)
         half = self.head_dim // 2
+        self._order = order
         self._runs = stretches(order)
         self._partner_runs = stretches(tuple((place + half) % self.head_dim for place in order))
 
@@ -112,9 +112,28 @@ class RotaryStructuredAttention(StructuredAttention):
         return self._dropout
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        if f"{prefix}rotary_order" in state_dict:
-            args[-1].append(f"{prefix}: {OLD_ORDER}")  # error messages
+        order = state_dict.pop(f"{prefix}{OLD_ORDER}", None)
+        for name in _OLD_ROWS if order is not None else ():
+            if (rows := state_dict.get(f"{prefix}{name}")) is not None:
+                state_dict[f"{prefix}{name}"] = _rows(rows, order.argsort())
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @torch.no_grad()
+    def restore_old_rows(self) -> None:
+        """Puts loaded rows that version 0.1 stored in the order of the levels in the model's own.
+
+        Raises:
+            CheckpointError: a projection is no plain linear layer, whose rows can be moved.
+        """
+        if not (type(self.q_proj) is type(self.k_proj) is nn.Linear and self.q_proj.weight.is_floating_point()):
+            raise CheckpointError(
+                "structattn 0.1 stored the rows of q_proj and k_proj in the order of the levels, and those of quantized weights cannot be put "
+                "back: load the model without quantization, save it, and quantize that"
+            )
+        inverse = torch.tensor(self._order, device=self.q_proj.weight.device).argsort()
+        for name, parameter in self.named_parameters():
+            if name in _OLD_ROWS:
+                parameter.copy_(_rows(parameter, inverse))
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (B, T, heads, D) in the model's order, turned, in the order of the levels; so are the angles, the signs in the sines."""
@@ -154,6 +173,11 @@ class RotaryStructuredAttention(StructuredAttention):
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attention_mask, past_key_values, kwargs
         )
         return self.o_proj(out), None
+
+
+def _rows(x: Tensor, order: Tensor) -> Tensor:
+    """The rows of every head in an order; x is (heads D, ...) or (D,)."""
+    return x.view(-1, len(order), *x.shape[1:])[:, order].reshape(x.shape)
 
 
 def _reordered(x: Tensor, runs: tuple[slice, ...]) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from structattn.errors import CheckpointError, ConfigError
+from structattn.errors import ConfigError
 from structattn.integrations.transformers.attention import (
     OLD_ORDER,
     STRUCTURED_ATTENTION,
@@ -113,9 +113,11 @@ class StructurizedModel(OwnModel):
             _check_rotary(self)
 
     def check_loaded(self, info: dict[str, Any]) -> None:
-        """See ``OwnModel``: raises ``CheckpointError`` for weights in the order of the levels, as version 0.1 stored them."""
-        if any(key.endswith(".rotary_order") for key in info["unexpected_keys"]):
-            raise CheckpointError(OLD_ORDER)
+        """See ``OwnModel``: weights that version 0.1 stored in the order of the levels are put in the model's own."""
+        if any(key.endswith(f".{OLD_ORDER}") for key in info["unexpected_keys"]):
+            for module in self.modules():  # type: ignore[attr-defined]
+                if isinstance(module, RotaryStructuredAttention):
+                    module.restore_old_rows()
 
 
 def _parts(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:

@@ -42,6 +42,10 @@ class CacheError(StructAttnError, RuntimeError):
     """A key/value cache no longer holds what is asked of it, or is asked for what it cannot do."""
 
 
+class GenerationError(StructAttnError, RuntimeError):
+    """A language model gives logits from which no token can be chosen."""
+
+
 class TrainingDivergedError(StructAttnError, RuntimeError):
     """The training loss stopped being a finite number."""
 

@@ -298,6 +298,12 @@ class TextHistory:
         self._padding = None if left_padding is None else tuple(left_padding)
         self.marks: list[bytes] = []  # per row, once there are tokens
         self._current: list[tuple[int, ...]] = []
+        self._before: tuple[list[bytes], list[tuple[int, ...]]] = [], []
+
+    @property
+    def length(self) -> int:
+        """Tokens so far of all rows, without padding."""
+        return sum(map(len, self.marks))
 
     def step(self, tokens: Tensor, length: int) -> Step:
         """The segments that the next tokens (B, n) see, after ``length`` tokens, padding included. Nothing is changed.
@@ -333,9 +339,14 @@ class TextHistory:
 
     def take(self, step: Step) -> None:
         """Adds the tokens of a step."""
+        self._before = self.marks, self._current
         rows = self.marks or [b""] * len(step.marks)
         self.marks = [row + new for row, new in zip(rows, step.marks, strict=True)]
         self._current = list(step.current)
+
+    def undo(self) -> None:
+        """Takes back the tokens of the last ``take``; nothing else was done since."""
+        self.marks, self._current = self._before
 
     def reset(self) -> None:
         """Forgets all tokens."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from structattn.cache.decode import Held
 from structattn.cache.latent import Latent
 from structattn.cache.levels import Level, Part, parts_of, value_levels, widest
 from structattn.cache.store import Store
+from structattn.cache.undo import Before
 from structattn.errors import CacheError, ShapeError
 from structattn.layout import Layout, LevelLayout
 from structattn.text_layout import TextLayout
@@ -66,6 +68,7 @@ class Contents:
         self.text = text
         self.length = 0
         self._factors: dict[tuple[object, ...], Tensor] = {}
+        self._before: Before | None = None
         self._set_levels()
         dims = [level.rank for level in self.key_levels]
         if latent is not None:
@@ -136,6 +139,30 @@ class Contents:
         for store, _ in self.stores():
             store.oldest = [0] * (1 if self.is_uniform else self.shape.batch)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_factors": {}, "_before": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if pages := self.keys[0].pages:  # torch.load may have moved them
+            self.shape = replace(self.shape, device=pages[0].device)
+
+    def mark(self) -> None:
+        """Marks the point to which ``take_back`` returns."""
+        oldest = [list(store.oldest) for store, _ in self.stores()]
+        self._before = Before(length=self.length, layout=self.layout, oldest=oldest)
+
+    def take_back(self) -> None:
+        """Makes the contents what they were at the mark, from which on tokens were appended and nothing else was done."""
+        assert self._before is not None
+        self._before.put_back()
+        if self.layout is not self._before.layout:
+            self.layout = self._before.layout
+            self._set_levels()
+        for (store, _), oldest in zip(self.stores(), self._before.oldest, strict=True):
+            store.oldest = oldest
+        self.length, self._before = self._before.length, None
+
     def _kept(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """What goes into each store, in their order."""
         if self.latent is None:
@@ -165,6 +192,13 @@ class Contents:
                     low = max(first, oldest, 0)
                     slots = last - start + 1 if store.ring is None else min(last + 1, store.ring)
                     store.grow(slots, x)
+                    if first > 0 and self._before is not None:
+                        lost, end = max(low, store.ring or 0), last + 1
+                        if store.ring is None and self.length == self._before.length:  # the block before, if it is another
+                            before = level.start(first - 1, row)
+                            end = low if before == start else min(end, start + first - before)
+                        for piece in store.pieces(lost, end, start):
+                            self._before.keep(piece.rows(batch))
                     store.write(x[batch, :, low - first :], batch, low, start)
                     store.oldest[row] = max(store.oldest[row], oldest)
         self.length += count
@@ -186,6 +220,8 @@ class Contents:
             if oldest > store.oldest[row]:
                 store.oldest[row] = oldest
             cells.append(store.cell(slot))
+            if self._before is not None and self._writes_over(store, position, slot):
+                self._before.keep(cells[-1])
         if self.latent is None:
             numbers = [
                 part
@@ -200,17 +236,32 @@ class Contents:
         """One token per row, at positions of their own."""
         for (store, level), x in zip(self.stores(), self._kept(k, v), strict=True):
             slots: list[int | None] = []
+            lost: list[int | None] = []
             for row, _, pad in self.rows:
                 position = self.length - pad
                 if position < 0:
                     slots.append(None)
+                    lost.append(None)
                     continue
                 start = level.start(position, row)
-                slots.append(store.slot(position, start))
+                slot = store.slot(position, start)
+                slots.append(slot)
+                lost.append(slot if self._writes_over(store, position, slot) else None)
                 oldest = start if store.ring is None else position - store.ring + 1
                 store.oldest[row] = max(store.oldest[row], oldest)
             store.grow(max((slot + 1 for slot in slots if slot is not None), default=0), x)
+            if self._before is not None:
+                for page, index in store.places(lost):
+                    self._before.keep(page, index)
             store.write_each(x, slots)
+
+    def _writes_over(self, store: Store, position: int, slot: int) -> bool:
+        """Whether a slot may hold a position that was wanted at the mark: of the block before, or of the round before in a ring."""
+        if store.ring is not None:
+            return position >= store.ring
+        # Later ones of a block that began since the mark: too many are kept, which changes nothing.
+        is_next = self._before is not None and self._before.length == self.length
+        return position > 0 and (slot == 0 or not is_next)
 
     def runs(self, count: int) -> list[tuple[int, int]]:
         """New tokens in runs that lie in one block of every level; single ones with a window, whose rings forget."""
@@ -325,15 +376,16 @@ class Contents:
     def select(self, indices: Tensor) -> None:
         """Row b becomes row ``indices[b]``."""
         rows, was_uniform = indices.tolist(), self.is_uniform
+        pages = [store.selected(indices) for store, _ in self.stores()]  # all memory is taken before anything changes
         if self.padding is not None:
             self.padding = tuple(self.padding[row] for row in rows)
         if isinstance(self.layout, LevelLayout):
             self.layout = self.layout.select_rows(rows)
         self.shape = replace(self.shape, batch=len(rows))
-        for store, _ in self.stores():
-            store.select(indices)
-            if self.is_uniform and not was_uniform:
-                store.oldest = store.oldest[:1]
+        for (store, _), own in zip(self.stores(), pages, strict=True):
+            store.pages = own
+            if not was_uniform:
+                store.oldest = [store.oldest[row] for row in rows[: 1 if self.is_uniform else None]]
         self._set_levels()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import overload
 
@@ -12,7 +14,9 @@ from torch import Tensor
 from structattn.cache import files
 from structattn.cache.latent import Latent
 from structattn.cache.level_cache import LevelCache
-from structattn.errors import ConfigError
+from structattn.cache.undo import all_or_nothing
+from structattn.checks import check_int, check_type, describe
+from structattn.errors import CacheError, ConfigError
 from structattn.text_layout import TextHistory
 
 
@@ -20,18 +24,47 @@ class LayerCaches(Sequence[LevelCache]):
     """A sequence of ``LevelCache``, one per layer, that are reset, cropped and reordered together.
 
     Args:
-        layers: at least one; they stand at the same length.
+        layers: at least one; they hold the same number of tokens.
         text: what is remembered of the text, where layouts depend on it. Default ``None``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or not a ``LevelCache``.
+        CacheError: they hold different numbers of tokens.
     """
 
     def __init__(self, layers: Iterable[LevelCache], text: TextHistory | None = None) -> None:
-        self._layers = tuple(layers)
+        self._layers = tuple(layers) if isinstance(layers, Iterable) else ()
         self.text = text
-        if not self._layers:
-            raise ConfigError("LayerCaches needs the cache of at least one layer, got none")
+        if not self._layers or not all(isinstance(layer, LevelCache) for layer in self._layers):
+            raise ConfigError(f"LayerCaches needs the LevelCache of at least one layer, got {describe(layers)}")
+        check_type("text", text, (TextHistory, type(None)), "a TextHistory or None")
+        self._torn = False  # rows of some layers were moved, of others not
+        self.check()
+
+    def __copy__(self) -> LayerCaches:
+        return copy.deepcopy(self)
+
+    def check(self) -> None:
+        """Raises ``CacheError`` unless all layers hold the same tokens: a call that broke off may have left them different."""
+        lengths = [layer.length for layer in self._layers]
+        if len(set(lengths)) > 1:
+            raise CacheError(
+                f"the layers hold different numbers of tokens, {lengths}: a layer was used alone, or a call broke off; crop({min(lengths)}) "
+                "takes them back to the shortest, or reset() and start again"
+            )
+        if self._torn:
+            raise CacheError(
+                "moving rows broke off between two layers, whose rows differ since: reset() and start again"
+            )
+
+    def all_or_nothing(self) -> AbstractContextManager[None]:
+        """Within it all layers take the next tokens, or (with any error) none.
+
+        Raises:
+            CacheError: as ``check``.
+        """
+        self.check()
+        return all_or_nothing(self._layers if self.text is None else (*self._layers, self.text))
 
     @overload
     def __getitem__(self, index: int) -> LevelCache: ...
@@ -77,6 +110,7 @@ class LayerCaches(Sequence[LevelCache]):
         """Forgets all tokens; see ``LevelCache.reset``."""
         for layer in self._layers:
             layer.reset()
+        self._torn = False
         if self.text is not None:
             self.text.reset()
 
@@ -91,25 +125,34 @@ class LayerCaches(Sequence[LevelCache]):
 
     def reorder(self, indices: Tensor) -> None:
         """Row b becomes row ``indices[b]``; see ``LevelCache.reorder``."""
-        for layer in self._layers:
-            layer.reorder(indices)
+        self._move(lambda layer: layer.reorder(indices))
         if self.text is not None:
             self.text.select(indices.tolist())
 
     def select(self, indices: Tensor) -> None:
         """Keeps rows; see ``LevelCache.select``."""
-        for layer in self._layers:
-            layer.select(indices)
+        self._move(lambda layer: layer.select(indices))
         if self.text is not None:
             self.text.select(indices.tolist())
 
+    def _move(self, move: Callable[[LevelCache], None]) -> None:
+        """Moves the rows of each layer; the first one to fail is as it was."""
+        for number, layer in enumerate(self._layers):
+            try:
+                move(layer)
+            except BaseException:
+                self._torn = self._torn or number > 0
+                raise
+
     def repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times; see ``LevelCache.repeat_interleave``."""
+        check_int("repeats", repeats, minimum=1)
         if self.batch_size is not None:
             self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def save(self, path: str | Path) -> None:
         """Writes all layers to one safetensors file; see ``LevelCache.save``."""
+        self.check()
         files.save(path, [(layer.state(), layer.layout) for layer in self._layers], self.text)
 
     @classmethod
@@ -130,7 +173,21 @@ class LayerCaches(Sequence[LevelCache]):
         """
         layers, text = files.load(path, device)
         latents = [None] * len(layers) if latents is None else latents
+        check_type("latents", latents, Sequence, "a sequence with the latent of each layer")
         if len(latents) != len(layers):
             raise ConfigError(f"{path} holds {len(layers)} layers, but {len(latents)} latents were given")
         pairs = zip(layers, latents, strict=True)
         return cls((LevelCache.from_state(*state, layout, latent) for (state, layout), latent in pairs), text)
+
+
+def guarded(caches: LayerCaches | None) -> AbstractContextManager[None]:
+    """``caches.all_or_nothing()`` for the caches of a model's call; nothing without caches.
+
+    Raises:
+        ConfigError: they are something else.
+        CacheError: see ``LayerCaches.check``.
+    """
+    if caches is None:
+        return nullcontext()
+    check_type("caches", caches, LayerCaches, "LayerCaches, as new_cache() makes them, or None")
+    return caches.all_or_nothing()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from structattn.cache import decode, files, fused
 from structattn.cache.contents import Contents, Shape
 from structattn.cache.latent import Latent
+from structattn.checks import check_choice, check_int, check_number, check_tensor, check_type, describe, is_int
 from structattn.errors import CacheError, ConfigError, ShapeError
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
 from structattn.ops import Backend, structured_attention
@@ -22,6 +25,7 @@ from structattn.text_layout import TextLayout
 # So many new tokens at once are decoded one run after the other; more are computed as a stretch of a sequence.
 _FEW_TOKENS = 16
 PAGE_SIZE = 1024  # tokens
+_INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class LevelCache:
@@ -69,11 +73,14 @@ class LevelCache:
         left_padding: Tensor | Sequence[int] | None = None,
         latent: Latent | None = None,
     ) -> None:
-        for name, value in (("window", window), ("max_length", max_length), ("page_size", page_size)):
-            optional = name != "page_size"
-            if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-                continue
-            raise ConfigError(f"{name} must be a positive int{' or None' if optional else ''}, got {value!r}")
+        kinds = (LevelLayout, GlobalWindowLayout, TextLayout, type(None))
+        check_type("layout", layout, kinds, "a LevelLayout, GlobalWindowLayout, TextLayout or None")
+        for name, value in (("window", window), ("max_length", max_length)):
+            if value is not None:
+                check_int(name, value, minimum=1)
+        check_int("page_size", page_size, minimum=1)
+        if latent is not None and not all(hasattr(latent, name) for name in ("key_dim", "num_gains", "can_absorb")):
+            raise ConfigError(f"latent must be a Latent, such as Attention.latent, or None, got {describe(latent)}")
         if window is not None and isinstance(layout, GlobalWindowLayout):
             raise ConfigError("a global-window layout has its own window: leave window at None")
         self.text = layout if isinstance(layout, TextLayout) else None
@@ -84,6 +91,15 @@ class LevelCache:
         self.latent = latent
         self._padding = None if left_padding is None else _padding(left_padding)
         self._contents: Contents | None = None  # from the first tokens on
+        self._before: tuple[Contents | None, Layout | None] | None = None  # the last new tokens; None: not known
+        self._layer: weakref.ref[object] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy may go on with a copy of the layer.
+        return {**self.__dict__, "_before": None, "_layer": None}
+
+    def __copy__(self) -> Self:
+        return copy.deepcopy(self)  # two caches that share memory would write over each other's tokens
 
     @property
     def layout(self) -> Layout | None:
@@ -144,6 +160,7 @@ class LevelCache:
         Returns:
             int64 (count,), or (B, count) with left padding, negative in the padding.
         """
+        check_int("count", count, minimum=0)
         steps = torch.arange(self.length, self.length + count)
         return steps if self._padding is None else steps - torch.tensor(self._padding)[:, None]
 
@@ -159,7 +176,8 @@ class LevelCache:
     ) -> Tensor:
         """Appends new tokens and returns the attention of their queries over all tokens so far.
 
-        The result is that of ``structured_attention`` over all keys and values, of the last T queries.
+        The result is that of ``structured_attention`` over all keys and values, of the last T queries. If anything fails, the
+        tokens are not appended.
 
         Args:
             q: (B, H, T, D), after rotary embedding.
@@ -181,6 +199,19 @@ class LevelCache:
             ConfigError: a layout is missing, not needed, or has other levels.
             BackendUnavailableError: the named backend cannot run here; the message says why.
         """
+        self._mark()
+        try:
+            return self._attend(q, k, v, scale, backend, layout)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: Backend, layout: LevelLayout | None
+    ) -> Tensor:
+        check_choice("backend", backend, get_args(Backend))
+        if scale is not None:
+            check_number("scale", scale)
         contents = self._checked(q, k, v, layout)
         q, k, v = autocasted(q, k, v)
         kept_k, kept_v = k.detach(), v.detach()
@@ -207,13 +238,75 @@ class LevelCache:
         return backend in ("auto", "triton") and q.shape[2] <= _FEW_TOKENS and is_past_padding and not makes_keys
 
     def append(self, k: Tensor, v: Tensor, *, layout: LevelLayout | None = None) -> None:
-        """Appends tokens without attending; arguments as ``attend``."""
-        contents = self._checked(None, k, v, layout)
-        contents.append(*autocasted(k.detach(), v.detach()))
+        """Appends tokens without attending, all or (with an error) none; arguments as ``attend``."""
+        self._mark()
+        try:
+            contents = self._checked(None, k, v, layout)
+            contents.append(*autocasted(k.detach(), v.detach()))
+        except BaseException:
+            self.undo()
+            raise
+
+    def _mark(self) -> None:
+        """Marks the point to which ``undo`` returns."""
+        self._before = None
+        if self._contents is not None:
+            self._contents.mark()
+        self._before = (self._contents, self._layout)
+
+    def undo(self) -> None:
+        """Takes back the tokens of the last ``attend`` or ``append``, as if they had not come: blocks that they left are there again.
+
+        Raises:
+            CacheError: there are none, or something else was done since.
+        """
+        if self._before is None:
+            raise CacheError(
+                "the last thing done to this cache was not to append tokens: there is nothing to undo; crop() goes back further"
+            )
+        contents, layout = self._before
+        if contents is not None:
+            contents.take_back()
+        self._contents, self._layout, self._before = contents, layout, None
+
+    def bind(self, layer: object) -> None:
+        """Makes this the cache of one layer, from its first use on; a copy, or a cache that was loaded, has no layer yet.
+
+        Args:
+            layer: the module. It is not kept alive. Where the cache keeps hidden states, keys are made by its attribute ``latent``:
+                what a copy of a cache has still uses the weights of the original.
+
+        Raises:
+            ConfigError: it is the cache of another layer.
+        """
+        self.check_layer(layer)
+        if self._layer is not None:
+            return
+        if self.latent is not None:
+            self.latent = layer.latent  # type: ignore[attr-defined]
+            if self._contents is not None:
+                self._contents.latent = self.latent
+        self._layer = weakref.ref(layer)
+
+    def check_layer(self, layer: object) -> None:
+        """Raises what ``bind`` would raise, and changes nothing."""
+        if self._layer is not None:
+            if self._layer() is not layer:
+                raise ConfigError(
+                    f"the cache is of another layer: it was made or filled by another {type(layer).__name__}, whose keys this one "
+                    "cannot use; make one with new_cache(), and give each layer its own"
+                )
+        elif self.latent is not None:
+            latent: Latent | None = getattr(layer, "latent", None)
+            if latent is None or _facts(latent) != _facts(self.latent):
+                raise ConfigError(
+                    "the cache is of another layer: it keeps hidden states, from which this one makes other keys; make it with new_cache()"
+                )
 
     def _checked(self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None) -> Contents:
         """The contents, if the tokens fit them, made for the first ones."""
         for name, x in (("k", k), ("v", v)) if q is None else (("q", q), ("k", k), ("v", v)):
+            check_tensor(name, x)
             if x.dim() != 4 or min(x.shape) < 1 or not x.is_floating_point():
                 raise ShapeError(
                     f"{name} must be floating point of shape (batch, heads, length, dim), all at least 1, got {x.dtype} "
@@ -234,6 +327,12 @@ class LevelCache:
                 )
             if self.latent is None and q.shape[3] != k.shape[3]:
                 raise ShapeError(f"head dimensions differ: q {q.shape[3]}, k {k.shape[3]}")
+            if self.latent is not None and q.shape[3] != self.latent.key_dim:
+                raise ShapeError(f"queries need the dimension of the keys, {self.latent.key_dim}, got {q.shape[3]}")
+        if self.latent is not None and k.shape[1] != 1:
+            raise ShapeError(
+                f"a cache that keeps hidden states is given those in place of keys, (batch, 1, length, E), got {tuple(k.shape)}"
+            )
         found = Shape(
             batch=k.shape[0],
             keys=(k.shape[1], k.shape[3]),
@@ -248,9 +347,9 @@ class LevelCache:
                 raise ConfigError(
                     f"a cache with {self.text} needs its levels with the segments that the tokens see: got {layout}"
                 )
-            if len(layout.boundaries or ()) != found.batch:
+            if layout.num_rows != found.batch:
                 raise ShapeError(
-                    f"segments need one entry per batch row: expected {found.batch}, got {len(layout.boundaries or ())}"
+                    f"segments need one entry per batch row: expected {found.batch}, got {layout.num_rows}"
                 )
             self._layout = layout
         if self._contents is None:
@@ -302,6 +401,7 @@ class LevelCache:
 
     def reset(self) -> None:
         """Forgets all tokens; memory, shape and padding stay."""
+        self._before = None
         if self._contents is not None:
             self._contents.reset()
 
@@ -317,14 +417,17 @@ class LevelCache:
                 or beyond the window. Nothing is changed then.
         """
         self.check_crop(length)
+        self._before = None
         if self._contents is not None:
             self._contents.crop(length)
             self._layout = self._contents.layout
 
     def check_crop(self, length: int) -> None:
         """Raises what ``crop`` would raise, and changes nothing."""
-        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= self.length:
-            raise ConfigError(f"crop takes a length from 0 to {self.length}, the tokens there are; got {length!r}")
+        if not is_int(length) or not 0 <= length <= self.length:
+            raise ConfigError(
+                f"crop takes a length from 0 to {self.length}, the tokens there are; got {describe(length)}"
+            )
         if self._contents is not None:
             self._contents.check_crop(length)
 
@@ -337,6 +440,7 @@ class LevelCache:
         Raises:
             ShapeError: it is not of that shape, or an index is out of range.
         """
+        check_tensor("indices", indices)
         if self.batch_size is not None and tuple(indices.shape) != (self.batch_size,):
             raise ShapeError(f"indices must have shape ({self.batch_size},), one per row, got {tuple(indices.shape)}")
         self.select(indices)
@@ -350,7 +454,8 @@ class LevelCache:
         Raises:
             ShapeError: it is not of that shape, or an index is out of range.
         """
-        if indices.dim() != 1 or indices.is_floating_point() or indices.dtype == torch.bool or not len(indices):
+        check_tensor("indices", indices)
+        if indices.dim() != 1 or indices.dtype not in _INTS or not len(indices):
             raise ShapeError(f"indices must be a 1-dimensional int tensor, got {indices.dtype} {tuple(indices.shape)}")
         size = self.batch_size
         if size is None:
@@ -358,8 +463,9 @@ class LevelCache:
         rows = indices.tolist()
         if min(rows) < 0 or max(rows) >= size:
             raise ShapeError(f"indices must lie in [0, {size}), got {min(rows)} to {max(rows)}")
+        self._before = None
         if self._contents is not None:
-            self._contents.select(indices)
+            self._contents.select(indices.long())
             self._padding, self._layout = self._contents.padding, self._contents.layout
             return
         if self._padding is not None:
@@ -369,6 +475,7 @@ class LevelCache:
 
     def repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times, one behind the other."""
+        check_int("repeats", repeats, minimum=1)
         if self.batch_size is not None:
             self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
@@ -466,8 +573,12 @@ class LevelCache:
         return cls.from_state(*state, layout, latent)
 
 
+def _facts(latent: Latent) -> tuple[int, int, bool]:
+    return latent.key_dim, latent.num_gains, latent.can_absorb
+
+
 def _padding(given: Tensor | Sequence[int]) -> tuple[int, ...]:
-    values = given.tolist() if isinstance(given, Tensor) else list(given)
-    if not values or any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in values):
-        raise ConfigError(f"left_padding needs one int of at least 0 per batch row, got {values!r}")
+    values = given.tolist() if isinstance(given, Tensor) and given.layout == torch.strided else given
+    if not isinstance(values, Sequence) or not values or not all(is_int(x) and x >= 0 for x in values):
+        raise ConfigError(f"left_padding needs one int of at least 0 per batch row, got {describe(given)}")
     return tuple(values)

@@ -43,8 +43,11 @@ class Level:
 
     def most_slots(self, length: int) -> int:
         """The most positions that are kept at any time while a sequence grows to ``length``."""
-        rows = range(self.layout.num_rows or 1)
-        most = max(max(self.layout.lengths(self.number, length, row)) for row in rows)
+        if self.number == 1 or self.layout.boundaries is None:
+            most = min(length, self._block or length)
+        else:
+            rows = range(self.layout.num_rows or 1)
+            most = max(max(self.layout.lengths(self.number, length, row)) for row in rows)
         return most if self.ring is None else min(length, self.ring)
 
     def start(self, position: int, row: int) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+
+from structattn.errors import CacheError
 
 # Slots on a GPU: rows that begin at 16 bytes can be loaded 16 bytes at a time, in any dtype.
 _ALIGNMENT = 16
@@ -65,6 +68,21 @@ class Store:
         self._pages: list[tuple[Tensor, Tensor]] = []
         self.oldest = [0]  # per row (or one for all): every position from here to the last one is held
 
+    # A copy gets memory of its own, also where tensors would be sent to another process as shared memory. The flat views are made
+    # again: copied, they would be pages of their own.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pages": [page.clone() for page in self.pages]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.pages = state["_pages"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = self.__class__.__new__(self.__class__)
+        copied.__setstate__({**self.__getstate__(), "oldest": list(self.oldest)})
+        return copied
+
     @property
     def pages(self) -> list[Tensor]:
         """The pages, (B, heads, dim, slots) each."""
@@ -72,7 +90,9 @@ class Store:
 
     @pages.setter
     def pages(self, pages: list[Tensor]) -> None:
-        self._pages = [(page, page.flatten(0, 1)) for page in pages]
+        with torch.inference_mode(False):  # else they could not be written to outside of that mode
+            pages = [page.clone() if page.is_inference() else page for page in pages]
+            self._pages = [(page, page.flatten(0, 1)) for page in pages]
         self.capacity = sum(page.shape[3] for page in pages)
 
     @property
@@ -93,9 +113,10 @@ class Store:
                 size = min(size, self.longest - self.capacity)
             if like.is_cuda:
                 size = -(-size // _ALIGNMENT) * _ALIGNMENT
-            with torch.inference_mode(False):  # else they could not be written to outside of that mode
+            _check_memory(like, like.shape[0] * like.shape[1] * self.dim * size * like.element_size())
+            with torch.inference_mode(False):  # as in `pages`
                 page = like.new_zeros((like.shape[0], like.shape[1], self.dim, size))
-            self._pages.append((page, page.flatten(0, 1)))
+                self._pages.append((page, page.flatten(0, 1)))
             self.capacity += size
 
     def slot(self, position: int, start: int) -> int:
@@ -143,6 +164,11 @@ class Store:
 
     def write_each(self, x: Tensor, slots: list[int | None]) -> None:
         """Stores one position per row, x (B, heads, 1, dim), each in a slot of its own; ``None`` leaves a row out."""
+        for page, index in self.places(slots):
+            page[index] = x[index[0], :, 0]
+
+    def places(self, slots: list[int | None]) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
+        """Where one slot per row is: pages with an index, which gives (rows, heads, dim)."""
         low = 0
         for page in self.pages:
             high = low + page.shape[3]
@@ -150,7 +176,7 @@ class Store:
             if rows:
                 index = torch.tensor(rows, device=page.device)
                 where = torch.tensor([slot - low for slot in slots if slot is not None and low <= slot < high])
-                page[index, :, :, where.to(page.device)] = x[index, :, 0]
+                yield page, (index, slice(None), slice(None), where.to(page.device))
             low = high
 
     def read(self, rows: slice, first: int, end: int, start: int) -> Tensor:
@@ -158,9 +184,18 @@ class Store:
         parts = [piece.rows(rows) for piece in self.pieces(first, end, start)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
-    def select(self, rows: Tensor) -> None:
-        """Row b becomes row ``rows[b]``."""
-        with torch.inference_mode(False):
-            self.pages = [page.index_select(0, rows.to(page.device)) for page in self.pages]
-        if len(self.oldest) > 1:
-            self.oldest = [self.oldest[row] for row in rows.tolist()]
+    def selected(self, rows: Tensor) -> list[Tensor]:
+        """The pages with row ``rows[b]`` as row b."""
+        with torch.inference_mode(False):  # as in `pages`
+            return [page.index_select(0, rows.to(page.device)) for page in self.pages]
+
+
+def _check_memory(like: Tensor, nbytes: int) -> None:
+    """Raises ``CacheError`` for more memory than this machine has: taking it would end the process, and with it all work."""
+    if like.device.type == "cpu" and hasattr(os, "sysconf"):
+        most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if nbytes > most:
+            raise CacheError(
+                f"the cache would take {nbytes:,} bytes for one level of one layer, and this machine has {most:,}: give a smaller "
+                "max_length or page_size, or leave them at their defaults, with which memory grows with the tokens"
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from structattn.models.language_model import LanguageModel
+from structattn.models.language_model import LanguageModel, reserved_length
 from structattn.models.prompts import Prompts
 from structattn.models.sampling import Sampling
 from structattn.tasks.corpus import Characters, Tokenizer
@@ -56,14 +56,13 @@ class TextGeneration:
             max_new_tokens = max(1, model.context_length - batch.longest) if is_limited else _NEW_TOKENS
         self.model = model
         self.caches = None
+        self._reserved = reserved_length(max(1, batch.longest + max_new_tokens - 1))
         if use_cache:
-            self.caches = model.new_cache(
-                max_length=max(1, batch.longest + max_new_tokens - 1), left_padding=batch.left_padding
-            )
+            self.caches = model.new_cache(max_length=self._reserved, left_padding=batch.left_padding)
         self.num_tokens = 0
         self.seconds = 0.0
         self._stop = stop
-        self._batch_size, self._length = len(prompts), batch.longest + max_new_tokens - 1
+        self._batch_size = len(prompts)
         self._steps = model.stream(
             batch.rows,
             max_new_tokens=max_new_tokens,
@@ -104,6 +103,11 @@ class TextGeneration:
             return ""
         tokens.clear()
         return text
+
+    @property
+    def _length(self) -> int:
+        """Tokens for which the caches have memory, or those in them where it grows by pages."""
+        return self._reserved or (0 if self.caches is None else self.caches.length)
 
     def plain_cache_bytes(self) -> int:
         """What keys and values of plain attention with the same heads would take for as many tokens."""

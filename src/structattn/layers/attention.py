@@ -11,6 +11,7 @@ from torch import Tensor, arange, cat, eye, nn
 
 from structattn.cache import PAGE_SIZE, LevelCache
 from structattn.cache.levels import parts_of, value_levels, widest
+from structattn.cache.undo import all_or_nothing
 from structattn.checks import (
     MAX_LENGTH,
     check_bool,
@@ -293,8 +294,9 @@ class Attention(nn.Module):
             x: (B, T, E).
             context: (B, S, E), where keys and values come from; the queries are its last T positions. Default: x.
             attn_bias, cu_seqlens, left_padding: see ``structured_attention``.
-            cache: from ``new_cache``: x holds the tokens that follow those in it, and they are added to it. There is no dropout
-                then, and no gradient through what it holds.
+            cache: from ``new_cache``: x holds the tokens that follow those in it, and they are added to it; if anything fails, they
+                are not. There is no dropout then, and no gradient through what it holds. It serves this layer alone; a copy of
+                it, or one that was loaded, the layer that uses it first. Weights that change meanwhile count from the next token on.
             layout: where the module's layout is a ``TextLayout``, its levels with the segments of this batch
                 (``TextLayout.at``); with a cache those that the new tokens see. Otherwise ``None``.
 
@@ -380,11 +382,8 @@ class Attention(nn.Module):
     def _decode(self, x: Tensor, cache: LevelCache, layout: LevelLayout | None) -> Tensor:
         """The next tokens against a cache."""
         self.check_states("x", x)
-        if not _has_levels_of(cache, self.layout) or cache.window != self.window:
-            raise ConfigError(
-                f"the cache is of another layer: expected layout {self.layout} and window {self.window}, got {cache.text or cache.layout} and "
-                f"{cache.window}; make it with new_cache()"
-            )
+        self.check_cache(cache)
+        cache.bind(self)
         order = self.scoring.cached_order
         q = self.scoring.queries(x, order)
         positions = cache.positions(x.shape[1]).to(x.device)
@@ -398,8 +397,19 @@ class Attention(nn.Module):
         v, scale = self._values(x), None
         if self.layout is None:
             q, scale = self.scoring.scaled(q)
-        out = cache.attend(q.to(v.dtype), k.to(v.dtype), v, scale=scale, backend=self.backend, layout=layout)
-        return self._merged(out)
+        with all_or_nothing((cache,)):
+            out = cache.attend(q.to(v.dtype), k.to(v.dtype), v, scale=scale, backend=self.backend, layout=layout)
+            return self._merged(out)
+
+    def check_cache(self, cache: LevelCache) -> None:
+        """Raises ``ConfigError`` unless a cache is of this layer, or of none yet and like its own."""
+        check_type("cache", cache, LevelCache, "a LevelCache, as new_cache() makes one")
+        if not _has_levels_of(cache, self.layout) or cache.window != self.window:
+            raise ConfigError(
+                f"the cache is of another layer: expected layout {self.layout} and window {self.window}, got {cache.text or cache.layout} and "
+                f"{cache.window}; make it with new_cache()"
+            )
+        cache.check_layer(self)
 
     @property
     def latent(self) -> ScoringLatent:
@@ -434,7 +444,7 @@ class Attention(nn.Module):
         if keys != "features" and self.scoring.cached_order != "formed_left":  # there the keys are the hidden state
             features, hidden = self._cached_numbers(max_length or self._nominal_length)
             latent = self.latent if keys == "hidden" or hidden < features else None
-        return LevelCache(
+        cache = LevelCache(
             self.layout,
             window=self.window,
             max_length=max_length,
@@ -442,6 +452,8 @@ class Attention(nn.Module):
             left_padding=left_padding,
             latent=latent,
         )
+        cache.bind(self)
+        return cache
 
     @property
     def _nominal_length(self) -> int:

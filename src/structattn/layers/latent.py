@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from structattn.errors import CacheError
+from structattn.errors import CacheError, ShapeError
 from structattn.layers.scoring_modules import ScoringModule
 
 
@@ -34,6 +35,9 @@ class ScoringLatent:
         self._rotary = rotary
         self._order = scoring.cached_order
 
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copy of a cache is no copy of the weights
+
     @property
     def can_absorb(self) -> bool:
         """See ``cache.Latent``."""
@@ -53,22 +57,31 @@ class ScoringLatent:
 
     def keys(self, state: Tensor, positions: Tensor) -> Tensor:
         """See ``cache.Latent``."""
-        keys = self._scoring.normed_keys(self._scoring.keys(state, self._order), self._order)
+        keys = self._scoring.normed_keys(self._raw(state), self._order)
         return keys if self._rotary is None else self._rotary(keys, positions)
 
     def gains(self, state: Tensor) -> Tensor:
         """See ``cache.Latent``."""
-        raw = self._scoring.keys(state, self._order)
+        raw = self._raw(state)
         found = [
             (raw[..., dims].var(-1, correction=0) + norm.eps).rsqrt()
             for dims, norm in self._scoring.key_norms(self._order)
         ]
         return torch.stack(found, dim=2).flatten(1, 2).transpose(1, 2)  # B, heads * A, S to B, S, heads * A
 
+    def _raw(self, state: Tensor) -> Tensor:
+        """Keys before any norm."""
+        width = self._scoring.shape.embed_dim
+        if state.shape[-1] != width:
+            raise ShapeError(f"the hidden states of this layer have {width} numbers, got {tuple(state.shape)}")
+        return self._scoring.keys(state, self._order)
+
     def absorbed(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """See ``cache.Latent``."""
         if not self.can_absorb:
             raise CacheError("rotary embedding turns each key by its own position: there is no absorbed query")
+        if q.shape[1] != self._scoring.shape.num_heads:
+            raise ShapeError(f"expected queries of {self._scoring.shape.num_heads} heads, got {tuple(q.shape)}")
         norms = self._scoring.key_norms(self._order)
         offset = q.new_zeros(q.shape[:3])
         parts = []

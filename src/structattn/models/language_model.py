@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from structattn.cache import PAGE_SIZE, LayerCaches
-from structattn.checks import check_size, check_tensor, check_type
+from structattn.cache.layers import guarded
+from structattn.checks import check_bool, check_int, check_size, check_tensor, check_type, describe, is_int
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.rotary import Rotary
 from structattn.models.prompts import Prompts, PromptTokens
@@ -112,8 +113,9 @@ class LanguageModel(nn.Module):
         Raises:
             ShapeError: the tokens are not (B, T) ints, or lie beyond the learned positions.
         """
-        out: Tensor = self.read_out(self._features(tokens, caches, left_padding, cu_seqlens))
-        return out
+        with guarded(caches):
+            out: Tensor = self.read_out(self._features(tokens, caches, left_padding, cu_seqlens))
+            return out
 
     def _features(
         self,
@@ -215,6 +217,8 @@ class LanguageModel(nn.Module):
         Raises:
             ShapeError: no prompt, an empty one, or not a list of them; prompt and new tokens pass the learned positions.
             ConfigError: a token id or an option out of its range, or options that do not go together.
+            CacheError: the layers of ``caches`` hold different numbers of tokens.
+            GenerationError: the logits are not finite, so that no token can be chosen; ``caches`` keep what was read.
 
         Cost: one forward pass over the prompts, then one over B tokens per step, which reads what the caches keep. Prompts that
             have ended take part until all have.
@@ -250,14 +254,17 @@ class LanguageModel(nn.Module):
             An iterator over steps, each a list with the new token of every prompt, ``None`` where it has ended before.
         """
         batch = Prompts.read(prompts, self.vocab_size)
-        for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
-            optional = name == "prefill_chunk" and value is None
-            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be an int of at least 1, got {value!r}")
-        stops = frozenset(stop_tokens)
-        for token in stops:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise ConfigError(f"stop_tokens: token ids are ints in [0, {self.vocab_size}), got {token!r}")
+        check_int("max_new_tokens", max_new_tokens, minimum=1)
+        if prefill_chunk is not None:
+            check_int("prefill_chunk", prefill_chunk, minimum=1)
+        check_type("sampling", sampling, Sampling, "a Sampling", "such as Sampling.greedy() or Sampling(top_k=40)")
+        check_bool("use_cache", use_cache)
+        if seed is not None:
+            check_int("seed", seed)
+        stops = self._stops(stop_tokens)
+        if caches is not None:
+            check_type("caches", caches, LayerCaches, "LayerCaches, as new_cache() makes them, or None")
+            self.trunk.check_caches(caches)
         if not use_cache and (caches is not None or prefill_chunk is not None):
             raise ConfigError("caches and prefill_chunk have no effect without use_cache: leave them at None")
         seen = 0 if caches is None else _continued(caches, batch)
@@ -271,12 +278,20 @@ class LanguageModel(nn.Module):
             )
         if use_cache and caches is None:
             # Where a stop token may come early, memory grows by pages instead.
-            length = None if stops else needed - 1
+            length = None if stops else reserved_length(needed - 1)
             caches = self.new_cache(max_length=length, left_padding=batch.left_padding)
         if seed is None:
             seed = 0 if sampling.is_greedy else int(torch.randint(2**62, ()))
         sampler = RowSampler(sampling, batch.rows, seed)
         return self._steps(batch, max_new_tokens, sampler, stops, caches, prefill_chunk)
+
+    def _stops(self, given: Collection[int]) -> frozenset[int]:
+        """Stop tokens, checked."""
+        check_type("stop_tokens", given, (list, tuple, set, frozenset, range), "a list, tuple or set of token ids")
+        for token in given:
+            if not is_int(token) or not 0 <= token < self.vocab_size:
+                raise ConfigError(f"stop_tokens: token ids are ints in [0, {self.vocab_size}), got {describe(token)}")
+        return frozenset(given)
 
     def _steps(
         self,
@@ -297,14 +312,24 @@ class LanguageModel(nn.Module):
                     features = self._features(unread, None, padding)
                 else:
                     for piece in unread.split(prefill_chunk or unread.shape[1], dim=1):
-                        features = self._features(piece, caches, None)
-                drawn = sampler.draw(self.read_out(features[:, -1]))
+                        with guarded(caches):
+                            features = self._features(piece, caches, None)
+                drawn = sampler.draw(self.read_out(features[:, -1]), running)
             yield [token if runs else None for token, runs in zip(drawn, running, strict=True)]
             running = [runs and token not in stop_tokens for token, runs in zip(drawn, running, strict=True)]
             if not any(running):
                 return
             new = torch.tensor(drawn, device=device)[:, None]
             unread = new if caches is not None else torch.cat([unread, new], dim=1)
+
+
+_MOST_RESERVED = 2**17  # tokens
+
+
+def reserved_length(length: int) -> int | None:
+    """The tokens for which memory is taken at once, of a sequence that may grow to ``length``; ``None``: by pages, since a limit that
+    is far away is seldom reached."""
+    return length if length <= _MOST_RESERVED else None
 
 
 def _continued(caches: LayerCaches, batch: Prompts) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from structattn.errors import ConfigError
+from structattn.checks import check_int, check_number
+from structattn.errors import ConfigError, GenerationError
 from structattn.seeds import generator
 
 
@@ -38,14 +38,11 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature must be finite and not negative (0 is greedy), got {self.temperature}")
-        if self.top_k is not None and (
-            isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1
-        ):
-            raise ConfigError(f"top_k must be None or an int of at least 1, got {self.top_k!r}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must be None or lie in (0, 1], got {self.top_p}")
+        check_number("temperature", self.temperature, minimum=0)
+        if self.top_k is not None:
+            check_int("top_k", self.top_k, minimum=1)
+        if self.top_p is not None:
+            check_number("top_p", self.top_p, above=0, maximum=1)
         if self.is_greedy and (self.top_k is not None or self.top_p is not None):
             raise ConfigError("temperature 0 always takes the largest logit: leave top_k and top_p at None")
 
@@ -67,8 +64,15 @@ class Sampling:
 
         Returns:
             (..., V), float64.
+
+        Raises:
+            GenerationError: a largest logit is not a finite number: some are NaN or infinite, or all -inf.
         """
         logits = logits.double()
+        if not bool(logits.amax(-1).isfinite().all()):
+            raise GenerationError(
+                "no token can be chosen: the logits hold NaN or infinity, or are -inf for every token"
+            )
         if self.is_greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         # The largest becomes 0 before the division, which a tiny temperature would otherwise take to infinity.
@@ -105,23 +109,44 @@ class RowSampler:
         self.sampling = sampling
         copies: Counter[tuple[int, ...]] = Counter()
         self._streams = []
+        self._step = 0
         for prompt in prompts:
             key = tuple(prompt)
             self._streams.append(generator(seed, copies[key], *key))
             copies[key] += 1
 
-    def draw(self, logits: Tensor) -> list[int]:
+    def draw(self, logits: Tensor, wanted: Sequence[bool] | None = None) -> list[int]:
         """The next token of each row.
 
         Args:
             logits: (B, V).
+            wanted: (B,), whether anything is made of the token of a row. Default: all.
+
+        Raises:
+            GenerationError: the largest logit of a row that is wanted is not a finite number.
         """
+        self._step += 1
+        logits = logits if self.sampling.is_greedy else logits.cpu()
+        tokens, finite = self._largest(logits, wanted)
         if self.sampling.is_greedy:
-            tokens: list[int] = logits.argmax(-1).tolist()
             return tokens
-        sums = self.sampling.probabilities(logits.cpu()).cumsum(-1)
+        sums = self.sampling.probabilities(logits.masked_fill(~finite[:, None], 0.0)).cumsum(-1)
         uniform = torch.stack([torch.rand(1, generator=stream, dtype=torch.float64) for stream in self._streams])
         # Tokens of probability 0 add nothing to the sums, so none is the first that passes; the product stays below the last sum.
         below = sums <= torch.minimum(uniform * sums[:, -1:], sums[:, -1:].nextafter(torch.zeros(1, dtype=sums.dtype)))
         drawn: list[int] = below.sum(-1).tolist()
         return drawn
+
+    def _largest(self, logits: Tensor, wanted: Sequence[bool] | None) -> tuple[list[int], Tensor]:
+        """The token with the largest logit of each row, and whether that is a finite number (of NaN and infinity it is neither)."""
+        choice = logits.argmax(-1, keepdim=True)
+        finite = logits.gather(-1, choice).isfinite()
+        tokens, fine = torch.cat([choice, finite.long()], dim=-1).T.tolist()  # the device is waited for once
+        for row, is_fine in enumerate(fine):
+            if not is_fine and (wanted is None or wanted[row]):
+                value = float(logits[row].amax())
+                raise GenerationError(
+                    f"step {self._step}: the largest logit of prompt {row} is {value}, so that no token can be chosen: the weights or "
+                    "the numbers computed with them are not finite"
+                )
+        return tokens, finite[:, 0]

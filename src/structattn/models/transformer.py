@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from structattn.cache import PAGE_SIZE, LayerCaches
+from structattn.cache.layers import guarded
 from structattn.checks import MAX_LENGTH, check_number, check_sequences, check_size, check_type, describe
 from structattn.errors import ConfigError, ShapeError
 from structattn.layer_specs import LayerSpecs
@@ -137,7 +138,8 @@ class Transformer(nn.Module):
 
         Args:
             x: (B, T, E) embeddings; with ``caches`` of the tokens that follow those in them.
-            caches: from ``new_cache``; the tokens are added to them. Default ``None``: x is the whole sequence.
+            caches: from ``new_cache``; the tokens are added to them, to all layers or (with any error) to none. Default ``None``:
+                x is the whole sequence.
             left_padding: (B,) ints, leading tokens of each row that are padding: they are not attended to, and positions
                 are counted from the first real token. What comes out for padding means nothing. With ``caches`` theirs holds.
             cu_seqlens: (N + 1,) ints, the borders of N sequences that x, of one row, holds one after the other: they do not attend to
@@ -149,17 +151,16 @@ class Transformer(nn.Module):
 
         Raises:
             ShapeError: a token lies beyond the learned positions.
-            ConfigError: caches of another number of layers, or ``left_padding`` or ``cu_seqlens`` beside ``caches``.
+            ConfigError: caches of another model or number of layers, or ``left_padding`` or ``cu_seqlens`` beside ``caches``.
+            CacheError: the layers hold different numbers of tokens.
         """
-        check_type("caches", caches, LayerCaches | None, "the caches of new_cache(), or None")
+        guard = guarded(caches)
         self.layers[0].attention.check_states("x", x)
         if caches is None:
             check_sequences(x.shape[0], left_padding, cu_seqlens)
+        else:
+            self.check_caches(caches)
         check_type("segments", segments, Segments | None, "the Segments of TextUnits, or None")
-        if caches is not None and len(caches) != len(self.blocks):
-            raise ConfigError(
-                f"the model has {len(self.blocks)} layers, the caches are of {len(caches)}: use new_cache()"
-            )
         if caches is not None and left_padding is not None:
             raise ConfigError("left padding belongs to the caches: give it to new_cache(), and leave it at None here")
         if caches is not None and cu_seqlens is not None:
@@ -172,17 +173,18 @@ class Transformer(nn.Module):
         layouts: dict[object, LevelLayout] = (
             {} if segments is None else {layout: layout.at(segments) for layout in self._text_layouts}
         )
-        for block, cache in zip(self.layers, repeat(None) if caches is None else caches, strict=False):
-            known = layouts.get(block.attention.layout) if layouts else None
-            # A cache would be filled a second time by a block that is computed again.
-            if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
-                x = checkpoint(
-                    block, x, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=known, use_reentrant=False
-                )
-            else:
-                x = block(x, cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=known)
-        out: Tensor = self.norm(x)
-        return out
+        with guard:
+            for block, cache in zip(self.layers, repeat(None) if caches is None else caches, strict=False):
+                known = layouts.get(block.attention.layout) if layouts else None
+                # A cache would be filled a second time by a block that is computed again.
+                if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
+                    x = checkpoint(
+                        block, x, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=known, use_reentrant=False
+                    )
+                else:
+                    x = block(x, cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=known)
+            out: Tensor = self.norm(x)
+            return out
 
     def _learned(
         self,
@@ -229,6 +231,16 @@ class Transformer(nn.Module):
             block.attention.new_cache(max_length=max_length, page_size=page_size, left_padding=left_padding)
             for block in self.layers
         )
+
+    def check_caches(self, caches: LayerCaches) -> None:
+        """Raises ``ConfigError`` for caches of another model, and ``CacheError`` where layers hold different tokens."""
+        if len(caches) != len(self.blocks):
+            raise ConfigError(
+                f"the model has {len(self.blocks)} layers, the caches are of {len(caches)}: use new_cache()"
+            )
+        for block, cache in zip(self.layers, caches, strict=True):
+            block.attention.check_cache(cache)
+        caches.check()
 
     @property
     def layers(self) -> tuple[TransformerBlock, ...]:

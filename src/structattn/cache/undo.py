@@ -1,0 +1,66 @@
+"""Taking new tokens back, so that a call that fails leaves caches as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from structattn.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Before:
+    """What new tokens change in the contents of a cache, as it was before them.
+
+    Attributes:
+        length, layout: of the contents.
+        oldest: of each store.
+        overwritten: numbers that are still wanted and were written over, as (page, index, numbers). Within a block tokens go to
+            free slots, so that there are some only where a block is left, or in a ring.
+    """
+
+    length: int
+    layout: Layout | None
+    oldest: list[list[int]]
+    overwritten: list[tuple[Tensor, Any, Tensor]] = field(default_factory=list)
+
+    def keep(self, page: Tensor, index: Any = ...) -> None:
+        """Copies numbers that are about to be written over."""
+        self.overwritten.append((page, index, page[index].clone()))
+
+    def put_back(self) -> None:
+        """Writes the numbers back, the last ones first."""
+        with torch.inference_mode():  # pages may be views that were made in that mode
+            for page, index, numbers in reversed(self.overwritten):
+                page[index] = numbers
+
+
+class Undoable(Protocol):
+    """A cache whose last new tokens can be taken back."""
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        ...
+
+    def undo(self) -> None:
+        """Takes the last new tokens back."""
+        ...
+
+
+@contextmanager
+def all_or_nothing(caches: Iterable[Undoable]) -> Iterator[None]:
+    """Within it each cache takes new tokens once. If anything fails, Ctrl-C included, those that have taken them lose them again."""
+    lengths = [(cache, cache.length) for cache in caches]
+    try:
+        yield
+    except BaseException:
+        for cache, length in lengths:
+            if cache.length != length:
+                cache.undo()
+        raise

@@ -1,0 +1,188 @@
+"""What fails while tokens are appended leaves a cache as it was: an error or Ctrl-C at every line, copies, and ``undo``."""
+
+import copy
+import io
+import pickle
+import sys
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import pytest
+import torch
+
+import structattn as sa
+from structattn.cache import LayerCaches
+from structattn.errors import CacheError
+from structattn.testing.tolerances import assert_close
+
+LEVELS = sa.LevelLayout((2, 2, 2), (64, 4, 2), value_ranks=(2, 2, 2))
+FOLDER = str(Path(sa.__file__).parent)
+
+
+@contextmanager
+def interrupted(at, kind=KeyboardInterrupt):
+    """Raises an error at the line number ``at`` that is run in the package, counted from the beginning; yields the count."""
+    seen = [0]
+
+    def trace(frame, event, _):
+        if not frame.f_code.co_filename.startswith(FOLDER):
+            return None
+        if event == "line":
+            seen[0] += 1
+            if seen[0] == at:
+                raise kind("stopped")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield seen
+    finally:
+        sys.settrace(before)
+
+
+def tokens(batch, length):
+    rng = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, h, length, 6, generator=rng, dtype=torch.float64) for h in (4, 2, 2)]
+
+
+def croppable(cache):
+    """The lengths to which a cache can go back."""
+    found = []
+    for length in range(cache.length + 1):
+        try:
+            cache.check_crop(length)
+        except CacheError:
+            continue
+        found.append(length)
+    return found
+
+
+CASES = {
+    "levels": {"layout": LEVELS},
+    "ring": {"layout": LEVELS, "window": 3, "page_size": 2},
+    "rows": {"layout": LEVELS, "left_padding": [0, 3], "page_size": 2},
+    "ring of rows": {"layout": None, "window": 3, "left_padding": [0, 3]},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_interrupt_at_many_lines_leaves_the_cache_as_it_was(case) -> None:
+    options = CASES[case]
+    q, k, v = tokens(2, 24)
+    padding = None if "left_padding" not in options else torch.tensor(options["left_padding"])
+    expected = sa.structured_attention(
+        q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), options["layout"], window=options.get("window"),
+        left_padding=padding, backend="reference",
+    )  # fmt: skip
+    total = 0
+    # The first token of a block, several over borders, a long chunk, and the very first tokens.
+    for start, size in ((8, 1), (7, 5), (6, 17), (0, 4)):
+        base = sa.LevelCache(**options)
+        if start:
+            base.attend(*(x[:, :, :start] for x in (q, k, v)))
+        before = croppable(base)
+        new = [x[:, :, start : start + size] for x in (q, k, v)]
+        cache = copy.deepcopy(base)
+        with interrupted(0) as seen:
+            cache.attend(*new)
+        for at in range(1 + size % 3, seen[0] + 1, seen[0] // 25 + 1):
+            cache = copy.deepcopy(base)
+            with pytest.raises(KeyboardInterrupt), interrupted(at):
+                cache.attend(*new)
+            total += 1
+            assert cache.length == start
+            assert croppable(cache) == before
+            out = cache.attend(*new)
+            real = torch.ones(2, size, dtype=torch.bool)
+            if padding is not None:
+                real = torch.arange(start, start + size) >= padding[:, None]
+            for row in range(2):
+                assert_close(out[row][:, real[row]], expected[row, :, start : start + size][:, real[row]])
+    assert total > 80
+
+
+def copies(cache, folder):
+    """The same cache in every way in which it can be copied."""
+    buffer = io.BytesIO()
+    torch.save(cache, buffer)
+    buffer.seek(0)
+    yield pickle.loads(pickle.dumps(cache))
+    yield pickle.loads(ForkingPickler.dumps(cache))  # between processes: tensors are shared memory
+    yield torch.load(buffer, weights_only=False)
+    yield copy.copy(cache)
+    yield copy.deepcopy(cache)
+    cache.save(folder / "cache.safetensors")
+    yield type(cache).load(folder / "cache.safetensors")
+    with torch.inference_mode():
+        found = [
+            pickle.loads(pickle.dumps(cache)),
+            copy.deepcopy(cache),
+            type(cache).load(folder / "cache.safetensors"),
+            cache.from_state(*cache.state(), cache.layout, None),
+        ]
+    yield from found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_copies_go_on_alone(case, tmp_path) -> None:
+    options = CASES[case]
+    q, k, v = tokens(2, 24)
+    cache = sa.LevelCache(**options)
+    cache.attend(*(x[:, :, :10] for x in (q, k, v)))
+    cache.reorder(torch.tensor([1, 0]))
+    cache.crop(9)
+    expected = copy.deepcopy(cache).attend(*(x[:, :, 9:20] for x in (q, k, v)))
+    for found in copies(cache, tmp_path):
+        # The copy takes other tokens than the original, in turn: neither writes into the other.
+        other = copy.deepcopy(cache)
+        first = found.attend(*(x[:, :, 9:14] for x in (q, k, v)))
+        other.attend(*(-x[:, :, 9:14] for x in (q, k, v)))
+        cache.append(*(x[:, :, 20:21] * 9 for x in (k, v)))
+        cache.undo()
+        second = [found.attend(*(x[:, :, at : at + 1] for x in (q, k, v))) for at in range(14, 20)]
+        assert_close(torch.cat([first, *second], dim=2), expected)
+
+
+def test_undo() -> None:
+    q, k, v = tokens(2, 24)
+    cache = sa.LevelCache(LEVELS)
+    with pytest.raises(CacheError, match="nothing to undo"):
+        cache.undo()
+    cache.attend(q[:, :, :7], k[:, :, :7], v[:, :, :7])
+    cache.undo()
+    assert cache.length == 0
+    assert cache.nbytes == 0
+    cache.append(k[:, :, :8], v[:, :, :8])
+    with torch.inference_mode():  # what is kept for undo may come from another mode
+        expected = cache.attend(q[:, :, 8:11], k[:, :, 8:11], v[:, :, 8:11])
+    cache.undo()
+    assert_close(cache.attend(q[:, :, 8:11], k[:, :, 8:11], v[:, :, 8:11]), expected)
+    cache.crop(10)
+    with pytest.raises(CacheError, match="crop\\(\\) goes back further"):
+        cache.undo()
+
+
+def test_layers_that_differ_are_refused() -> None:
+    _, k, v = tokens(2, 24)
+    layers = LayerCaches([sa.LevelCache(), sa.LevelCache(LEVELS)])
+    with layers.all_or_nothing():
+        for layer in layers:
+            layer.append(k[:, :, :9], v[:, :, :9])
+    layers[0].append(k[:, :, :1], v[:, :, :1])
+    for use in (layers.all_or_nothing, layers.check, lambda: layers.save("x"), lambda: LayerCaches(layers)):
+        with pytest.raises(CacheError, match=r"different numbers of tokens, \[10, 9\].*crop\(9\)"):
+            use()
+    layers.crop(9)
+    layers.check()
+    with pytest.raises(KeyboardInterrupt), interrupted(1):  # the first layer is as it was
+        layers[0].select(torch.tensor([1, 1]))
+    layers.check()
+    layers[1].select = lambda _: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        layers.select(torch.tensor([1, 1]))
+    with pytest.raises(CacheError, match="rows differ since: reset"):
+        layers.check()
+    layers.reset()
+    layers.check()

@@ -383,9 +383,9 @@ def test_layers_crop_together_or_not_at_all() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 0}, "window must be a positive int or None, got 0"),
-        ({"page_size": 0}, "page_size must be a positive int, got 0"),
-        ({"max_length": 1.5}, "max_length must be a positive int or None"),
+        ({"window": 0}, "window must be an int of at least 1, got 0"),
+        ({"page_size": 0}, "page_size must be an int of at least 1, got 0"),
+        ({"max_length": 1.5}, "max_length must be an int of at least 1, got 1.5"),
         ({"left_padding": [1, -1]}, "left_padding needs one int of at least 0 per batch row"),
         ({"left_padding": [0.5]}, "left_padding needs one int"),
         ({"layout": LAYOUTS["global window"], "window": 3}, "a global-window layout has its own window"),

@@ -155,7 +155,7 @@ def test_mistakes_are_named_in_one_line(runs, tmp_path: Path, capsys) -> None:
             ["generate", run, "--prompt", "na\u00efve"],
             "the prompt: expected newlines and printable ASCII, got '\u00ef'",
         ),
-        (["generate", run, "--temperature", "-1"], "temperature must be finite"),
+        (["generate", run, "--temperature", "-1"], "temperature must be a finite number of at least 0"),
         (["generate", run, "--prompt", "x" * 33], "33 tokens in the longest prompt"),
         (["generate", run, "--max-new-tokens", "0"], "max_new_tokens must be"),
         (["evaluate", str(other), "--cache"], "nearest-neighbor has none"),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from structattn.errors import ConfigError
+from structattn.errors import ConfigError, GenerationError
 from structattn.models.sampling import RowSampler, Sampling
 from structattn.testing.tolerances import assert_close
 
@@ -74,16 +74,40 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, "temperature must be finite"),
-        ({"temperature": math.inf}, "temperature must be finite"),
-        ({"temperature": math.nan}, "temperature must be finite"),
-        ({"top_k": 0}, "top_k must be None or an int of at least 1, got 0"),
+        ({"temperature": -0.1}, "temperature must be a finite number of at least 0"),
+        ({"temperature": math.inf}, "temperature must be a finite number of at least 0"),
+        ({"temperature": math.nan}, "temperature must be a finite number of at least 0"),
+        ({"top_k": 0}, "top_k must be an int of at least 1, got 0"),
         ({"top_k": 2.0}, "top_k"),
-        ({"top_p": 0.0}, r"top_p must be None or lie in \(0, 1\], got 0"),
+        ({"top_p": 0.0}, "top_p must be a finite number above 0|at most 1"),
         ({"top_p": 1.5}, "top_p"),
+        ({"top_p": "0.9"}, "top_p"),
+        ({"temperature": True}, "temperature"),
         ({"temperature": 0.0, "top_k": 3}, "leave top_k and top_p at None"),
     ],
 )
 def test_bad_settings_are_named(options, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling.greedy(), Sampling(), Sampling(top_k=2), Sampling(top_p=0.5), Sampling(temperature=1e-300)]
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_named_with_step_and_prompt(sampling, value) -> None:
+    sampler = RowSampler(sampling, [[1], [2]], 0)
+    logits = torch.randn(2, 5)
+    logits[1, 0] = -math.inf  # a token that cannot come is fine
+    sampler.draw(logits)
+    for bad in (value, -math.inf):
+        logits[1, 3] = bad
+        if bad < 0:
+            logits[1] = bad
+        with pytest.raises(GenerationError, match=r"step \d: the largest logit of prompt 1 is"):
+            sampler.draw(logits)
+        with pytest.raises(GenerationError):
+            sampling.probabilities(logits)
+        assert len(sampler.draw(logits, [True, False])) == 2  # a prompt that has ended does not matter
+    with pytest.raises(GenerationError, match="step 6"):
+        sampler.draw(logits)

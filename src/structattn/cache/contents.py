@@ -194,7 +194,9 @@ class Contents:
                     store.grow(slots, x)
                     if first > 0 and self._before is not None:
                         lost, end = max(low, store.ring or 0), last + 1
-                        if store.ring is None and self.length == self._before.length:  # the block before, if it is another
+                        if (
+                            store.ring is None and self.length == self._before.length
+                        ):  # the block before, if it is another
                             before = level.start(first - 1, row)
                             end = low if before == start else min(end, start + first - before)
                         for piece in store.pieces(lost, end, start):

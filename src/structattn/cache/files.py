@@ -15,7 +15,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from structattn.errors import CheckpointError
+from structattn.checks import check_device, check_type, describe
+from structattn.errors import CheckpointError, ConfigError
 from structattn.files import write_atomic
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
 from structattn.text_layout import TextHistory, TextUnits
@@ -43,6 +44,13 @@ def _digest(record: str, tensors: dict[str, Tensor]) -> str:
     return hashlib.sha256(record.encode() + save_tensors(tensors)).hexdigest()
 
 
+def _path(path: str | Path) -> Path:
+    check_type("path", path, (str, Path), "a file name or a Path")
+    if not Path(path).name or "\0" in str(path):
+        raise ConfigError(f"path must be a file name or a Path, got {describe(str(path))}")
+    return Path(path)
+
+
 State = tuple[dict[str, Any], dict[str, Tensor]]
 
 
@@ -50,8 +58,14 @@ def save(path: str | Path, layers: Sequence[tuple[State, Layout | None]], text: 
     """Writes the states of caches, with their layouts and what is remembered of the text, to one file.
 
     Raises:
-        CheckpointError: it cannot be written; a file that was there is untouched.
+        ConfigError: the path is none.
+        CheckpointError: it cannot be written; a file that was there is untouched, and no folder is made.
     """
+    path = _path(path)
+    if not path.parent.is_dir():
+        raise CheckpointError(
+            f"cannot write the cache {path}: there is no folder {path.parent}; make it, or correct the path"
+        )
     tensors = {
         f"{number}.{name}": x.cpu().contiguous()
         for number, ((_, found), _) in enumerate(layers)
@@ -65,7 +79,7 @@ def save(path: str | Path, layers: Sequence[tuple[State, Layout | None]], text: 
         for row, marks in enumerate(text.marks):
             tensors[f"text.{row}"] = torch.tensor(list(marks), dtype=torch.uint8)
     record = json.dumps(data, sort_keys=True)
-    write_atomic(Path(path), save_tensors(tensors, {_KEY: record, "sha256": _digest(record, tensors)}))
+    write_atomic(path, save_tensors(tensors, {_KEY: record, "sha256": _digest(record, tensors)}))
 
 
 def load(
@@ -74,13 +88,22 @@ def load(
     """What ``save`` wrote, verified, with the tensors on ``device`` (default: the CPU).
 
     Raises:
+        ConfigError: the path or the device is none.
         CheckpointError: the file is missing, truncated, changed, or not a cache.
     """
+    path = _path(path)
+    device = None if device is None else check_device("device", device)
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
-        tensors = load_tensors(Path(path).read_bytes())
-    except (OSError, SafetensorError) as error:
+        tensors = load_tensors(path.read_bytes())
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # a dtype that is none is a KeyError
         raise CheckpointError(f"cannot read the cache {path}: {error}; it is missing or damaged") from error
     if _KEY not in metadata:
         raise CheckpointError(f"{path} is not a cache that structattn saved: its metadata has no {_KEY!r}")

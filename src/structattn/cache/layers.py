@@ -33,7 +33,7 @@ class LayerCaches(Sequence[LevelCache]):
     """
 
     def __init__(self, layers: Iterable[LevelCache], text: TextHistory | None = None) -> None:
-        self._layers = tuple(layers) if isinstance(layers, Iterable) else ()
+        self._layers = tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, Tensor) else ()
         self.text = text
         if not self._layers or not all(isinstance(layer, LevelCache) for layer in self._layers):
             raise ConfigError(f"LayerCaches needs the LevelCache of at least one layer, got {describe(layers)}")

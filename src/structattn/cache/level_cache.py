@@ -212,6 +212,7 @@ class LevelCache:
         check_choice("backend", backend, get_args(Backend))
         if scale is not None:
             check_number("scale", scale)
+        check_tensor("q", q)
         contents = self._checked(q, k, v, layout)
         q, k, v = autocasted(q, k, v)
         kept_k, kept_v = k.detach(), v.detach()
@@ -305,13 +306,15 @@ class LevelCache:
 
     def _checked(self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None) -> Contents:
         """The contents, if the tokens fit them, made for the first ones."""
-        for name, x in (("k", k), ("v", v)) if q is None else (("q", q), ("k", k), ("v", v)):
+        given = (("k", k), ("v", v)) if q is None else (("q", q), ("k", k), ("v", v))
+        for name, x in given:
             check_tensor(name, x)
             if x.dim() != 4 or min(x.shape) < 1 or not x.is_floating_point():
                 raise ShapeError(
                     f"{name} must be floating point of shape (batch, heads, length, dim), all at least 1, got {x.dtype} "
                     f"{tuple(x.shape)}"
                 )
+        for name, x in given:
             if x.shape[0] != k.shape[0] or x.shape[2] != k.shape[2]:
                 raise ShapeError(
                     f"new tokens need one batch and length: k is {tuple(k.shape)}, {name} is {tuple(x.shape)}"
@@ -347,9 +350,9 @@ class LevelCache:
                 raise ConfigError(
                     f"a cache with {self.text} needs its levels with the segments that the tokens see: got {layout}"
                 )
-            if layout.num_rows != found.batch:
+            if len(layout.boundaries or ()) != found.batch:
                 raise ShapeError(
-                    f"segments need one entry per batch row: expected {found.batch}, got {layout.num_rows}"
+                    f"segments need one entry per batch row: expected {found.batch}, got {len(layout.boundaries or ())}"
                 )
             self._layout = layout
         if self._contents is None:
@@ -537,6 +540,11 @@ class LevelCache:
             )
         )
         contents.length = plain["length"]
+        found = [tensors[str(number)].shape[2] for number in range(len(plain["oldest"]))]
+        if found != [store.dim for store, _ in contents.stores()]:
+            raise ConfigError(
+                "the latent is of another layer: its keys or states have other sizes than those that are kept"
+            )
         for number, ((store, _), oldest) in enumerate(zip(contents.stores(), plain["oldest"], strict=True)):
             store.pages, store.oldest = [tensors[str(number)]], list(oldest)
         cache._contents = contents
@@ -579,6 +587,6 @@ def _facts(latent: Latent) -> tuple[int, int, bool]:
 
 def _padding(given: Tensor | Sequence[int]) -> tuple[int, ...]:
     values = given.tolist() if isinstance(given, Tensor) and given.layout == torch.strided else given
-    if not isinstance(values, Sequence) or not values or not all(is_int(x) and x >= 0 for x in values):
+    if not isinstance(values, list | tuple) or not values or not all(is_int(x) and x >= 0 for x in values):
         raise ConfigError(f"left_padding needs one int of at least 0 per batch row, got {describe(given)}")
     return tuple(values)

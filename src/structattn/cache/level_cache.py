@@ -15,7 +15,17 @@ from torch import Tensor
 from structattn.cache import decode, files, fused
 from structattn.cache.contents import Contents, Shape
 from structattn.cache.latent import Latent
-from structattn.checks import check_choice, check_int, check_number, check_tensor, check_type, describe, is_int
+from structattn.checks import (
+    MAX_LENGTH,
+    check_choice,
+    check_int,
+    check_number,
+    check_size,
+    check_tensor,
+    check_type,
+    describe,
+    is_int,
+)
 from structattn.errors import CacheError, ConfigError, ShapeError
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
 from structattn.ops import Backend, structured_attention
@@ -75,10 +85,9 @@ class LevelCache:
     ) -> None:
         kinds = (LevelLayout, GlobalWindowLayout, TextLayout, type(None))
         check_type("layout", layout, kinds, "a LevelLayout, GlobalWindowLayout, TextLayout or None")
-        for name, value in (("window", window), ("max_length", max_length)):
-            if value is not None:
-                check_int(name, value, minimum=1)
-        check_int("page_size", page_size, minimum=1)
+        for name, value in (("window", window), ("max_length", max_length), ("page_size", page_size)):
+            if value is not None or name == "page_size":
+                check_size(name, value, MAX_LENGTH)
         if latent is not None and not all(hasattr(latent, name) for name in ("key_dim", "num_gains", "can_absorb")):
             raise ConfigError(f"latent must be a Latent, such as Attention.latent, or None, got {describe(latent)}")
         if window is not None and isinstance(layout, GlobalWindowLayout):

@@ -173,11 +173,59 @@ def test_damage_is_named(tmp_path, damage) -> None:
         "changed": "the contents have changed",
         "manifest": "expected the manifest of a corpus",
         "list": "expected the manifest of a corpus",
-        "field": "expected the manifest of a corpus, got: KeyError",
+        "field": "expected the manifest of a corpus, got one without 'tokenizer'",
         "format": "expected a corpus of format 1, got 99",
     }
     with pytest.raises(DataError, match=words[damage]):
         Corpus(out).verify()
+
+
+def test_a_manifest_without_a_signature_is_not_believed(tmp_path) -> None:
+    """Version 0.1.0 did not sign its manifests: whatever is in them is refused with a sentence, and nothing else is read."""
+    out = tmp_path / "corpus"
+    prepare(config_of(folder_of(tmp_path, texts(40))), out, show_progress=False)
+    (tmp_path / "train-00000.tokens").write_bytes((out / "train-00000.tokens").read_bytes())
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["signature"]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    Corpus(out).verify()
+    shard = ("splits", "train", "shards", 0)
+    changes = [
+        (("dtype",), value, words)
+        for value, words in (
+            ("O", "tokens of type 'O'"),
+            ("<f4", "tokens of type"),
+            ("zz", "wrong type"),
+            (5, "wrong type"),
+        )
+    ]
+    changes += [
+        (("tokenizer",), value, "") for value in ("chars", {}, {"kind": "x"}, {"kind": "bpe", "definition": {}})
+    ]
+    changes += [(("splits",), value, "") for value in ([], {}, None, {"train": 3})]
+    changes += [(shard[:3], value, "wrong type") for value in ("x", 3, None, [3])]
+    changes += [((*shard, "tokens"), value, "a shard of train has") for value in ("5", -5, 0, 1.5, True, None)]
+    changes += [((*shard, "documents"), value, "a shard of train has") for value in ("5", -1, None)]
+    changes += [
+        ((*shard, "file"), value, "outside of the folder") for value in ("../train-00000.tokens", "/etc/passwd", "")
+    ]
+    changes += [((*shard, "file"), 3, "wrong type"), ((*shard, "documents"), 3, "expected 12 bytes")]
+    for path, value, words in changes:
+        changed = json.loads(json.dumps(manifest))
+        inner = changed
+        for name in path[:-1]:
+            inner = inner[name]
+        inner[path[-1]] = value
+        (out / "manifest.json").write_text(json.dumps(changed))
+        with pytest.raises(DataError, match=words) as told:
+            Corpus(out)
+        assert "Error(" not in str(told.value)
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    lengths = bytearray((out / "train-00000.lengths").read_bytes())
+    lengths[0] ^= 1
+    (out / "train-00000.lengths").write_bytes(lengths)
+    with pytest.raises(DataError, match="expected lengths of .* tokens in all"):
+        Corpus(out)
 
 
 def test_a_source_that_has_changed_is_not_continued(tmp_path) -> None:

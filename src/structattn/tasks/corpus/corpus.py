@@ -113,13 +113,21 @@ class Corpus:
                 )
             self.tokenizer: Tokenizer = tokenizer_from(self.manifest["tokenizer"])
             self._type = np.dtype(self.manifest["dtype"])
+            if self._type.kind != "u":
+                raise ValueError(f"tokens of type {self.manifest['dtype']!r}")
             self.splits: dict[str, Tokens] = {name: self._open(name) for name in SPLITS}
         except DataError:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
             raise DataError(
-                f"{folder / MANIFEST}: expected the manifest of a corpus, got: {error!r}. {_HINT}"
+                f"{folder / MANIFEST}: expected the manifest of a corpus, got one without {error}. {_HINT}"
             ) from None
+        except (AttributeError, TypeError):
+            raise DataError(
+                f"{folder / MANIFEST}: expected the manifest of a corpus, got a field of a wrong type. {_HINT}"
+            ) from None
+        except ValueError as error:
+            raise DataError(f"{folder / MANIFEST}: expected the manifest of a corpus, got {error}. {_HINT}") from None
 
     @property
     def sha256(self) -> str:
@@ -131,13 +139,22 @@ class Corpus:
         arrays: list[npt.NDArray[Any]] = []
         lengths: list[npt.NDArray[Any]] = []
         for shard in self.manifest["splits"][split]["shards"]:
-            self._checked(shard["file"], shard["tokens"] * self._type.itemsize)
+            counts = shard["tokens"], shard["documents"]
+            if not all(type(count) is int and count > 0 for count in counts):
+                raise ValueError(f"a shard of {split} has {counts[0]!r} tokens in {counts[1]!r} documents")
+            file = self._checked(shard["file"], shard["tokens"] * self._type.itemsize)
             path = self._checked(shard["lengths_file"], shard["documents"] * LENGTH_TYPE.itemsize)
-            arrays.append(_mapped(self.folder / shard["file"]).view(self._type))
+            arrays.append(_mapped(file).view(self._type))
             lengths.append(np.fromfile(path, dtype=LENGTH_TYPE))
+            if (total := int(lengths[-1].sum(dtype=np.int64))) != shard["tokens"]:
+                raise DataError(
+                    f"{path}: expected lengths of {shard['tokens']:,} tokens in all, got {total:,}. {_HINT}"
+                )
         return Tokens(arrays, np.concatenate(lengths) if lengths else np.zeros(0, LENGTH_TYPE))
 
     def _checked(self, name: str, size: int) -> Path:
+        if Path(name).name != name:
+            raise ValueError(f"a file outside of the folder, {name!r}")
         path = self.folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:

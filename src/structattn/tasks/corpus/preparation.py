@@ -298,8 +298,9 @@ def _begun(out: Path) -> dict[str, Any] | None:
         int(progress["documents"]) + int(progress["characters"])
         tokenizer_from(progress["tokenizer"])
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        why = f" ({error})" if isinstance(error, CheckpointError | DataError) else ""
         raise DataError(
-            f"{out / _PROGRESS}: expected the record of a begun corpus, got: {error!r}. Use another folder"
+            f"{out / _PROGRESS}: expected the record of a begun corpus, got a damaged one{why}. Use another folder"
         ) from None
     if lost is not None:
         raise DataError(f"{out / lost}: expected a file of the begun corpus, got no such file. Use another folder")

@@ -337,9 +337,8 @@ def structured_attention(
         window: key j is visible to query i when 0 <= i - j < window (causal) or |i - j| < window (not causal).
         attn_bias: added to the scaled scores, broadcastable to (B, H, T, S), floating point; -inf hides a pair. Scores are
             float32, or float64 where q is, and so is the bias then.
-        dropout_p: probability of dropping an attention weight. A seed from torch's global CPU generator and the batch row, head,
-            query and key decide, so that every backend drops the same (one level on a GPU with ``"auto"``: PyTorch's kernels do,
-            with theirs). Default 0.
+        dropout_p: probability of dropping a weight, to 16 bits. A seed from torch's global CPU generator, batch row, head, query
+            and key decide: every backend drops the same, but for PyTorch's kernels (one level on a GPU, ``"auto"``). Default 0.
         cu_seqlens: (N + 1,) int32 or int64, the borders of N packed sequences (B = 1, T = S): pairs of different
             sequences are hidden and blocks start anew in each.
         left_padding: (B,) int32 or int64, the number of leading padding positions of each row: their keys and queries are
@@ -351,6 +350,8 @@ def structured_attention(
         out (B, H, T, V) in q's dtype; with ``return_lse`` also lse (B, H, T), base e, float32 for 16-bit inputs. A query
         that sees no key has output 0 and lse -inf. Under autocast q, k and v are cast first, as
         ``torch.nn.functional.scaled_dot_product_attention`` does: all but float64 have autocast's dtype then.
+        Padding and other packed sequences reach no output or gradient, even as NaN; what causality, a window or a bias of -inf
+        hides can, as 0 times NaN, as in PyTorch's kernels.
 
     Raises:
         ShapeError: shapes, dtypes or devices do not fit; the message has both values.

@@ -112,19 +112,21 @@ class Terms:
 
         Negative if there is none, as where a value is not finite.
         """
-        found = []
+        largest, least = 0.0, math.inf
         # In parts, so that the sizes never take as much memory as v.
         for part in v.flatten(0, -2).split(max(1, self.budget // v.shape[-1])):
             size = part.abs()
-            found.append(torch.stack([size.amax(), size.masked_fill_(size == 0, torch.inf).amin().neg()]))
-        largest, least = torch.stack(found).amax(0).tolist()
+            low, high = (float(x) for x in torch.aminmax(size))
+            if low == 0:
+                low = float(size.masked_fill_(size == 0, torch.inf).amin())
+            if not math.isfinite(high):
+                return -1.0
+            largest, least = max(largest, high), min(least, low)
         if largest == 0:
             return _SMALL
-        if not math.isfinite(largest):
-            return -1.0
         end = math.log2(torch.finfo(v.dtype).max)
         above = end - _ROOM_ABOVE - math.log2(largest) - math.log2(v.shape[-2])
-        return min(_SMALL, above, end - _ROOM_BELOW + math.log2(-least))
+        return min(_SMALL, above, end - _ROOM_BELOW + math.log2(least))
 
     def are_small(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether every score is surely so small that its exponential can be summed as it is, without a maximum.

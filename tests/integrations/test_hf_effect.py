@@ -5,11 +5,17 @@ import copy
 import pytest
 import torch
 import transformers
-from hf_models import _SIZES, HEAD_DIM, llama, tokens
+from hf_models import _SIZES, HEAD_DIM, drafting, generate, llama, tokens
+from transformers.generation import candidate_generator
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from structattn.errors import ConfigError
-from structattn.integrations.transformers import register_attention
+from structattn.integrations.transformers import (
+    StructAttnConfig,
+    StructAttnForCausalLM,
+    register_attention,
+    structurize,
+)
 
 PLAIN = register_attention("standard", name="effect_plain")
 LEVELS = register_attention("mlr:4|4", name="effect_levels", context_length=8)
@@ -161,3 +167,47 @@ def test_a_model_that_computes_with_the_mask_is_refused() -> None:
     for use in (lambda: torch.zeros(1) + mask, lambda: mask[:, 0], lambda: torch.where(mask, 0.0, 1.0)):
         with pytest.raises(ConfigError, match="computes with the attention mask itself"):
             use()
+
+
+def _own():
+    torch.manual_seed(0)
+    sizes = {key: _SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    return StructAttnForCausalLM(StructAttnConfig(attention="mlr:4|4", max_position_embeddings=16, **sizes)).eval()
+
+
+def _registered():
+    model = make("Llama", **_SIZES)
+    model.set_attn_implementation(LEVELS)
+    return model
+
+
+KINDS = {
+    "own": _own,
+    "structurized": lambda: structurize(make("Llama", **_SIZES), "mlr:4|4", context_length=8),
+    "registered": _registered,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_early_exit_leaves_the_model_whole(kind, monkeypatch) -> None:
+    model = drafting(KINDS[kind]())
+    assert torch.equal(generate(model, IDS, new=16, assistant_early_exit=1), generate(model, IDS, new=16))
+    before = logits(model)
+
+    def fail(*_, **__):
+        raise ConfigError("while drafting")
+
+    monkeypatch.setattr(candidate_generator.AssistedCandidateGenerator, "get_candidates", fail)
+    with pytest.raises(ConfigError, match="while drafting"):
+        generate(model, IDS, assistant_early_exit=1)
+    assert model.config.num_hidden_layers == 2
+    assert torch.equal(logits(model), before)
+
+
+def test_continuous_batching_is_refused() -> None:
+    for model in (KINDS["own"](), KINDS["structurized"]()):
+        for call in (model.generate_batch, model.init_continuous_batching, model.continuous_batching_context_manager):
+            with pytest.raises(ConfigError, match="cannot generate with continuous batching"):
+                call([[3, 4, 5]])
+    with pytest.raises(ValueError, match="not supported"):
+        _registered().generate_batch([[3, 4, 5]])

@@ -1,8 +1,11 @@
-"""An attention implementation of ours takes effect, or is refused.
+"""An attention implementation of ours takes effect, or is refused, and an error of ours leaves a model as it was.
 
 transformers logs a line, and the model goes on with its own attention, where a model does not run through ``AttentionInterface``
 (Bloom, Falcon, GPT-J). There is no public place to say otherwise, so the two methods by which a model gets an implementation, when it
 is made and later, are wrapped: for our names they raise instead. Every other name passes through untouched.
+
+Drafting by early exit (``generate(assistant_early_exit=...)``) sets the number of layers in the model's config for a moment, and an error
+in that moment would leave it there for good: it is put back.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from structattn.errors import ConfigError
 
@@ -73,5 +77,19 @@ def _set_or_refuse(self: PreTrainedModel, attn_implementation: Any, *args: Any, 
     return _set(self, attn_implementation, *args, **kwargs)
 
 
+_draft = EarlyExitCandidateGenerator.get_candidates
+
+
+@functools.wraps(_draft)
+def _draft_and_restore(self: EarlyExitCandidateGenerator, *args: Any, **kwargs: Any) -> Any:
+    config = self.assistant_model.base_model.config
+    count = config.num_hidden_layers
+    try:
+        return _draft(self, *args, **kwargs)
+    finally:
+        config.num_hidden_layers = count
+
+
+EarlyExitCandidateGenerator.get_candidates = _draft_and_restore
 PreTrainedModel._check_and_adjust_attn_implementation = _checked
 PreTrainedModel.set_attn_implementation = _set_or_refuse

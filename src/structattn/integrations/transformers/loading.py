@@ -6,7 +6,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
@@ -112,6 +112,16 @@ class OwnModel:
                 f"the attention of {type(self).__name__} is given by its config, and not by attn_implementation={attn_implementation!r}: "
                 "leave it away"
             )
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises ``ConfigError``: continuous batching keeps keys in pages of its own, which have no levels."""
+        raise ConfigError(
+            f"{type(self).__name__} cannot generate with continuous batching (generate_batch), whose paged cache knows no levels: give generate() "
+            "the prompts as one batch, padded on the left, with their attention_mask"
+        )
+
+    # The one entry of transformers above, and what is built on it.
+    generate_batch = continuous_batching_context_manager = init_continuous_batching
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any

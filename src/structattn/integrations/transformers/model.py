@@ -225,7 +225,7 @@ class StructAttnModel(StructAttnPreTrainedModel):
         if self.position is not None:
             x = x + self._learned(self.position, past, length, sequences)
         kept = [x]
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while drafting by early exit
             x = layer(x, sequences, past_key_values, padding)
             kept.append(x)
         x = self.norm(x)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 # They register themselves; a new benchmark is imported here too.
 import benchmarks.attention
@@ -24,6 +23,7 @@ from benchmarks import machine, memory, report
 from benchmarks.registry import BENCHMARKS, Benchmark, Group
 from benchmarks.timing import SEED, Ceilings, Clock, CpuClock, CudaClock, measure_ceilings, measure_group
 from structattn.errors import ConfigError, nearest_name
+from structattn.progress import progress_bar
 
 REPEATS = 21
 PATIENCE_S = 60.0
@@ -100,7 +100,7 @@ def run(
     seen: list[Ceilings] = []
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
-    with tqdm(total=repeats * len(groups), unit="repeat") as bar:
+    with progress_bar(total=repeats * len(groups), unit="repeat", show=True) as bar:
         for group in groups:
             bar.set_description(group.name_of(group.baseline).rpartition("/")[0])
             measured = measure_group(

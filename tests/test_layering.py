@@ -16,6 +16,7 @@ FLOORS = {
     "folders": 3,
     "seeds": 2,
     "partition": 2,
+    "progress": 2,
     "layout": 3,
     "text_layout": 4,
     "matrices": 3,

@@ -15,6 +15,7 @@ import pytest
 from structattn import interrupt
 from structattn.cli import main
 from structattn.errors import TrainingFailedError
+from structattn.experiments.budget import flops_of
 from structattn.experiments.workers import Work, run_all
 
 LONG = [
@@ -122,3 +123,29 @@ def test_a_process_that_comes_to_no_step_ends_nevertheless() -> None:
         assert process.communicate(timeout=30)[0] == f"continue {numbers[0]}\n"
         assert process.returncode == status
         assert time.monotonic() - sent < interrupt.GRACE_S[signal.SIGINT]
+
+
+def test_what_it_takes_is_said_before_it_begins(tmp_path: Path, capsys) -> None:
+    few = ["--set", "training.steps=2", "--set", "training.checkpoint_every=9", "--set", "task.eval_examples=16"]
+    command = ["compare", "nearest-neighbor", "--attention", "standard:1", "--out", str(tmp_path / "o")]
+    for more, words in (
+        (["--seeds", "1000000"], "1,000,000 runs of 1,000 steps"),
+        (["--seeds", "2", "--set", "training.steps=0"], "training.steps"),
+    ):
+        assert main([*command, *more]) == 2
+        assert words in capsys.readouterr().err
+    assert main([*command, "--seeds", "2", *few]) == 0
+    said = capsys.readouterr().err.splitlines()  # no terminal: no line is written over
+    assert said[0] == f"structattn: writing to {tmp_path / 'o'} (2 runs of 2 steps)"
+    assert said[1].startswith("model 1 of 1, run 1 of 2:   0% 0/4 ")
+    assert said[-1].startswith("table: baselines: 100% 2/2 ")
+    assert len(said) <= 8
+
+
+def test_billions_of_steps_are_counted_at_once() -> None:
+    class Growing:
+        def flops(self, model, step=None):
+            return 10 if step is None or step >= 3 else step
+
+    assert [flops_of(Growing(), None, steps) for steps in (0, 2, 5)] == [0, 1, 23]
+    assert flops_of(Growing(), None, 10**15) == 10 * 10**15 - 27

@@ -10,7 +10,8 @@ import torch
 
 from structattn.cli import main
 from structattn.errors import ConfigError
-from structattn.experiments.compare import _training, affordable_steps
+from structattn.experiments.budget import affordable_steps
+from structattn.experiments.compare import _training
 from structattn.experiments.recipes import TASKS, recipe_for
 from structattn.experiments.scaling import scaling
 from structattn.experiments.settings import apply_overrides

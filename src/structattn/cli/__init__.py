@@ -101,7 +101,7 @@ def _compare(command: Compare, session: Session) -> None:
         preset=command.preset,
         command=session.line,
         resume=command.resume,
-        on_open=session.began,
+        on_open=partial(session.began, takes=f"{recipe.num_runs:,} runs of {recipe.training.steps:,} steps"),
         train_jobs=on_ray if command.ray_address else partial(train_all, workers=command.jobs),
     )
     print(f"\n{format_results(done.results)}\n\n{verdict(done.results)}\n")
@@ -140,7 +140,7 @@ def _train(command: Train, session: Session) -> None:
             seed=command.seed,
             run_dir=out,
             resume=command.resume,
-            on_steps=lambda _: session.began(out),
+            on_steps=lambda _: session.began(out, f"{recipe.training.steps:,} steps"),
         )
         # Every process of a launcher evaluates, since each may hold a part of the model, and one speaks for all.
         metrics = task.evaluate(result.model, "test")
@@ -178,7 +178,7 @@ def _sweep(command: Sweep, session: Session) -> None:
         jobs=command.jobs,
         command=session.line,
         resume=command.resume,
-        on_open=session.began,
+        on_open=partial(session.began, takes=f"{plan.trials:,} trials of at most {plan.longest:,} steps"),
     )
     print(f"\n{format_sweep(done.results)}\n\n{sweep_verdict(done.results)}\n\n{done.results['best']['command']}\n")
     _print_paths(done.folder, done.report)

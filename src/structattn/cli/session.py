@@ -25,15 +25,15 @@ class Session:
         """The command line, for a shell."""
         return shlex.join(["structattn", *self._arguments])
 
-    def writes_to(self, folder: Path) -> None:
-        """Says where the results of a command will be."""
-        print(f"structattn: writing to {folder}", file=sys.stderr, flush=True)
+    def writes_to(self, folder: Path, takes: str = "") -> None:
+        """Says where the results of a command will be, and what it takes."""
+        print(f"structattn: writing to {folder}{takes and f' ({takes})'}", file=sys.stderr, flush=True)
 
-    def began(self, folder: Path) -> None:
+    def began(self, folder: Path, takes: str = "") -> None:
         """Says where the results will be, of a command that can be resumed; once, and of the processes of a launcher by the first."""
         if self._folder is None and os.environ.get("RANK", "0") == "0":
             self._folder = folder
-            self.writes_to(folder)
+            self.writes_to(folder, takes)
 
     def ended(self, number: int) -> None:
         """Says the same from another thread, just before the process ends: what is in the buffers of this one stays there."""

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
+from structattn.experiments.budget import affordable_steps, flops_of
 from structattn.experiments.old_folders import comparison_record
 from structattn.experiments.recipe import Point, Recipe
-from structattn.experiments.recipes import task_entry
+from structattn.experiments.recipes import shared_task
 from structattn.experiments.record import hardware, versions
 from structattn.experiments.runs import Job, ScoredJob, TrainAll, kept_score, train_all
 from structattn.experiments.scaling import scaling
@@ -29,6 +30,7 @@ from structattn.experiments.search import search
 from structattn.experiments.settings import to_plain
 from structattn.files import write_atomic
 from structattn.folders import Owner, opened
+from structattn.progress import progress_bar, say
 from structattn.reports._common import fmt_flops
 from structattn.reports.runs_csv import runs_csv
 from structattn.tasks.base import Task
@@ -97,36 +99,18 @@ def _kept_score(job: Job, metric: str) -> float:
     return kept_score(result, job.training.patience, metric) if result else math.inf
 
 
-def affordable_steps(task: Task, model: nn.Module, flops: float) -> int:
-    """How many steps so many forward FLOPs pay for, with one example a step.
-
-    Examples may grow in training; once they are of the full size they stay so, and the rest is one division: small models on large
-    budgets take billions of steps.
-    """
-    full, steps = task.flops(model), 0
-    while (cost := task.flops(model, steps)) != full:
-        if cost > flops:
-            return steps
-        flops -= cost
-        steps += 1
-    return steps + int(flops // full)
-
-
 @functools.cache
 def _training(task_name: str, recipe: Recipe, spec: str) -> TrainingConfig:
     """The training of a variant: the recipe's steps, or as many as its compute pays for, and at least one."""
     training = recipe.training
     if not recipe.budgets and (recipe.equal == "steps" or spec == recipe.attention[0]):
         return training
-    task = task_entry(task_name).make(recipe.task)
+    task = shared_task(task_name, recipe.task)
     with torch.device("meta"):
         first, model = (
             task.build_model(spec_for(name, training.parametrization)) for name in (recipe.attention[0], spec)
         )
-    if recipe.budgets:
-        left = recipe.budgets[0] / training.batch_size
-    else:
-        left = sum(task.flops(first, step) for step in range(training.steps))
+    left = recipe.budgets[0] / training.batch_size if recipe.budgets else flops_of(task, first, training.steps)
     steps = affordable_steps(task, model, left)
     if not recipe.budgets:
         return dataclasses.replace(training, steps=max(steps, training.warmup_steps + 1))
@@ -332,11 +316,12 @@ def compare(
     # matplotlib is optional: only a comparison needs it
     from structattn.reports.pages import write_pages
 
+    shared_task.cache_clear()  # the data may have changed since another comparison
     parts = [_Part(task_name=task_name, point=point, out=Path()) for point in recipe.points()]
-    tasks = [task_entry(task_name).make(part.point.recipe.task) for part in parts]
+    tasks = [shared_task(task_name, part.point.recipe.task) for part in parts]
     for part, task in zip(parts, tasks, strict=True):
         _check_models(part.point.recipe, task)
-        _check_models(part.point.swept, task_entry(task_name).make(part.point.swept.task))
+        _check_models(part.point.swept, shared_task(task_name, part.point.swept.task))
     _check_steps(parts)
     owner = Owner(command="compare", task=task_name, settings=to_plain(recipe), free=_FREE)
     known = functools.partial(comparison_record, task=task_name)
@@ -375,12 +360,18 @@ def _results(
     ]
     # Some may have been trained by the sweep already: what is left of them is their scores.
     train_jobs(left, resume=True, show_progress=show_progress)
-    rows = [
-        _row(part, task, spec, rates[spec], found.get(spec))
-        for part, task, rates, found in zip(parts, tasks, chosen, scores, strict=True)
-        for spec in recipe.attention
-    ]
-    baselines = [row for part, task in zip(parts, tasks, strict=True) for row in _baselines(part, task)]
+    rows, baselines = [], []
+    with progress_bar(
+        total=len(parts) * (len(recipe.attention) + 1), unit="row", show=show_progress, desc="table"
+    ) as bar:
+        for part, task, rates, found in zip(parts, tasks, chosen, scores, strict=True):
+            for spec in recipe.attention:
+                say(bar, f"table: {spec}")
+                rows.append(_row(part, task, spec, rates[spec], found.get(spec)))
+                bar.update()
+            say(bar, "table: baselines")
+            baselines += _baselines(part, task)
+            bar.update()
     task = tasks[0]
     return {
         "task": task.name,

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from tqdm import tqdm
-
 from structattn.errors import CheckpointError, ConfigError
 from structattn.experiments.mup_models import (
     QUANTITIES,
@@ -25,9 +23,11 @@ from structattn.experiments.mup_models import (
     optimizer_for,
     train_step,
 )
+from structattn.experiments.recipe import MOST_RUNS
 from structattn.experiments.record import hardware, versions
 from structattn.files import write_atomic
 from structattn.folders import Owner, opened
+from structattn.progress import progress_bar
 
 STRUCTURES = (
     "standard",
@@ -90,6 +90,9 @@ class CheckConfig:
         for name in ("seeds", "base_width", "transfer_steps", "transfer_seeds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("seeds", "transfer_seeds"):
+            if getattr(self, name) > MOST_RUNS:
+                raise ConfigError(f"{name} must be at most {MOST_RUNS:,}, got {getattr(self, name):,}")
         if not all(0 < rate < math.inf for rate in (self.learning_rate, *self.transfer_rates)):
             raise ConfigError("learning rates are positive numbers")
         if self.transfer_widths and len(self.transfer_rates) < 2:
@@ -320,7 +323,7 @@ def _results(config: CheckConfig, show_progress: bool) -> dict[str, Any]:
     total += len(chosen) * sum(_cost(*run) for run in transfer_runs)
     coordinates, transfers = [], []
     shape = "{desc} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
-    with tqdm(total=total * len(kinds), disable=not show_progress, bar_format=shape, mininterval=1) as bar:
+    with progress_bar(total=total * len(kinds), show=show_progress, bar_format=shape) as bar:
         for structure in config.structures:
             for kind in kinds:
                 bar.set_description_str(f"{structure} {kind}", refresh=False)

@@ -16,6 +16,7 @@ from structattn.tasks.nearest_neighbor import NearestNeighborConfig
 from structattn.tasks.text import TextConfig
 from structattn.training.config import TrainingConfig
 
+MOST_RUNS = 100_000
 TaskConfig = NearestNeighborConfig | ForecastConfig | ICLRegressionConfig | TextConfig | ChronosConfig
 
 
@@ -77,6 +78,11 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.seeds < 1:
             raise ConfigError(f"seeds must be at least 1, got {self.seeds}")
+        if self.num_runs > MOST_RUNS:
+            raise ConfigError(
+                f"{self.num_runs:,} runs of {self.training.steps:,} steps ({len(self.attention)} models, {self.seeds:,} seeds and what is "
+                f"varied), and {MOST_RUNS:,} are the most: give fewer seeds, or do it in parts"
+            )
         if any(not 0 < number < math.inf for number in (*self.learning_rates, *self.budgets)):
             raise ConfigError(
                 f"learning rates and budgets must be positive, got {self.learning_rates} and {self.budgets}"
@@ -136,6 +142,13 @@ class Recipe:
         if not hasattr(task, "embed_dim") or not hasattr(task, "num_heads"):
             raise ConfigError(f"the models of {type(task).__name__} have no width to vary: leave widths empty")
         return int(task.embed_dim // task.num_heads)
+
+    @property
+    def num_runs(self) -> int:
+        """Models that a comparison trains: those of its table, and those that choose learning rates."""
+        points = math.prod(len(values) or 1 for values in (self.variants, self.widths, self.budgets, self.search))
+        swept = len(self.learning_rates) - (not self.sweep_settings) if len(self.learning_rates) > 1 else 0
+        return points * len(self.attention) * (self.seeds + swept)
 
     def points(self) -> list[Point]:
         """Everything under which the attentions are compared: variants x widths x budgets x search, in that order; at least one point."""

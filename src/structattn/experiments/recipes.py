@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from structattn.experiments.forecast_recipes import FORECAST_PRESETS
 from structattn.experiments.icl_recipes import ICL_PRESETS
 from structattn.experiments.recipe import Preset, Recipe
 from structattn.experiments.text_recipes import TEXT_PRESETS
+from structattn.tasks.base import Task
 from structattn.tasks.chronos import ChronosConfig, ChronosTask
 from structattn.tasks.forecast import ForecastConfig, ForecastTask
 from structattn.tasks.icl_regression import ICLRegressionConfig, ICLRegressionTask
@@ -98,6 +100,13 @@ def task_entry(name: str) -> TaskEntry:
     if name not in TASKS:
         raise ConfigError(f"unknown task {name!r}: {nearest_name(name, TASKS)}")
     return TASKS[name]
+
+
+@functools.lru_cache(maxsize=2)
+def shared_task(name: str, config: Any) -> Task:
+    """The task of settings, made once for all runs of a comparison: reading its data may take minutes."""
+    task: Task = task_entry(name).make(config)
+    return task
 
 
 def recipe_for(task: str, preset: str) -> Recipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import multiprocessing
@@ -13,14 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from tqdm import tqdm
 
 from structattn import interrupt
 from structattn.checks import check_int
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
-from structattn.experiments.recipes import task_entry
+from structattn.experiments.recipes import shared_task
 from structattn.experiments.workers import Work, run_all
 from structattn.files import read_signed, signed, write_atomic
+from structattn.progress import progress_bar, say
 from structattn.tasks.base import Task
 from structattn.training.config import TrainingConfig
 from structattn.training.finished import is_finished, read_record
@@ -67,7 +68,7 @@ class Job:
         on_evaluation: Callable[[dict[str, float]], None] | None = None,
     ) -> TrainingResult | None:
         """Trains it, or returns what was trained before; ``None`` if it diverged and may. See ``train`` for the arguments."""
-        task = task_entry(self.task_name).make(self.task)
+        task = shared_task(self.task_name, self.task)
         try:
             result = train(
                 task,
@@ -187,6 +188,8 @@ def train_all(jobs: Sequence[Job], *, workers: int = 1, resume: bool, show_progr
         Stopped: this process was asked to stop (see ``interrupt``), and so were the workers.
     """
     check_int("jobs", workers, minimum=1)
+    if not jobs:
+        return
     if workers == 1 or len(jobs) < 2:
         steps = 0
         with _Bar(jobs, show_progress) as bar:
@@ -215,10 +218,11 @@ class _Bar:
     """One bar for all runs: it counts their steps."""
 
     def __init__(self, jobs: Sequence[Job], show: bool) -> None:
-        models = list(dict.fromkeys((job.spec, repr(job.task)) for job in jobs))
-        self._models = [models.index((job.spec, repr(job.task))) + 1 for job in jobs]
-        self._total = len(models)
-        self._bar = tqdm(total=sum(job.training.steps for job in jobs), unit="step", disable=not show)
+        numbers: dict[str, int] = {}
+        self._models = [numbers.setdefault(f"{job.spec} {job.task}", len(numbers) + 1) for job in jobs]
+        self._ends = list(itertools.accumulate(job.training.steps for job in jobs))
+        self._scores = isinstance(jobs[0], ScoredJob)
+        self._bar = progress_bar(total=self._ends[-1], unit="step", desc=self._text(0), show=show)
 
     def __enter__(self) -> _Bar:
         return self
@@ -229,6 +233,10 @@ class _Bar:
     def tell(self, runs: int, steps: int) -> None:
         """How many runs are over, and how many steps in all are done."""
         run = min(runs, len(self._models) - 1)
-        text = f"model {self._models[run]} of {self._total}, run {run + 1} of {len(self._models)}"
-        self._bar.set_description_str(text, refresh=False)
+        # Then a run, or the last few, are scored: on much data that takes minutes.
+        trained = runs <= run and steps in (self._ends[run], self._ends[-1])
         self._bar.update(steps - self._bar.n)
+        say(self._bar, self._text(run) + (", scoring" if trained and self._scores else ""))
+
+    def _text(self, run: int) -> str:
+        return f"model {self._models[run]} of {max(self._models)}, run {run + 1} of {len(self._models)}"

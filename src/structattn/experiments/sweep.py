@@ -15,7 +15,7 @@ from structattn.checks import check_int
 from structattn.errors import CheckpointError, TrainingFailedError
 from structattn.experiments.old_folders import sweep_record
 from structattn.experiments.ray_cluster import import_ray
-from structattn.experiments.recipes import task_entry
+from structattn.experiments.recipes import shared_task
 from structattn.experiments.record import hardware, versions
 from structattn.experiments.settings import to_plain
 from structattn.experiments.sweep_plan import REDUCTION, Journal, SweepPlan
@@ -82,7 +82,8 @@ def sweep(
     from structattn.reports.figures.sweep import draw_sweep
     from structattn.reports.sweep import write_sweep_report
 
-    task = task_entry(plan.task_name).make(plan.settings.task)
+    shared_task.cache_clear()  # the data may have changed since another sweep
+    task = shared_task(plan.task_name, plan.settings.task)
     owner = Owner(
         command="sweep", task=plan.task_name, settings=plan.identity(), free=("settings.training.process_timeout",)
     )
@@ -138,7 +139,7 @@ def _best(plan: SweepPlan, trials: list[dict[str, Any]]) -> dict[str, Any] | Non
     job = plan.job(best["number"], best["params"])
     result = job.run(resume=True, show_progress=False)
     assert result is not None  # it finished
-    task: Task = task_entry(plan.task_name).make(job.task)
+    task = shared_task(plan.task_name, job.task)
     return {
         "number": best["number"],
         "params": best["params"],

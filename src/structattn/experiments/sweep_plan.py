@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from structattn.errors import CheckpointError, ConfigError
+from structattn.experiments.recipe import MOST_RUNS
 from structattn.experiments.recipes import task_entry
 from structattn.experiments.runs import Job
 from structattn.experiments.settings import apply_overrides, full_name, to_plain
@@ -71,6 +72,8 @@ class SweepPlan:
     def __post_init__(self) -> None:
         if self.trials < 1:
             raise ConfigError(f"a sweep has at least 1 trial, got {self.trials}")
+        if self.trials > MOST_RUNS:
+            raise ConfigError(f"a sweep has at most {MOST_RUNS:,} trials, got {self.trials:,}")
         if self.scheduler not in ("asha", "none"):
             raise ConfigError(f"scheduler: {self.scheduler!r} is not asha or none")
         check_spec = task_entry(self.task_name).make.check_spec

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import patch_environment
-from tqdm import tqdm
 
 from structattn.errors import ConfigError, DataError, MissingDependencyError, ShapeError, TrainingDivergedError
 from structattn.experiments.ray_cluster import connected, work_in
-from structattn.experiments.recipes import task_entry
+from structattn.experiments.recipes import shared_task
 from structattn.experiments.runs import kept_score
 from structattn.experiments.sweep_plan import REDUCTION, Journal, SweepPlan
 from structattn.experiments.sweep_space import Parameter
+from structattn.progress import progress_bar
 from structattn.seeds import derive_seed
 
 try:
@@ -67,7 +67,7 @@ def run_trials(plan: SweepPlan, journal: Journal, *, address: str, jobs: int | N
     with (
         connected(address) as resources,
         patch_environment(**_RAY),
-        tqdm(total=plan.trials, initial=len(past), unit="trial", disable=not show_progress) as bar,
+        progress_bar(total=plan.trials, initial=len(past), unit="trial", desc="trials", show=show_progress) as bar,
     ):
         needs, most = _shares(resources, jobs)
         tuner = tune.Tuner(
@@ -252,7 +252,7 @@ def _trial(config: dict[str, Any], plan: SweepPlan, folder: Path) -> None:
     work_in(folder)
     try:
         job = plan.job(config["number"], config["values"])
-        metric = task_entry(plan.task_name).make(job.task).metric
+        metric = shared_task(plan.task_name, job.task).metric
 
         def on_evaluation(entry: dict[str, float]) -> None:
             nonlocal last

@@ -25,6 +25,7 @@ from structattn.matrices.nearest import Descent, hierarchical_butterfly, nearest
 from structattn.matrices.structure import Structure
 from structattn.matrices.target import as_matrix, check_dense, matrix_errors, relative_error, scale_of, workspace
 from structattn.matrices.terms import BlockTermSum
+from structattn.progress import progress_bar
 from structattn.seeds import generator
 
 Tick = Callable[[str, float], None]
@@ -330,10 +331,9 @@ class ProgressBar:
         self.bar: Any = None
         if wanted:
             try:
-                from tqdm import tqdm
+                self.bar = progress_bar(show=True, desc=title, unit="step", leave=False)
             except ImportError:
                 return
-            self.bar = tqdm(desc=title, unit="step", leave=False)
 
     def __enter__(self) -> ProgressBar:
         return self

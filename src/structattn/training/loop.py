@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 from structattn import interrupt
 from structattn.checks import check_int
 from structattn.errors import ConfigError
+from structattn.progress import progress_bar
 from structattn.tasks.base import Task
 from structattn.training.checkpoint import has_checkpoints, load_latest
 from structattn.training.config import TrainingConfig
@@ -150,12 +150,8 @@ def _loop(
     memory = PeakMemory()
     memory.start()
     before, started = progress.seconds, time.perf_counter()
-    bar = tqdm(
-        total=config.steps,
-        initial=progress.step,
-        desc=run.spec,
-        unit="step",
-        disable=not (show_progress and main),
+    bar = progress_bar(
+        total=config.steps, initial=progress.step, desc=run.spec, unit="step", show=show_progress and main
     )
     alone = run.accelerator.num_processes == 1
     between = 1 if not alone and run.accelerator.device.type == "cpu" else _STEPS_BETWEEN_WAITS

@@ -172,8 +172,8 @@ class Run:
                 f"the data have changed since the run in {self.run_dir} was started: put back what they were, or use another folder"
             )
         found = {name: saved.get(name) for name in self.settings} | {"config": config, "data": data}
-        if saved.get("data"):  # the same data may have been moved
-            place = self.task.data_path(self.settings["task_config"])
+        place = self.task.data_path(self.settings["task_config"])
+        if saved.get("data") and place is not None:  # the same data may have been moved
             found["task_config"] = self.task.with_data_path(found["task_config"], place)
         _check_settings(found, self.settings, str(self.run_dir))
 

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from structattn.checks import check_choice, check_int, check_number
 from structattn.errors import CheckpointError, ConfigError, DataError
 from structattn.files import TEMPORARY, read_signed, remove_temporary, signed, write_atomic
 from structattn.folders import OF_EVERY_FOLDER, Owner, opened
+from structattn.progress import progress_bar
 from structattn.tasks.corpus.corpus import FORMAT, LENGTH_TYPE, MANIFEST, SPLITS, Corpus, CorpusSplit
 from structattn.tasks.corpus.documents import Source
 from structattn.tasks.corpus.tokenizers import BytePairs, Bytes, Characters, Tokenizer, tokenizer_from
@@ -254,7 +254,7 @@ def _written(
 ) -> _Writer:
     """Writes all shards, or those that are missing."""
     remove_temporary(out)
-    with tqdm(total=survey.size, unit="B", unit_scale=True, disable=not show_progress, desc="reading") as bar:
+    with progress_bar(total=survey.size, unit="B", unit_scale=True, show=show_progress, desc="reading") as bar:
         tokenizer = _tokenizer(config) if progress is None else tokenizer_from(progress["tokenizer"])
         writer = _Writer(out, tokenizer, settings, survey.fingerprint, progress)
         bar.update(writer.num_characters)

@@ -207,7 +207,7 @@ def test_a_manifest_without_a_signature_is_not_believed(tmp_path) -> None:
     changes += [((*shard, "tokens"), value, "a shard of train has") for value in ("5", -5, 0, 1.5, True, None)]
     changes += [((*shard, "documents"), value, "a shard of train has") for value in ("5", -1, None)]
     changes += [
-        ((*shard, "file"), value, "outside of the folder") for value in ("../train-00000.tokens", "/etc/passwd", "")
+        ((*shard, "file"), value, "outside of the folder") for value in ("../train-00000.tokens", "/etc/passwd")
     ]
     changes += [((*shard, "file"), 3, "wrong type"), ((*shard, "documents"), 3, "expected 12 bytes")]
     for path, value, words in changes:

@@ -115,6 +115,9 @@ def test_rotary_queries_before_the_first_key() -> None:
             q, k[:, :, 6 - length :], v[:, :, 6 - length :], is_causal=False, scale=scale
         )
         assert_close(out, layer._merged(expected))
+    layer.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x.float(), x.bfloat16()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("layout", [None, TWO, sa.LevelLayout.from_boundaries((4, 4), ((0,), (0, 3, 7)))], ids=str)

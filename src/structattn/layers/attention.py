@@ -39,6 +39,7 @@ from structattn.layout import (
 )
 from structattn.mup import Role
 from structattn.ops import Backend, structured_attention
+from structattn.ops.checks import taken_dtype
 from structattn.spec import AttentionSpec, parse_spec
 from structattn.text_layout import TextLayout
 
@@ -224,8 +225,8 @@ class Attention(nn.Module):
         Args:
             x: (B, T, E).
             context: where keys and values come from, (B, S, E). Default: x.
-            positions: of the keys, int64 (S,) or (B, S), for rotary embedding; the queries stand at the last T. Default:
-                0 ... S - 1.
+            positions: of the keys, int64 (S,) or (B, S), for rotary embedding; the queries are the last T, and where T > S those
+                before the first key too. Default: 0 ... S - 1.
 
         Returns:
             q (B, H, T, D), k (B, G or H, S, D), v likewise, and ``scale`` (``None``: the layout's own).
@@ -233,13 +234,11 @@ class Attention(nn.Module):
         source = x if context is None else context
         self.check_states("x", x)
         self.check_states("context", source)
-        if source.shape[0] != x.shape[0] or source.dtype != x.dtype or source.device != x.device:
+        if source.shape[0] != x.shape[0] or taken_dtype(source) != taken_dtype(x) or source.device != x.device:
             raise ShapeError(
                 f"x and context must be of one batch size, dtype and device, got {tuple(x.shape)} {x.dtype} on {x.device} and "
                 f"{tuple(source.shape)} {source.dtype} on {source.device}"
             )
-        if source.shape[1] < x.shape[1] and self.rotary is not None:
-            raise ShapeError(f"x is the end of context: got {x.shape[1]} queries and {source.shape[1]} keys")
         if positions is not None:
             check_tensor("positions", positions)
         q, k = self.scoring(x, source)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from structattn.checks import check_bool, check_int, check_number, check_tensor, check_type
+from structattn.checks import check_bool, check_int, check_number, check_tensor, check_type, is_autocast
 from structattn.errors import ConfigError, ShapeError
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
 from structattn.ops.sequences import checked_numbers
@@ -23,10 +23,7 @@ def _require(condition: bool, message: str) -> None:
 
 def taken_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which the op takes a tensor: its own, or that of autocast, as PyTorch's attention does."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not x.is_floating_point() or kind == "meta" or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(x.device.type) if is_autocast(x) else x.dtype
 
 
 def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -130,7 +130,7 @@ def check_tensor(name: str, value: Any) -> None:
     """Raises ``ShapeError`` unless ``value`` is a dense tensor: not an array, a list, ``None``, sparse, nested or distributed."""
     if not isinstance(value, Tensor):
         raise ShapeError(f"{name} must be a torch.Tensor, got {describe(value)}")
-    if is_lazy(value):
+    if not torch.compiler.is_compiling() and is_lazy(value):  # a compiler cannot trace the question
         raise ShapeError(f"{name} has no shape yet: run the module that it belongs to once")
     if value.is_quantized:
         raise ShapeError(f"{name} is quantised: give {name}.dequantize()")

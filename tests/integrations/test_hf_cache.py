@@ -1,6 +1,7 @@
 """LevelCacheLayer: the protocol of a transformers cache layer, and keys that no other attention can take."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from hf_models import llama, tokens, trained
 from transformers.cache_utils import Cache
 
 from structattn.errors import CacheError, ConfigError
-from structattn.integrations.transformers import LevelCacheLayer, level_cache, register_attention
+from structattn.integrations.transformers import (
+    LevelCacheLayer,
+    StructAttnConfig,
+    StructAttnForCausalLM,
+    level_cache,
+    register_attention,
+    structurize,
+)
 from structattn.integrations.transformers.cache import own_layer
 from structattn.integrations.transformers.variant import Variant
 from structattn.layout import LevelLayout
@@ -189,3 +197,69 @@ def test_visible_size() -> None:
     # 2 layers, 2 key heads, 8 bytes: 64 keys of rank 4, 8 of 2, 4 of 2 and 64 values of 8
     assert cache.nbytes == 2 * 2 * 8 * (64 * 4 + 8 * 2 + 4 * 2 + 64 * 8)
     assert cache.get_seq_length() == 3
+
+
+def three_kinds():
+    """Models with level caches: our own, structurized, and with a registered attention; the layers of each."""
+    config = StructAttnConfig(
+        attention="[bilinear-btt:1,mlr:4|2|2]", vocab_size=50, hidden_size=32, num_attention_heads=4, num_hidden_layers=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    own = trained(lambda: StructAttnForCausalLM(config))
+    yield own, own.model.layers, own.lm_head
+    changed = structurize(trained(llama), "mlr:4|2|2", context_length=16)
+    yield changed, changed.model.layers, changed.lm_head
+    plain = trained(llama)
+    plain.set_attn_implementation(register_attention("mlr:4|2|2", name="test_cache_kinds", context_length=16))
+    yield plain, plain.model.layers, None
+
+
+def test_a_call_that_fails_is_taken_back_or_noticed(monkeypatch) -> None:
+    ids = tokens(2, 14)
+
+    def fail(*_, **__):
+        raise KeyboardInterrupt("no more")
+
+    for model, layers, head in three_kinds():
+        model.requires_grad_(False)
+        expected = model(ids, use_cache=False).logits
+        for start, end in ((7, 8), (0, 5), (8, 11)):
+            for broken in (layers[0].mlp, layers[1], layers[1].mlp, head):
+                if broken is None:
+                    continue
+                cache = level_cache(model)
+                if start:
+                    model(ids[:, :start], past_key_values=cache)
+                with monkeypatch.context() as patch:
+                    patch.setattr(broken, "forward", fail)
+                    with pytest.raises(KeyboardInterrupt):
+                        model(ids[:, start:end], past_key_values=cache)
+                lengths = {layer.get_seq_length() for layer in cache.layers}
+                if head is not None:
+                    assert lengths == {start}
+                    out = model(ids[:, start:end], past_key_values=cache).logits
+                    assert_close(out, expected[:, start:end])
+                elif len(lengths) > 1:  # a model that is not ours
+                    with pytest.raises(CacheError, match="different numbers of tokens, .*reset"):
+                        model(ids[:, start:end], past_key_values=cache)
+                    cache.reset()
+                    assert_close(model(ids[:, :end], past_key_values=cache).logits, expected[:, :end])
+
+
+def test_copies_of_a_cache_go_on_alone_and_other_models_are_refused() -> None:
+    ids = tokens(2, 14)
+    for model, _, _ in three_kinds():
+        model.requires_grad_(False)
+        expected = model(ids, use_cache=False).logits
+        cache = level_cache(model)
+        model(ids[:, :7], past_key_values=cache)
+        twin = copy.deepcopy(model)
+        with pytest.raises(ConfigError, match="of another layer"):
+            twin(ids[:, 7:], past_key_values=cache)
+        cache.layers[0].activate_past_recording()
+        for found in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
+            other = copy.copy(found.layers[0])
+            model(ids[:, :5], past_key_values=copy.deepcopy(cache))
+            out = [twin(ids[:, at : at + 1], past_key_values=found).logits for at in range(7, 14)]
+            assert_close(torch.cat(out, dim=1), expected[:, 7:])
+            assert (other.get_seq_length(), found.get_seq_length()) == (7, 14)

@@ -71,6 +71,7 @@ class StructuredAttention(nn.Module):
             scaling=self.scaling,
             dropout=self.weight_dropout if self.training else 0.0,
             layer=layer,
+            module=self,
         )
         return out.transpose(1, 2).flatten(2)
 

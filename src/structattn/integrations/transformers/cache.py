@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -58,18 +59,25 @@ def _refuse(what: str) -> NoReturn:
 
 @dataclass(eq=False)
 class _Recording:
-    """What a rollback over the border of a block needs: the cache as it was, and the tokens since."""
+    """What a rollback over the border of a block needs: the cache as it was, and the tokens since.
+
+    Attributes:
+        before: the cache.
+        since: (tokens before, how many, what appends them) of each call. One that failed is dropped by the next.
+    """
 
     before: LevelCache
-    since: list[tuple[int, Append]] = field(default_factory=list)
+    since: list[tuple[int, int, Append]] = field(default_factory=list)
+
+    def add(self, length: int, count: int, append: Append) -> None:
+        """Tokens that follow ``length`` others."""
+        self.since = [*(call for call in self.since if call[0] < length), (length, count, append)]
 
     def replay(self, length: int) -> LevelCache:
         """The cache with ``length`` tokens."""
-        missing = length - self.before.length
-        for count, append in self.since:
-            if missing > 0:
-                append(self.before, min(count, missing))
-            missing -= count
+        for start, count, append in self.since:
+            if start < length:
+                append(self.before, min(count, length - start))
         return self.before
 
 
@@ -103,6 +111,12 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._variant: Variant | None = None
         self._recording: _Recording | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_recording": None}  # it refers to tensors and modules of calls
+
+    def __copy__(self) -> LevelCacheLayer:
+        return copy.deepcopy(self)
+
     def __repr__(self) -> str:
         return f"LevelCacheLayer({self.level_cache})"
 
@@ -133,6 +147,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         v: Tensor,
         variant: Variant,
         *,
+        module: object = None,
         scaling: float | None = None,
         left_padding: tuple[int, ...] | None = None,
         first: Callable[[], Tensor] | None = None,
@@ -142,6 +157,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         Args:
             q, k, v: of the new tokens, as ``LevelCache.attend``.
             variant: layout, window and backend; the same at every call.
+            module: the attention module that calls; the same at every call. Default ``None``: not known.
             scaling: of the model; see ``Variant.scaled``.
             left_padding: padding of each row; the same at every call.
             first: computes the attention in place of an empty cache. Default ``None``: the cache does it.
@@ -151,6 +167,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Raises:
             CacheError: layout, window or padding are not those that the cache was made for.
+            ConfigError: it was filled by another module.
         """
 
         def new() -> LevelCache:
@@ -172,6 +189,8 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"this cache layer was filled for {self._variant} and is now used with {variant}: one cache serves one model; "
                 "reset() it or make another"
             )
+        if module is not None:
+            cache.bind(module)
         if first is not None and cache.length == 0:
             out = first()
             append(cache, k.shape[2])
@@ -207,9 +226,8 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self._recording = None
         else:
             if self._recording is None:
-                # A copy of what is kept, but not of the module that a latent cache refers to.
-                self._recording = _Recording(copy.deepcopy(cache, {id(cache.latent): cache.latent}))
-            self._recording.since.append((count, append))
+                self._recording = _Recording(copy.deepcopy(cache))
+            self._recording.add(cache.length, count, append)
         return cache
 
     def get_seq_length(self) -> int:
@@ -283,6 +301,11 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.level_cache is not None:
             self.level_cache.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
 
+    def undo(self) -> None:
+        """Takes back the last tokens; see ``LevelCache.undo``."""
+        if self.level_cache is not None:
+            self.level_cache.undo()
+
     def offload(self) -> None:
         """Not supported: raises ``CacheError``."""
         raise CacheError("a LevelCacheLayer cannot be offloaded: leave cache_implementation='offloaded' away")
@@ -296,8 +319,48 @@ def _nonzero(padding: tuple[int, ...] | None) -> tuple[int, ...] | None:
     return padding if padding is not None and any(padding) else None
 
 
+def check_layers(cache: Cache) -> None:
+    """Raises ``CacheError`` unless all layers that are ours hold the same tokens: a call that broke off may have left them different."""
+    lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, LevelCacheLayer)]
+    if len(set(lengths)) > 1:
+        raise CacheError(
+            f"the layers of this cache hold different numbers of tokens, {lengths}: a call of the model broke off, or a layer was used "
+            "alone; reset() it and give all tokens again"
+        )
+
+
+@contextmanager
+def guarded(cache: Any) -> Iterator[None]:
+    """Within it, a call of a model, all layers of a cache take the next tokens, or (with any error) none.
+
+    Args:
+        cache: what was given as ``past_key_values``; one that is not ours is left alone.
+
+    Raises:
+        CacheError: as ``check_layers``.
+    """
+    if not isinstance(cache, Cache):
+        yield
+        return
+    check_layers(cache)
+    lengths = {id(layer): layer.get_seq_length() for layer in cache.layers}
+    try:
+        yield
+    except BaseException:
+        for layer in cache.layers:  # those that are new took the place of empty ones
+            if isinstance(layer, LevelCacheLayer) and layer.get_seq_length() != lengths.get(id(layer), 0):
+                layer.undo()
+        raise
+
+
 class LevelCaches(Cache):  # type: ignore[misc]
     """A ``transformers.Cache`` of ``LevelCacheLayer``s that knows its size."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As ``Cache.update``; raises ``CacheError`` as ``check_layers`` when the first layer is reached."""
+        if layer_idx == 0:
+            check_layers(self)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def nbytes(self) -> int:

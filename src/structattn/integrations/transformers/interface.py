@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from structattn.errors import ConfigError, nearest_name
+from structattn.errors import CacheError, ConfigError, nearest_name
 from structattn.integrations.transformers.cache import LevelCacheLayer, PendingStates
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.masks import StructuredMask, structured_mask
@@ -95,6 +95,7 @@ def attend_with(
     scaling: float | None,
     dropout: float,
     layer: LevelCacheLayer | None,
+    module: nn.Module,
 ) -> Tensor:
     """Attention of one layer, with its cache if it has one.
 
@@ -105,6 +106,7 @@ def attend_with(
         arguments: what else the model passed to the attention; ``check_arguments`` has seen it.
         scaling, dropout: of the model.
         layer: its cache.
+        module: the attention module.
 
     Returns:
         (B, H, T, V).
@@ -125,7 +127,12 @@ def attend_with(
         raise ConfigError(
             f"attention dropout ({dropout}) cannot be applied to cached keys: call model.eval(), or train with use_cache=False"
         )
-    return layer.attend(q, k, v, variant, scaling=scaling, left_padding=mask.padding_counts, first=whole)
+    if layer.get_seq_length() != mask.num_past:
+        raise CacheError(
+            f"this layer of the cache holds {layer.get_seq_length()} tokens, and the model counts {mask.num_past} before the new ones: a "
+            "call of the model broke off, or a layer was used alone; reset() the cache and give all tokens again"
+        )
+    return layer.attend(q, k, v, variant, module=module, scaling=scaling, left_padding=mask.padding_counts, first=whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +223,7 @@ class RegisteredAttention:
             scaling=scaling,
             dropout=dropout,
             layer=layer,
+            module=module,
         )
         return out.transpose(1, 2).contiguous(), None
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from structattn.errors import CheckpointError, ConfigError, nearest_name
-from structattn.integrations.transformers.cache import own_layer
+from structattn.integrations.transformers.cache import guarded, own_layer
 
 
 def check_safe(path: object, arguments: dict[str, Any]) -> None:
@@ -99,6 +99,13 @@ class OwnModel:
             raise CheckpointError(f"the weights have other shapes than config.json asks for: {describe(wrong)}")
         model.check_loaded(info)
         return (model, info) if with_info else model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of the model: if it fails, no layer of ``past_key_values`` keeps its tokens."""
+        if kwargs.get("past_key_values") is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with guarded(kwargs["past_key_values"]):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     @abstractmethod
     def check_loaded(self, info: dict[str, Any]) -> None:

@@ -162,6 +162,9 @@ def test_mistakes_are_named_in_one_line(runs, tmp_path: Path, capsys) -> None:
         (["train", "text", "--target", "y"], "--target belongs to forecast, not to text"),
         (["train", "text", "--set", "task.rotary=round"], "unknown rotary split 'round'"),
         (["compare", "text", "--data", "missing.txt"], "missing.txt, got no such file"),
+        (["train", "text", "--set", "task.num_layers=1000000000"], "task.num_layers must be at most 10,000"),
+        (["train", "text", "--set", "task.embed_dim=1048576"], "the parameters of the model take"),
+        (["compare", "nearest-neighbor", "--set", "task.dim=1000000"], "the parameters of the model take"),
     ):
         assert main(arguments) == 2, arguments
         error = capsys.readouterr().err
@@ -179,9 +182,16 @@ def test_a_damaged_run_is_refused(runs, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"run\.json was changed"):
         load_language_model(tmp_path)
     del record["signature"]
-    path.write_bytes(signed(record))
-    with pytest.raises(CheckpointError, match="is damaged"):
-        load_language_model(tmp_path)
+    for name, size, message in (
+        ("embed_dim", 8, "is of a model of .* numbers, its weights are"),
+        ("embed_dim", 2**40, "embed_dim = 1,099,511,627,776 in its run.json is too large"),
+        ("num_layers", 10**9, "num_layers = 1,000,000,000 in its run.json is too large"),
+        ("context_length", 2**40, "is of a model of"),
+    ):
+        settings = record["task_config"] | {name: size}
+        path.write_bytes(signed(record | {"task_config": settings}))
+        with pytest.raises(CheckpointError, match=f"is damaged.*{message}"):
+            load_language_model(tmp_path)
 
 
 def test_prompts_are_checked_before_the_first_character(runs) -> None:

@@ -114,6 +114,7 @@ def _train(command: Train, session: Session) -> None:
     from structattn.experiments.recipes import task_entry
     from structattn.experiments.settings import to_plain
     from structattn.folders import Owner, opened
+    from structattn.training.build import empty_model
     from structattn.training.finished import is_finished
     from structattn.training.loop import train
 
@@ -129,6 +130,7 @@ def _train(command: Train, session: Session) -> None:
     }
     free = ("training.process_timeout",)
     owner = Owner(command="train", task=command.task, settings=settings, free=free)
+    empty_model(task, command.attention, recipe.training.parametrization)  # a size that fits no machine is named first
     place: AbstractContextManager[Path] = opened(command.out, owner, resume=command.resume, record=run_record)
     if command.resume and command.out is not None and is_finished(command.out):
         place = nullcontext(command.out)  # a finished run is only read: its folder may be one that cannot be written

@@ -34,7 +34,7 @@ from structattn.progress import progress_bar, say
 from structattn.reports._common import fmt_flops
 from structattn.reports.runs_csv import runs_csv
 from structattn.tasks.base import Task
-from structattn.training.build import spec_for
+from structattn.training.build import empty_model, spec_for
 from structattn.training.config import TrainingConfig
 
 _FEWEST_STEPS = 8
@@ -79,8 +79,7 @@ def _check_models(recipe: Recipe, task: Task) -> None:
     for spec in specs:
         task.check_spec(spec)
         try:
-            with torch.device("meta"):
-                task.build_model(spec_for(spec, recipe.training.parametrization))
+            empty_model(task, spec, recipe.training.parametrization)
         except ConfigError as error:
             raise ConfigError(f"{spec!r} does not fit this model: {error}") from error
 

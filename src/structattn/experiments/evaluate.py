@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from structattn.errors import CheckpointError, ConfigError, DataError
 from structattn.experiments.recipes import task_entry
@@ -19,6 +20,15 @@ from structattn.tasks.corpus import Tokenizer, tokenizer_from
 from structattn.tasks.text import TextConfig, TextTask
 from structattn.training.build import spec_for
 from structattn.training.finished import read_finished, read_record
+
+_SIZES = (
+    "num_layers",
+    "embed_dim",
+    "num_heads",
+    "head_dim",
+    "mlp_dim",
+    "dim",
+)  # settings, none larger than the number of weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +55,25 @@ def _reading(folder: Path) -> Iterator[None]:
 def _built_spec(data: dict[str, Any]) -> str:
     """The spec that the model of a run was built from; runs from before there was a choice are in the standard parametrisation."""
     return spec_for(data["spec"], data["config"].get("parametrization", "standard"))
+
+
+def _check_size(folder: Path, data: dict[str, Any], weights: dict[str, Tensor], build: Callable[[], nn.Module]) -> None:
+    """Raises ``CheckpointError`` if the model of a record is not of the size of its weights, before it takes any memory."""
+    most = sum(weight.numel() for weight in weights.values())
+    sizes = {name: size for name in _SIZES if isinstance(size := data["task_config"].get(name), int)}
+    too_large = {name: size for name, size in sizes.items() if size > most}
+    if not too_large and sizes.get("num_layers", 1) * sizes.get("embed_dim", 1) > most:
+        too_large = {"num_layers": sizes["num_layers"]}
+    for name, size in too_large.items():
+        raise CheckpointError(
+            f"the run in {folder} is damaged: {name} = {size:,} in its run.json is too large for its weights, {most:,} numbers; train it again"
+        )
+    with torch.device("meta"):
+        found = sum(tensor.numel() for tensor in build().state_dict().values())
+    if found != most:
+        raise CheckpointError(
+            f"the run in {folder} is damaged: its run.json is of a model of {found:,} numbers, its weights are {most:,}; train it again"
+        )
 
 
 def load_run(folder: Path, data_path: Path | None = None) -> Run:
@@ -80,6 +109,7 @@ def load_run(folder: Path, data_path: Path | None = None) -> Run:
                 f"the data have changed since the run in {folder} was trained, so that a score would mean nothing: put back what they were, or "
                 "name their new place with --data"
             )
+        _check_size(folder, data, found.weights, lambda: task.build_model(_built_spec(data)))
         model = task.build_model(_built_spec(data))
         model.load_state_dict(found.weights, strict=True)
         return Run(task=task, spec=data["spec"], seed=data["seed"], model=model.eval())
@@ -99,7 +129,9 @@ def load_language_model(folder: Path) -> LanguageModel:
             f"{folder} is a run of {data.get('task')}, which is no language model: train one with 'structattn train text'"
         )
     with _reading(folder):
-        model = from_plain(TextConfig, data["task_config"]).build_model(_built_spec(data), _tokenizer(data))
+        config, spec, tokenizer = from_plain(TextConfig, data["task_config"]), _built_spec(data), _tokenizer(data)
+        _check_size(folder, data, found.weights, lambda: config.build_model(spec, tokenizer))
+        model = config.build_model(spec, tokenizer)
         model.load_state_dict(found.weights, strict=True)
         return model.eval()
 

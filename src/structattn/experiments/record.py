@@ -12,6 +12,7 @@ import numpy
 import torch
 
 import structattn
+from structattn.training.memory import physical_memory
 
 
 def hardware() -> dict[str, Any]:
@@ -22,14 +23,12 @@ def hardware() -> dict[str, Any]:
         names = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), flags=re.MULTILINE)
         model = names[0] if names else model
     cuda = torch.cuda.is_available()
-    memory = None
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    memory = physical_memory()
     return {
         "cpu": model,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_gib": memory,
+        "memory_gib": None if memory is None else round(memory / 2**30, 1),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
     }
 

@@ -9,22 +9,51 @@ import torch
 from torch import nn
 
 from structattn import mup
-from structattn.errors import ConfigError
+from structattn.errors import ConfigError, StructAttnError
 from structattn.layer_specs import LayerSpecs
 from structattn.layers.attention import Attention
 from structattn.models.transformer import Transformer
 from structattn.tasks.base import Task
 from structattn.text_layout import TextLayout
 from structattn.training.config import TrainingConfig
+from structattn.training.memory import physical_memory
 
 logger = logging.getLogger(__name__)
 Parametrization = Literal["standard", "mup"]
 _MOST_SHAPES = 256
+_MOST_LAYERS = 10_000
 
 
 def spec_for(spec: str, parametrization: Parametrization) -> str:
     """The spec that a model is built from: under muP with its scaling of the scores, unless the spec chose another one."""
     return spec if parametrization == "standard" else str(LayerSpecs.parse(spec).with_scaling("mup"))
+
+
+def empty_model(task: Task, spec: str, parametrization: Parametrization) -> nn.Module:
+    """The model without its numbers, on the meta device, which takes no memory.
+
+    Raises:
+        ConfigError: the spec does not fit, or the parameters alone need more memory than this machine has.
+    """
+    layers = getattr(task.config, "num_layers", 1)  # type: ignore[attr-defined]
+    if layers > _MOST_LAYERS:
+        raise ConfigError(f"task.num_layers must be at most {_MOST_LAYERS:,}, got {layers:,}")
+    try:
+        with torch.device("meta"):
+            model = task.build_model(spec_for(spec, parametrization))
+    except StructAttnError:
+        raise
+    except (RuntimeError, OverflowError) as error:
+        if "overflow" not in str(error).lower() and "too large" not in str(error).lower():
+            raise
+        raise ConfigError("the model is too large for any machine: choose a smaller width") from error
+    size, memory = sum(p.numel() * p.element_size() for p in model.parameters()), physical_memory()
+    if memory is not None and size > memory:
+        raise ConfigError(
+            f"the parameters of the model take {size / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f} GiB: choose a "
+            "smaller width or fewer layers"
+        )
+    return model
 
 
 def build_model(task: Task, spec: str, parametrization: Parametrization) -> nn.Module:

@@ -183,7 +183,7 @@ def test_a_damaged_run_is_refused(runs, tmp_path: Path) -> None:
         load_language_model(tmp_path)
     del record["signature"]
     for name, size, message in (
-        ("embed_dim", 8, "is of a model of .* numbers, its weights are"),
+        ("num_layers", 3, "is of a model of .* numbers, its weights are"),
         ("embed_dim", 2**40, "embed_dim = 1,099,511,627,776 in its run.json is too large"),
         ("num_layers", 10**9, "num_layers = 1,000,000,000 in its run.json is too large"),
         ("context_length", 2**40, "is of a model of"),

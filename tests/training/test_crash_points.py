@@ -13,9 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from structattn.errors import CheckpointError, DataError
+from structattn.experiments.compare import compare
+from structattn.experiments.recipe import Recipe
+from structattn.files import write_atomic
+from structattn.reports import pages
 from structattn.seeds import generator
 from structattn.tasks.base import Task
 from structattn.tasks.corpus import PrepareConfig, Source, prepare
+from structattn.tasks.nearest_neighbor import NearestNeighborConfig
 from structattn.tasks.text import TextConfig, TextTask
 from structattn.training.checkpoint import latest_checkpoint, load_latest, save_checkpoint
 from structattn.training.config import TrainingConfig
@@ -227,3 +232,32 @@ def test_a_corpus_whose_preparation_is_killed_at_any_file_operation_is_the_same(
     shard.write_bytes(content)
     with pytest.raises(DataError, match=r"train-00000\.tokens: the contents have changed"):
         TextTask(settings)
+
+
+def test_a_comparison_that_is_killed_gives_the_same_results_and_never_loses_a_finished_run(
+    tmp_path: Path, disk, monkeypatch
+) -> None:
+    def write(results, out: Path) -> Path:  # the real ones take a second, and are written in the same way
+        write_atomic(out / "report.html", str(results["rows"]))
+        return out / "report.html"
+
+    monkeypatch.setattr(pages, "write_pages", write)
+    task = NearestNeighborConfig(dim=4, num_points=4, num_heads=2, eval_examples=4)
+    recipe = Recipe(task=task, training=CONFIG, attention=("standard", "bilinear-btt:1"), seeds=1)
+
+    def compared(folder: Path) -> list[tuple]:
+        found = compare("nearest-neighbor", recipe, folder, resume=True, show_progress=False)
+        return [(row["spec"], row["metrics"], row["histories"], row["details"]) for row in found.results["rows"]]
+
+    whole, expected = tmp_path / "whole", []
+    points = disk.run(whole, lambda: expected.append(compared(whole)))
+    assert len(points) > 100
+    for at in points[::30]:
+        folder = tmp_path / str(at)
+        disk.run(folder, lambda folder=folder: compared(folder), at)
+        assert compared(folder) == expected[0]
+    before = listing(whole / "runs")
+    for at in disk.run(whole, lambda: compared(whole))[::4]:
+        disk.run(whole, lambda at=at: compared(whole), at)
+        assert compared(whole) == expected[0]
+    assert listing(whole / "runs") == before

@@ -34,6 +34,7 @@ from structattn.tasks.corpus import (
 )
 from structattn.tasks.corpus.preparation import split_of
 from structattn.tasks.corpus.tokenizers import CHARACTERS
+from structattn.tasks.text import TextConfig, TextTask
 
 WORDS = ["attention", "is", "a", "matrix", "of", "scores,", "and", "its", "rank", "matters.", "\n"]
 
@@ -293,6 +294,10 @@ def test_sources(tmp_path) -> None:
     assert len(list(Source(path=str(folder), max_documents=2).documents())) == 2
     with pytest.raises(DataError, match=r"line 1: expected a text in the field 'body', got text, id"):
         list(Source(path=str(folder), text_column="body").documents())
+    for line, words in (("null", "a record without fields"), ("[1]", "a record without fields"), ("{}", "no field")):
+        (tmp_path / "bad.jsonl").write_text(line)
+        with pytest.raises(DataError, match=f"in the field 'text', got {words}"):
+            list(Source(path=str(tmp_path / "bad.jsonl")).documents())
     (tmp_path / "bad.jsonl").write_text("{\n")
     with pytest.raises(DataError, match=r"bad.jsonl, line 1: expected JSON"):
         list(Source(path=str(tmp_path / "bad.jsonl")).documents())
@@ -351,6 +356,13 @@ def test_a_folder_that_cannot_be_read_is_not_empty(tmp_path, monkeypatch) -> Non
     for source in (folder, folder / "closed"):
         with pytest.raises(DataError, match="closed cannot be read: Permission denied"):
             prepare(config_of(source), tmp_path / "corpus", show_progress=False)
+
+
+def test_a_path_that_cannot_be_looked_at_is_named(tmp_path) -> None:
+    path = str(tmp_path / ("x" * 300))
+    for read in (Source(path=path).files, lambda: Corpus(Path(path)), lambda: TextTask(TextConfig(data=path))):
+        with pytest.raises(DataError, match="cannot be read: File name too long"):
+            read()
 
 
 def lines_of(path: Path, count: int) -> Path:
@@ -471,7 +483,7 @@ def test_unknown_characters(tmp_path) -> None:
         ({"validation": 0.6, "test": 0.4}, "sum to less than 1"),
         ({"shard_tokens": 0}, "shard_tokens must be an int of at least 1"),
         ({"vocab_size": 10**12}, "vocab_size must be an int of at least 256"),
-        ({"unknown": "keep"}, "unknown unknown 'keep'"),
+        ({"unknown": "keep"}, "unknown value of unknown 'keep'"),
         ({"tokens": "bytes", "unknown": "drop"}, "belongs to chars"),
         ({"max_documents": 0}, "max_documents must be an int of at least 1"),
     ],

@@ -17,6 +17,7 @@ from structattn.experiments.settings import from_plain
 from structattn.models.language_model import LanguageModel
 from structattn.tasks.base import Task
 from structattn.tasks.corpus import Tokenizer, tokenizer_from
+from structattn.tasks.plain_text import is_there
 from structattn.tasks.text import TextConfig, TextTask
 from structattn.training.build import spec_for
 from structattn.training.finished import read_finished, read_record
@@ -98,7 +99,7 @@ def load_run(folder: Path, data_path: Path | None = None) -> Run:
         if before is None:
             raise ConfigError(f"the run in {folder} was trained on data of the package: leave --data out")
         config = entry.make.with_data_path(config, str(data_path))
-    elif before is not None and not Path(before).exists():
+    elif before is not None and not is_there(before):
         raise DataError(
             f"the run in {folder} was trained on {before}, which is not there: put it back, or name its new place with --data"
         )

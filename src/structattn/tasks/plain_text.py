@@ -43,6 +43,14 @@ class ReadingStoppedError(DataError):
     """A source stopped answering; what was read before is right, and the same call can go on when it answers again."""
 
 
+def is_there(path: str) -> bool:
+    """Whether there is a file or a folder; raises ``ReadingStoppedError`` where that cannot be found out."""
+    try:
+        return Path(path).exists()
+    except OSError as error:
+        raise ReadingStoppedError(f"{path} cannot be read: {error.strerror or error}. Check its permissions") from error
+
+
 @contextmanager
 def open_text(path: str, expected: str = "text") -> Iterator[IO[str]]:
     """A file for reading as text, with ``\\r\\n`` and ``\\r`` as ``\\n``; gzip and the encoding are found by its first bytes.

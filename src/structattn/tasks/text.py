@@ -32,6 +32,7 @@ from structattn.tasks.corpus import (
     is_corpus,
     text_units,
 )
+from structattn.tasks.plain_text import is_there
 from structattn.tasks.text_details import attention_by_distance, by_octave, octaves, positions_in_documents
 
 _NONE = -100  # a target that is not scored
@@ -309,7 +310,7 @@ def _read(path: str) -> tuple[list[Document], str]:
     if not path:
         text = files("structattn.tasks").joinpath("data", "peps.txt").read_text(encoding="ascii")
         return [Document(text, "the packaged text")], "the packaged text"
-    if not Path(path).exists():
+    if not is_there(path):
         raise DataError(f"expected a text file or a corpus at {path}, got no such file. Check the path")
     documents = list(Source(path=path).documents())
     if not documents:

@@ -18,6 +18,7 @@ from torch import Tensor
 from structattn.errors import CheckpointError, DataError
 from structattn.files import read_signed
 from structattn.tasks.corpus.tokenizers import Tokenizer, tokenizer_from
+from structattn.tasks.plain_text import is_there
 
 CorpusSplit = Literal["train", "validation", "test"]
 SPLITS: tuple[CorpusSplit, ...] = get_args(CorpusSplit)
@@ -102,7 +103,7 @@ class Corpus:
         try:
             self.manifest = read_signed(folder / MANIFEST, _UNSIGNED)
         except CheckpointError as error:
-            if not (folder / MANIFEST).exists():
+            if not is_there(str(folder / MANIFEST)):
                 raise DataError(f"{folder}: expected a corpus, got a folder without {MANIFEST}. {_HINT}") from None
             raise DataError(f"expected the manifest of a corpus: {error}. {_HINT}") from None
         try:
@@ -200,4 +201,4 @@ _HINT = "Prepare it with `structattn data prepare text`"
 
 def is_corpus(path: str) -> bool:
     """Whether a path is a folder, which ``Corpus`` opens; else it is a text file."""
-    return bool(path) and Path(path).is_dir()
+    return bool(path) and is_there(path) and Path(path).is_dir()

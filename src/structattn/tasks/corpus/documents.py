@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from structattn.checks import check_int
 from structattn.errors import ConfigError, DataError, MissingDependencyError
-from structattn.tasks.plain_text import ReadingStoppedError, open_text
+from structattn.tasks.plain_text import ReadingStoppedError, is_there, open_text
 
 _TEXTS = (".txt", ".md", ".rst", ".text")
 _LINES = (".jsonl", ".ndjson")
@@ -61,14 +61,14 @@ class Source:
             DataError: nothing is there, or a folder without any.
             ReadingStoppedError: a folder cannot be read; also while the files are asked for.
         """
-        root = Path(self.path)
-        if root.is_dir():
+        root, there = Path(self.path), is_there(self.path)
+        if there and root.is_dir():
             found = _texts_in(root)
             first = next(found, None)
             if first is None:
                 raise DataError(f"{self.path}: expected files with one of {', '.join((*_TEXTS, *_LINES))}, got none")
             return chain([first], found)
-        if root.exists():
+        if there:
             return iter([str(root)])
         if self.path.startswith((".", "/", "~")) or root.suffix.lower() in (*_TEXTS, *_LINES, ".json", ".gz"):
             raise DataError(f"expected a text file or a folder at {self.path}, got no such file. Check the path")
@@ -159,7 +159,7 @@ def _json_lines(file: IO[str], path: str, column: str) -> Iterator[Document]:
 def _field(record: Any, column: str, where: str) -> str:
     value = record.get(column) if isinstance(record, dict) else None
     if not isinstance(value, str):
-        has = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
+        has = (", ".join(map(str, record)) or "no field") if isinstance(record, dict) else "a record without fields"
         raise DataError(
             f"{where}: expected a text in the field {column!r}, got {has}. Name another with `structattn data prepare text --text-column`"
         )

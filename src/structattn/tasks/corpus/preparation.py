@@ -72,7 +72,7 @@ class PrepareConfig:
         for name in ("bpe_characters", "shard_tokens"):
             check_int(name, getattr(self, name), minimum=1)
         check_int("vocab_size", self.vocab_size, minimum=256, maximum=_LARGEST_VOCABULARY)
-        check_choice("unknown", self.unknown, ("error", "drop"))
+        check_choice("value of unknown", self.unknown, ("error", "drop"))
         if self.unknown == "drop" and self.tokens != "chars":
             raise ConfigError(f"{self.tokens} know every character: unknown=drop belongs to chars")
 

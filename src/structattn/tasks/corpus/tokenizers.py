@@ -65,7 +65,7 @@ class Characters:
     unit = "char"
 
     def __post_init__(self) -> None:
-        check_choice("unknown", self.unknown, ("error", "drop"))
+        check_choice("value of unknown", self.unknown, ("error", "drop"))
 
     def encode(self, text: str, source: str = "the text") -> Ids:
         """See ``Tokenizer``."""

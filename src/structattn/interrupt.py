@@ -21,6 +21,7 @@ _ONCE_S = 2.0
 
 _asked = 0
 _waiting = 0
+_handles = False
 _follows: Callable[[], int] | None = None
 
 
@@ -68,10 +69,14 @@ def at_steps() -> Iterator[None]:
         check()
 
 
-def follow(source: Callable[[], int]) -> None:
-    """In a worker process: leaves the terminal's signals to its parent and asks ``source``, which may name a signal, at each ``check``."""
+def follow(source: Callable[[], int] | None) -> None:
+    """In a process that works for another: asks ``source``, which may name a signal, at each ``check``."""
     global _follows
     _follows = source
+
+
+def leave_to_parent() -> None:
+    """In a worker process: a Ctrl-C, which goes to every process of the terminal, is its parent's to heed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _note)
 
@@ -84,9 +89,10 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def listen() -> None:
-    """Installs the handlers of ``handled`` again, where a library has put its own in their place."""
-    for number in GRACE_S:
-        signal.signal(number, _note)
+    """Inside ``handled``: installs its handlers again, where a library has put its own in their place."""
+    if _handles:
+        for number in GRACE_S:
+            signal.signal(number, _note)
 
 
 @contextmanager
@@ -100,11 +106,11 @@ def handled(on_end: Callable[[int], None]) -> Iterator[None]:
     Args:
         on_end: called in that thread, with the number of the signal, just before it ends the process.
     """
-    global _asked, _follows
+    global _asked, _follows, _handles
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _asked, _follows = 0, None
+    _asked, _follows, _handles = 0, None, True
     before: dict[int, Any] = {number: signal.getsignal(number) for number in GRACE_S}
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
@@ -118,7 +124,7 @@ def handled(on_end: Callable[[int], None]) -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         signal.set_wakeup_fd(wakeup)
-        _asked = 0
+        _asked, _handles = 0, False
         theirs.close()
         watch.join()
         ours.close()

@@ -16,6 +16,7 @@ from structattn import interrupt
 from structattn.cli import main
 from structattn.errors import TrainingFailedError
 from structattn.experiments.budget import flops_of
+from structattn.experiments.ray_cluster import stopping, trials_stopped
 from structattn.experiments.workers import Work, run_all
 
 LONG = [
@@ -123,6 +124,37 @@ def test_a_process_that_comes_to_no_step_ends_nevertheless() -> None:
         assert process.communicate(timeout=30)[0] == f"continue {numbers[0]}\n"
         assert process.returncode == status
         assert time.monotonic() - sent < interrupt.GRACE_S[signal.SIGINT]
+
+
+def test_trials_on_other_machines_are_asked_through_a_file(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(interrupt.GRACE_S, signal.SIGTERM, 0.1)
+    stopped = []
+
+    def trial(name: str) -> None:
+        try:
+            with stopping(tmp_path / "stops", name):
+                while True:
+                    interrupt.check()
+                    time.sleep(0.05)
+        except interrupt.Stopped:
+            stopped.append(name)
+
+    thread = threading.Thread(target=trial, args=("1",))
+
+    def interrupted() -> None:
+        with trials_stopped(tmp_path / "stops"):
+            thread.start()
+            until(lambda: (tmp_path / "stops" / "running" / "1").exists())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not list((tmp_path / "stops" / "running").iterdir())  # it was waited for
+    thread.join()
+    trial("2")  # nothing new begins
+    assert stopped == ["1", "2"]
+    with trials_stopped(tmp_path / "stops"), stopping(tmp_path / "stops", "3"):
+        interrupt.check()  # a sweep that is resumed
 
 
 def test_what_it_takes_is_said_before_it_begins(tmp_path: Path, capsys) -> None:

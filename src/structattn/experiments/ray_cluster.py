@@ -5,15 +5,24 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shutil
+import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import patch_environment
+
+from structattn import interrupt
 from structattn.errors import ConfigError, MissingDependencyError
 
 _ANSWER_S = 5.0
+_LOOK_S = 0.5  # between two looks at a file
+_RESERVE_S = 1.0  # of the time that there is to stop
+_STOP, _RUNNING = "stop", "running"
 
 
 def import_ray() -> tuple[Any, Any]:
@@ -57,6 +66,7 @@ def connected(address: str) -> Iterator[dict[str, float]]:
             raise ConfigError(
                 f"expected a Ray cluster at {address!r}: {reason}. Start one with `ray start --head`, or give local"
             ) from error
+    interrupt.listen()
     try:
         yield ray.cluster_resources()
     finally:
@@ -70,6 +80,53 @@ def _check_answers(address: str) -> None:
     if colon and port.isdigit():
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
             pass
+
+
+@contextmanager
+def trials_stopped(folder: Path) -> Iterator[None]:
+    """Around the trials of Ray Tune: asked to stop, this process asks them, and waits until they have written checkpoints.
+
+    Args:
+        folder: that all machines share; a file in it says so, and one for each trial that it runs.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / _RUNNING).mkdir(parents=True)
+    try:
+        with patch_environment(TUNE_DISABLE_SIGINT_HANDLER="1"):  # an interruption ends it as it does every command
+            yield
+    except KeyboardInterrupt:
+        (folder / _STOP).touch()
+        number = signal.Signals(interrupt.asked() or signal.SIGINT)
+        until = time.monotonic() + interrupt.GRACE_S[number] - _RESERVE_S
+        while any((folder / _RUNNING).iterdir()) and time.monotonic() < until:
+            time.sleep(_LOOK_S / 5)
+        raise
+
+
+@contextmanager
+def stopping(folder: Path, name: str) -> Iterator[None]:
+    """Around the work of a trial: it stops where ``trials_stopped`` asks for it; the process is then ended from there."""
+    running, stop = folder / _RUNNING / name, folder / _STOP
+    looked, found = 0.0, 0
+
+    def asked() -> int:
+        nonlocal looked, found
+        if time.monotonic() - looked > _LOOK_S:
+            looked, found = time.monotonic(), signal.SIGTERM if stop.exists() else 0
+        return found
+
+    running.touch()
+    interrupt.follow(asked)
+    try:
+        interrupt.check()
+        yield
+    except interrupt.Stopped:
+        running.unlink(missing_ok=True)
+        time.sleep(interrupt.GRACE_S[signal.SIGTERM])  # a trial that returned would count as one that is over
+        raise
+    finally:
+        running.unlink(missing_ok=True)
+        interrupt.follow(None)
 
 
 def work_in(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from structattn.errors import ConfigError, TrainingFailedError
-from structattn.experiments.ray_cluster import connected, import_ray, work_in
+from structattn.experiments.ray_cluster import connected, import_ray, stopping, trials_stopped, work_in
 from structattn.experiments.runs import Job
 
 _RETRIES = 2  # of a run whose machine was lost; it goes on from its last checkpoint
@@ -37,7 +37,7 @@ def train_all_with_ray(jobs: Sequence[Job], *, address: str, resume: bool, show_
     if not jobs:
         return
     jobs = [dataclasses.replace(job, folder=job.folder.resolve()) for job in jobs]  # workers have folders of their own
-    with connected(address) as resources:
+    with connected(address) as resources, trials_stopped(_stops(jobs)):
         _fit(tune, resources, jobs, show_progress)
 
 
@@ -69,7 +69,12 @@ def _fit(tune: Any, resources: dict[str, float], jobs: Sequence[Job], show_progr
 def _trial(config: dict[str, Any], jobs: Sequence[Job], folder: Path) -> None:
     """One run, in a process of Ray's."""
     work_in(folder)
-    jobs[config["index"]].run(resume=True, show_progress=False)
+    with stopping(_stops(jobs), str(config["index"])):
+        jobs[config["index"]].run(resume=True, show_progress=False)
+
+
+def _stops(jobs: Sequence[Job]) -> Path:
+    return _common_folder(jobs) / "ray" / "stops"
 
 
 def _common_folder(jobs: Sequence[Job]) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 from accelerate.utils import patch_environment
 
 from structattn.errors import ConfigError, DataError, MissingDependencyError, ShapeError, TrainingDivergedError
-from structattn.experiments.ray_cluster import connected, work_in
+from structattn.experiments.ray_cluster import connected, stopping, trials_stopped, work_in
 from structattn.experiments.recipes import shared_task
 from structattn.experiments.runs import kept_score
 from structattn.experiments.sweep_plan import REDUCTION, Journal, SweepPlan
@@ -37,8 +37,8 @@ except ImportError as error:
 NOT_FINITE = "the validation score is not finite"
 _RETRIES = 2  # of a trial whose machine was lost; it goes on from its last checkpoint
 _OVER = ("finished", "stopped", "diverged", "failed")
-# No loggers of Ray's, no progress of Ray's, and an interruption ends the sweep as it does every command.
-_RAY = {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_DISABLE_SIGINT_HANDLER": "1", "RAY_AIR_NEW_OUTPUT": "0"}
+# No loggers of Ray's, and no progress of Ray's.
+_RAY = {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "RAY_AIR_NEW_OUTPUT": "0"}
 
 
 def run_trials(plan: SweepPlan, journal: Journal, *, address: str, jobs: int | None, show_progress: bool) -> None:
@@ -67,6 +67,7 @@ def run_trials(plan: SweepPlan, journal: Journal, *, address: str, jobs: int | N
     with (
         connected(address) as resources,
         patch_environment(**_RAY),
+        trials_stopped(ray_files / "stops"),
         progress_bar(total=plan.trials, initial=len(past), unit="trial", desc="trials", show=show_progress) as bar,
     ):
         needs, most = _shares(resources, jobs)
@@ -261,7 +262,9 @@ def _trial(config: dict[str, Any], plan: SweepPlan, folder: Path) -> None:
             if config["seen"] < last < job.training.steps:
                 report("running", last, entry[f"validation_{metric}"])
 
-        result = job.run(resume=True, show_progress=False, on_evaluation=on_evaluation)
+        assert plan.folder is not None  # the sweep opened one
+        with stopping(plan.folder / "ray" / "stops", str(config["number"])):
+            result = job.run(resume=True, show_progress=False, on_evaluation=on_evaluation)
         assert result is not None  # it may not diverge silently
         score = kept_score(result, job.training.patience, metric)
         count = sum(p.numel() for p in result.model.parameters() if p.requires_grad)

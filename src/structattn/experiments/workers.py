@@ -145,6 +145,7 @@ def _end(team: Sequence[_Worker], seconds: float) -> None:
 
 def _serve(pipe: Connection, begin: Callable[[], None], stop: Any) -> None:
     """In a worker process: does what comes through the pipe."""
+    interrupt.leave_to_parent()
     interrupt.follow(lambda: int(stop.value))
     begin()
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):

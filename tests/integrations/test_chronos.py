@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 pytest.importorskip("chronos")
 
 from chronos import ChronosPipeline
-from transformers import T5ForConditionalGeneration
+from transformers import AttentionInterface, T5ForConditionalGeneration
 
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.chronos import (
@@ -144,7 +144,7 @@ def test_levels_are_the_definition(spec, window, monkeypatch):
         layout = LevelLayout((8,), (length,)) if ranks is None else LevelLayout.halving(ranks.ranks, length)
         return dense_attention(layout, window, given["attention_mask"])(module, query, *rest, **options)
 
-    monkeypatch.setitem(own.AttentionInterface._global_mapping, own.IMPLEMENTATION, both)
+    monkeypatch.setitem(AttentionInterface._global_mapping, own.IMPLEMENTATION, both)
     expected = model(**given).logits
     assert (logits - expected).norm() <= 1e-6 * expected.norm()
     for name, gradient in gradients(model, expected).items():

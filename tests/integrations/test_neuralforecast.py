@@ -200,7 +200,7 @@ def test_an_input_size_below_one_is_three_horizons() -> None:
         ({"attention": None}, "must be a spec"),
         ({"num_heads": 3}, "num_heads must divide embed_dim"),
         ({"patch_length": 17}, "patch_length 17, stride 8, look_back 16"),
-        ({"stride": 0}, "stride 0"),
+        ({"stride": 0}, "stride must be an int of at least 1, got 0"),
         ({"rotary": "far"}, "unknown rotary split"),
         ({"exclude_insample_y": True}, "nothing to read"),
         ({"loss": DistributionLoss("Normal"), "instance_norm": True}, "leave it at None"),

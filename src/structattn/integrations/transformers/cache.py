@@ -339,7 +339,7 @@ def guarded(cache: Any) -> Iterator[None]:
     Raises:
         CacheError: as ``check_layers``.
     """
-    if not isinstance(cache, Cache):
+    if not isinstance(cache, Cache) or not hasattr(cache, "layers"):  # that of an encoder and a decoder has none
         yield
         return
     check_layers(cache)

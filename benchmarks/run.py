@@ -7,6 +7,7 @@ import dataclasses
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from benchmarks import machine, memory, report
 from benchmarks.registry import BENCHMARKS, Benchmark, Group
 from benchmarks.timing import SEED, Ceilings, Clock, CpuClock, CudaClock, measure_ceilings, measure_group
 from structattn.errors import ConfigError, nearest_name
+from structattn.folders import OF_EVERY_FOLDER, Owner, opened
 from structattn.progress import progress_bar
 
 REPEATS = 21
@@ -195,7 +197,7 @@ def run_and_write(
         The result, and the files.
 
     Raises:
-        ConfigError: a setting that cannot work.
+        ConfigError: a setting that cannot work, or a folder that holds other files than results.
         WrongResultError: a variant does not compute what it should.
     """
     if name not in BENCHMARKS:
@@ -208,16 +210,24 @@ def run_and_write(
         raise ConfigError("--device cuda: PyTorch finds no CUDA device here")
     if repeats is not None and repeats < 1:
         raise ConfigError(f"--repeats must be at least 1, got {repeats}")
-    result = run(
-        BENCHMARKS[name],
-        device=device,
-        dtype=dtype,
-        repeats=repeats or (QUICK_REPEATS if quick else REPEATS),
-        only=only,
-        patience_s=patience_s if patience_s is not None else QUICK_PATIENCE_S if quick else PATIENCE_S,
-        quick=quick,
-    )
-    return result, report.write(result, RESULTS if out is None else out)
+    owner = Owner(command="bench", task="", settings={})
+    with nullcontext(RESULTS) if out is None else opened(out, owner, resume=True, record=_record) as folder:
+        result = run(
+            BENCHMARKS[name],
+            device=device,
+            dtype=dtype,
+            repeats=repeats or (QUICK_REPEATS if quick else REPEATS),
+            only=only,
+            patience_s=patience_s if patience_s is not None else QUICK_PATIENCE_S if quick else PATIENCE_S,
+            quick=quick,
+        )
+        return result, report.write(result, folder)
+
+
+def _record(folder: Path) -> dict[str, Any] | None:
+    """No settings of a folder of results; ``None`` if it holds anything else. Results of several benchmarks share one."""
+    names = [path.name for path in folder.iterdir() if path.name not in OF_EVERY_FOLDER]
+    return {} if all(re.fullmatch(r"\d{4}-\d\d-\d\d-.*\.(json|md|png)", name) for name in names) else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

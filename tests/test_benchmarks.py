@@ -536,7 +536,11 @@ def test_the_command_runs_a_benchmark(tmp_path: Path, capsys: pytest.CaptureFixt
     words = ["bench", "linear", "--quick", "--only", "forward/E=256,.*btt:1$", "--repeats", "1", "--patience", "0"]
     assert cli.main([*words, "--out", str(tmp_path)]) == 0
     assert "# linear, cpu, float32" in capsys.readouterr().out
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md"}
+    assert sorted(path.name for path in tmp_path.iterdir() if "-quick" not in path.name) == ["owner.json"]
+    (tmp_path / "owner.json").unlink()
+    (tmp_path / "mine.txt").write_text("mine")
+    assert cli.main([*words, "--out", str(tmp_path)]) == 2
+    assert "'mine.txt'" in capsys.readouterr().err
     command = json.loads(next(tmp_path.glob("*-quick.json")).read_text())["command"]
     assert command.startswith("python -m benchmarks.run linear")
     assert "--quick" in command
@@ -585,4 +589,4 @@ def test_info_says_what_auto_takes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_cuda(name: str, tmp_path: Path) -> None:
     words = [name.partition("/")[0], "--device", "cuda", "--dtype", "bfloat16", "--only", name, "--repeats", "2"]
     run.main([*words, "--out", str(tmp_path)])
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("*-cuda-*"))) == 2

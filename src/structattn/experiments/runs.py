@@ -59,6 +59,11 @@ class Job:
         """For messages."""
         return f"{self.spec}, seed {self.seed}, learning rate {self.training.learning_rate:g}"
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do but to read it."""
+        return is_finished(self.folder)
+
     def run(
         self,
         *,
@@ -103,6 +108,14 @@ class ScoredJob(Job):
     The scores are kept in ``scores.json`` beside the run, with the digest of the weights that they are of: a large model may take as long to
     score as a small one to train, and a comparison that was stopped does not do it again.
     """
+
+    @property
+    def is_done(self) -> bool:
+        """See ``Job``."""
+        try:
+            return super().is_done and self._kept() is not None
+        except CheckpointError:
+            return False
 
     def _finish(self, task: Task, result: TrainingResult) -> None:
         """Scores it, unless that was done before."""
@@ -206,11 +219,15 @@ def train_all(jobs: Sequence[Job], *, workers: int = 1, resume: bool, show_progr
     if not resume and any((job.folder / "checkpoints").exists() for job in jobs):
         raise ConfigError("some of these runs were begun before: resume them, or use another folder")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    done = multiprocessing.get_context("spawn").Value("q", 0)
+    left = [job for job in jobs if not job.is_done]  # a finished run is only read, here
+    steps = sum(job.training.steps for job in jobs if job not in left)
+    done = multiprocessing.get_context("spawn").Value("q", steps)
     begin = partial(begin_worker, max(1, cores // workers), done)
-    works = [Work(run=partial(_in_worker, job), name=job.name, log=job.folder / "run.log") for job in jobs]
+    works = [Work(run=partial(_in_worker, job), name=job.name, log=job.folder / "run.log") for job in left]
     with _Bar(jobs, show_progress) as bar:
-        run_all(works, workers=workers, begin=begin, on_tick=lambda runs: bar.tell(runs, done.value))
+        run_all(
+            works, workers=workers, begin=begin, on_tick=lambda runs: bar.tell(len(jobs) - len(left) + runs, done.value)
+        )
         bar.tell(len(jobs), done.value)
 
 

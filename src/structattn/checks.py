@@ -41,6 +41,15 @@ def is_int(value: object) -> bool:
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
+def holds(condition: bool | torch.SymBool) -> bool:
+    """Whether a comparison of lengths is true; in a program that is exported, whether it is so at every length it may be given."""
+    if torch.compiler.is_exporting():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # it takes long to import
+
+        return statically_known_true(condition)
+    return True if condition else False  # noqa: SIM210 (a branch, where Dynamo makes the condition a guard; bool() does not)
+
+
 def check_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None) -> None:
     """Raises ``ConfigError`` unless ``value`` is an int within the bounds, both included; a bool is no int."""
     if not (is_int(value) and (minimum is None or value >= minimum) and (maximum is None or value <= maximum)):

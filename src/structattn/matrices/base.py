@@ -28,6 +28,7 @@ from structattn.checks import (
     check_sizes,
     check_tensor,
     check_type,
+    holds,
 )
 from structattn.errors import ConfigError, ShapeError
 from structattn.matrices.columns import to_columns, to_rows
@@ -263,7 +264,7 @@ class StructuredMatrix(nn.Module, ABC):
         if x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
             return False
         is_small = max(self.num_rows, self.num_cols, size) <= MOST_ROWS_WRITTEN_OUT
-        return is_small and x.numel() >= VECTORS_PER_COLUMN * size * max(self.num_rows, self.num_cols, size)
+        return is_small and holds(x.numel() >= VECTORS_PER_COLUMN * size * max(self.num_rows, self.num_cols, size))
 
     def matmul(self, x: Tensor) -> Tensor:
         """M x. On a CPU many vectors are multiplied by a small matrix written out, which is faster; it differs by rounding.
@@ -333,7 +334,8 @@ class StructuredMatrix(nn.Module, ABC):
             + 2 * self.num_matrices * num_left * num_right * self.pair_dim(order)
             for order in self.orders
         }
-        order = min(self.orders, key=lambda name: costs[name])
+        cheapest = (a for a in self.orders if all(holds(costs[a] <= costs[b]) for b in self.orders))
+        order = next(cheapest, self.orders[0])  # an exported program whose lengths decide has the preferred one
         return Contraction(order=order, flops=costs[order], alternatives=costs)
 
     def bilinear(self, x: Tensor, y: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from structattn.checks import check_choice
+from structattn.checks import check_choice, holds
 from structattn.errors import BackendUnavailableError
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
 from structattn.ops import custom_op, derivatives, short
@@ -51,7 +51,7 @@ def _one_level_scale(layout: LevelLayout, scale: float | None) -> float:
 
 
 def _one_query(q: Tensor, call: Call) -> bool:
-    return q.shape[2] == 1 and call.is_causal  # the last position sees every key
+    return call.is_causal and holds(q.shape[2] == 1)  # the last position sees every key
 
 
 def _suits_sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool, backend: Backend) -> bool:
@@ -61,7 +61,7 @@ def _suits_sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool, b
     if call.dropout_p > 0 and (q.device.type == "cpu" or backend == "blocked"):
         return False  # on a CPU it keeps all scores, and its masks are not those of a seed
     # Its fused kernel for CPUs wants values as wide as the keys; what runs otherwise keeps all scores.
-    return q.device.type != "cpu" or q.shape[3] == v.shape[3] or _num_scores(q, k) <= _DENSE_SCORES
+    return q.device.type != "cpu" or q.shape[3] == v.shape[3] or holds(_num_scores(q, k) <= _DENSE_SCORES)
 
 
 def _num_scores(q: Tensor, k: Tensor) -> int:
@@ -72,7 +72,7 @@ def _needs_mask(q: Tensor, k: Tensor, call: Call) -> bool:
     """Whether PyTorch's kernels could run one level only with a T x S mask that says what ``is_causal`` cannot."""
     if call.window is not None or call.cu_seqlens is not None or call.left_padding is not None:
         return True
-    return call.is_causal and q.shape[2] != k.shape[2] and not _one_query(q, call)
+    return call.is_causal and not holds(q.shape[2] == k.shape[2]) and not _one_query(q, call)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -98,7 +98,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
             dropout_p=call.dropout_p,
             is_causal=is_causal,
             scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=holds(q.shape[1] != k.shape[1]),
         )
     return out.to(dtype)
 
@@ -158,7 +158,7 @@ def _why_not_triton(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
 def _choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tuple[Choice, str]:
     """What ``backend="auto"`` runs, and why: the one place that chooses."""
     scores = _num_scores(q, k)
-    if (transformed := derivatives.transforms_are_active()) and scores <= _DENSE_BATCH_SCORES:
+    if (transformed := derivatives.transforms_are_active()) and holds(scores <= _DENSE_BATCH_SCORES):
         return (
             "reference",
             f"{scores} scores inside of a transform of functions, which the definition takes at every order",
@@ -172,9 +172,9 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tu
     reason = _why_not_triton(q, k, v, call) if q.device.type == "cuda" else "the tensors are not on a CUDA device"
     if reason is None:
         return "triton", f"{subject}, fused"
-    per_row = scores if call.attn_bias is None else scores // max(1, q.shape[0])
+    per_row = scores if call.attn_bias is None else scores // q.shape[0]
     # Packed sequences together make many hidden pairs, and one after another many small products.
-    if call.cu_seqlens is None and per_row <= _DENSE_SCORES and scores <= _DENSE_BATCH_SCORES:
+    if call.cu_seqlens is None and holds(per_row <= _DENSE_SCORES) and holds(scores <= _DENSE_BATCH_SCORES):
         return "reference", f"{scores} scores are few: dense products beat many small ones (no fused kernel: {reason})"
     return "blocked", f"{subject} in linear memory (no fused kernel: {reason})"
 

@@ -30,7 +30,7 @@ def _flat_boundaries(boundaries: Boundaries | None) -> list[int]:
     return flat
 
 
-def _nested_boundaries(flat: Sequence[int]) -> Boundaries | None:
+def _nested_boundaries(flat: Sequence[int] | None) -> Boundaries | None:
     if not flat:
         return None
     num_rows, num_levels, *rest = flat
@@ -73,7 +73,8 @@ def _flat(call: Call, backend: str) -> tuple[Any, ...]:
 def _layout(ranks: Any, block_sizes: Any, value_ranks: Any, boundaries: Any, scaling: str) -> LevelLayout:
     known = next(name for name in SCALINGS if name == scaling)
     nested = _nested_boundaries(boundaries)
-    return LevelLayout(tuple(ranks), tuple(block_sizes), known, tuple(value_ranks) or None, nested)
+    # A program of AOTInductor hands over an empty list as None.
+    return LevelLayout(tuple(ranks), tuple(block_sizes or ()), known, tuple(value_ranks or ()) or None, nested)
 
 
 def _call(options: Sequence[Any]) -> tuple[Call, str]:

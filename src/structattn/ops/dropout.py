@@ -98,12 +98,19 @@ class Dropout:
         else:
             offset = None  # not worth waiting for the device
         count, first = keys.shape[-2], keys[..., :1, :]  # first: (..., 1, 1)
-        eights = torch.arange((count + (14 if offset is None else offset + 7)) // 8, device=keys.device) + first // 8
+        # A length may be dynamic while PyTorch traces: then two groups at least, since it makes 1 a case of its own.
+        is_traced = offset is not None and torch.compiler.is_compiling()
+        spare = 14 if offset is None else offset + (15 if is_traced else 7)
+        eights = torch.arange((count + spare) // 8, device=keys.device) + first // 8
         query, head, row = (self.queries if queries is None else queries).unsqueeze(-2).unbind(-1)  # (..., rows, 1)
         halves = []
         for word in philox((eights, query, head, row), self.seed):
             halves += [(word & 2**16 - 1) < self._limit, word < self._limit << 16]
-        found = torch.stack(halves, dim=-1).flatten(-2)
+        words = torch.stack(halves, dim=-1)
+        if is_traced and offset is not None:  # to join two dynamic dimensions would fix the length
+            index = offset + torch.arange(count, device=keys.device)
+            return words[..., index // 8, index % 8]
+        found = words.flatten(-2)
         if offset is not None:
             return found[..., offset : offset + count]
         index = first % 8 + torch.arange(count, device=keys.device)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from structattn.checks import holds
 from structattn.ops.call import Call
 
 NARROW = 16  # from so many dimensions on, products read rows as fast as columns
@@ -44,14 +45,17 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
     if call.cu_seqlens is not None or call.left_padding is not None:
         return False
     num_queries, num_keys = q.shape[2], k.shape[2]
-    if num_queries > num_keys and (call.is_causal or call.window is not None):
+    if (call.is_causal or call.window is not None) and not holds(num_queries <= num_keys):
         return False  # the first queries may see no key
     has_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    is_fused = q.shape[3] == v.shape[3] and call.window is None and (num_queries == num_keys or not call.is_causal)
+    is_fused = (
+        q.shape[3] == v.shape[3] and call.window is None and (not call.is_causal or holds(num_queries == num_keys))
+    )
     if is_fused and not (has_gradient and q.shape[3] <= NARROW_HEAD):
         return False
     per_head = num_queries * num_keys
-    return num_queries > 1 and per_head <= MOST_SCORES_PER_HEAD and q.shape[0] * q.shape[1] * per_head <= MOST_SCORES
+    is_small = holds(per_head <= MOST_SCORES_PER_HEAD) and holds(q.shape[0] * q.shape[1] * per_head <= MOST_SCORES)
+    return is_small and holds(num_queries > 1)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> Tensor:
@@ -75,7 +79,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> Tens
         q = q.unflatten(1, (groups, -1)).flatten(2, 3)
         mask = None if mask is None else mask.repeat(heads // groups, 1)
     # Heads in front of the batch, or behind it: as the largest operand has them in memory.
-    heads_first = groups > 1 and k.stride(1) > k.stride(0)
+    if torch.compiler.is_compiling():  # a compiler cannot read a stride that is dynamic
+        heads_first = groups > 1 and k.transpose(0, 1).is_contiguous()
+    else:
+        heads_first = groups > 1 and k.stride(1) > k.stride(0)
     results: tuple[Tensor, Tensor] = _ShortAttention.apply(  # type: ignore[no-untyped-call]
         *(_flat(x, heads_first) for x in (q, k, v)), mask, scale
     )

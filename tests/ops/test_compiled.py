@@ -1,0 +1,187 @@
+"""``torch.compile`` with dynamic shapes and ``torch.export`` with dynamic lengths: programs do what the function does, at other lengths too.
+
+A few combinations always run. All of them: ``STRUCTATTN_ALL_PROGRAMS=1 pytest tests/ops/test_compiled.py``.
+"""
+
+import os
+from itertools import product
+
+import pytest
+import torch
+
+import structattn as sa
+from structattn.errors import ShapeError
+from structattn.ops import custom_op
+from structattn.testing.tolerances import assert_close
+
+LAYOUTS = {
+    "none": None,
+    "levels": sa.LevelLayout((4, 2, 2), (16, 8, 4)),
+    "values": sa.LevelLayout((4, 2, 2), (16, 8, 4), value_ranks=(2, 4, 2)),
+    "segments": sa.LevelLayout.from_boundaries((4, 4), ((0,), (0, 5, 9))),
+    "global-window": sa.GlobalWindowLayout((4, 4), 5),
+}
+OPTIONS = ["plain", "not causal", "window", "bias", "dropout", "padding", "packed", "few queries", "scale", "lse"]
+BACKENDS = ["auto", "blocked", "reference"]
+CASES = [
+    (layout, option, backend)
+    for layout, option, backend in product(LAYOUTS, OPTIONS, BACKENDS)
+    if layout != "global-window" or option not in ("window", "scale", "lse")
+]
+MODELS = list(product(["standard", "mlr:4|4", "bilinear-btt:1", "global-window"], ["plain", "padding", "packed"]))
+ALL = bool(os.environ.get("STRUCTATTN_ALL_PROGRAMS"))
+SIZES = [(3, 23), (2, 40), (4, 9), (2, 64), (3, 300)] if ALL else [(3, 23), (2, 40)]
+
+
+class Op(torch.nn.Module):
+    """The function with the options of a case, some of them fixed and some given with the tensors."""
+
+    def __init__(self, layout, option, backend):
+        super().__init__()
+        self.layout, self.backend, self.option = LAYOUTS[layout], backend, option
+        self.options = {
+            "not causal": {"is_causal": False},
+            "window": {"window": 3},
+            "dropout": {"dropout_p": 0.3},
+            "scale": {"scale": 0.3},
+            "lse": {"return_lse": True},
+        }.get(option, {})
+
+    def forward(self, q, k, v, extra=None):
+        name = {"bias": "attn_bias", "padding": "left_padding", "packed": "cu_seqlens"}.get(self.option)
+        extras = {} if name is None else {name: extra}
+        return sa.structured_attention(q, k, v, self.layout, backend=self.backend, **self.options, **extras)
+
+    def inputs(self, batch, length):
+        batch = 1 if self.option == "packed" else batch
+        queries = 3 if self.option == "few queries" else length
+        tensors = [torch.randn(batch, heads, n, 8) for heads, n in ((4, queries), (2, length), (2, length))]
+        return tuple(tensors) + tuple(extra_of(self.option, batch, length))
+
+    def shapes(self, batch, length):
+        batch = None if self.option == "packed" else batch
+        queries = None if self.option == "few queries" else length
+        of_extra = {"bias": ({0: length, 1: length},), "padding": ({0: batch},), "packed": ({},)}
+        return {0: batch, 2: queries}, {0: batch, 2: length}, {0: batch, 2: length}, *of_extra.get(self.option, ())
+
+
+def extra_of(option, batch, length):
+    if option == "bias":
+        yield torch.randn(length, length)
+    if option == "padding":
+        yield torch.arange(batch) % 3
+    if option == "packed":
+        yield torch.tensor([0, length // 3, length])
+
+
+class Model(torch.nn.Module):
+    """A language model, and its logits' sum where only gradients count."""
+
+    def __init__(self, spec, option, num_layers=1):
+        super().__init__()
+        self.option = option
+        self.model = sa.LanguageModel(
+            11, spec, num_layers=num_layers, embed_dim=16, num_heads=2, context_length=64, rotary=sa.Rotary()
+        )
+        for parameter in self.model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, tokens, extra=None):
+        name = {"padding": "left_padding", "packed": "cu_seqlens"}.get(self.option)
+        return self.model(tokens, **({} if name is None else {name: extra}))
+
+    def inputs(self, batch, length):
+        batch = 1 if self.option == "packed" else batch
+        return torch.randint(11, (batch, length)), *extra_of(self.option, batch, length)
+
+    def shapes(self, batch, length):
+        batch = None if self.option == "packed" else batch
+        return {0: batch, 1: length}, *{"padding": ({0: batch},), "packed": ({},)}.get(self.option, ())
+
+
+def results(module, program, inputs):
+    """Outputs and gradients."""
+    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    torch.manual_seed(0)
+    out = program(*leaves)
+    outs = out if isinstance(out, tuple) else (out,)
+    loss = sum((x * torch.sin(torch.arange(x.numel())).view_as(x))[x.isfinite()].sum() for x in outs)
+    wanted = [x for x in leaves if x.requires_grad] or list(module.parameters())
+    return [*outs, *torch.autograd.grad(loss, wanted)]
+
+
+def check(module, program, sizes=SIZES) -> None:
+    for batch, length in sizes:
+        inputs = module.inputs(batch, length)
+        for actual, expected in zip(*(results(module, f, inputs) for f in (program, module)), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=2e-4)
+        if not ALL:
+            continue
+        with torch.no_grad():
+            torch.manual_seed(0)
+            first = program(*inputs)
+            torch.manual_seed(0)
+            torch.testing.assert_close(first, module(*inputs), rtol=1e-3, atol=2e-4)
+
+
+def compiled(module):
+    torch.compiler.reset()
+    return torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager" if ALL else "eager")
+
+
+def exported(module):
+    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=4, max=4096)
+    return torch.export.export(module, module.inputs(3, 30), dynamic_shapes=module.shapes(batch, length)).module()
+
+
+@pytest.mark.parametrize(("layout", "option", "backend"), CASES if ALL else [("levels", "bias", "blocked")])
+def test_compiled_op(layout, option, backend) -> None:
+    module = Op(layout, option, backend)
+    check(module, compiled(module))
+
+
+@pytest.mark.parametrize(
+    ("layout", "option", "backend"),
+    CASES if ALL else [("none", "plain", "auto"), ("levels", "bias", "auto"), ("global-window", "padding", "auto")],
+)
+def test_exported_op(layout, option, backend) -> None:
+    module = Op(layout, option, backend)
+    check(module, exported(module))
+
+
+@pytest.mark.skipif(not ALL, reason="with STRUCTATTN_ALL_PROGRAMS=1")
+@pytest.mark.parametrize(("spec", "option"), MODELS)
+def test_compiled_models(spec, option) -> None:
+    module = Model(spec, option)
+    check(module, compiled(module))
+
+
+@pytest.mark.parametrize(("spec", "option"), MODELS if ALL else [("mlr:4|4", "plain")])
+def test_exported_models(spec, option) -> None:
+    module = Model(spec, option)
+    check(module, exported(module))
+
+
+@pytest.mark.parametrize("backend", ["auto", "blocked"] if ALL else ["auto"])
+def test_programs_check_the_lengths_that_they_are_given(backend) -> None:
+    q = torch.randn(1, 2, 12, 8)
+    for make in (compiled, exported) if ALL else (exported,):
+        for option, right, wrong in (
+            ("packed", [0, 4, 12], ([0, 4, 11], [0, 12, 12], [1, 4, 12])),
+            ("padding", [3], ([13], [-1])),
+        ):
+            module = Op("levels", option, backend)
+            if make is exported:
+                program = torch.export.export(module, (q, q, q, torch.tensor(right))).module()
+            else:
+                program = make(module)
+            assert_close(program(q, q, q, torch.tensor(right)), module(q, q, q, torch.tensor(right)))
+            for numbers in wrong:
+                with pytest.raises(ShapeError, match="cu_seqlens must rise|left_padding must lie"):
+                    program(q, q, q, torch.tensor(numbers))
+
+
+def test_an_empty_list_of_an_operator_may_be_none() -> None:  # AOTInductor makes it so
+    assert custom_op._layout((4, 4), (8, 4), None, None, "variance") == sa.LevelLayout((4, 4), (8, 4))
+    segments = custom_op._layout((4, 4), None, None, [1, 2, 1, 0, 2, 0, 3], "mup")
+    assert segments == sa.LevelLayout.from_boundaries((4, 4), ((0,), (0, 3)), "mup")

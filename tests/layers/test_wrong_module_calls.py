@@ -1,5 +1,7 @@
 """Every wrong argument of modules, at building and at calling, raises one of our errors; caches and generation have tables of their own."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -84,12 +86,13 @@ TABLE = {
             "cu_seqlens": (3, [0, 6], torch.tensor([0.0, 6.0]), torch.tensor([0, 6])),
             "left_padding": (3, [0, 1], torch.tensor([0, 1, 2]), torch.tensor([0.0, 1.0]), torch.tensor([0, 9])),
             "layout": (LEVELS, "mlr:4|4", THING),
+            "cache": ("x", THING, True, MODEL),
         },
     ),
     "Attention.forward, rotary": (
         TURNED,
         {"x": X},
-        {"left_padding": (3, [0, 1], torch.zeros(2), torch.zeros(3).long()), "context": (X[:, :5],)},
+        {"left_padding": (3, [0, 1], torch.zeros(2), torch.zeros(3).long())},
     ),
     "Attention.forward, no layout": (PLAIN, {"x": X}, {"x": STATES, "context": STATES[1:], "layout": (LEVELS, THING)}),
     "Attention.forward, text": (TEXT_ATTENTION, {"x": X, "layout": FREE}, {"layout": (None, LEVELS, "x", THING)}),
@@ -212,6 +215,11 @@ TABLE = {
         {"x": STATES, "layout": (LEVELS,), "left_padding": (3,)},
     ),
     "TransformerBlock.flops": (TransformerBlock(ATTENTION).flops, {"num_tokens": 8}, {"num_tokens": (None, *SIZE)}),
+    "Sampling.probabilities": (
+        sa.Sampling().probabilities,
+        {"logits": X},
+        {"logits": (*TENSOR, torch.tensor(1.0), torch.zeros(2, 0), X.to(torch.complex64), X * math.nan)},
+    ),
     "MLP": (
         MLP,
         {"embed_dim": 8},

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from structattn.checks import check_int, check_number
-from structattn.errors import ConfigError, GenerationError
+from structattn.checks import check_int, check_number, check_tensor
+from structattn.errors import ConfigError, GenerationError, ShapeError
 from structattn.seeds import generator
 
 
@@ -66,8 +66,14 @@ class Sampling:
             (..., V), float64.
 
         Raises:
+            ShapeError: no logits.
             GenerationError: a largest logit is not a finite number: some are NaN or infinite, or all -inf.
         """
+        check_tensor("logits", logits)
+        if logits.dim() < 1 or not logits.shape[-1] or logits.is_complex():
+            raise ShapeError(
+                f"logits must be real, of shape (..., V), got {logits.dtype} of shape {tuple(logits.shape)}"
+            )
         logits = logits.double()
         if not bool(logits.amax(-1).isfinite().all()):
             raise GenerationError(

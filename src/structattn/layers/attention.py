@@ -295,7 +295,7 @@ class Attention(nn.Module):
             attn_bias, cu_seqlens, left_padding: see ``structured_attention``.
             cache: from ``new_cache``: x holds the tokens that follow those in it, and they are added to it; if anything fails, they
                 are not. There is no dropout then, and no gradient through what it holds. It serves this layer alone; a copy of
-                it, or one that was loaded, the layer that uses it first. Weights that change meanwhile count from the next token on.
+                it, or one that was loaded, the layer that uses it first. After a change of the weights, ``reset`` it.
             layout: where the module's layout is a ``TextLayout``, its levels with the segments of this batch
                 (``TextLayout.at``); with a cache those that the new tokens see. Otherwise ``None``.
 

@@ -212,7 +212,7 @@ def test_compiled_whole() -> None:
         ({"attention": "mlr:4|x"}, "positive whole number, got 'x'"),
         ({"rotary": "low_near"}, "did you mean 'low_far'"),
         ({"rotary": 3}, "got 3"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive int, got 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an int of at least 1, got 0"),
         ({"hidden_size": "big"}, "hidden_size"),
     ],
 )

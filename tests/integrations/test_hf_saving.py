@@ -298,9 +298,9 @@ def test_missing_and_damaged_weights(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention_dropout": "a"}, "attention_dropout must be a number in"),
-        ({"intermediate_size": -3}, "intermediate_size must be a positive int, got -3"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive int, got 0"),
+        ({"attention_dropout": "a"}, "attention_dropout must be a finite number"),
+        ({"intermediate_size": -3}, "intermediate_size must be an int of at least 1, got -3"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be an int of at least 1, got 0"),
         ({"attention": f"mlr:{'9' * 5000}"}, "expected a positive whole number"),
     ],
 )

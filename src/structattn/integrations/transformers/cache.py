@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from structattn.cache import PAGE_SIZE, LevelCache
+from structattn.checks import check_int, check_type
 from structattn.errors import CacheError
 from structattn.integrations.transformers.variant import Variant
 
@@ -266,7 +267,9 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             CacheError: a positive number; or a level would need keys that it has dropped, and nothing was recorded.
         """
-        tokens_to_remove = int(tokens_to_remove)
+        if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() == 1:
+            tokens_to_remove = int(tokens_to_remove)
+        check_int("tokens_to_remove", tokens_to_remove)
         if tokens_to_remove > 0:
             raise CacheError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
         cache, recording = self.level_cache, self._recording
@@ -378,6 +381,7 @@ def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_s
     Raises:
         ConfigError: an option is out of its range.
     """
+    check_type("model", model, PreTrainedModel, "a model of transformers")
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     return LevelCaches(layers=[LevelCacheLayer(max_length=max_length, page_size=page_size) for _ in range(count)])
 

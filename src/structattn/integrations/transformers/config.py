@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from structattn.checks import check_bool, check_int, check_number
 from structattn.errors import ConfigError
 from structattn.layer_specs import LayerSpecs
 from structattn.layers.rotary import Rotary
@@ -77,14 +78,19 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name in _SIZES:
-            value = getattr(self, name)
-            is_left_out = value is None and name in _OPTIONAL_SIZES
-            if not is_left_out and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be a positive int, got {value!r}")
+            if getattr(self, name) is not None or name not in _OPTIONAL_SIZES:
+                check_int(name, getattr(self, name), minimum=1)
         for name in ("attention_dropout", "hidden_dropout"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-                raise ConfigError(f"{name} must be a number in [0, 1), got {value!r}")
+            check_number(name, getattr(self, name), minimum=0, below=1)
+        for name in ("rms_norm_eps", "initializer_range"):
+            check_number(name, getattr(self, name), minimum=0)
+        for name in ("qk_norm", "attention_bias", "tie_word_embeddings", "use_cache"):
+            check_bool(name, getattr(self, name))
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            tokens = getattr(self, name)
+            for token in tokens if name == "eos_token_id" and isinstance(tokens, list) else [tokens]:
+                if token is not None:
+                    check_int(name, token, minimum=0, maximum=self.vocab_size - 1)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.intermediate_size is None:

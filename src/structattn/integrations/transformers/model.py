@@ -13,9 +13,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from structattn.cache import LevelCache
+from structattn.checks import check_type
 from structattn.errors import CheckpointError, ConfigError, ShapeError
 from structattn.integrations.transformers.cache import LevelCacheLayer, own_layer
 from structattn.integrations.transformers.config import StructAttnConfig
+from structattn.integrations.transformers.inputs import check_keep, check_labels, checked
 from structattn.integrations.transformers.loading import OwnModel, describe
 from structattn.integrations.transformers.masks import Sequences, StructuredMask, read_padding
 from structattn.layers.attention import Attention
@@ -154,6 +156,7 @@ class StructAttnModel(StructAttnPreTrainedModel):
     """
 
     def __init__(self, config: StructAttnConfig) -> None:
+        check_type("config", config, StructAttnConfig, "a StructAttnConfig")
         super().__init__(config)
         width = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width, config.pad_token_id)
@@ -173,6 +176,7 @@ class StructAttnModel(StructAttnPreTrainedModel):
         """The muP role of the learned positions; embeddings and norms are known by their type."""
         return {} if self.position is None else {"position": Role(kind="embedding")}
 
+    @checked
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -204,8 +208,6 @@ class StructAttnModel(StructAttnPreTrainedModel):
             ConfigError: see ``read_padding`` and ``read_packing``; or weights are asked for.
             ShapeError: a token lies beyond the learned positions.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ConfigError("give either input_ids or inputs_embeds")
         if output_attentions:
             raise ConfigError("structured attention never forms the weights of all pairs: leave output_attentions away")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -290,6 +292,7 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - transformers' own form
 
     def __init__(self, config: StructAttnConfig) -> None:
+        check_type("config", config, StructAttnConfig, "a StructAttnConfig")
         super().__init__(config)
         self.model = StructAttnModel(config)
         self.vocab_size = config.vocab_size
@@ -330,6 +333,7 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
         Raises:
             ConfigError, ShapeError: see ``StructAttnModel.forward``.
         """
+        check_keep(logits_to_keep)
         out = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -346,6 +350,7 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
         logits = self.lm_head(x[:, keep])
         loss = None
         if labels is not None:
+            check_labels(labels, x, self.config.vocab_size)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         result = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states

@@ -12,7 +12,8 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from structattn.errors import ConfigError
+from structattn.checks import check_type, describe, is_int
+from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.transformers.attention import (
     OLD_ORDER,
     STRUCTURED_ATTENTION,
@@ -20,6 +21,7 @@ from structattn.integrations.transformers.attention import (
     StructuredAttention,
 )
 from structattn.integrations.transformers.effect import register
+from structattn.integrations.transformers.inputs import checked
 from structattn.integrations.transformers.loading import OwnModel, own_record
 from structattn.integrations.transformers.masks import structured_mask
 from structattn.integrations.transformers.regroup import RotarySplit, check_split
@@ -199,7 +201,7 @@ def _make_family(config_class: type[PreTrainedConfig]) -> None:
         own_model = type(
             f"StructAttn{model_class.__name__}",
             (StructurizedModel, model_class),
-            {"config_class": own_config, "__module__": __name__},
+            {"config_class": own_config, "__module__": __name__, "forward": checked(model_class.forward)},
         )
         STRUCTURIZED_MODELS[model_class] = globals()[own_model.__name__] = own_model
         auto.register(own_config, own_model)
@@ -290,9 +292,10 @@ def _check_all(model: PreTrainedModel, record: StructureRecord) -> None:
 def _chosen(layers: Sequence[int] | None, count: int) -> list[int]:
     if layers is None:
         return list(range(count))
+    check_type("layers", layers, Sequence, "a list of ints or None")
     for layer in layers:
-        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < count:
-            raise ConfigError(f"layers must be ints from 0 to {count - 1}, got {layer!r}")
+        if not is_int(layer) or not 0 <= layer < count:
+            raise ConfigError(f"layers must be ints from 0 to {count - 1}, got {describe(layer)}")
     if len(set(layers)) != len(layers) or not layers:
         raise ConfigError(f"layers must name at least one layer, each once, got {list(layers)}")
     return list(layers)
@@ -341,10 +344,18 @@ def load_structurized(path: str | Path, **options: Any) -> Any:
         **options: as of ``from_pretrained``.
 
     Raises:
-        ConfigError: the folder holds another kind of model.
+        ConfigError: there is no such folder, or it holds another kind of model.
         CheckpointError: see ``OwnModel.from_pretrained``.
     """
-    config = AutoConfig.from_pretrained(path)
+    check_type("path", path, (str, Path), "a folder or a name on the hub")
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except StructAttnError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{str(path)!r} is neither a folder with the config.json of a model nor the name of one on the hub: {error}"
+        ) from error
     names = config.architectures or []
     for own in STRUCTURIZED_MODELS.values():
         if type(config) is own.config_class and own.__name__ in names:  # type: ignore[attr-defined]

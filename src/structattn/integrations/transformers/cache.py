@@ -267,9 +267,9 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             CacheError: a positive number; or a level would need keys that it has dropped, and nothing was recorded.
         """
-        if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() == 1:
-            tokens_to_remove = int(tokens_to_remove)
-        check_int("tokens_to_remove", tokens_to_remove)
+        is_one = isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() == 1
+        check_int("tokens_to_remove", int(tokens_to_remove) if is_one else tokens_to_remove)
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise CacheError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
         cache, recording = self.level_cache, self._recording

@@ -35,7 +35,9 @@ def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
         ConfigError, ShapeError: neither or both of ``input_ids`` and ``inputs_embeds``; tokens that are no ints, or none of the
             vocabulary (on a CPU); another shape, type or dtype than expected.
     """
-    ids, embeds, positions = (given.get(name) for name in ("input_ids", "inputs_embeds", "position_ids"))
+    ids: Any = given.get("input_ids")
+    embeds: Any = given.get("inputs_embeds")
+    positions: Any = given.get("position_ids")
     if (ids is None) == (embeds is None):
         raise ConfigError(f"give either input_ids or inputs_embeds, got {'neither' if ids is None else 'both'}")
     if ids is not None:

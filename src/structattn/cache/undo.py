@@ -31,7 +31,9 @@ class Before:
 
     def keep(self, page: Tensor, index: Any = ...) -> None:
         """Copies numbers that are about to be written over."""
-        self.overwritten.append((page, index, page[index].clone()))
+        self.overwritten.append(
+            (page, index, page.clone() if index is ... else page[index])
+        )  # tensors in an index: a copy
 
     def put_back(self) -> None:
         """Writes the numbers back, the last ones first."""

@@ -394,3 +394,17 @@ def test_reference_is_what_short_rows_with_a_bias_run():
     assert explain(q, q, q, layout, attn_bias=bias).startswith("reference")
     assert explain(q, q, q, layout).startswith("blocked")
     assert reference.attention.__module__ == "structattn.ops.reference"
+
+
+def test_wrong_arguments() -> None:
+    sizes = {"context_length": 64, "prediction_length": 8, "num_tokens": 64, "embed_dim": 16, "num_heads": 2}
+    table = dict.fromkeys((*sizes, "head_dim", "num_layers", "num_samples"), (0, -1, True, 1.5, "8", None))
+    table |= {"dropout": (-1, 1.0, "x"), "limits": (None, 5, (1,), (2, 1), ("a", "b"), (0, float("inf")))}
+    for name, values in table.items():
+        for value in values:
+            with pytest.raises(ConfigError):
+                new_config(**sizes | {name: value})
+    for call in (load_pipeline, pipeline_around):
+        for value in (None, 7, "", []):
+            with pytest.raises(ConfigError):
+                call(value)

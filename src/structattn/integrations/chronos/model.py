@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, T5Config, T5ForConditionalGeneration
 
+from structattn.checks import check_int
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.chronos.attention import IMPLEMENTATION, VARIANT
 from structattn.integrations.transformers.loading import OwnModel, describe, own_record
@@ -150,6 +151,9 @@ def structured_config(
     """A copy of the config of a T5 with the entry ``structattn``; arguments as ``structurize``."""
     chronos = getattr(config, "chronos_config", None) or {}
     # One more than Chronos counts: the end-of-series token of the context, the start token of the decoder.
+    for name, value in (("encoder_length", encoder_length), ("decoder_length", decoder_length)):
+        if value is not None:
+            check_int(name, value, minimum=1)
     known = {
         "encoder": encoder_length or chronos.get("context_length", -1) + 1,
         "decoder": decoder_length or chronos.get("prediction_length", -1) + 1,

@@ -11,7 +11,7 @@ from chronos.chronos import ChronosModel, ChronosTokenizer
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from structattn.checks import check_int, check_number
+from structattn.checks import check_int, check_number, check_type
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.chronos.model import (
     StructAttnT5Config,
@@ -56,6 +56,7 @@ def _checked_settings(config: PreTrainedConfig) -> ChronosConfig:
 
 def tokenizer_of(config: PreTrainedConfig) -> ChronosTokenizer:
     """The tokenizer that a Chronos config names; raises ``ConfigError`` if it names none."""
+    check_type("config", config, PreTrainedConfig, "a config of transformers")
     return _checked_settings(config).create_tokenizer()
 
 
@@ -65,6 +66,7 @@ def pipeline_around(model: PreTrainedModel) -> ChronosPipeline:
     Raises:
         ConfigError: the config names none, or one that Chronos does not have.
     """
+    check_type("model", model, PreTrainedModel, "a model of transformers")
     config = _checked_settings(model.config)
     return ChronosPipeline(tokenizer=config.create_tokenizer(), model=ChronosModel(config=config, model=model))
 
@@ -86,12 +88,15 @@ def new_config(
     """The config of a plain Chronos T5. Arguments as ``new_pipeline``."""
     sizes = {"context_length": context_length, "prediction_length": prediction_length, "embed_dim": embed_dim}
     sizes |= {"num_heads": num_heads, "head_dim": head_dim, "mlp_dim": mlp_dim, "num_layers": num_layers}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
-    if num_tokens < 8:
-        raise ConfigError(f"num_tokens must be at least 8: padding, end of series, and bins, got {num_tokens}")
+    for name, value in (sizes | {"num_samples": num_samples}).items():
+        check_int(name, value, minimum=1)
+    check_int("num_tokens", num_tokens, minimum=8)  # padding, end of series, and bins
+    check_number("dropout", dropout, minimum=0, below=1)
+    if not isinstance(limits, tuple | list) or len(limits) != 2:
+        raise ConfigError(f"limits must be two numbers, the lowest and the highest, got {limits!r}")
     low, high = limits
+    for limit in limits:
+        check_number("limits", limit)
     if not low < high:
         raise ConfigError(f"limits must rise, got {limits}")
     return T5Config(
@@ -164,6 +169,7 @@ def load_pipeline(folder: str | Path, **options: Any) -> ChronosPipeline:
         ConfigError: the folder holds no Chronos T5.
         CheckpointError: the weights are missing, damaged or a pickle.
     """
+    check_type("folder", folder, (str, Path), "a folder")
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(
             f"expected a folder with the config.json and model.safetensors of a Chronos model, got {folder}"

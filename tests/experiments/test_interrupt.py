@@ -83,6 +83,7 @@ def test_a_comparison_in_several_processes_ends_soon_and_begins_nothing(tmp_path
     _, printed = process.communicate(timeout=60)
     assert time.monotonic() - sent < 8
     assert process.returncode == 130
+    assert "Warning" not in printed
     assert continuation(printed)[-3:] == ["--out", str(tmp_path / "a b"), "--resume"]
     assert len(list((tmp_path / "a b" / "runs").glob("*/seed-*"))) == 2
     assert len(steps(tmp_path)) == 2

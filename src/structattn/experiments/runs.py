@@ -168,17 +168,16 @@ class TrainAll(Protocol):
         ...
 
 
-# Of a worker process: steps done by all workers, which the parent reads.
+# Of a worker process: the steps done of each run, which the parent reads. Each has one writer, so there is no lock, which a killed process
+# could hold for ever.
 _steps_done: Any = None
 
 
-def _count(steps: int) -> None:
-    with _steps_done.get_lock():
-        _steps_done.value += steps
+def _in_worker(job: Job, number: int) -> None:
+    def count(steps: int) -> None:
+        _steps_done[number] += steps
 
-
-def _in_worker(job: Job) -> None:
-    job.run(resume=True, show_progress=False, on_steps=_count)
+    job.run(resume=True, show_progress=False, on_steps=count)
 
 
 def begin_worker(threads: int, steps_done: Any) -> None:
@@ -221,14 +220,16 @@ def train_all(jobs: Sequence[Job], *, workers: int = 1, resume: bool, show_progr
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     left = [job for job in jobs if not job.is_done]  # a finished run is only read, here
     steps = sum(job.training.steps for job in jobs if job not in left)
-    done = multiprocessing.get_context("spawn").Value("q", steps)
+    done = multiprocessing.get_context("spawn").RawArray("q", max(1, len(left)))
     begin = partial(begin_worker, max(1, cores // workers), done)
-    works = [Work(run=partial(_in_worker, job), name=job.name, log=job.folder / "run.log") for job in left]
+    works = [
+        Work(run=partial(_in_worker, job, number), name=job.name, log=job.folder / "run.log")
+        for number, job in enumerate(left)
+    ]
     with _Bar(jobs, show_progress) as bar:
-        run_all(
-            works, workers=workers, begin=begin, on_tick=lambda runs: bar.tell(len(jobs) - len(left) + runs, done.value)
-        )
-        bar.tell(len(jobs), done.value)
+        over = len(jobs) - len(left)
+        run_all(works, workers=workers, begin=begin, on_tick=lambda runs: bar.tell(over + runs, steps + sum(done)))
+        bar.tell(len(jobs), steps + sum(done))
 
 
 class _Bar:

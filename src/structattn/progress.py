@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 import time
 from typing import Any, TextIO
 
@@ -24,6 +26,15 @@ class _Lines:
         self._stream.flush()
 
 
+@functools.cache
+def _tqdm() -> Any:
+    from tqdm import tqdm  # optional: the library itself has no bars
+
+    # Its own lock is one of all processes: a killed worker would leave it behind, and Python would warn of it.
+    tqdm.set_lock(threading.RLock())
+    return tqdm
+
+
 def progress_bar(*, show: bool, **options: Any) -> Any:
     """A bar of tqdm on standard error.
 
@@ -34,8 +45,7 @@ def progress_bar(*, show: bool, **options: Any) -> Any:
     Raises:
         ImportError: without tqdm, which the extra ``train`` brings.
     """
-    from tqdm import tqdm  # optional: the library itself has no bars
-
+    tqdm = _tqdm()
     if not show or sys.stderr is None:
         return tqdm(disable=True, **options)
     if sys.stderr.isatty():

@@ -150,7 +150,8 @@ def test_sigkill_and_resume_give_identical_weights(tmp_path: Path) -> None:
         process = subprocess.Popen([sys.executable, str(script), str(tmp_path / "cut")])
         while process.poll() is None:
             found = latest_checkpoint(tmp_path / "cut" / "checkpoints")
-            if found is not None and int(found.name.removeprefix("step-")) >= at:
+            # One that is complete and not yet renamed is found as well, under its temporary name.
+            if found is not None and found.name.startswith("step-") and int(found.name.removeprefix("step-")) >= at:
                 process.send_signal(signal.SIGKILL)
                 killed += process.wait() == -signal.SIGKILL
                 break

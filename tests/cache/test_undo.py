@@ -186,3 +186,20 @@ def test_layers_that_differ_are_refused() -> None:
         layers.check()
     layers.reset()
     layers.check()
+
+
+def test_pages_that_a_failing_call_took_are_given_back(tmp_path) -> None:
+    attention = sa.Attention(8, 2, scoring=sa.scoring.BTT()).double().requires_grad_(False)
+    x = torch.randn(1, 5, 8, dtype=torch.float64)
+    cache = attention.new_cache(page_size=2, keys="hidden")
+    attention(x[:, :2], cache=cache)
+    contents = cache._contents
+    contents.keys[1].grow = lambda *_: 1 / 0  # the states have taken a page by then, the second store has not
+    with pytest.raises(ZeroDivisionError):
+        attention(x[:, 2:3], cache=cache)
+    del contents.keys[1].grow
+    assert [store.num_pages for store, _ in contents.stores()] == [1, 1, 1]
+    cache.save(tmp_path / "cache")
+    found = sa.LevelCache.load(tmp_path / "cache", latent=attention.latent)
+    out = torch.cat([attention(x[:, at : at + 1], cache=found) for at in (2, 3, 4)], dim=1)
+    assert_close(out, attention(x)[:, 2:])

@@ -149,8 +149,13 @@ class Contents:
 
     def mark(self) -> None:
         """Marks the point to which ``take_back`` returns."""
-        oldest = [list(store.oldest) for store, _ in self.stores()]
-        self._before = Before(length=self.length, layout=self.layout, oldest=oldest)
+        stores = [store for store, _ in self.stores()]
+        self._before = Before(
+            length=self.length,
+            layout=self.layout,
+            oldest=[list(store.oldest) for store in stores],
+            pages=[store.num_pages for store in stores],
+        )
 
     def take_back(self) -> None:
         """Makes the contents what they were at the mark, from which on tokens were appended and nothing else was done."""
@@ -159,8 +164,10 @@ class Contents:
         if self.layout is not self._before.layout:
             self.layout = self._before.layout
             self._set_levels()
-        for (store, _), oldest in zip(self.stores(), self._before.oldest, strict=True):
+        for (store, _), oldest, pages in zip(self.stores(), self._before.oldest, self._before.pages, strict=True):
             store.oldest = oldest
+            if store.num_pages > pages:  # stores that are read together have equal pages
+                store.pages = store.pages[:pages]
         self.length, self._before = self._before.length, None
 
     def _kept(self, k: Tensor, v: Tensor) -> list[Tensor]:

@@ -96,6 +96,11 @@ class Store:
         self.capacity = sum(page.shape[3] for page in pages)
 
     @property
+    def num_pages(self) -> int:
+        """How many pages there are."""
+        return len(self._pages)
+
+    @property
     def heads(self) -> int:
         """Heads of what is stored."""
         return self._pages[0][0].shape[1]

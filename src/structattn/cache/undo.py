@@ -19,7 +19,7 @@ class Before:
 
     Attributes:
         length, layout: of the contents.
-        oldest: of each store.
+        oldest, pages: of each store, and how many pages it has.
         overwritten: numbers that are still wanted and were written over, as (page, index, numbers). Within a block tokens go to
             free slots, so that there are some only where a block is left, or in a ring.
     """
@@ -27,6 +27,7 @@ class Before:
     length: int
     layout: Layout | None
     oldest: list[list[int]]
+    pages: list[int]
     overwritten: list[tuple[Tensor, Any, Tensor]] = field(default_factory=list)
 
     def keep(self, page: Tensor, index: Any = ...) -> None:

@@ -211,6 +211,31 @@ def test_bad_settings_are_named(options, message) -> None:
         StructTransformer(**(TINY | options))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {name: value}
+        for name in (
+            "h",
+            "input_size",
+            "patch_length",
+            "embed_dim",
+            "num_layers",
+            "num_heads",
+            "stride",
+            "loss",
+            "valid_loss",
+        )
+        for value in ("8", 0, 1.5, [8])
+        if (name, value) != ("input_size", 0)
+    ],
+)
+def test_wrong_sizes_and_losses_are_named(change) -> None:
+    (name,) = change
+    with pytest.raises(ConfigError, match=f"^{name} must be "):
+        StructTransformer(**{"h": 4, "input_size": 16} | change)
+
+
 def test_memory_is_linear_in_the_input() -> None:
     class Largest(TorchDispatchMode):
         numel = 0

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from structattn.checks import check_int, describe
 from structattn.errors import ConfigError, MissingDependencyError
 from structattn.layers.rotary import Rotary
 from structattn.models.forecaster import Forecaster
@@ -112,6 +113,23 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
         dataloader_kwargs: dict[str, Any] | None = None,
         **trainer_kwargs: Any,
     ) -> None:
+        sizes = {
+            "h": h,
+            "patch_length": patch_length,
+            "embed_dim": embed_dim,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+        }
+        for name, value in sizes.items():
+            check_int(name, value, minimum=1)
+        check_int("input_size", input_size)  # neuralforecast takes three horizons for any below 1
+        if stride is not None:
+            check_int("stride", stride, minimum=1)
+        for name, given in (("loss", loss), ("valid_loss", valid_loss)):
+            if given is not None and not hasattr(given, "outputsize_multiplier"):
+                raise ConfigError(
+                    f"{name} must be a loss of neuralforecast.losses.pytorch or None, got {describe(given)}"
+                )
         # These names are saved with the model as they stand here, so defaults are settled before the base class reads them.
         loss = MAE() if loss is None else loss
         outputs_values = not (loss.is_distribution_output or isinstance(loss, IQLoss | HuberIQLoss))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import structattn as sa
 from structattn.errors import ConfigError
 from structattn.layer_specs import LayerSpecs
-from structattn.spec import FORMS, Halving
+from structattn.spec import FORMS, Halving, describe_spec
 from structattn.training.build import spec_for
 
 
@@ -164,3 +164,17 @@ def test_one_layer_takes_no_list() -> None:
         sa.Attention.from_spec("[standard,window:4]", embed_dim=16, num_heads=2, context_length=8)
     with pytest.raises(ConfigError, match="needs at least one"):
         LayerSpecs(())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("standard", "softmax attention"),
+        ("standard:1,scaling=mup", "softmax attention, 1 head"),
+        ("bilinear-btt:2+window:64", "with M a block tensor train of rank 2; and each query sees the last 64 positions"),
+        ("bilinear-butterfly", "butterfly of rank 1, one stage"),
+        ("mlr:8|8,values=8|8", "MLR attention: near pairs share more levels, of the values too"),
+    ],
+)
+def test_a_spec_is_described_with_its_own_numbers(text: str, words: str) -> None:
+    assert words in describe_spec(text) and "HEADS" not in describe_spec(text)

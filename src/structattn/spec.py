@@ -163,10 +163,24 @@ def _fail(term: str, problem: str) -> ConfigError:
 
 
 def describe_spec(text: str) -> str:
-    """What a spec means, in words: the meaning of each of its terms, for tables and reports."""
+    """What a spec means, in words: the meaning of each of its terms with its numbers, for tables and reports."""
     check_type("an attention spec", text, str, "text such as 'standard' or 'mlr:32|16|8|8'")
-    names = [re.split("[:,]", term.strip())[0] for term in text.split("+")]
-    return "; and ".join(FORMS[name].meaning for name in names if name in FORMS)
+    return "; and ".join(filter(None, map(_in_words, text.split("+"))))
+
+
+def _in_words(term: str) -> str:
+    head, _, options = term.strip().partition(",")
+    name, _, args = head.partition(":")
+    if name not in FORMS:
+        return ""
+    words = FORMS[name].meaning.partition(";")[0]  # what follows says how to write the form
+    if name == "standard" and args:
+        words += f", {args} {'head' if args == '1' else 'heads'}"
+    default = " (1 by default)"
+    numbers = re.findall("[0-9]+", args) or (["1"] if default in words else [])
+    for letter, number in zip(re.findall("[A-Z]", FORMS[name].syntax), numbers if "|" not in args else (), strict=False):
+        words = re.sub(rf"\b{letter}\b", number, words)
+    return words.replace(default, "") + (", of the values too" if "values=" in options else "")
 
 
 def _int(text: str, term: str) -> int:

@@ -286,6 +286,7 @@ def _data(action: Prepare | DataInfo, session: Session) -> None:
         corpus = Corpus(action.folder)
         if action.verify:
             corpus.verify()
+            print("every file is as it was written")
         print(corpus.summary())
         return
     source = Source(

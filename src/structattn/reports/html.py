@@ -78,7 +78,7 @@ def write_report(results: Results, figures: Iterable[Figure], path: Path) -> Pat
     body = [
         f"<h1>{escaped(title)}</h1>",
         f'<p class="question">{escaped(results["question"])}</p>',
-        f'<p class="dim">preset {escaped(results["preset"])} · {escaped(results["created"])} · {_seeds(results)}</p>',
+        f'<p class="dim">preset {escaped(results["preset"])} · {escaped(str(results["created"])[:16].replace("T", " "))} UTC · {_seeds(results)}</p>',
         _facts(results),
         f'<div class="verdict"><b>Verdict</b>{escaped(verdict(results))}</div>',
         f"<h2>Results</h2>{_table(results)}",

@@ -37,7 +37,7 @@ def describe(value: object) -> str:
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is an int, or the symbolic int that stands for one while PyTorch traces; a bool is not."""
+    """Whether a value is an int, or the symbolic int that PyTorch has in place of one while it traces; a bool is not."""
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 

@@ -95,7 +95,7 @@ def opened(
     record: Callable[[Path], dict[str, Any] | None] = no_record,
     on_open: Callable[[Path], None] | None = None,
 ) -> Iterator[Path]:
-    """Creates an output folder or goes on with one, and keeps it for this process until the end of the block.
+    """Creates an output folder or continues one, and keeps it for this process until the end of the block.
 
     The lock is one of the kernel's on a file in the folder: that of a process that is gone counts no more. Of the processes of a launcher,
     which share a folder, the first one opens it.
@@ -273,7 +273,7 @@ def _locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             # Some network file systems have no locks, and are used nevertheless.
             logger.warning("%s cannot be locked (%s): let one process at a time write to it", folder, error)
-        # Whoever held it may have removed the file since it was opened here.
+        # The process that had the lock may have removed the file since it was opened here.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), path.stat()):
                 break

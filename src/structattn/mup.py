@@ -72,7 +72,7 @@ class Role:
         if self.std is not None:
             check_number("std", self.std, above=0)
             if self.kind != "embedding":
-                raise ConfigError(f"only an embedding has a std of its own: got {self.std!r} for {self.kind!r}")
+                raise ConfigError(f"only an embedding takes a std: got {self.std!r} for {self.kind!r}")
 
     @property
     def init_std(self) -> float:

@@ -178,7 +178,9 @@ def _in_words(term: str) -> str:
         words += f", {args} {'head' if args == '1' else 'heads'}"
     default = " (1 by default)"
     numbers = re.findall("[0-9]+", args) or (["1"] if default in words else [])
-    for letter, number in zip(re.findall("[A-Z]", FORMS[name].syntax), numbers if "|" not in args else (), strict=False):
+    for letter, number in zip(
+        re.findall("[A-Z]", FORMS[name].syntax), numbers if "|" not in args else (), strict=False
+    ):
         words = re.sub(rf"\b{letter}\b", number, words)
     return words.replace(default, "") + (", of the values too" if "values=" in options else "")
 

@@ -49,7 +49,7 @@ class LayerCaches(Sequence[LevelCache]):
         lengths = [layer.length for layer in self._layers]
         if len(set(lengths)) > 1:
             raise CacheError(
-                f"the layers hold different numbers of tokens, {lengths}: a layer was used alone, or a call broke off; crop({min(lengths)}) "
+                f"the layers hold different numbers of tokens, {lengths}: a layer was used without the others, or a call broke off; crop({min(lengths)}) "
                 "takes them back to the shortest, or reset() and start again"
             )
         if self._torn:

@@ -104,7 +104,7 @@ class LevelCache:
         self._layer: weakref.ref[object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy may go on with a copy of the layer.
+        # A copy may continue with a copy of the layer.
         return {**self.__dict__, "_before": None, "_layer": None}
 
     def __copy__(self) -> Self:

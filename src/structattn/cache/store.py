@@ -68,8 +68,8 @@ class Store:
         self._pages: list[tuple[Tensor, Tensor]] = []
         self.oldest = [0]  # per row (or one for all): every position from here to the last one is held
 
-    # A copy gets memory of its own, also where tensors would be sent to another process as shared memory. The flat views are made
-    # again: copied, they would be pages of their own.
+    # A copy gets separate memory, also where tensors would be sent to another process as shared memory. The flat views are made
+    # again: copied, they would share no memory with the pages.
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pages": [page.clone() for page in self.pages]}

@@ -1,4 +1,4 @@
-"""One call of the command line: the folder it writes to, and how to go on with it after an interruption."""
+"""One call of the command line: the folder it writes to, and how to continue after an interruption."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Session:
         os.write(2, f"\n{self.interrupted()}\n".encode())
 
     def interrupted(self) -> str:
-        """What is said after an interruption: the command line that goes on, where there is one."""
+        """What is said after an interruption: the command line that continues, where there is one."""
         if self._folder is None:
             return "structattn: interrupted"
         words = [*self._arguments]

@@ -8,7 +8,7 @@ from structattn.tasks.base import Task
 
 
 def flops_of(task: Task, model: nn.Module, steps: int) -> int:
-    """Forward FLOPs of so many steps with one example each; of the steps at the full size in one product, since there may be billions."""
+    """Forward FLOPs of a number of steps with one example each; of the steps at the full size in one product, since there may be billions."""
     full, total = task.flops(model), 0
     for step in range(steps):
         if (cost := task.flops(model, step)) == full:
@@ -18,7 +18,7 @@ def flops_of(task: Task, model: nn.Module, steps: int) -> int:
 
 
 def affordable_steps(task: Task, model: nn.Module, flops: float) -> int:
-    """How many steps so many forward FLOPs pay for, with one example a step.
+    """How many steps a number of forward FLOPs pays for, with one example a step.
 
     Examples may grow in training; once they are of the full size they stay so, and the rest is one division: small models on large
     budgets take billions of steps.

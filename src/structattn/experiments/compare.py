@@ -38,7 +38,7 @@ from structattn.training.build import empty_model, spec_for
 from structattn.training.config import TrainingConfig
 
 _FEWEST_STEPS = 8
-# A comparison may be resumed with others: they name runs, each with a folder of its own, or change no result.
+# A comparison may be resumed with others: they name runs, each with a separate folder, or change no result.
 _FREE = ("attention", "seeds", "learning_rates", "variants", "search", "widths", "budgets", "training.process_timeout")
 
 
@@ -293,7 +293,7 @@ def compare(
         out: output folder, created; each run has a folder below ``runs/``. Default: see ``folders.opened``.
         preset: its name, for the record.
         command: the command line, for the record.
-        resume: continue the unfinished runs of ``out`` and keep the finished ones. What has runs of its own may differ from before:
+        resume: continue the unfinished runs of ``out`` and keep the finished ones. Settings that name separate runs may differ from before:
             specs, seeds, learning rates, variants, what is searched, widths and budgets.
         train_jobs: what trains many models. Default: one after the other. ``partial(train_all, workers=2)`` trains two at the same time,
             each in a process with its share of the cores: small models leave most of a core's threads idle, so one process per core is

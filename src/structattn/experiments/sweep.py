@@ -88,7 +88,7 @@ def sweep(
         command="sweep", task=plan.task_name, settings=plan.identity(), free=("settings.training.process_timeout",)
     )
     with opened(plan.folder, owner, resume=resume, record=sweep_record, on_open=on_open) as folder:
-        plan = dataclasses.replace(plan, folder=folder.resolve())  # workers have folders of their own
+        plan = dataclasses.replace(plan, folder=folder.resolve())  # workers have other working folders
         journal = Journal(folder)
         run_trials(plan, journal, address=address, jobs=jobs, show_progress=show_progress)
         results = _results(plan, task, journal.records()) | {"command": command}

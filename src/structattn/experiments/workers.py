@@ -44,7 +44,7 @@ class _Worker:
         self.pipe, theirs = context.Pipe()
         self.work: Work | None = None
         self.process = context.Process(target=_serve, args=(theirs, begin, stop), daemon=True)
-        # A Ctrl-C goes to every process of the terminal: this one alone heeds it. Blocked here, it waits for the next line.
+        # A Ctrl-C goes to every process of the terminal: only this one handles it. Blocked here, it waits for the next line.
         with _blocked(signal.SIGINT):
             self.process.start()
         theirs.close()
@@ -117,7 +117,7 @@ def run_all(
                 for pipe in wait(list(busy), timeout=_TICK_S):
                     worker = busy[pipe]
                     error = worker.answer()
-                    interrupt.check()  # before an error: a process that was stopped has none of its own
+                    interrupt.check()  # before an error: a process that was stopped reports none
                     if error is not None:
                         raise error
                     done += 1

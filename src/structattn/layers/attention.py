@@ -294,7 +294,7 @@ class Attention(nn.Module):
             context: (B, S, E), where keys and values come from; the queries are its last T positions. Default: x.
             attn_bias, cu_seqlens, left_padding: see ``structured_attention``.
             cache: from ``new_cache``: x holds the tokens that follow those in it, and they are added to it; if anything fails, they
-                are not. There is no dropout then, and no gradient through what it holds. It serves this layer alone; a copy of
+                are not. There is no dropout then, and no gradient through what it holds. It serves only this layer; a copy of
                 it, or one that was loaded, the layer that uses it first. After a change of the weights, ``reset`` it.
             layout: where the module's layout is a ``TextLayout``, its levels with the segments of this batch
                 (``TextLayout.at``); with a cache those that the new tokens see. Otherwise ``None``.

@@ -158,7 +158,7 @@ class LanguageModel(nn.Module):
     def _embedded(self, tokens: Tensor) -> Tensor:
         try:
             out: Tensor = self.embedding(tokens)
-        except IndexError as error:  # so that tokens in range cost nothing; a GPU reports it in a way of its own
+        except IndexError as error:  # so that tokens in range cost nothing; a GPU reports it in another way
             raise ShapeError(
                 f"token ids lie in [0, {self.vocab_size}), got {int(tokens.min())} to {int(tokens.max())}"
             ) from error

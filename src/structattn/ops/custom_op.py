@@ -269,7 +269,7 @@ def _gradient_function(ctx: Any) -> tuple[derivatives.Function, tuple[Tensor, ..
 def _one_by_one(
     function: type[torch.autograd.Function], info: Any, in_dims: tuple[int | None, ...], arguments: Sequence[Any]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """The rule of ``torch.vmap``: one call per entry, since each may have its own padding, borders and random numbers."""
+    """The rule of ``torch.vmap``: one call per entry, since each may have its own padding, segment boundaries and random numbers."""
     entries = list(zip(arguments, in_dims, strict=True))
     rows = [
         [x.select(dim, n) if isinstance(x, Tensor) and dim is not None else x for x, dim in entries]

@@ -98,7 +98,7 @@ class Dropout:
         else:
             offset = None  # not worth waiting for the device
         count, first = keys.shape[-2], keys[..., :1, :]  # first: (..., 1, 1)
-        # A length may be dynamic while PyTorch traces: then two groups at least, since it makes 1 a case of its own.
+        # A length may be dynamic while PyTorch traces: then two groups at least, since it treats 1 as a special case.
         is_traced = offset is not None and torch.compiler.is_compiling()
         spare = 14 if offset is None else offset + (15 if is_traced else 7)
         eights = torch.arange((count + spare) // 8, device=keys.device) + first // 8

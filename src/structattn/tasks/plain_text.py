@@ -40,7 +40,7 @@ _FORMATS = (
 
 
 class ReadingStoppedError(DataError):
-    """A source stopped answering; what was read before is right, and the same call can go on when it answers again."""
+    """A source stopped answering; what was read before is right, and the same call can continue when it answers again."""
 
 
 def is_there(path: str) -> bool:

@@ -75,7 +75,7 @@ def check_scale(values: Floats, where: Callable[[int], str]) -> None:
         usual = float(ranked[first + beyond[0] - 1])
         raise DataError(
             f"{where(i)}: expected a number like the others, got {values[i]:g}, while {first + beyond[0]} of {len(values)} are within {usual:g} of "
-            f"{middle:g}. Scores would measure this cell alone: correct it, or fill it in by interpolation"
+            f"{middle:g}. Scores would measure only this cell: correct it, or fill it in by interpolation"
         )
     if (large := np.abs(values) > _LARGEST).any():
         i = int(np.argmax(large))
@@ -153,7 +153,7 @@ class WindowedSeries:
         check_scale(series.values, lambda i: f"column {series.name!r}, value {i}")
         train = series.values[: self.bounds[0]]
         spread = float(train.max()) - float(train.min())
-        if spread <= _ROUNDING * float(np.abs(train).max()):  # what differs by rounding alone is constant too
+        if spread <= _ROUNDING * float(np.abs(train).max()):  # what differs only by rounding is constant too
             raise DataError(
                 f"expected column {series.name!r} to vary in its training rows, got the constant "
                 f"{train[0]:g} in all {len(train)}. Choose another target column or another stretch of the "

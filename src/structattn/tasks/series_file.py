@@ -201,7 +201,7 @@ def _check_regular(times: Times, source: str) -> str:
     remedy = (
         _UTC
         if _are_clock_changes(times, steps, off)
-        else "Fill in the missing rows (for example pandas' asfreq and interpolate) or keep a stretch without gaps"
+        else "Fill in the missing rows (for example pandas' asfreq and interpolate) or keep only rows without gaps"
     )
     raise DataError(
         f"{source}: expected the same step between all rows, got {int(off.sum())} irregular steps; the usual "

@@ -33,7 +33,7 @@ def empty_model(task: Task, spec: str, parametrization: Parametrization) -> nn.M
     """The model without its numbers, on the meta device, which takes no memory.
 
     Raises:
-        ConfigError: the spec does not fit, or the parameters alone need more memory than this machine has.
+        ConfigError: the spec does not fit, or the parameters need more memory than this machine has.
     """
     layers = getattr(task.config, "num_layers", 1)  # type: ignore[attr-defined]
     if layers > _MOST_LAYERS:

@@ -91,7 +91,7 @@ class TrainingConfig:
         check_choice("training.parametrization", self.parametrization, ("standard", "mup"))
 
     def replaced(self, **values: Any) -> TrainingConfig:
-        """A copy with other values; with other ``steps`` alone, the warm-up keeps at most its share of them."""
+        """A copy with other values; where only ``steps`` changes, the warm-up keeps at most its share of them."""
         if "steps" in values and "warmup_steps" not in values:
             share = self.warmup_steps * max(1, values["steps"]) // self.steps
             values["warmup_steps"] = min(self.warmup_steps, share)

@@ -137,7 +137,7 @@ class RotaryStructuredAttention(StructuredAttention):
                 parameter.copy_(_rows(parameter, inverse))
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (B, T, heads, D) in the model's order, turned, in the order of the levels; so are the angles, the signs in the sines."""
+        """x (B, T, heads, D) in the model's order, rotated, in the order of the levels; so are the angles, the signs in the sines."""
         # Runs of neighbours are copied, which is faster than a gather, above all backwards.
         return _reordered(x, self._runs) * cos + _reordered(x, self._partner_runs) * sin
 

@@ -60,7 +60,7 @@ def _refuse(what: str) -> NoReturn:
 
 @dataclass(eq=False)
 class _Recording:
-    """What a rollback over the border of a block needs: the cache as it was, and the tokens since.
+    """What a rollback over the boundary of a block needs: the cache as it was, and the tokens since.
 
     Attributes:
         before: the cache.
@@ -337,7 +337,7 @@ def guarded(cache: Any) -> Iterator[None]:
     """Within it, a call of a model, all layers of a cache take the next tokens, or (with any error) none.
 
     Args:
-        cache: what was given as ``past_key_values``; one that is not ours is left alone.
+        cache: what was given as ``past_key_values``; one that is not ours is not changed.
 
     Raises:
         CacheError: as ``check_layers``.

@@ -1,6 +1,6 @@
 """An attention implementation of ours takes effect, or is refused, and an error of ours leaves a model as it was.
 
-transformers logs a line, and the model goes on with its own attention, where a model does not run through ``AttentionInterface``
+transformers logs a line, and the model keeps its own attention, where a model does not run through ``AttentionInterface``
 (Bloom, Falcon, GPT-J). There is no public place to say otherwise, so the two methods by which a model gets an implementation, when it
 is made and later, are wrapped: for our names they raise instead. Every other name passes through untouched.
 

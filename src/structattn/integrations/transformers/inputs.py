@@ -81,7 +81,7 @@ def check_labels(labels: Any, logits: Tensor, vocab_size: int) -> None:
 
 
 def check_keep(logits_to_keep: Any) -> None:
-    """Raises ``ConfigError`` unless ``logits_to_keep`` is an int of at least 0 or a tensor of places."""
+    """Raises ``ConfigError`` unless ``logits_to_keep`` is an int of at least 0 or a tensor of positions."""
     if not isinstance(logits_to_keep, Tensor):
         check_int("logits_to_keep", logits_to_keep, minimum=0)
 

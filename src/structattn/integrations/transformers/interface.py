@@ -130,7 +130,7 @@ def attend_with(
     if layer.get_seq_length() != mask.num_past:
         raise CacheError(
             f"this layer of the cache holds {layer.get_seq_length()} tokens, and the model counts {mask.num_past} before the new ones: a "
-            "call of the model broke off, or a layer was used alone; reset() the cache and give all tokens again"
+            "call of the model broke off, or a layer was used without the others; reset() the cache and give all tokens again"
         )
     return layer.attend(q, k, v, variant, module=module, scaling=scaling, left_padding=mask.padding_counts, first=whole)
 

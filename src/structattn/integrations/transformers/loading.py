@@ -121,7 +121,7 @@ class OwnModel:
             )
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ``ConfigError``: continuous batching keeps keys in pages of its own, which have no levels."""
+        """Raises ``ConfigError``: continuous batching keeps keys in other pages, which have no levels."""
         raise ConfigError(
             f"{type(self).__name__} cannot generate with continuous batching (generate_batch), whose paged cache knows no levels: give generate() "
             "the prompts as one batch, padded on the left, with their attention_mask"

@@ -234,7 +234,7 @@ def _prepared(config: PrepareConfig, out: Path, settings: dict[str, Any], show_p
         manifest = writer.manifest()
         _check_splits(manifest, config)
     except ReadingStoppedError:
-        raise  # what is written is right: resumed, it goes on
+        raise  # what is written is right: resumed, it continues
     except (ConfigError, DataError):
         _discard(
             out
@@ -317,7 +317,7 @@ def _discard(out: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Survey:
-    """The files of a source, read from their folders alone.
+    """The files of a source, read only from their folders.
 
     Attributes:
         fingerprint: a hash of which files they are, and of their sizes; ``None`` for a data set.

@@ -23,6 +23,7 @@ import benchmarks.step  # noqa: F401
 from benchmarks import machine, memory, report
 from benchmarks.registry import BENCHMARKS, Benchmark, Group
 from benchmarks.timing import SEED, Ceilings, Clock, CpuClock, CudaClock, measure_ceilings, measure_group
+from structattn.checks import check_number
 from structattn.errors import ConfigError, nearest_name
 from structattn.folders import OF_EVERY_FOLDER, Owner, opened
 from structattn.progress import progress_bar
@@ -210,6 +211,8 @@ def run_and_write(
         raise ConfigError("--device cuda: PyTorch finds no CUDA device here")
     if repeats is not None and repeats < 1:
         raise ConfigError(f"--repeats must be at least 1, got {repeats}")
+    if patience_s is not None:
+        check_number("--patience", patience_s, minimum=0)
     owner = Owner(command="bench", task="", settings={})
     with nullcontext(RESULTS) if out is None else opened(out, owner, resume=True, record=_record) as folder:
         result = run(

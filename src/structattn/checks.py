@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from structattn.errors import ConfigError, ShapeError, nearest_name
 
 MAX_SIZE = 2**31 - 1  # of one dimension: more is a mistake, and no memory holds it
+MAX_SEED = 2**63 - 1  # what a generator of torch takes
 MAX_LENGTH = 2**40  # of positions, which some layouts count in int64 together with a row
 
 

@@ -125,11 +125,13 @@ def opened(
         probe = folder / f"{TEMPORARY}{os.getpid()}-write-test"
         probe.write_text("")
         probe.unlink(missing_ok=True)
+    except FileExistsError as error:
+        raise ConfigError(f"{folder} is no folder: give another --out") from error
     except OSError as error:
         raise ConfigError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
     try:
         with _locked(folder):
-            _check(folder, owner, resume, record)
+            check_owner(folder, owner, resume=resume, record=record)
             content = {
                 "format_version": FORMAT_VERSION,
                 "command": owner.command,
@@ -158,8 +160,10 @@ def _names(folder: Path) -> list[str]:
     return sorted(name for name in names if name not in OF_EVERY_FOLDER and not name.startswith(TEMPORARY))
 
 
-def _check(folder: Path, owner: Owner, resume: bool | None, record: Callable[[Path], dict[str, Any] | None]) -> None:
-    """Whether a folder may be written by an owner."""
+def check_owner(
+    folder: Path, owner: Owner, *, resume: bool | None, record: Callable[[Path], dict[str, Any] | None]
+) -> None:
+    """Raises ``ConfigError`` unless a folder is empty or an owner may go on with it; see ``opened`` for the arguments."""
     names = _names(folder)
     if not names:
         return
@@ -204,7 +208,8 @@ def _read(folder: Path) -> dict[str, Any] | None:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{path} is damaged ({error!r}), so that it is not known what the folder holds: give another --out"
+            f"{path} is damaged ({error}), so that it is not known what the folder holds: give another --out, or remove the file if "
+            "you know it"
         ) from error
     return dict(content)
 

@@ -328,7 +328,7 @@ def parse_spec(text: str) -> AttentionSpec:
     fields: dict[str, Any] = {}
     for term in text.strip().split("+"):
         head, *option_texts = term.strip().split(",")
-        name, _, args = head.partition(":")
+        name, colon, args = head.partition(":")
         if name not in _PARSERS:
             raise _fail(text, f"unknown form {name!r}: {nearest_name(name, FORMS)}")
         options: dict[str, str] = {}
@@ -338,6 +338,8 @@ def parse_spec(text: str) -> AttentionSpec:
                 raise _fail(term, f"options are written once, as key=value, got {option!r}")
             options[key] = value
         found = _PARSERS[name](args, options, term)
+        if colon and not args:  # of a form whose value may be left out, with its colon
+            raise _fail(term, "expected a value behind the colon, got nothing")
         twice = set(found) & set(fields)
         if "scoring" in twice:
             raise _fail(text, "two terms give the scoring, and standard is one: keep one of them")

@@ -124,6 +124,8 @@ def test_train_then_evaluate(tmp_path: Path, capsys) -> None:
     assert "holds no finished run: expected run.json" in capsys.readouterr().err
     assert main(["evaluate", str(run)]) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("test")] == trained
+    assert main(["train", "icl-regression", "--out", str(run), "--resume", *small("icl-regression")]) == 2
+    assert "holds the results of structattn train nearest-neighbor" in capsys.readouterr().err
     weights = run / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
     assert main(["evaluate", str(run)]) == 2
@@ -189,14 +191,38 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare", "forecast", "--data", "missing.csv"], "missing.csv"),
         (["evaluate", "nowhere"], "no finished run"),
         (["compare", "forecast", "--seeds", "0"], "seeds must be at least 1"),
+        ([], "expected a command"),
+        (["mup"], "one of mup check, mup roles"),
+        (["--jobs"], "expected a command, its options behind it, got '--jobs'"),
+        (["--version", "x"], "unknown command 'x'"),
+        (["compare", "forecast", "--seeds", "two"], "--seeds: expected a whole number, got 'two'"),
+        (["compare", "text", "--widths", "64", "x"], "--widths: expected a whole number, got 'x'"),
+        (["compare", "text", "--attention", "--seeds", "2"], "--attention: expected a text, or several"),
+        (["compare", "forecast", "--attention", "standard", " standard"], "every attention spec once"),
+        (["train", "forecast", "--attention", "standard:"], "expected a value behind the colon, got nothing"),
+        (["train", "forecast", "--seed", "-1"], "--seed must be an int of at least 0"),
+        (["sweep", "forecast", "--param", "training.weight_decay=log:1e-4:1", "--seed", "-1"], "seed must be an int"),
+        (["train", "forecast", "--set", "attention=mlr:8|8"], "belongs to structattn compare: give --attention"),
+        (["sweep", "forecast", "--set", "seeds=2"], "--set seeds belongs to structattn compare: leave it out"),
+        (["train", "forecast", "--set", "Training.steps=2"], "did you mean 'training'"),
+        (["train", "forecast", "--out", "owned/file"], "owned/file is no folder: give another --out"),
+        (["train", "forecast", "--set", "training.process_timeout=1e308"], "training.process_timeout must be"),
+        (
+            ["train", "forecast", "--set", "training.batch_size=" + "1" * 41],
+            "training.batch_size must be an int at most",
+        ),
+        (["compare", "text", "--attention", "standard", "--budgets", "1e40"], "give a smaller budget"),
     ],
 )
 def test_mistakes_are_named_in_one_line(arguments, message: str, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("owned").mkdir()
+    Path("owned/file").write_text("mine")
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.rglob("*")] == ["owned", "file"]  # nothing is left behind
 
 
 def test_an_unwritable_folder_is_named(tmp_path: Path, capsys) -> None:
@@ -369,7 +395,7 @@ sys.exit(status)
     ],
 )
 def test_errors_of_the_system_are_one_line(error: Exception, line: str, capsys, monkeypatch) -> None:
-    def fail(arguments: list[str]) -> None:
+    def fail(*_: object) -> None:
         raise error
 
     monkeypatch.setattr("structattn.cli._run", fail)

@@ -11,6 +11,10 @@ from structattn.errors import ConfigError, DataError
 from structattn.experiments.fit_matrices import default_structures, fit_matrices, parse_candidate
 from structattn.experiments.matrix_examples import EXAMPLES, NamedMatrix, load_matrix
 
+HUGE_HEADER = b"\x93NUMPY\x01\x00v\x00" + (
+    b"{'descr': '<f8', 'fortran_order': False, 'shape': (99999999, 99999999), }".ljust(117) + b"\n"
+)
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -117,6 +121,9 @@ def test_the_default_sweep_covers_every_family_at_awkward_sizes() -> None:
         (lambda p: fit_matrices([], (), p / "o"), ConfigError, "at least one"),
         (lambda p: fit_matrices([_matrix(), _matrix()], (), p / "o"), ConfigError, "each once"),
         (lambda p: fit_matrices([_matrix()], ("btt:x",), p / "o"), ConfigError, "btt:S"),
+        (lambda p: fit_matrices([_matrix()], ("btt:1", " btt:1"), p / "o"), ConfigError, "every structure once"),
+        (lambda p: fit_matrices([_matrix()], ("dense:",), p / "o"), ConfigError, "behind the colon"),
+        (lambda p: fit_matrices([_matrix()], (), p / "o", refine=-1, on_open=pytest.fail), ConfigError, "refine"),
         (lambda p: fit_matrices([_matrix()], ("mlr-allocated",), p / "o"), ConfigError, "whole number"),
         (lambda p: fit_matrices([_matrix(11)], ("butterfly",), p / "o"), ConfigError, "10 and 12"),
         (lambda p: fit_matrices([_matrix(value=float("nan"))], (), p / "o"), DataError, "not finite"),
@@ -136,12 +143,13 @@ def _matrix(size=4, value=1.0):
     ("content", "message"),
     [
         (b"not an array", "no file of numpy.save"),
+        (HUGE_HEADER, "its header asks for more than the memory"),
         (np.zeros(3), r"\(3,\)"),
         (np.zeros((2, 2), dtype=complex), "complex"),
         (np.array([["a"]]), "<U1"),
         (np.array([[None]], dtype=object), "no file of numpy.save"),
     ],
-    ids=["bytes", "vector", "complex", "text", "pickle"],
+    ids=["bytes", "header", "vector", "complex", "text", "pickle"],
 )
 def test_files_that_are_no_matrix(content, message, tmp_path) -> None:
     path = tmp_path / "bad.npy"

@@ -215,6 +215,7 @@ class Failing(Tiny):
 @pytest.mark.parametrize(
     ("step", "kind", "message", "left"),
     [
+        (0, "loss", "the training loss is inf at step 0; no weight had changed yet", None),
         (5, "loss", "the training loss is inf at step 5; try a learning rate below 0.01. There is no checkpoint", None),
         (17, "loss", "the training loss is inf at step 17; .* The checkpoint .*step-00000014 is from before it", 14),
         # Step 20 is the last one before a checkpoint, which would hold the broken weights.

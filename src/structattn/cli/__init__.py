@@ -68,7 +68,14 @@ def _recipe(command: Compare | Train | Sweep) -> Any:
             tasks = ", ".join(task for task, entry in TASKS.items() if name in entry.data)
             raise ConfigError(f"--{name} belongs to {tasks}, not to {command.task}")
         overrides.append(f"{settings[name]}={value}")
-    return apply_overrides(recipe_for(command.task, command.preset), tuple(overrides))
+    recipe = apply_overrides(recipe_for(command.task, command.preset), tuple(overrides))
+    if not isinstance(command, Compare):  # one run has no use for what else a recipe holds
+        for text in command.set:
+            name = text.partition("=")[0].strip()
+            if name.partition(".")[0] not in ("task", "training"):
+                instead = f"give --{name}" if name == "attention" else "leave it out"
+                raise ConfigError(f"--set {name} belongs to structattn compare: {instead}")
+    return recipe
 
 
 def _compare(command: Compare, session: Session) -> None:
@@ -93,6 +100,7 @@ def _compare(command: Compare, session: Session) -> None:
     check_int("--jobs", command.jobs, minimum=1)
     if command.ray_address and command.jobs != 1:
         raise ConfigError("--jobs is for this machine alone: on a Ray cluster its cores and GPUs decide")
+    length = " or ".join(f"{budget:g} FLOPs" for budget in recipe.budgets) or f"{recipe.training.steps:,} steps"
     on_ray = partial(train_all_with_ray, address=command.ray_address)
     done = compare(
         command.task,
@@ -101,7 +109,7 @@ def _compare(command: Compare, session: Session) -> None:
         preset=command.preset,
         command=session.line,
         resume=command.resume,
-        on_open=partial(session.began, takes=f"{recipe.num_runs:,} runs of {recipe.training.steps:,} steps"),
+        on_open=partial(session.began, takes=f"{recipe.num_runs:,} runs of {length}"),
         train_jobs=on_ray if command.ray_address else partial(train_all, workers=command.jobs),
     )
     print(f"\n{format_results(done.results)}\n\n{verdict(done.results)}\n")
@@ -110,10 +118,11 @@ def _compare(command: Compare, session: Session) -> None:
 
 def _train(command: Train, session: Session) -> None:
     _require_extra()
+    from structattn.checks import MAX_SEED, check_int
     from structattn.experiments.old_folders import run_record
     from structattn.experiments.recipes import task_entry
     from structattn.experiments.settings import to_plain
-    from structattn.folders import Owner, opened
+    from structattn.folders import Owner, check_owner, opened
     from structattn.training.build import empty_model
     from structattn.training.finished import is_finished
     from structattn.training.loop import train
@@ -121,6 +130,7 @@ def _train(command: Train, session: Session) -> None:
     if _num_processes() > 1 and command.out is None:
         raise ConfigError("the processes of a launcher share one folder: give --out")
     recipe = _recipe(command)
+    check_int("--seed", command.seed, minimum=0, maximum=MAX_SEED)
     task = task_entry(command.task).make(recipe.task)
     settings = {
         "attention": command.attention,
@@ -133,6 +143,7 @@ def _train(command: Train, session: Session) -> None:
     empty_model(task, command.attention, recipe.training.parametrization)  # a size that fits no machine is named first
     place: AbstractContextManager[Path] = opened(command.out, owner, resume=command.resume, record=run_record)
     if command.resume and command.out is not None and is_finished(command.out):
+        check_owner(command.out, owner, resume=True, record=run_record)
         place = nullcontext(command.out)  # a finished run is only read: its folder may be one that cannot be written
     with place as out:
         result = train(
@@ -420,7 +431,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], session: Session) -> None:
-    if arguments[:1] == ["--version"]:
+    if arguments == ["--version"]:
         print(f"structattn {importlib.metadata.version('structattn')}")
         return
     command = parse(arguments)

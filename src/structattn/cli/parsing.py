@@ -10,7 +10,8 @@ import io
 import operator
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from types import NoneType, UnionType
+from typing import Annotated, Any, cast, get_args, get_origin
 
 import tyro
 
@@ -29,26 +30,51 @@ Examples:
 structattn --version prints the version. With --traceback, an error shows where it was raised."""
 
 
-_PATHS = tyro.constructors.ConstructorRegistry()
+_VALUES = tyro.constructors.ConstructorRegistry()
+# What a word of the command line is, by type: the name in the help, and the words of a message.
+_KINDS: dict[Any, tuple[str, str]] = {
+    int: ("INT", "a whole number"),
+    float: ("FLOAT", "a number"),
+    str: ("STR", "a text"),
+    Path: ("PATH", "a file or a folder"),
+}
 
 
-@_PATHS.primitive_rule
-def _path(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Path | None] | None:
-    """A file or a folder: an empty text, such as of a variable of the shell that is not set, is not the folder that one is in."""
-    if info.type not in (Path, Path | None):
+def _value(word: str, kind: Any) -> Any:
+    """A word as a value; an empty one, such as of a variable of the shell that is not set, is no folder (it would be the current one)."""
+    expected = _KINDS[kind][1]
+    if kind is Path and not word.strip():
+        raise ValueError(f"expected {expected}, got an empty text")
+    try:
+        return kind(word)
+    except ValueError:
+        raise ValueError(f"expected {expected}, got {word!r}") from None
+
+
+@_VALUES.primitive_rule
+def _values(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    """The options that take one value, or at least one: ``None`` is a default of some, and never written."""
+    kinds = [kind for kind in get_args(info.type) if kind is not NoneType]
+    kind = kinds[0] if isinstance(info.type, UnionType) and len(kinds) == 1 else info.type
+    several = get_origin(kind) is tuple and get_args(kind)[1:] == (...,)
+    if several and tyro.conf.UseAppendAction not in info.markers:
+        kind = get_args(kind)[0]
+    if kind not in _KINDS:
         return None
+    name, expected = _KINDS[kind]
 
-    def read(words: list[str]) -> Path:
-        if not words[0].strip():
-            raise ValueError("expected a file or a folder, got an empty text")
-        return Path(words[0])
+    def read(words: list[str]) -> Any:
+        if not words:
+            raise ValueError(f"expected {expected}, or several")
+        values = tuple(_value(word, kind) for word in words)
+        return values if several else values[0]
 
     return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="PATH",
+        nargs="*" if several else 1,
+        metavar=f"{name} [{name} ...]" if several else name,
         instance_from_str=read,
-        is_instance=lambda value: value is None or isinstance(value, Path),
-        str_from_instance=lambda path: [str(path)],
+        is_instance=lambda value: value is None or isinstance(value, tuple if several else kind),
+        str_from_instance=lambda value: [str(one) for one in (value if several and value is not None else [value])],
     )
 
 
@@ -70,8 +96,13 @@ def parse(arguments: Sequence[str]) -> Command:
         raise ConfigError(f"unknown command {words[0]!r}: {nearest_name(words[0], COMMANDS)}")
     if group and len(words) > 1:
         raise ConfigError(f"unknown command {' '.join(words)!r}: {nearest_name(' '.join(words), group)}")
-    _print_help(group or COMMANDS)
-    raise SystemExit(0 if {"-h", "--help"} & set(arguments) else 2)
+    if {"-h", "--help"} & set(arguments):
+        _print_help(group or COMMANDS)
+        raise SystemExit(0)
+    got = f", got {arguments[0]!r}" if arguments else ""
+    raise ConfigError(
+        f"expected a command, its options behind it{got}: one of {', '.join(group or COMMANDS)}; structattn --help says what they do"
+    )
 
 
 def _print_help(commands: dict[str, type[Command]]) -> None:
@@ -88,7 +119,7 @@ def _read(kind: type[Command], arguments: Sequence[str], program: str) -> object
     """The command of one class; tyro's own report of a mistake becomes one line."""
     report = io.StringIO()
     try:
-        with contextlib.redirect_stderr(report), _PATHS:
+        with contextlib.redirect_stderr(report), _VALUES:
             return tyro.cli(kind, args=arguments, prog=program, description=inspect.cleandoc(kind.__doc__ or ""))
     except SystemExit as end:
         if not end.code:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from structattn.checks import MAX_LENGTH
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
 from structattn.experiments.budget import affordable_steps, flops_of
 from structattn.experiments.old_folders import comparison_record
@@ -74,7 +75,7 @@ def _check_models(recipe: Recipe, task: Task) -> None:
     specs = recipe.attention
     if not specs:
         raise ConfigError("give at least one attention spec to compare")
-    if len(set(specs)) != len(specs):
+    if len({"".join(spec.split()) for spec in specs}) != len(specs):
         raise ConfigError(f"every attention spec once, got {', '.join(specs)}")
     for spec in specs:
         task.check_spec(spec)
@@ -111,6 +112,10 @@ def _training(task_name: str, recipe: Recipe, spec: str) -> TrainingConfig:
         )
     left = recipe.budgets[0] / training.batch_size if recipe.budgets else flops_of(task, first, training.steps)
     steps = affordable_steps(task, model, left)
+    if steps > MAX_LENGTH:
+        raise ConfigError(
+            f"{left * training.batch_size:g} FLOPs pay for {steps:.2g} steps of {spec}: give a smaller budget"
+        )
     if not recipe.budgets:
         return dataclasses.replace(training, steps=max(steps, training.warmup_steps + 1))
     if steps < _FEWEST_STEPS:

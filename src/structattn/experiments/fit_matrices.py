@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from structattn.checks import check_int
 from structattn.errors import CheckpointError, ConfigError
 from structattn.experiments.matrix_examples import NamedMatrix
 from structattn.experiments.record import hardware, versions
@@ -50,7 +51,12 @@ def parse_candidate(text: str, *, refine: int | None = None, seed: int = 0) -> C
     """
     name, _, rest = text.partition(":")
     if name == _ALLOCATED:
-        low_rank = Structure.parse(f"lowrank:{rest}")
+        try:
+            low_rank = Structure.parse(f"lowrank:{rest}")
+        except ConfigError:
+            raise ConfigError(
+                f"structure {text!r}: expected a positive whole number, got {rest!r}. The form is {_ALLOCATED}:R"
+            ) from None
         total = dict(low_rank.options)["rank"]
         return Candidate(
             family="mlr",
@@ -140,6 +146,11 @@ def fit_matrices(
     names = [matrix.name for matrix in matrices]
     if not matrices or len(set(names)) != len(names):
         raise ConfigError(f"give at least one matrix, and each once; got {', '.join(names) or 'none'}")
+    if len({"".join(text.split()) for text in structures}) != len(structures):
+        raise ConfigError(f"every structure once, got {', '.join(structures)}")
+    check_int("seed", seed, minimum=0)
+    if refine is not None:
+        check_int("refine", refine, minimum=0)
     plans = []
     for matrix in matrices:
         check_dense(matrix.values)

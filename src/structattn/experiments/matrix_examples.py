@@ -116,6 +116,10 @@ def _from_file(path: Path) -> NamedMatrix:
         values = np.load(path, allow_pickle=False)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise DataError(
+            f"{path}: its header asks for more than the memory, and it has {path.stat().st_size:,} bytes: write a smaller matrix"
+        ) from error
     except (ValueError, EOFError) as error:  # numpy's own words advise to allow pickles
         raise DataError(
             f"{path} is no file of numpy.save, or it holds objects: write the matrix with numpy.save"

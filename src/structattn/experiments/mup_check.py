@@ -85,8 +85,9 @@ class CheckConfig:
                 raise ConfigError(f"{name}: a check compares at least two different widths, got {list(found)}")
         if not self.structures or len(set(self.structures)) != len(self.structures):
             raise ConfigError(f"give at least one structure, and each once; got {', '.join(self.structures) or 'none'}")
-        if not self.record_steps or self.record_steps[0] < 1:
-            raise ConfigError(f"sizes are measured after steps 1, 2, ..., got {list(self.record_steps)}")
+        steps = list(self.record_steps)
+        if not steps or steps[0] < 1 or steps != sorted(set(steps)):
+            raise ConfigError(f"sizes are measured after steps 1, 2, ..., each once and in order, got {steps}")
         for name in ("seeds", "base_width", "transfer_steps", "transfer_seeds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -94,7 +95,9 @@ class CheckConfig:
             if getattr(self, name) > MOST_RUNS:
                 raise ConfigError(f"{name} must be at most {MOST_RUNS:,}, got {getattr(self, name):,}")
         if not all(0 < rate < math.inf for rate in (self.learning_rate, *self.transfer_rates)):
-            raise ConfigError("learning rates are positive numbers")
+            raise ConfigError(
+                f"learning rates are positive numbers, got {self.learning_rate:g} and {list(self.transfer_rates)}"
+            )
         if self.transfer_widths and len(self.transfer_rates) < 2:
             raise ConfigError("the transfer check compares at least two learning rates")
         for text in self.structures:

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from structattn.checks import MAX_LENGTH, check_int
 from structattn.errors import ConfigError, nearest_name
 from structattn.training.config import TrainingConfig
 
@@ -44,9 +45,12 @@ def convert(text: str, kind: Any, name: str) -> Any:
             raise ConfigError(f"{name}: expected true or false, got {text!r}")
         return text.lower() == "true"
     try:
-        return kind(text)
+        value = kind(text)
     except ValueError as error:
         raise ConfigError(f"{name}: expected {kind.__name__}, got {text!r}") from error
+    if kind is int:
+        check_int(name, value, maximum=MAX_LENGTH)
+    return value
 
 
 Change = tuple[
@@ -61,14 +65,14 @@ def _changed(config: T, changes: list[Change]) -> T:
     inner: dict[str, list[Change]] = {}
     for (head, *rest), text, name in changes:
         if head not in hints:
-            section = name.removesuffix(head)
+            section = name.removesuffix(".".join([head, *rest]))
             short = [
                 known
                 for known, full in _SHORT.items()
                 if known.startswith(section) and full.rpartition(".")[2] in hints
             ]
             raise ConfigError(
-                f"unknown setting {name!r}: {nearest_name(name, [*(section + known for known in hints), *short])}"
+                f"unknown setting {name!r}: {nearest_name(section + head, [*(section + known for known in hints), *short])}"
             )
         current = getattr(config, head)
         if dataclasses.is_dataclass(current):

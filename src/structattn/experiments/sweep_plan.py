@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from structattn.checks import MAX_SEED, check_int
 from structattn.errors import CheckpointError, ConfigError
 from structattn.experiments.recipe import MOST_RUNS
 from structattn.experiments.recipes import task_entry
@@ -70,6 +71,7 @@ class SweepPlan:
     parameters: tuple[Parameter, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        check_int("seed", self.seed, minimum=0, maximum=MAX_SEED)
         if self.trials < 1:
             raise ConfigError(f"a sweep has at least 1 trial, got {self.trials}")
         if self.trials > MOST_RUNS:

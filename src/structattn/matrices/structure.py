@@ -243,11 +243,14 @@ class Structure:
             ConfigError: an unknown family or wrong numbers; the message names the form.
         """
         check_type("a structure", text, str, "text such as 'btt:1'")
-        name, _, rest = text.strip().partition(":")
+        name, colon, rest = text.strip().partition(":")
         if name not in FAMILIES:
             raise ConfigError(f"structure {text!r}: unknown family {name!r}: {nearest_name(name, FAMILIES)}")
         try:
-            return cls(name, tuple(FAMILIES[name].read(rest).items()))
+            options = FAMILIES[name].read(rest)
+            if colon and not rest:  # of a form whose value may be left out, with its colon
+                raise ConfigError("expected a value behind the colon, got nothing")
+            return cls(name, tuple(options.items()))
         except ConfigError as error:
             raise ConfigError(f"structure {text!r}: {error}. The form is {FAMILIES[name].syntax}") from None
 

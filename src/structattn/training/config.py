@@ -10,6 +10,7 @@ from structattn.errors import ConfigError
 
 # Settings that may differ when a run is resumed: no result depends on them.
 WITHOUT_EFFECT = ("process_timeout",)
+_LONGEST_TIMEOUT_S = 1e9  # what the clocks of torch.distributed hold
 Schedule = Literal["constant", "cosine", "wsd", "one-cycle"]
 
 
@@ -73,7 +74,7 @@ class TrainingConfig:
             if getattr(self, name) is not None:
                 check_int(f"training.{name}", getattr(self, name), minimum=1)
         check_number("training.learning_rate", self.learning_rate, above=0)
-        check_number("training.process_timeout", self.process_timeout, minimum=1)
+        check_number("training.process_timeout", self.process_timeout, minimum=1, maximum=_LONGEST_TIMEOUT_S)
         check_number("training.weight_decay", self.weight_decay, minimum=0)
         if self.gradient_clip is not None:
             check_number("training.gradient_clip", self.gradient_clip, above=0)

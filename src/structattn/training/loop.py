@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from structattn import interrupt
-from structattn.checks import check_int
+from structattn.checks import MAX_SEED, check_int
 from structattn.errors import ConfigError
 from structattn.progress import progress_bar
 from structattn.tasks.base import Task
@@ -240,7 +240,7 @@ def train(
         TrainingDivergedError: the loss or a weight is not finite; the last checkpoint is from before that.
         Stopped: a process was asked to stop, where ``interrupt`` listens; there is a checkpoint of the last step.
     """
-    check_int("seed", seed, minimum=0, maximum=2**63 - 1)
+    check_int("seed", seed, minimum=0, maximum=MAX_SEED)
     if not resume and (is_finished(run_dir) or has_checkpoints(run_dir / "checkpoints")):
         raise ConfigError(f"{run_dir} already holds a run: resume it, or use another folder")
     run = Run(task, spec, config, seed, run_dir)

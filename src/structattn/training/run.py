@@ -158,9 +158,11 @@ class Run:
         """The error of a run that went wrong at a step, which names the checkpoint from before it."""
         last = latest_checkpoint(self.checkpoints)
         where = "There is no checkpoint from before it" if last is None else f"The checkpoint {last} is from before it"
-        return TrainingDivergedError(
-            f"{self.spec}: {what} at step {step}; try a learning rate below {self.config.learning_rate:g}. {where}"
-        )
+        # The loss of the first step is one of weights that no rate has changed.
+        advice = f"try a learning rate below {self.config.learning_rate:g}"
+        if what.startswith("the training loss") and step == 0:
+            advice = "no weight had changed yet: look at the data and at the settings of the task"
+        return TrainingDivergedError(f"{self.spec}: {what} at step {step}; {advice}. {where}")
 
     def _check_belongs(self, saved: dict[str, Any]) -> None:
         """Raises ``CheckpointError`` unless the saved settings are those of this run."""

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, cast, get_args, get_origin
+from typing import Annotated, Any, cast, get_args
 
 import tyro
 
@@ -55,9 +55,10 @@ def _value(word: str, kind: Any) -> Any:
 def _values(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
     """The options that take one value, or at least one: ``None`` is a default of some, and never written."""
     kinds = [kind for kind in get_args(info.type) if kind is not NoneType]
-    kind = kinds[0] if isinstance(info.type, UnionType) and len(kinds) == 1 else info.type
-    several = get_origin(kind) is tuple and get_args(kind)[1:] == (...,)
-    if several and tyro.conf.UseAppendAction not in info.markers:
+    kind: Any = kinds[0] if isinstance(info.type, UnionType) and len(kinds) == 1 else info.type
+    several: bool = get_args(kind)[1:] == (...,)
+    markers: set[Any] = set(info.markers)
+    if several and tyro.conf.UseAppendAction not in markers:
         kind = get_args(kind)[0]
     if kind not in _KINDS:
         return None

@@ -54,9 +54,10 @@ def _value(word: str, kind: Any) -> Any:
 @_VALUES.primitive_rule
 def _values(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
     """The options that take one value, or at least one: ``None`` is a default of some, and never written."""
-    kinds = [kind for kind in get_args(info.type) if kind is not NoneType]
-    kind: Any = kinds[0] if isinstance(info.type, UnionType) and len(kinds) == 1 else info.type
-    several: bool = get_args(kind)[1:] == (...,)
+    kind: Any = info.type
+    if isinstance(kind, UnionType) and len(kinds := [one for one in get_args(kind) if one is not NoneType]) == 1:
+        kind = kinds[0]
+    several = get_args(kind)[1:] == (...,)
     markers: set[Any] = set(info.markers)
     if several and tyro.conf.UseAppendAction not in markers:
         kind = get_args(kind)[0]

@@ -134,7 +134,11 @@ TABLE = {
     "LevelLayout.blocks": (
         LEVELS.blocks,
         {"level": 2, "positions": torch.arange(4)},
-        {"level": (None, *SIZE, 3), "positions": (None, "x", 1.5, torch.ones(3))},
+        {
+            "level": (None, *SIZE, 3),
+            "positions": (None, "x", 1.5, 2**70, torch.ones(3), torch.arange(4).to_sparse()),
+            "rows": (None, *COUNT, torch.ones(4)),
+        },
     ),
     "LevelLayout.block_start": (
         FREE.block_start,
@@ -145,7 +149,11 @@ TABLE = {
     "LevelLayout.shared_levels": (
         FREE.shared_levels,
         {"i": 3, "j": 4},
-        {"i": (None, 1.5, True, "x", torch.ones(2), [1]), "j": (None, 1.5, torch.ones(2)), "row": (*COUNT, 2)},
+        {
+            "i": (None, 1.5, True, "x", torch.ones(2), [1], -(2**70)),
+            "j": (None, 1.5, torch.ones(2)),
+            "row": (*COUNT, 2),
+        },
     ),
     "LevelLayout.shared_rank": (
         LEVELS.shared_rank,
@@ -267,7 +275,7 @@ TABLE = {
     ),
     "Role.learning_rate_scale": (ROLE.learning_rate_scale, {}, {"base_fan_in": (None, *NUMBER, 0, -1)}),
     "Role.learning_rate": (ROLE.learning_rate, {"base": 0.1}, {"base": (None, *NUMBER, -1), "base_fan_in": NUMBER}),
-    "Role.draw_": (ROLE.draw_, {"parameter": torch.zeros(3)}, {"parameter": TENSOR}),
+    "Role.draw_": (ROLE.draw_, {"parameter": torch.zeros(3)}, {"parameter": (*TENSOR, torch.arange(3))}),
     "roles_of": (mup.roles_of, {"model": PLAIN}, {"model": (None, "x", nn.Linear(3, 3), [PLAIN], nn.Linear)}),
     "initialize": (mup.initialize, {"model": MLP(8)}, {"model": (None, "x", nn.Linear(3, 3), [PLAIN])}),
     "parameter_groups": (

@@ -27,6 +27,8 @@ def describe(value: object) -> str:
     if value is None:
         return "None"
     if isinstance(value, Tensor):
+        if value.is_nested:  # of the older kind it has no shape, and asking for it fails
+            return "a nested Tensor"
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     kind = type(value).__name__
     if isinstance(value, type):
@@ -73,7 +75,8 @@ def check_sizes(name: str, values: Any, *, entry: str = "entry", maximum: int = 
         remedy = f"; for one number write ({values!r},)" if is_int(values) else ""
         raise ConfigError(f"{name} must be a tuple or list of ints, got {describe(values)}{remedy}")
     for number, value in enumerate(values, start=1):
-        check_size(f"{name}: {entry} {number}", value, maximum)
+        if not (type(value) is int and 1 <= value <= maximum):
+            check_size(f"{name}: {entry} {number}", value, maximum)
     return tuple(values)
 
 
@@ -162,8 +165,15 @@ def check_like(name: str, value: Tensor, parameter: Tensor) -> None:
         raise ShapeError(f"{name} is {value.dtype}, the parameters are {parameter.dtype}; convert one of them")
 
 
+def no_autocast() -> bool:
+    """Whether autocast is known to be off for all devices: the cheap question, which most calls need only."""
+    return not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled()
+
+
 def is_autocast(value: Tensor) -> bool:
     """Whether autocast is on and casts this tensor: it leaves float64 and ints as they are."""
+    if no_autocast():
+        return False
     kind = value.device.type
     if not value.is_floating_point() or value.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
         return False

@@ -24,6 +24,7 @@ from structattn.checks import (
     check_int,
     check_number,
     check_size,
+    check_tensor,
     describe,
     is_int,
 )
@@ -202,6 +203,9 @@ class LevelLayout:
         ones = (1.0,) * self.num_levels
         if scale is not None:
             check_number("scale", scale)
+            scale = (
+                float(scale) if isinstance(scale, int) else scale
+            )  # an int may be larger than any that a tensor takes
             return ones, (scale,) * self.num_levels
         match self.scaling:
             case "variance":
@@ -232,6 +236,10 @@ class LevelLayout:
         """
         self._check_level(level)
         positions = _positions("positions", positions)
+        if isinstance(rows, Tensor):
+            rows = _positions("rows", rows)
+        else:
+            self._check_row(rows)
         if self.boundaries is None:
             # The start of the block, not its number: Inductor writes only floor(n / size) * size of the n entries of a tensor
             # that holds arange(n) // size (torch 2.13, loop splitting), and the rest keeps what was in memory.
@@ -454,9 +462,12 @@ Layout = LevelLayout | GlobalWindowLayout
 def _positions(name: str, value: object) -> Tensor:
     """Positions as a tensor, from an int or an int tensor."""
     if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
+        check_tensor(name, value)
         return value
-    if not is_int(value):
-        raise ShapeError(f"{name} must be a position, an int or a tensor of ints, got {describe(value)}")
+    if not is_int(value) or not -(2**62) <= value <= 2**62:  # type: ignore[operator]
+        raise ShapeError(
+            f"{name} must be a position, an int from -2**62 to 2**62 or a tensor of ints, got {describe(value)}"
+        )
     return torch.tensor(value, device="cpu")
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from structattn.checks import check_choice, check_number, check_size, check_tensor, check_type, describe
-from structattn.errors import ConfigError
+from structattn.errors import ConfigError, ShapeError
 
 RoleKind = Literal["embedding", "hidden", "factor", "output", "norm", "gain", "bias"]
 BASE_FAN_IN = 768
@@ -104,6 +104,8 @@ class Role:
     def draw_(self, parameter: torch.Tensor) -> None:
         """Draws the initial values in place, from torch's global generator."""
         check_tensor("parameter", parameter)
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise ShapeError(f"parameter must be floating point, got {parameter.dtype}")
         if self.kind in ("norm", "gain"):
             parameter.fill_(1.0)
         elif self.init_std:

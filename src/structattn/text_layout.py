@@ -172,6 +172,10 @@ class TextUnits:
             ShapeError: an id is out of range.
         """
         check_int_tensor("tokens", tokens, (None,) * tokens.dim() if isinstance(tokens, Tensor) else ())
+        if tokens.is_meta:
+            raise ShapeError(
+                "tokens are on the meta device and have no numbers, which the parts of a text are read from"
+            )
         ids = tokens.detach().cpu().long()
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.marks):
             raise ShapeError(f"token ids lie in [0, {len(self.marks)}), got {int(ids.min())} to {int(ids.max())}")

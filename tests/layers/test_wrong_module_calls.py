@@ -25,7 +25,17 @@ TURNED = sa.Attention(16, 2, rotary=sa.Rotary())
 PLAIN = sa.Attention(16, 2, scoring=scoring.BTT())
 TEXT_ATTENTION = sa.Attention(16, 2, layout=TextLayout((4, 4)))
 X = torch.randn(2, 6, 16)
-STATES = (*TENSOR, X[0], X[..., :3], X[:, :0], X.double(), torch.ones(2, 6, 16).long(), X.to("meta"), X.to_sparse())
+STATES = (
+    *TENSOR,
+    torch.tensor(1.0),
+    X[0],
+    X[..., :3],
+    X[:, :0],
+    X.double(),
+    torch.ones(2, 6, 16).long(),
+    X.to("meta"),
+    X.to_sparse(),
+)
 MATRIX = matrices.BlockTensorTrain(12, 8)
 VECTORS = (*TENSOR, torch.randn(3, 5), torch.tensor(1.0), torch.randn(3, 8).double(), torch.ones(3, 8).long())
 UNITS = TextUnits.of(["a", "b", " ", "\n"])
@@ -100,7 +110,7 @@ TABLE = {
     "Attention.project": (
         TURNED.project,
         {"x": X},
-        {"x": STATES, "positions": (3, "x", torch.ones(6), torch.arange(5))},
+        {"x": STATES, "positions": (3, "x", torch.ones(6), torch.arange(5), torch.tensor(1))},
     ),
     "Attention.cost": (ATTENTION.cost, {"num_queries": 6}, {"num_queries": (None, *SIZE), "num_keys": SIZE}),
     "Attention.new_cache": (
@@ -110,7 +120,7 @@ TABLE = {
             "keys": (None, *NAME),
             "max_length": SIZE,
             "page_size": (None, *SIZE[:-1]),
-            "left_padding": ("x", [-1], [1.5]),
+            "left_padding": ("x", [-1], [1.5], [2**62], torch.tensor([1]).to("meta")),
         },
     ),
     "RotaryEmbedding": (
@@ -122,8 +132,11 @@ TABLE = {
         ROTATION,
         {"x": torch.randn(1, 2, 3, 8), "positions": torch.arange(3)},
         {
-            "x": (*TENSOR, torch.randn(3, 8), torch.randn(1, 2, 3, 7), torch.ones(1, 2, 3, 8).long()),
-            "positions": (*TENSOR, torch.arange(4), torch.ones(3), torch.ones(3).bool()),
+            "x": (
+                *(*TENSOR, torch.randn(3, 8), torch.randn(1, 2, 3, 7), torch.ones(1, 2, 3, 8).long()),
+                *(torch.ones(1, 2, 3, 8).to("meta"), torch.ones(1, 2, 3, 8).to(torch.float8_e4m3fn)),
+            ),
+            "positions": (*TENSOR, torch.arange(4), torch.ones(3), torch.ones(3).bool(), torch.arange(3).to("meta")),
         },
     ),
     "StructuredLinear": (
@@ -148,6 +161,8 @@ TABLE = {
             "rule": (
                 None,
                 "btt:1",
+                matrices.Dense,
+                LAYER,
                 *(lambda layer, out=out: out for out in (3, "nope", True, THING, MATRIX, matrices.Dense)),
             ),
         },
@@ -205,7 +220,7 @@ TABLE = {
         {
             "attention": (None, "standard", nn.Linear(4, 4)),
             "mlp_ratio": (None, *SIZE),
-            "bias": FLAG,
+            "bias": (*FLAG, X),
             "dropout": (*NUMBER, -1, 2),
         },
     ),
@@ -218,7 +233,7 @@ TABLE = {
     "Sampling.probabilities": (
         sa.Sampling().probabilities,
         {"logits": X},
-        {"logits": (*TENSOR, torch.tensor(1.0), torch.zeros(2, 0), X.to(torch.complex64), X * math.nan)},
+        {"logits": (*TENSOR, torch.tensor(1.0), torch.zeros(2, 0), X.to(torch.complex64), X * math.nan, X.to("meta"))},
     ),
     "MLP": (
         MLP,

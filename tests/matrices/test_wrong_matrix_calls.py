@@ -97,7 +97,7 @@ TABLE = {
             **dict.fromkeys(("left_blocks", "right_blocks"), (None, *SIZE)),
             "inner_dim": (*SIZE, 3, 5),
             "left_permutation": (None, "x", 3, (0, 0), (0.0, 1.0)),
-            "right_permutation": (None, "x", 3, (0, 1), (1, 2, 3, 4), (True, False, 2, 3)),
+            "right_permutation": (None, "x", 3, (0, 1), (1, 2, 3, 4), (True, False, 2, 3), torch.arange(4)),
         },
     ),
     "matmul": (MATRIX.matmul, {"x": torch.randn(3, 8)}, {"x": VECTORS}),
@@ -125,7 +125,7 @@ TABLE = {
         {"order": "factored", "num_left": 3, "num_right": 3},
         {"order": (None, *NAME), "num_left": (None, *COUNT), "num_right": COUNT},
     ),
-    "pair_dim": (MATRIX.pair_dim, {"order": "factored"}, {"order": (None, *NAME)}),
+    "pair_dim": (MATRIX.pair_dim, {"order": "factored"}, {"order": (None, *NAME, torch.ones(2))}),
     "reset_parameters": (
         MATRIX.reset_parameters,
         {},

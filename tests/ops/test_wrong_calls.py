@@ -57,7 +57,7 @@ WRONG = {
     ],
     "is_causal": ["no", 1, 0, None, torch.tensor(True), np.True_, [True]],
     "scale": [math.nan, math.inf, -math.inf, "1", True, [1.0], torch.tensor(1.0), 1j],
-    "window": [0, -1, 2.0, "2", True, (1, 2), torch.tensor(2), math.inf],
+    "window": [0, -1, 2.0, "2", True, (1, 2), torch.tensor(2), math.inf, 2**70, NOT_DENSE[2]],
     "attn_bias": [
         *(*NOT_TENSORS[1:], *NOT_DENSE, Q.long(), Q > 0, Q.to(torch.complex64), torch.zeros(6, 6).to("meta")),
         torch.zeros(5, 6),
@@ -73,6 +73,7 @@ WRONG = {
 }
 PAIRS = [
     *({**ONE, "cu_seqlens": lengths} for lengths in LENGTHS),
+    *({**ONE, "cu_seqlens": lengths, "layout": sa.LevelLayout((4, 4), (8, 4))} for lengths in LENGTHS),
     *(
         {**ONE, "cu_seqlens": torch.tensor(ends)}
         for ends in ([0, 4], [1, 6], [0, 4, 4, 6], [0, 7], [0, 5, 3, 6], [0], [], [-1, 6])

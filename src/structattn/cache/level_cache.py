@@ -17,6 +17,7 @@ from structattn.cache.contents import Contents, Shape
 from structattn.cache.latent import Latent
 from structattn.checks import (
     MAX_LENGTH,
+    MAX_SIZE,
     check_choice,
     check_int,
     check_number,
@@ -29,7 +30,7 @@ from structattn.checks import (
 from structattn.errors import CacheError, ConfigError, ShapeError
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
 from structattn.ops import Backend, structured_attention
-from structattn.ops.checks import autocasted, check_tensors, taken_dtype
+from structattn.ops.checks import autocasted, check_tensors, taken_dtype, without_autocast
 from structattn.text_layout import TextLayout
 
 # So many new tokens at once are decoded one run after the other; more are computed as a stretch of a sequence.
@@ -169,7 +170,7 @@ class LevelCache:
         Returns:
             int64 (count,), or (B, count) with left padding, negative in the padding.
         """
-        check_int("count", count, minimum=0)
+        check_int("count", count, minimum=0, maximum=MAX_SIZE)
         steps = torch.arange(self.length, self.length + count)
         return steps if self._padding is None else steps - torch.tensor(self._padding)[:, None]
 
@@ -235,7 +236,7 @@ class LevelCache:
             contents.append(kept_k[:, :, first:end], kept_v[:, :, first:end])
             query, held = q[:, :, first:end], contents.held()
             is_fused = backend == "triton" or (q.is_cuda and fused.why_not(query, held) is None)
-            with torch.autocast(q.device.type, enabled=False):  # it would turn the products here into 16-bit ones
+            with without_autocast(q):  # it would turn the products here into 16-bit ones
                 outs.append((fused if is_fused else decode).attention(query, held, scale))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
@@ -595,7 +596,9 @@ def _facts(latent: Latent) -> tuple[int, int, bool]:
 
 
 def _padding(given: Tensor | Sequence[int]) -> tuple[int, ...]:
-    values = given.tolist() if isinstance(given, Tensor) and given.layout == torch.strided else given
-    if not isinstance(values, list | tuple) or not values or not all(is_int(x) and x >= 0 for x in values):
+    has_numbers = isinstance(given, Tensor) and given.layout == torch.strided and not given.is_meta
+    values = given.tolist() if isinstance(given, Tensor) and has_numbers else given
+    fits = isinstance(values, list | tuple) and values and all(is_int(x) and 0 <= x <= MAX_LENGTH for x in values)
+    if not fits:
         raise ConfigError(f"left_padding needs one int of at least 0 per batch row, got {describe(given)}")
     return tuple(values)

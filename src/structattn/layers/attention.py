@@ -241,6 +241,8 @@ class Attention(nn.Module):
             )
         if positions is not None:
             check_tensor("positions", positions)
+            if positions.dim() not in (1, 2):
+                raise ShapeError(f"positions must have shape (S,) or (batch, S), got {tuple(positions.shape)}")
         q, k = self.scoring(x, source)
         v = self._values(source)
         if self.rotary is not None:
@@ -314,8 +316,9 @@ class Attention(nn.Module):
                 )
             return self._decode(x, cache, layout)
         positions = None
-        check_tensor("x", x)
-        check_sequences(x.shape[0], left_padding, cu_seqlens)
+        if left_padding is not None or cu_seqlens is not None:
+            self.check_states("x", x)
+            check_sequences(x.shape[0], left_padding, cu_seqlens)
         if left_padding is not None and self.rotary is not None and context is None:
             positions = arange(x.shape[1], device=x.device) - left_padding.to(x.device)[:, None]
         q, k, v, scale = self.project(x, context, positions)

@@ -77,6 +77,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, attention: Attention, *, mlp_ratio: int = 4, bias: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         check_type("attention", attention, Attention, "an Attention module", "Attention.from_spec makes one from text")
+        check_bool("bias", bias)
         width = attention.embed_dim
         self.attention_norm = nn.LayerNorm(width, bias=bias)
         self.attention = attention

@@ -202,7 +202,7 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
             unchanged.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
-    if not callable(rule):
+    if not callable(rule) or isinstance(rule, type | nn.Module):
         raise ConfigError(
             f"the rule is called with every nn.Linear, got {describe(rule)}; for all layers: lambda layer: {rule!r}"
         )

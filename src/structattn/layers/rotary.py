@@ -312,9 +312,9 @@ class RotaryEmbedding(nn.Module):
         """
         check_tensor("x", x)
         check_tensor("positions", positions)
-        if x.dim() != 4 or x.shape[-1] != self.head_dim or not x.is_floating_point():
+        if x.dim() != 4 or x.shape[-1] != self.head_dim or not x.is_floating_point() or x.element_size() == 1:
             raise ShapeError(
-                f"x must be float of shape (batch, heads, length, {self.head_dim}), the last the sum of the ranks "
+                f"x must be float (of 16, 32 or 64 bits) of shape (batch, heads, length, {self.head_dim}), the last the sum of the ranks "
                 f"{'|'.join(map(str, self.ranks))}; got {x.dtype} of shape {tuple(x.shape)}"
             )
         batch, _, length, _ = x.shape
@@ -322,6 +322,10 @@ class RotaryEmbedding(nn.Module):
             raise ShapeError(
                 f"positions must have shape ({length},) or ({batch}, {length}) for x of shape {tuple(x.shape)}, got "
                 f"{tuple(positions.shape)}"
+            )
+        if x.device != positions.device or positions.device != self.turns.device:
+            raise ShapeError(
+                f"x, positions and this module need one device: they are on {x.device}, {positions.device} and {self.turns.device}"
             )
         if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
             raise ShapeError(f"positions must be of an integer dtype, such as torch.int64; got {positions.dtype}")

@@ -138,6 +138,7 @@ class FactoredMatrix(StructuredMatrix):
 
     def pair_dim(self, order: Order) -> int:
         """The inner dimension of the factors, or that of the side that is not formed."""
+        check_choice("order", order, self.orders)
         return self.inner_dim if order == "factored" else super().pair_dim(order)
 
     def scale_(self, factor: float) -> None:

@@ -45,6 +45,8 @@ def as_matrix(dense: object) -> Tensor:
         )
     if dense.is_meta:
         raise DataError("fit: the matrix is on the meta device and has no values")
+    if dense.is_floating_point() and dense.element_size() == 1:
+        dense = dense.float()  # of 8 bits nothing can be computed
     return dense if dense.layout is torch.strided else dense.to_dense()
 
 

@@ -65,7 +65,8 @@ class BlockTerm:
         b, c, inner = self.left_blocks, self.right_blocks, self.inner_dim
         for name in ("left_blocks", "right_blocks", "inner_dim"):
             check_size(f"BlockTerm: {name}", getattr(self, name))
-        unit = b * c if self.right_permutation == "stride" else None
+        is_stride = isinstance(self.right_permutation, str) and self.right_permutation == "stride"
+        unit = b * c if is_stride else None
         for name, divisor in (("left_blocks", b), ("right_blocks", c), ("left_blocks * right_blocks", unit)):
             if divisor is not None and inner % divisor:
                 low = inner // divisor * divisor

@@ -70,9 +70,9 @@ class Sampling:
             GenerationError: a largest logit is not a finite number: some are NaN or infinite, or all -inf.
         """
         check_tensor("logits", logits)
-        if logits.dim() < 1 or not logits.shape[-1] or logits.is_complex():
+        if logits.dim() < 1 or not logits.shape[-1] or logits.is_complex() or logits.is_meta:
             raise ShapeError(
-                f"logits must be real, of shape (..., V), got {logits.dtype} of shape {tuple(logits.shape)}"
+                f"logits must be real numbers, not on the meta device, of shape (..., V), got {logits.dtype} of shape {tuple(logits.shape)}"
             )
         logits = logits.double()
         if not bool(logits.amax(-1).isfinite().all()):

@@ -224,9 +224,11 @@ def _read(
     check_tensors(q, k, v)
     if attn_bias is not None:
         check_bias(q, k, attn_bias)
+    cu_seqlens, left_padding = checked_sequences(q, k, cu_seqlens, left_padding)
     if layout is not None:
         check_layout(q, v, layout, cu_seqlens)
-    cu_seqlens, left_padding = checked_sequences(q, k, cu_seqlens, left_padding)
+    if isinstance(scale, int):
+        scale = float(scale)  # an int may be larger than any that a tensor takes
     parts: list[tuple[slice, LevelLayout, float | None, int | None]] = []
     if isinstance(layout, GlobalWindowLayout):
         split = layout.ranks[0]
@@ -255,7 +257,15 @@ def _read(
 
 def _plain(q: Tensor) -> LevelLayout:
     """Plain attention as a layout of one level, which every pair shares at any length."""
-    return LevelLayout((q.shape[3],), (2**30,))
+    dim = q.shape[3]
+    if torch.compiler.is_compiling():  # the size may be symbolic, and a compiler does not read the dict
+        return LevelLayout((dim,), (2**30,))
+    if dim not in _PLAIN:
+        _PLAIN[dim] = LevelLayout((dim,), (2**30,))
+    return _PLAIN[dim]
+
+
+_PLAIN: dict[int, LevelLayout] = {}  # by head dimension: a layout is a value, and is checked once
 
 
 @overload

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from structattn.checks import check_bool, check_int, check_number, check_tensor, check_type, is_autocast
+from structattn.checks import (
+    MAX_LENGTH,
+    check_bool,
+    check_number,
+    check_size,
+    check_tensor,
+    check_type,
+    is_autocast,
+    no_autocast,
+)
 from structattn.errors import ConfigError, ShapeError
 from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
 from structattn.ops.sequences import checked_numbers
@@ -28,39 +37,40 @@ def taken_dtype(x: Tensor) -> torch.dtype:
 
 def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as the op takes them: under autocast in its dtype."""
-    return tuple(x.to(taken_dtype(x)) for x in tensors)
+    return tensors if no_autocast() else tuple(x.to(taken_dtype(x)) for x in tensors)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """The tensors have autocast's dtype already, and scores have float32 at least. The meta device has no autocast."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    return nullcontext() if x.is_meta or no_autocast() else torch.autocast(x.device.type, enabled=False)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises ``ShapeError`` unless q, k and v fit each other; their dtypes may differ where autocast makes them one."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in (("q", q), ("k", k), ("v", v)):  # every call pays for this: no message is made that is not needed
         check_tensor(name, x)
-        _require(
-            x.dim() == 4,
-            f"{name} must be 4-dimensional (batch, heads, length, dim), got shape {tuple(x.shape)}",
-        )
-        _require(x.dtype in _DTYPES, f"{name} must be floating point, of 16, 32 or 64 bits, got {x.dtype}")
-        _require(min(x.shape) >= 1, f"{name} has an empty dimension: shape {tuple(x.shape)}")
-        _require(
-            taken_dtype(x) == taken_dtype(q) and x.device == q.device,
-            f"q, k and v need one dtype and device: q is {q.dtype} on {q.device}, {name} is {x.dtype} on {x.device}",
-        )
-    _require(
-        q.shape[0] == k.shape[0] == v.shape[0],
-        f"batch sizes differ: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}",
-    )
-    _require(k.shape[1] == v.shape[1], f"k has {k.shape[1]} heads but v has {v.shape[1]}")
-    _require(
-        q.shape[1] % k.shape[1] == 0,
-        f"the query heads must be a multiple of the key/value heads, got {q.shape[1]} and {k.shape[1]}",
-    )
-    _require(k.shape[2] == v.shape[2], f"k has {k.shape[2]} positions but v has {v.shape[2]}")
-    _require(q.shape[3] == k.shape[3], f"head dimensions differ: q {q.shape[3]}, k {k.shape[3]}")
+        if x.dim() != 4:
+            raise ShapeError(f"{name} must be 4-dimensional (batch, heads, length, dim), got shape {tuple(x.shape)}")
+        if x.dtype not in _DTYPES:
+            raise ShapeError(f"{name} must be floating point, of 16, 32 or 64 bits, got {x.dtype}")
+        if min(x.shape) < 1:
+            raise ShapeError(f"{name} has an empty dimension: shape {tuple(x.shape)}")
+        if x is not q and (x.device != q.device or (x.dtype != q.dtype and taken_dtype(x) != taken_dtype(q))):
+            raise ShapeError(
+                f"q, k and v need one dtype and device: q is {q.dtype} on {q.device}, {name} is {x.dtype} on {x.device}"
+            )
+    (batch, heads, _, dim), (key_batch, key_heads, num_keys, key_dim) = q.shape, k.shape
+    value_batch, value_heads, num_values, _ = v.shape
+    if not batch == key_batch == value_batch:
+        raise ShapeError(f"batch sizes differ: q {batch}, k {key_batch}, v {value_batch}")
+    if key_heads != value_heads:
+        raise ShapeError(f"k has {key_heads} heads but v has {value_heads}")
+    if heads % key_heads != 0:
+        raise ShapeError(f"the query heads must be a multiple of the key/value heads, got {heads} and {key_heads}")
+    if num_keys != num_values:
+        raise ShapeError(f"k has {num_keys} positions but v has {num_values}")
+    if dim != key_dim:
+        raise ShapeError(f"head dimensions differ: q {dim}, k {key_dim}")
 
 
 def _check_ints(name: str, x: Any, q: Tensor) -> None:
@@ -104,11 +114,11 @@ def checked_sequences(
 
 def check_layout(q: Tensor, v: Tensor, layout: Layout, cu_seqlens: Tensor | None) -> None:
     """Raises ``ShapeError`` unless ranks, value ranks and per-row boundaries fit the tensors."""
-    _require(
-        layout.head_dim == q.shape[3],
-        f"the ranks of the layout must sum to the head dimension: expected {q.shape[3]}, got "
-        f"{'|'.join(map(str, layout.ranks))} = {layout.head_dim}",
-    )
+    if layout.head_dim != q.shape[3]:
+        raise ShapeError(
+            f"the ranks of the layout must sum to the head dimension: expected {q.shape[3]}, got "
+            f"{'|'.join(map(str, layout.ranks))} = {layout.head_dim}"
+        )
     if isinstance(layout, GlobalWindowLayout):
         return
     if layout.value_ranks is not None and sum(layout.value_ranks) != v.shape[3]:
@@ -143,7 +153,7 @@ def check_options(layout: Any, is_causal: Any, scale: Any, window: Any, dropout_
     if scale is not None:
         check_number("scale", scale)
     if window is not None:
-        check_int("window", window, minimum=1)
+        check_size("window", window, MAX_LENGTH)
     check_number("dropout_p", dropout_p, minimum=0, below=1)
     if isinstance(layout, GlobalWindowLayout):
         if return_lse:

@@ -90,14 +90,12 @@ def jvp(function: Function, inputs: Tensors, tangents: Tensors) -> Tensors:
 class _Once(torch.autograd.Function):
     """Lets the output of a kernel pass, and takes over from its gradient where that will be differentiated."""
 
+    # Without setup_context, for which PyTorch reads the signature at every call; transforms of functions never come here.
     @staticmethod
-    def forward(out: Tensor, call: Call, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, out: Tensor, call: Call, *inputs: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(*inputs)
         return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.call, *tensors = inputs
-        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:

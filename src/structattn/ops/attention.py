@@ -227,8 +227,7 @@ def _read(
     cu_seqlens, left_padding = checked_sequences(q, k, cu_seqlens, left_padding)
     if layout is not None:
         check_layout(q, v, layout, cu_seqlens)
-    if isinstance(scale, int):
-        scale = float(scale)  # an int may be larger than any that a tensor takes
+    scale = float(scale) if isinstance(scale, int) else scale  # an int may be larger than any that a tensor takes
     parts: list[tuple[slice, LevelLayout, float | None, int | None]] = []
     if isinstance(layout, GlobalWindowLayout):
         split = layout.ranks[0]

@@ -163,7 +163,7 @@ def _names(folder: Path) -> list[str]:
 def check_owner(
     folder: Path, owner: Owner, *, resume: bool | None, record: Callable[[Path], dict[str, Any] | None]
 ) -> None:
-    """Raises ``ConfigError`` unless a folder is empty or an owner may go on with it; see ``opened`` for the arguments."""
+    """Raises ``ConfigError`` unless a folder is empty or an owner may continue it; see ``opened`` for the arguments."""
     names = _names(folder)
     if not names:
         return

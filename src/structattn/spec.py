@@ -339,7 +339,7 @@ def parse_spec(text: str) -> AttentionSpec:
             options[key] = value
         found = _PARSERS[name](args, options, term)
         if colon and not args:  # of a form whose value may be left out, with its colon
-            raise _fail(term, "expected a value behind the colon, got nothing")
+            raise _fail(term, "expected a value after the colon, got nothing")
         twice = set(found) & set(fields)
         if "scoring" in twice:
             raise _fail(text, "two terms give the scoring, and standard is one: keep one of them")

@@ -199,7 +199,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare", "text", "--widths", "64", "x"], "--widths: expected a whole number, got 'x'"),
         (["compare", "text", "--attention", "--seeds", "2"], "--attention: expected a text, or several"),
         (["compare", "forecast", "--attention", "standard", " standard"], "every attention spec once"),
-        (["train", "forecast", "--attention", "standard:"], "expected a value behind the colon, got nothing"),
+        (["train", "forecast", "--attention", "standard:"], "expected a value after the colon, got nothing"),
         (["train", "forecast", "--seed", "-1"], "--seed must be an int of at least 0"),
         (["sweep", "forecast", "--param", "training.weight_decay=log:1e-4:1", "--seed", "-1"], "seed must be an int"),
         (["train", "forecast", "--set", "attention=mlr:8|8"], "belongs to structattn compare: give --attention"),

@@ -147,7 +147,7 @@ def fit_matrices(
     if not matrices or len(set(names)) != len(names):
         raise ConfigError(f"give at least one matrix, and each once; got {', '.join(names) or 'none'}")
     if len({"".join(text.split()) for text in structures}) != len(structures):
-        raise ConfigError(f"every structure once, got {', '.join(structures)}")
+        raise ConfigError(f"structures must be unique, got {', '.join(structures)}")
     check_int("seed", seed, minimum=0)
     if refine is not None:
         check_int("refine", refine, minimum=0)

@@ -249,7 +249,7 @@ class Structure:
         try:
             options = FAMILIES[name].read(rest)
             if colon and not rest:  # of a form whose value may be left out, with its colon
-                raise ConfigError("expected a value behind the colon, got nothing")
+                raise ConfigError("expected a value after the colon, got nothing")
             return cls(name, tuple(options.items()))
         except ConfigError as error:
             raise ConfigError(f"structure {text!r}: {error}. The form is {FAMILIES[name].syntax}") from None

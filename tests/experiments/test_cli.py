@@ -202,6 +202,10 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["train", "forecast", "--attention", "standard:"], "expected a value after the colon, got nothing"),
         (["train", "forecast", "--seed", "-1"], "--seed must be an int of at least 0"),
         (["sweep", "forecast", "--param", "training.weight_decay=log:1e-4:1", "--seed", "-1"], "seed must be an int"),
+        (
+            ["data", "prepare", "text", "--source", "owned", "--out", "c", "--max-documents", "1" * 41],
+            "max_documents must",
+        ),
         (["train", "forecast", "--set", "attention=mlr:8|8"], "belongs to structattn compare: give --attention"),
         (["sweep", "forecast", "--set", "seeds=2"], "--set seeds belongs to structattn compare: leave it out"),
         (["train", "forecast", "--set", "Training.steps=2"], "did you mean 'training'"),
@@ -377,6 +381,8 @@ sys.exit(status)
         assert done.returncode == status, (redirection, done.stderr)
         assert "Traceback" not in done.stderr
         assert "Exception ignored" not in done.stderr
+    # Messages that cannot be written are lost, and nothing else is.
+    assert run(f"{sys.executable} -m structattn.cli comapre 2>/dev/full", shell=True).returncode == 2
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,16 @@
 import contextlib
 import os
 import sys
+from typing import TextIO, cast
 
 from structattn.cli import main
+from structattn.cli.failures import Messages, open_standard_streams
 
 
 def run() -> None:
     """Runs the command line and ends the process with its status; after an interruption at once, without waiting for what libraries do at exit."""
+    open_standard_streams()
+    sys.stderr = cast(TextIO, Messages(sys.stderr))
     status = main()
     if status > 128:
         for stream in (sys.stdout, sys.stderr):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
+from typing import Any
 
 from structattn.errors import StructAttnError
 
@@ -25,6 +27,31 @@ def open_standard_streams() -> None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
         elif number > 0 and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+
+
+class Messages:
+    """Standard error that loses what cannot be written, such as to a full disk: a training run is worth more than its progress bar.
+
+    Args:
+        stream: where the messages go.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes, or does not."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is in the buffer, or does not."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def close_output() -> None:

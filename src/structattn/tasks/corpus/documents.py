@@ -10,7 +10,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
-from structattn.checks import check_int
+from structattn.checks import MAX_LENGTH, check_size
 from structattn.errors import ConfigError, DataError, MissingDependencyError
 from structattn.tasks.plain_text import ReadingStoppedError, is_there, open_text
 
@@ -52,7 +52,7 @@ class Source:
         if not self.path.strip():
             raise ConfigError("a source is a text file, a folder or the name of a data set, got an empty text")
         if self.max_documents is not None:
-            check_int("max_documents", self.max_documents, minimum=1)
+            check_size("max_documents", self.max_documents, MAX_LENGTH)
 
     def files(self) -> Iterator[str] | None:
         """The files that are read, in the order of their paths; ``None`` for a data set.

@@ -294,7 +294,13 @@ def test_sources(tmp_path) -> None:
     assert len(list(Source(path=str(folder), max_documents=2).documents())) == 2
     with pytest.raises(DataError, match=r"line 1: expected a text in the field 'body', got text, id"):
         list(Source(path=str(folder), text_column="body").documents())
-    for line, words in (("null", "a record without fields"), ("[1]", "a record without fields"), ("{}", "no field")):
+    wrong = {
+        "null": "a record without fields",
+        "[1]": "a record without fields",
+        "{}": "no field",
+        '{"text": 3}': "3 .int.",
+    }
+    for line, words in wrong.items():
         (tmp_path / "bad.jsonl").write_text(line)
         with pytest.raises(DataError, match=f"in the field 'text', got {words}"):
             list(Source(path=str(tmp_path / "bad.jsonl")).documents())

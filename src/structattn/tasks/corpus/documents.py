@@ -10,7 +10,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
-from structattn.checks import MAX_LENGTH, check_size
+from structattn.checks import MAX_LENGTH, check_size, describe
 from structattn.errors import ConfigError, DataError, MissingDependencyError
 from structattn.tasks.plain_text import ReadingStoppedError, is_there, open_text
 
@@ -158,6 +158,8 @@ def _json_lines(file: IO[str], path: str, column: str) -> Iterator[Document]:
 
 def _field(record: Any, column: str, where: str) -> str:
     value = record.get(column) if isinstance(record, dict) else None
+    if not isinstance(value, str) and isinstance(record, dict) and column in record:
+        raise DataError(f"{where}: expected a text in the field {column!r}, got {describe(value)}: correct the record")
     if not isinstance(value, str):
         has = (", ".join(map(str, record)) or "no field") if isinstance(record, dict) else "a record without fields"
         raise DataError(

@@ -155,28 +155,32 @@ def _why_not_triton(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     )
 
 
-def _choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tuple[Choice, str]:
-    """What ``backend="auto"`` runs, and why: the one place that chooses."""
+def _choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tuple[Choice, Callable[[], str]]:
+    """What ``backend="auto"`` runs, and a function that says why: the one place that chooses.
+
+    The reason is not made here, since a compiler that puts a length into text fixes the program to this length.
+    """
     scores = _num_scores(q, k)
     if (transformed := derivatives.transforms_are_active()) and holds(scores <= _DENSE_BATCH_SCORES):
         return (
             "reference",
-            f"{scores} scores inside of a transform of functions, which the definition takes at every order",
+            lambda: f"{scores} scores inside of a transform of functions, which the definition takes at every order",
         )
     if not transformed and not return_lse and short.suits(q, k, v, call):
-        return "short", f"one level of {q.shape[2]} x {k.shape[2]} scores, written out"
+        return "short", lambda: f"one level of {q.shape[2]} x {k.shape[2]} scores, written out"
     if not transformed and _suits_sdpa(q, k, v, call, return_lse, "auto"):
-        return "scaled_dot_product_attention", "one level needs nothing else"
+        return "scaled_dot_product_attention", lambda: "one level needs nothing else"
     levels = call.layout.num_levels
     subject = "one level with a mask, a log-sum-exp or narrow values" if levels == 1 else f"{levels} levels"
     reason = _why_not_triton(q, k, v, call) if q.device.type == "cuda" else "the tensors are not on a CUDA device"
     if reason is None:
-        return "triton", f"{subject}, fused"
+        return "triton", lambda: f"{subject}, fused"
     per_row = scores if call.attn_bias is None else scores // q.shape[0]
     # Packed sequences together make many hidden pairs, and one after another many small products.
     if call.cu_seqlens is None and holds(per_row <= _DENSE_SCORES) and holds(scores <= _DENSE_BATCH_SCORES):
-        return "reference", f"{scores} scores are few: dense products beat many small ones (no fused kernel: {reason})"
-    return "blocked", f"{subject} in linear memory (no fused kernel: {reason})"
+        few = "scores are few: dense products beat many small ones (no fused kernel:"
+        return "reference", lambda: f"{scores} {few} {reason})"
+    return "blocked", lambda: f"{subject} in linear memory (no fused kernel: {reason})"
 
 
 def explain(
@@ -201,7 +205,8 @@ def explain(
     q, k, v, calls = _read(
         q, k, v, layout, is_causal, scale, window, attn_bias, dropout_p, cu_seqlens, left_padding, return_lse
     )
-    lines = [": ".join(_choose(q[..., part], k[..., part], v, call, return_lse)) for part, call in calls]
+    choices = [_choose(q[..., part], k[..., part], v, call, return_lse) for part, call in calls]
+    lines = [f"{choice}: {reason()}" for choice, reason in choices]
     return lines[0] if len(lines) == 1 else "two softmaxes, added: " + "; ".join(lines)
 
 

@@ -1,4 +1,7 @@
-"""The checks of the arguments of ``structured_attention``: every mistake is named with both values."""
+"""The checks of the arguments of ``structured_attention``: every mistake is named with both values.
+
+A message is made only once it is needed: a compiler that puts a length into text fixes the program to this length.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,6 @@ from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
 from structattn.ops.sequences import checked_numbers
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ShapeError(message)
 
 
 def taken_dtype(x: Tensor) -> torch.dtype:
@@ -75,11 +73,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_ints(name: str, x: Any, q: Tensor) -> None:
     check_tensor(name, x)
-    _require(
-        x.dim() == 1 and x.dtype in (torch.int32, torch.int64),
-        f"{name} must be a 1-dimensional int32 or int64 tensor, got {x.dtype} of shape {tuple(x.shape)}",
-    )
-    _require(x.is_meta <= q.is_meta, f"{name} has no numbers: it is on the meta device, q on {q.device}")
+    if not (x.dim() == 1 and x.dtype in (torch.int32, torch.int64)):
+        raise ShapeError(
+            f"{name} must be a 1-dimensional int32 or int64 tensor, got {x.dtype} of shape {tuple(x.shape)}"
+        )
+    if x.is_meta > q.is_meta:
+        raise ShapeError(f"{name} has no numbers: it is on the meta device, q on {q.device}")
 
 
 def checked_sequences(
@@ -96,18 +95,19 @@ def checked_sequences(
         raise ConfigError("give cu_seqlens (packed sequences) or left_padding (padded batch), not both")
     if cu_seqlens is not None:
         _check_ints("cu_seqlens", cu_seqlens, q)
-        _require(
-            batch == 1 and num_queries == num_keys,
-            f"cu_seqlens needs batch 1 and as many queries as keys, got batch {batch}, {num_queries} and {num_keys}",
-        )
-        _require(cu_seqlens.shape[0] >= 2, "cu_seqlens needs at least 2 entries, the borders of one sequence")
+        if not (batch == 1 and num_queries == num_keys):
+            raise ShapeError(
+                f"cu_seqlens needs batch 1 and as many queries as keys, got batch {batch}, {num_queries} and {num_keys}"
+            )
+        if cu_seqlens.shape[0] < 2:
+            raise ShapeError("cu_seqlens needs at least 2 entries, the borders of one sequence")
         cu_seqlens = checked_numbers(cu_seqlens, "cu_seqlens", num_keys)
     if left_padding is not None:
         _check_ints("left_padding", left_padding, q)
-        _require(
-            left_padding.shape[0] == batch,
-            f"left_padding needs one count per batch row: expected {batch}, got {left_padding.shape[0]}",
-        )
+        if left_padding.shape[0] != batch:
+            raise ShapeError(
+                f"left_padding needs one count per batch row: expected {batch}, got {left_padding.shape[0]}"
+            )
         left_padding = checked_numbers(left_padding, "left_padding", num_keys)
     return cu_seqlens, left_padding
 
@@ -165,13 +165,15 @@ def check_options(layout: Any, is_causal: Any, scale: Any, window: Any, dropout_
 def check_bias(q: Tensor, k: Tensor, attn_bias: Any) -> None:
     """Raises ``ShapeError`` unless the bias can be added to the scores."""
     check_tensor("attn_bias", attn_bias)
-    _require(
-        attn_bias.dtype in _DTYPES,
-        f"attn_bias is added to the scores and must be floating point, got {attn_bias.dtype}; write a bool mask "
-        "as zeros with -inf where a pair is hidden",
-    )
-    _require(attn_bias.device == q.device, f"attn_bias must be on the device of q, {q.device}, got {attn_bias.device}")
+    if attn_bias.dtype not in _DTYPES:
+        raise ShapeError(
+            f"attn_bias is added to the scores and must be floating point, got {attn_bias.dtype}; write a bool mask "
+            "as zeros with -inf where a pair is hidden"
+        )
+    if attn_bias.device != q.device:
+        raise ShapeError(f"attn_bias must be on the device of q, {q.device}, got {attn_bias.device}")
     target = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     shape = tuple(attn_bias.shape)
     fits = len(shape) <= 4 and all(a == 1 or a == b for a, b in zip(reversed(shape), reversed(target), strict=False))
-    _require(fits, f"attn_bias of shape {shape} does not broadcast to (B, H, T, S) = {target}")
+    if not fits:
+        raise ShapeError(f"attn_bias of shape {shape} does not broadcast to (B, H, T, S) = {target}")

@@ -74,6 +74,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> Tens
     Cost: 2 B H T S (D + V) FLOPs, hidden pairs included; one tensor of B H T S numbers, kept for the gradient.
     """
     batch, heads, groups = q.shape[0], q.shape[1], k.shape[1]
+    factor: float | None = scale
+    if torch.compiler.is_compiling():  # a number may be symbolic there, which no autograd function takes
+        q, factor = q * scale, None
     mask = _mask(q.shape[2], k.shape[2], call, q)
     if groups < heads:  # the queries of a group stand one after another: one longer product for each
         q = q.unflatten(1, (groups, -1)).flatten(2, 3)
@@ -84,7 +87,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> Tens
     else:
         heads_first = groups > 1 and k.stride(1) > k.stride(0)
     results: tuple[Tensor, Tensor] = _ShortAttention.apply(  # type: ignore[no-untyped-call]
-        *(_flat(x, heads_first) for x in (q, k, v)), mask, scale
+        *(_flat(x, heads_first) for x in (q, k, v)), mask, factor
     )
     out = results[0]
     out = out.unflatten(0, (groups, batch)).transpose(0, 1) if heads_first else out.unflatten(0, (batch, groups))
@@ -114,15 +117,14 @@ def _flat(x: Tensor, heads_first: bool) -> Tensor:
     return x.flatten(0, 1)
 
 
-def _product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+def _product(a: Tensor, b: Tensor, scale: float | None = None) -> Tensor:
     """scale * (N, A, B) (N, B, C)."""
-    if scale == 1.0 or torch.compiler.is_compiling():
-        product = torch.bmm(a, b)
-        return product if scale == 1.0 else product * scale
+    if scale is None:
+        return torch.bmm(a, b)
     return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)  # inside of the product the factor is free
 
 
-def _times(weights: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
+def _times(weights: Tensor, x: Tensor, scale: float | None = None) -> Tensor:
     """scale * (N, A, B) (N, B, C), as columns where C is narrow."""
     if x.shape[2] < NARROW:
         return _product(x.transpose(1, 2), weights.transpose(1, 2), scale).transpose(1, 2)
@@ -130,16 +132,16 @@ def _times(weights: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
 
 
 class _ShortAttention(torch.autograd.Function):
-    """(N, T, D), (N, S, D), (N, S, V), (T, S) or ``None``, scale: the output (N, T, V), and the weights (N, T, S).
+    """(N, T, D), (N, S, D), (N, S, V), (T, S) or ``None``, scale or ``None``: the output (N, T, V), and the weights (N, T, S).
 
     The gradient needs the weights; that they are an output, with a gradient, is what makes the gradient differentiable.
     """
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
         columns = k.transpose(1, 2)
-        if torch.compiler.is_compiling():  # a compiler plans the memory itself, and fuses what stands between products
-            scores = torch.bmm(q * scale, columns)
+        if scale is None:  # a compiler plans the memory itself, and fuses what is between products
+            scores = torch.bmm(q, columns)
             weights = (scores if mask is None else scores + mask).softmax(-1)
         else:
             scores = _product(q, columns, scale) if mask is None else torch.baddbmm(mask, q, columns, alpha=scale)

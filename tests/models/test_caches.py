@@ -152,6 +152,11 @@ def test_wrong_calls_are_our_errors() -> None:
         lambda bad: model(IDS, caches=list(caches)),
         lambda _: model(IDS + 8, caches=caches),
         lambda _: model(IDS.to("meta"), caches=caches),
+        *(lambda _, bad=bad: model.generate(bad, max_new_tokens=2) for bad in (IDS.to("meta"), IDS.to_sparse())),
+        lambda _: model.generate([[1]], max_new_tokens=2, prefill_chunk=2**70),
+        lambda _: cache.repeat_interleave(2**70),
+        lambda _: cache.select(torch.tensor([0]).to("meta")),
+        lambda _: cache.bind("x"),
         *(
             lambda bad, name=name: model.generate([[1]], **{"max_new_tokens": 2, name: bad or 1.5})
             for name in ("max_new_tokens", "sampling", "stop_tokens", "seed", "use_cache", "prefill_chunk", "caches")

@@ -15,7 +15,7 @@ from structattn.cache import files
 from structattn.cache.latent import Latent
 from structattn.cache.level_cache import LevelCache
 from structattn.cache.undo import all_or_nothing
-from structattn.checks import check_int, check_type, describe
+from structattn.checks import check_size, check_type, describe
 from structattn.errors import CacheError, ConfigError
 from structattn.text_layout import TextHistory
 
@@ -146,7 +146,7 @@ class LayerCaches(Sequence[LevelCache]):
 
     def repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times; see ``LevelCache.repeat_interleave``."""
-        check_int("repeats", repeats, minimum=1)
+        check_size("repeats", repeats)
         if self.batch_size is not None:
             self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 

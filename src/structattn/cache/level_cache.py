@@ -290,6 +290,7 @@ class LevelCache:
         Raises:
             ConfigError: it is the cache of another layer.
         """
+        check_type("layer", layer, torch.nn.Module, "the module that the cache is for")
         self.check_layer(layer)
         if self._layer is not None:
             return
@@ -468,8 +469,10 @@ class LevelCache:
             ShapeError: it is not of that shape, or an index is out of range.
         """
         check_tensor("indices", indices)
-        if indices.dim() != 1 or indices.dtype not in _INTS or not len(indices):
-            raise ShapeError(f"indices must be a 1-dimensional int tensor, got {indices.dtype} {tuple(indices.shape)}")
+        if indices.dim() != 1 or indices.dtype not in _INTS or not len(indices) or indices.is_meta:
+            raise ShapeError(
+                f"indices must be a 1-dimensional int tensor, not on the meta device, got {indices.dtype} {tuple(indices.shape)}"
+            )
         size = self.batch_size
         if size is None:
             return
@@ -488,7 +491,7 @@ class LevelCache:
 
     def repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times, one behind the other."""
-        check_int("repeats", repeats, minimum=1)
+        check_size("repeats", repeats)
         if self.batch_size is not None:
             self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
@@ -596,7 +599,9 @@ def _facts(latent: Latent) -> tuple[int, int, bool]:
 
 
 def _padding(given: Tensor | Sequence[int]) -> tuple[int, ...]:
-    has_numbers = isinstance(given, Tensor) and given.layout == torch.strided and not given.is_meta
+    has_numbers = (
+        isinstance(given, Tensor) and not given.is_nested and given.layout == torch.strided and not given.is_meta
+    )
     values = given.tolist() if isinstance(given, Tensor) and has_numbers else given
     fits = isinstance(values, list | tuple) and values and all(is_int(x) and 0 <= x <= MAX_LENGTH for x in values)
     if not fits:

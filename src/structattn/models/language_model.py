@@ -256,7 +256,7 @@ class LanguageModel(nn.Module):
         batch = Prompts.read(prompts, self.vocab_size)
         check_int("max_new_tokens", max_new_tokens, minimum=1)
         if prefill_chunk is not None:
-            check_int("prefill_chunk", prefill_chunk, minimum=1)
+            check_size("prefill_chunk", prefill_chunk)
         check_type("sampling", sampling, Sampling, "a Sampling", "such as Sampling.greedy() or Sampling(top_k=40)")
         check_bool("use_cache", use_cache)
         if seed is not None:

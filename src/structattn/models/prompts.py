@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from structattn.checks import check_tensor
 from structattn.errors import ConfigError, ShapeError
 
 PromptTokens = Tensor | Sequence[Sequence[int] | Tensor]
@@ -37,6 +38,11 @@ class Prompts:
             ConfigError: an id that is no int or out of range.
         """
         expected = "expected a (B, T) tensor or a list with the token ids of each prompt"
+        for tensor in prompts if isinstance(prompts, tuple | list) else (prompts,):
+            if isinstance(tensor, Tensor):
+                check_tensor("prompts", tensor)
+                if tensor.is_meta:
+                    raise ShapeError("prompts are on the meta device, where tensors have no numbers")
         if isinstance(prompts, Tensor) and prompts.dim() != 2:
             raise ShapeError(f"prompts: {expected}, got a tensor of shape {tuple(prompts.shape)}")
         given: Any = prompts.tolist() if isinstance(prompts, Tensor) else prompts  # what a user gives may be anything

@@ -1,6 +1,7 @@
 """Fits against optimal errors computed another way, exact recovery, and everything that a user can get wrong."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -467,7 +468,7 @@ def test_what_can_be_read_as_a_matrix_is(values) -> None:
         (lambda: fit(torch.full((4, 4), 1e30, dtype=torch.float64), LowRank(4, 4, 1).half()), DataError, "float16"),
         (lambda: allocate_ranks("abc", 4), DataError, "got str"),
         (lambda: allocate_ranks(torch.randn(6, 6), 4), ConfigError, "level 3"),
-        (lambda: allocate_ranks(torch.randn(8, 8), 0), ConfigError, "positive"),
+        (lambda: allocate_ranks(torch.randn(8, 8), 0), ConfigError, "at least 1"),
         (lambda: allocate_ranks(torch.randn(8, 8), 4, ()), ConfigError, "ranks"),
         (lambda: allocate_ranks(torch.randn(8, 8), 4, (2, 2)), ConfigError, "differ"),
         (lambda: allocate_ranks(torch.randn(2, 8, 8), 4), ConfigError, "one matrix"),
@@ -479,7 +480,8 @@ def test_bad_input_is_named(call, error, message) -> None:
         call()
 
 
-def test_the_progress_bar_is_shown_on_request(capsys) -> None:
+def test_the_progress_bar_is_shown_on_request(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # in a log it would be a line a minute
     fit(gaussian(8, 8), Kaleidoscope(8, 8).double(), progress=True)
     assert "fit Kaleidoscope" in capsys.readouterr().err
     fit(gaussian(8, 8), Kaleidoscope(8, 8).double())

@@ -379,7 +379,7 @@ def test_btt_is_full_rank_at_widths_that_are_no_squares() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LowRank(8, 8, 0), "positive"),
+        (lambda: LowRank(8, 8, 0), "at least 1"),
         (lambda: LowRank(8, -8, 2), "-8"),
         (lambda: MultiLevelLowRank(12, 12, (1, 1, 1, 1)), "level 4: 8 blocks must divide"),
         (lambda: MultiLevelLowRank(12, 12, ()), "ranks"),

@@ -187,5 +187,7 @@ def test_programs_check_the_lengths_that_they_are_given(backend) -> None:
 
 def test_an_empty_list_of_an_operator_may_be_none() -> None:  # AOTInductor makes it so
     assert custom_op._layout((4, 4), (8, 4), None, None, "variance") == sa.LevelLayout((4, 4), (8, 4))
+    for operator in (torch.ops.structattn.attention, torch.ops.structattn.attention_backward):
+        assert str(operator.default._schema).count("int[]? ") == 3
     segments = custom_op._layout((4, 4), None, None, [1, 2, 1, 0, 2, 0, 3], "mup")
     assert segments == sa.LevelLayout.from_boundaries((4, 4), ((0,), (0, 3)), "mup")

@@ -42,8 +42,8 @@ def _nested_boundaries(flat: Sequence[int] | None) -> Boundaries | None:
 
 # A ``Call`` and a backend in the terms of an operator's schema; the tensors among them come first.
 _OPTIONS = (
-    "Tensor? attn_bias, Tensor? cu_seqlens, Tensor? left_padding, Tensor? seed, int[] ranks, int[] block_sizes, "
-    "int[] value_ranks, int[] boundaries, str scaling, bool is_causal, float? scale, int? window, float dropout_p, str backend"
+    "Tensor? attn_bias, Tensor? cu_seqlens, Tensor? left_padding, Tensor? seed, int[] ranks, int[]? block_sizes, "
+    "int[]? value_ranks, int[]? boundaries, str scaling, bool is_causal, float? scale, int? window, float dropout_p, str backend"
 )
 _NUM_TENSORS = 4
 _FIRST_OPTION = 3 + _NUM_TENSORS  # q, k and v are before them
@@ -73,7 +73,7 @@ def _flat(call: Call, backend: str) -> tuple[Any, ...]:
 def _layout(ranks: Any, block_sizes: Any, value_ranks: Any, boundaries: Any, scaling: str) -> LevelLayout:
     known = next(name for name in SCALINGS if name == scaling)
     nested = _nested_boundaries(boundaries)
-    # A program of AOTInductor hands over an empty list as None.
+    # A program of AOTInductor hands over an empty list as None, so that the schema allows it.
     return LevelLayout(tuple(ranks), tuple(block_sizes or ()), known, tuple(value_ranks or ()) or None, nested)
 
 

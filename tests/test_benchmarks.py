@@ -43,7 +43,8 @@ def _short() -> Iterator[None]:
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("results")
     run.main(["linear", "--only", "E=256,", "--repeats", "2", "--patience", "0", "--out", str(folder)])
-    return sorted(folder.iterdir())
+    assert (folder / "owner.json").is_file()
+    return sorted(path for path in folder.iterdir() if path.name.startswith("20"))
 
 
 @pytest.fixture(scope="module")

@@ -79,6 +79,15 @@ class AttentionCost:
         return self.projection_flops + self.score_flops + self.value_flops + self.output_flops
 
 
+def check_states(name: str, states: Tensor, embed_dim: int, weight: Tensor) -> None:
+    """Raises ``ShapeError`` unless these are hidden states (B, T, embed_dim) that a weight can read."""
+    check_tensor(name, states)
+    if states.dim() != 3 or states.shape[-1] != embed_dim or 0 in states.shape:
+        empty = "; none of them may be 0" if 0 in states.shape else ""
+        raise ShapeError(f"{name} must have shape (batch, length, {embed_dim}), got {tuple(states.shape)}{empty}")
+    check_like(name, states, weight)
+
+
 class Attention(nn.Module):
     """Multi-head attention with a structured score.
 
@@ -232,8 +241,8 @@ class Attention(nn.Module):
             q (B, H, T, D), k (B, G or H, S, D), v likewise, and ``scale`` (``None``: the layout's own).
         """
         source = x if context is None else context
-        self.check_states("x", x)
-        self.check_states("context", source)
+        self._check_states("x", x)
+        self._check_states("context", source)
         if source.shape[0] != x.shape[0] or taken_dtype(source) != taken_dtype(x) or source.device != x.device:
             raise ShapeError(
                 f"x and context must be of one batch size, dtype and device, got {tuple(x.shape)} {x.dtype} on {x.device} and "
@@ -264,15 +273,8 @@ class Attention(nn.Module):
         q, scale = self.scoring.scaled(q)
         return q, k, v, scale
 
-    def check_states(self, name: str, states: Tensor) -> None:
-        """Raises ``ShapeError`` unless these are hidden states that the weights can read."""
-        check_tensor(name, states)
-        if states.dim() != 3 or states.shape[-1] != self.embed_dim or 0 in states.shape:
-            empty = "; none of them may be 0" if 0 in states.shape else ""
-            raise ShapeError(
-                f"{name} must have shape (batch, length, {self.embed_dim}), got {tuple(states.shape)}{empty}"
-            )
-        check_like(name, states, next(self.scoring.matrix.parameters()))
+    def _check_states(self, name: str, states: Tensor) -> None:
+        check_states(name, states, self.embed_dim, next(self.scoring.matrix.parameters()))
 
     def _values(self, source: Tensor) -> Tensor:
         """(B, S, E) to (B, G, S, head_dim)."""
@@ -317,7 +319,7 @@ class Attention(nn.Module):
             return self._decode(x, cache, layout)
         positions = None
         if left_padding is not None or cu_seqlens is not None:
-            self.check_states("x", x)
+            self._check_states("x", x)
             check_sequences(x.shape[0], left_padding, cu_seqlens)
         if left_padding is not None and self.rotary is not None and context is None:
             positions = arange(x.shape[1], device=x.device) - left_padding.to(x.device)[:, None]
@@ -383,7 +385,7 @@ class Attention(nn.Module):
 
     def _decode(self, x: Tensor, cache: LevelCache, layout: LevelLayout | None) -> Tensor:
         """The next tokens against a cache."""
-        self.check_states("x", x)
+        self._check_states("x", x)
         self.check_cache(cache)
         cache.bind(self)
         order = self.scoring.cached_order

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from structattn.cache import LevelCache
 from structattn.checks import check_bool, check_like, check_number, check_size, check_tensor, check_type
 from structattn.errors import ShapeError
-from structattn.layers.attention import Attention
+from structattn.layers.attention import Attention, check_states
 from structattn.layout import LevelLayout
 from structattn.mup import Role
 
@@ -100,10 +100,9 @@ class TransformerBlock(nn.Module):
             x: (B, T, E).
             cache, left_padding, cu_seqlens, layout: see ``Attention``.
         """
-        self.attention.check_states("x", x)
-        attended = self.attention(
-            self.attention_norm(x), cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=layout
-        )
+        norm = self.attention_norm  # before the attention, which a user may have replaced
+        check_states("x", x, norm.normalized_shape[0], norm.weight)
+        attended = self.attention(norm(x), cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=layout)
         x = x + self.dropout(attended)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out

@@ -15,7 +15,7 @@ from structattn.cache.layers import guarded
 from structattn.checks import MAX_LENGTH, check_number, check_sequences, check_size, check_type, describe
 from structattn.errors import ConfigError, ShapeError
 from structattn.layer_specs import LayerSpecs
-from structattn.layers.attention import Attention
+from structattn.layers.attention import Attention, check_states
 from structattn.layers.block import TransformerBlock
 from structattn.layers.rotary import Rotary
 from structattn.layout import MAX_COUNTED, LevelLayout
@@ -155,7 +155,8 @@ class Transformer(nn.Module):
             CacheError: the layers hold different numbers of tokens.
         """
         guard = guarded(caches)
-        self.layers[0].attention.check_states("x", x)
+        norm = self.layers[0].attention_norm
+        check_states("x", x, norm.normalized_shape[0], norm.weight)
         if caches is None:
             check_sequences(x.shape[0], left_padding, cu_seqlens)
         else:

@@ -95,7 +95,8 @@ def scores(q: Tensor, k: Tensor, layout: LevelLayout, scale: float | None, num_s
     """
     total = torch.zeros((), dtype=q.dtype, device=q.device)
     for level, part in enumerate(layout.slices, start=1):
-        score = torch.einsum("bhtd,bhsd->bhts", q[..., part], k[..., part])
+        # Contiguous: Inductor fixes a compiled program to the strides of a slice that is kept for the gradient.
+        score = q[..., part].contiguous() @ k[..., part].contiguous().transpose(2, 3)
         if scale is None and layout.scaling in ("paper", "paper_sum"):
             score = score / layout.ranks[level - 1]
         total = total + score * (num_shared >= level)
@@ -206,10 +207,10 @@ def _dense(
     if dropped is not None:
         weight = weight.masked_fill(dropped, 0.0)
     if layout.value_slices is None:
-        out = torch.einsum("bhts,bhsv->bhtv", weight, value)
+        out = weight @ value
     else:
         parts = [
-            torch.einsum("bhts,bhsv->bhtv", weight * (num_shared >= level), value[..., part])
+            (weight * (num_shared >= level)) @ value[..., part].contiguous()
             for level, part in enumerate(layout.value_slices, start=1)
         ]
         out = torch.cat(parts, dim=-1)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeGuard, get_args
 import torch
 from torch import nn
 
-from structattn.checks import check_choice, check_number, check_size, check_tensor, check_type, describe
+from structattn.checks import check_choice, check_number, check_size, check_type, describe
 from structattn.errors import ConfigError, ShapeError
 
 RoleKind = Literal["embedding", "hidden", "factor", "output", "norm", "gain", "bias"]
@@ -103,7 +103,8 @@ class Role:
     @torch.no_grad()
     def draw_(self, parameter: torch.Tensor) -> None:
         """Draws the initial values in place, from torch's global generator."""
-        check_tensor("parameter", parameter)
+        if not isinstance(parameter, torch.Tensor):  # a DTensor is one too: sharded models draw their own part
+            raise ShapeError(f"parameter must be a torch.Tensor, got {describe(parameter)}")
         if not (parameter.is_floating_point() or parameter.is_complex()):
             raise ShapeError(f"parameter must be floating point, got {parameter.dtype}")
         if self.kind in ("norm", "gain"):

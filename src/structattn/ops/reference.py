@@ -170,8 +170,9 @@ def attention(
 
 def _is_known(x: Tensor) -> bool:
     """Whether the numbers of a tensor can be looked at: not while PyTorch traces, nor inside of ``torch.vmap``."""
-    is_hidden = isinstance(x, FakeTensor) or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x)
-    return not (torch.compiler.is_compiling() or is_hidden)
+    if torch.compiler.is_compiling():  # which cannot trace what follows
+        return False
+    return not (isinstance(x, FakeTensor) or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def _dense(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from structattn.checks import check_int
 from structattn.errors import ConfigError
 from structattn.files import absolute
 from structattn.seeds import derive_seed, generator, seeded
@@ -33,6 +34,9 @@ def _chronos() -> Any:
     from structattn.integrations import chronos
 
     return chronos
+
+
+_LARGEST = 2**24  # of every size: far beyond any use, and nothing runs out of time before it is named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +81,8 @@ class ChronosConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "checkpoint", absolute(self.checkpoint))
         for name, value in vars(self).items():
-            if isinstance(value, int) and value < 1:
-                raise ConfigError(f"task.{name} must be at least 1, got {value}")
+            if isinstance(value, int):
+                check_int(f"task.{name}", value, minimum=1, maximum=_LARGEST)
         if self.season >= self.context_length:
             raise ConfigError(
                 f"task.season must be shorter than the context, {self.context_length} steps, got {self.season}"

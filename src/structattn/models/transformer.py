@@ -155,8 +155,7 @@ class Transformer(nn.Module):
             CacheError: the layers hold different numbers of tokens.
         """
         guard = guarded(caches)
-        norm = self.layers[0].attention_norm
-        check_states("x", x, norm.normalized_shape[0], norm.weight)
+        check_states("x", x, self.norm.normalized_shape[0], self.norm.weight)
         if caches is None:
             check_sequences(x.shape[0], left_padding, cu_seqlens)
         else:

@@ -105,7 +105,10 @@ def _step(folder: Path) -> int:
     text = folder.name.removeprefix(_PREFIX)
     if folder.name.startswith(_PREFIX):
         return int(text) if text.isdecimal() else -1
-    return int(_manifest(folder)["step"]) if _is_complete(folder) else -1
+    try:  # asked once: a run that is going on may rename the folder between two looks
+        return int(_manifest(folder)["step"])
+    except CheckpointError:
+        return -1
 
 
 def _newest_first(root: Path) -> list[Path]:

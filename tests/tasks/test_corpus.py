@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import gzip
 import json
 import os
@@ -34,6 +35,7 @@ from structattn.tasks.corpus import (
 )
 from structattn.tasks.corpus.preparation import split_of
 from structattn.tasks.corpus.tokenizers import CHARACTERS
+from structattn.tasks.plain_text import open_text, read_text
 from structattn.tasks.text import TextConfig, TextTask
 
 WORDS = ["attention", "is", "a", "matrix", "of", "scores,", "and", "its", "rank", "matters.", "\n"]
@@ -393,6 +395,26 @@ def test_time_and_memory_of_a_document_do_not_depend_on_their_number(tmp_path) -
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2000 * 19 * 8  # 19 characters a document; an array for each would be 200 bytes
+
+
+def test_small_files_take_few_calls_each(tmp_path) -> None:
+    """Reading many small files is bound by the operating system: what is around it takes a few calls."""
+    count = 200
+    config = config_of(folder_of(tmp_path, texts(count)), shard_tokens=10**6)
+    profile = cProfile.Profile()
+    profile.runcall(prepare, config, tmp_path / "corpus", show_progress=False)
+    assert sum(entry.callcount for entry in profile.getstats()) < 130 * count  # 214 a file with a text stream for each
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"a\rb\r\nc\n\r", b"\xef\xbb\xbfx\r\n", "é\r\n".encode("utf-16"), b"ab\r" * 500_000]
+)
+def test_a_file_that_is_read_at_once_has_the_text_of_its_lines(tmp_path, content: bytes) -> None:
+    path = tmp_path / "a.txt"
+    for data in (content, gzip.compress(content)):
+        path.write_bytes(data)
+        with open_text(str(path)) as file:
+            assert read_text(str(path)) == file.read()
 
 
 def test_a_corpus_of_many_shards_keeps_no_file_open(tmp_path) -> None:

@@ -8,20 +8,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from structattn.checks import MAX_LENGTH, check_size, describe
 from structattn.errors import ConfigError, DataError, MissingDependencyError
-from structattn.tasks.plain_text import ReadingStoppedError, is_there, open_text
+from structattn.tasks.plain_text import ReadingStoppedError, is_there, open_text, read_text
 
 _TEXTS = (".txt", ".md", ".rst", ".text")
 _LINES = (".jsonl", ".ndjson")
+# The endings of names: of the files of a folder, and of those with one record in each line.
+_READ = (*_TEXTS, *_LINES, *(f"{ending}.gz" for ending in (*_TEXTS, *_LINES)))
+_OF_LINES = (*_LINES, ".json", *(f"{ending}.gz" for ending in (*_LINES, ".json")))
 # Names that people say, and what the data set is called where it is kept.
 KNOWN_DATASETS = {"openwebtext": "Skylion007/openwebtext"}
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A text and where it is from."""
 
     text: str
@@ -87,11 +89,13 @@ class Source:
         return islice((doc for doc in every if not doc.text.isspace() and doc.text), skip, self.max_documents)
 
     def _read(self, path: str) -> Iterator[Document]:
+        of_lines = path.lower().endswith(_OF_LINES)
+        if not of_lines and not self.document_start:
+            yield Document(read_text(path, "a text file"), path)
+            return
         with open_text(path, "a text file") as file:
             yield from (
-                _json_lines(file, path, self.text_column)
-                if _kind(path) in (*_LINES, ".json")
-                else _pieces(file, path, self.document_start)
+                _json_lines(file, path, self.text_column) if of_lines else _pieces(file, path, self.document_start)
             )
 
 
@@ -106,34 +110,27 @@ def _texts_in(root: Path) -> Iterator[str]:
         if not path.endswith(os.sep):
             yield path
             continue
-        names = []
+        names, folders = [], set()
         try:
             with os.scandir(path) as entries:
                 for entry in entries:
-                    if entry.name.startswith("."):
+                    name = entry.name
+                    if name.startswith("."):
                         continue
                     if entry.is_dir(follow_symlinks=False):
-                        names.append(entry.name + os.sep)
-                    elif _kind(entry.name) in (*_TEXTS, *_LINES) and entry.is_file():
-                        names.append(entry.name)
+                        folders.add(name)
+                    elif not name.lower().endswith(_READ) or not entry.is_file():
+                        continue
+                    names.append(name)
         except OSError as error:
             raise ReadingStoppedError(
                 f"the folder {Path(path)} cannot be read: {error.strerror or error}. Check its permissions"
             ) from error
-        names.sort(key=lambda name: name.rstrip(os.sep), reverse=True)
-        left += [path + name for name in names]
-
-
-def _kind(name: str) -> str:
-    """The ending of a name, without that of gzip."""
-    _, dot, ending = name.lower().removesuffix(".gz").rpartition(".")
-    return dot + ending
+        names.sort(reverse=True)
+        left += [f"{path}{name}{os.sep}" if name in folders else path + name for name in names]
 
 
 def _pieces(file: IO[str], path: str, start: str) -> Iterator[Document]:
-    if not start:
-        yield Document(file.read(), path)
-        return
     lines: list[str] = []
     begun = 1
     for number, line in enumerate(file, start=1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from array import array
 from collections.abc import Callable, Iterator
@@ -335,7 +336,7 @@ class _Survey:
         digest, size, compressed = hashlib.sha256(), 0, False
         for path in files:
             try:
-                found = Path(path).stat().st_size
+                found = os.stat(path).st_size
             except OSError as error:
                 raise ReadingStoppedError(f"{path} cannot be read: {error.strerror or error}") from error
             digest.update(f"{path}\0{found}\n".encode(errors="surrogateescape"))

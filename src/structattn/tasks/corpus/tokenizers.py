@@ -20,6 +20,7 @@ Ids = npt.NDArray[np.unsignedinteger[Any]]
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 _TABLE = bytes(max(CHARACTERS.find(chr(byte)), 0) for byte in range(256))
 _KNOWN = frozenset(CHARACTERS)
+_KNOWN_BYTES = CHARACTERS.encode("ascii")
 
 
 class Tokenizer(Protocol):
@@ -69,7 +70,7 @@ class Characters:
 
     def encode(self, text: str, source: str = "the text") -> Ids:
         """See ``Tokenizer``."""
-        if not text.isascii() or not set(text) <= _KNOWN:
+        if not text.isascii() or text.encode("ascii").translate(None, _KNOWN_BYTES):
             if self.unknown == "error":
                 raise DataError(_unknown_character(text, source))
             text = "".join(character for character in text if character in _KNOWN)

@@ -74,7 +74,7 @@ def open_text(path: str, expected: str = "text") -> Iterator[IO[str]]:
     try:
         if "\0" in path:
             raise FileNotFoundError
-        _check_regular(os.stat(path), path, expected)
+        _check_regular(Path(path).stat(), path, expected)
         with Path(path).open("rb") as raw:
             is_gzip = raw.peek(2)[:2] == _GZIP
             data: IO[bytes] = gzip.GzipFile(fileobj=raw) if is_gzip else raw  # type: ignore[assignment]

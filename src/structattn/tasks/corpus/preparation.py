@@ -336,7 +336,7 @@ class _Survey:
         digest, size, compressed = hashlib.sha256(), 0, False
         for path in files:
             try:
-                found = os.stat(path).st_size
+                found = os.stat(path).st_size  # noqa: PTH116 - a Path takes as long as the call
             except OSError as error:
                 raise ReadingStoppedError(f"{path} cannot be read: {error.strerror or error}") from error
             digest.update(f"{path}\0{found}\n".encode(errors="surrogateescape"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from benchmarks.registry import Case, CaseUnavailableError, Check, Group, benchmark
-from structattn.layout import LevelLayout
+from structattn.layout.levels import LevelLayout
 from structattn.ops import explain, reference, structured_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

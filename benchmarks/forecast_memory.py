@@ -15,7 +15,7 @@ import pandas as pd
 from neuralforecast import NeuralForecast
 from neuralforecast.models import PatchTST
 
-from structattn.integrations.neuralforecast import StructTransformer
+from structattn.integrations.neuralforecast.model import StructTransformer
 
 _QUIET = {"enable_progress_bar": False, "logger": False, "enable_model_summary": False, "accelerator": "cpu"}
 _COMMON = {

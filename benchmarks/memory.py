@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.machine import ROOT
 from benchmarks.registry import BENCHMARKS, Benchmark, Case, Group, Work
-from structattn.training.memory import PeakMemory
+from structattn.studies.training.memory import PeakMemory
 
 RESOLUTION = 2**20  # bytes; a smaller peak is not to be divided by
 

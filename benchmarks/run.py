@@ -25,8 +25,8 @@ from benchmarks.registry import BENCHMARKS, Benchmark, Group
 from benchmarks.timing import SEED, Ceilings, Clock, CpuClock, CudaClock, measure_ceilings, measure_group
 from structattn.checks import check_number
 from structattn.errors import ConfigError, nearest_name
-from structattn.folders import OF_EVERY_FOLDER, Owner, opened
 from structattn.progress import progress_bar
+from structattn.studies.folders import OF_EVERY_FOLDER, Owner, opened
 
 REPEATS = 21
 PATIENCE_S = 60.0

@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from structattn.matrices import MLBTC, BlockTensorTrain, Butterfly, Kaleidoscope, Structure, StructuredMatrix
-from structattn.reports._plotting import OKABE_ITO
+from structattn.studies.report._plotting import OKABE_ITO
 
 IMAGES = Path(__file__).parent / "images"
 BLUE, VERMILLION, GREEN, _, ORANGE, SKY, BLACK = OKABE_ITO

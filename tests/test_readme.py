@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import structattn as sa
-from structattn.spec import FORMS
+from structattn.spec.attention import FORMS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 

@@ -17,7 +17,7 @@ from structattn.testing.tolerances import FORWARD, relative_error
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from structattn.ops.triton_config import INTERPRETED
+from structattn.ops.triton.config import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 runs = pytest.mark.skipif(

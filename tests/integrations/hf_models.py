@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.masking_utils import sdpa_mask
 
-from structattn.layout import LevelLayout
+from structattn.layout.levels import LevelLayout
 from structattn.ops import reference
 
 VOCAB, DIM, LAYERS, HEAD_DIM, CONTEXT = 50, 32, 2, 8, 64

@@ -23,7 +23,7 @@ from structattn.integrations.chronos import (
     pipeline_around,
     structurize,
 )
-from structattn.layout import LevelLayout
+from structattn.layout.levels import LevelLayout
 from structattn.ops import reference
 
 SIZES = {

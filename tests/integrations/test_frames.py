@@ -6,7 +6,7 @@ import pytest
 from structattn.errors import ConfigError, DataError
 
 pd = pytest.importorskip("pandas")
-from structattn.integrations.frames import check_frame  # noqa: E402
+from structattn.integrations.neuralforecast.frames import check_frame  # noqa: E402
 
 
 def frame(n: int = 30, freq: str = "h"):

@@ -21,7 +21,7 @@ from structattn.integrations.transformers import (
 )
 from structattn.integrations.transformers.cache import own_layer
 from structattn.integrations.transformers.variant import Variant
-from structattn.layout import LevelLayout
+from structattn.layout.levels import LevelLayout
 from structattn.ops import structured_attention
 from structattn.testing.tolerances import assert_close
 

@@ -24,7 +24,7 @@ from transformers.masking_utils import create_causal_mask
 
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers import level_cache, register_attention
-from structattn.layout import LevelLayout
+from structattn.layout.levels import LevelLayout
 from structattn.testing.tolerances import assert_close
 
 IDS, MASK = padded([tokens(1, 9)[0], tokens(1, 17, seed=2)[0]])

@@ -14,14 +14,9 @@ from safetensors.torch import load_file, save_file
 
 import structattn
 from structattn.errors import CheckpointError, ConfigError
-from structattn.integrations.transformers import (
-    StructAttnConfig,
-    StructAttnForCausalLM,
-    load_structurized,
-    structurize,
-)
+from structattn.integrations.transformers import StructAttnConfig, StructAttnForCausalLM, load_structurized, structurize
 from structattn.integrations.transformers.attention import RotaryStructuredAttention
-from structattn.integrations.transformers.regroup import dimension_order
+from structattn.integrations.transformers.rotary_order import dimension_order
 
 IDS = tokens(2, 17)
 

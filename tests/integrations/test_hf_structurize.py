@@ -26,9 +26,9 @@ from hf_models import (
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers import level_cache, structurize
 from structattn.integrations.transformers.attention import StructuredAttention
-from structattn.integrations.transformers.regroup import dimension_order, level_pairs
+from structattn.integrations.transformers.rotary_order import dimension_order, level_pairs
 from structattn.layers.rotary import Rotary
-from structattn.layout import LevelLayout
+from structattn.layout.levels import LevelLayout
 from structattn.testing.tolerances import assert_close
 
 IDS, MASK = padded([tokens(1, 9)[0], tokens(1, 17, seed=2)[0]])

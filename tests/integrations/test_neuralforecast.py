@@ -21,7 +21,7 @@ from neuralforecast.losses.pytorch import MSE, DistributionLoss, IQLoss, MQLoss
 from neuralforecast.models import PatchTST
 from ray import tune
 
-from structattn.integrations.neuralforecast import AutoStructTransformer, StructTransformer
+from structattn.integrations.neuralforecast.model import AutoStructTransformer, StructTransformer
 
 QUIET = {"enable_progress_bar": False, "logger": False, "enable_model_summary": False, "accelerator": "cpu"}
 TINY = {

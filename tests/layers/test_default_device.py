@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import structattn as sa
-from structattn.text_layout import TextLayout
+from structattn.layout.text import TextLayout
 
 FREE = sa.LevelLayout.from_boundaries((4, 4), [((0,), (0, 3))])
 VARIANTS = {

@@ -6,7 +6,7 @@ import torch
 import structattn as sa
 from structattn.errors import ConfigError
 from structattn.matrices import FAMILIES, BlockTensorTrain, Butterfly, Dense, FactoredMatrix, Monarch, Structure
-from structattn.spec import parse_spec
+from structattn.spec.attention import parse_spec
 from structattn.testing.tolerances import assert_close
 
 TEXTS = [
@@ -78,7 +78,7 @@ def test_text_forms_of_specs(text) -> None:
 
 
 def test_every_family_has_a_spec() -> None:
-    from structattn.spec import FORMS
+    from structattn.spec.attention import FORMS
 
     assert {f"bilinear-{name}" for name in FAMILIES} <= set(FORMS)
 

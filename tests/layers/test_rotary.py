@@ -16,7 +16,7 @@ from torch import nn
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention import Attention
 from structattn.layers.rotary import SCALING_KINDS, SPLITS, Rotary, RotaryScaling
-from structattn.layout import LevelLayout
+from structattn.layout.levels import LevelLayout
 from structattn.testing.tolerances import FORWARD, assert_close
 
 SCALINGS = [

@@ -10,13 +10,13 @@ import structattn as sa
 from structattn import matrices, scoring
 from structattn.layers.block import MLP, TransformerBlock
 from structattn.layers.rotary import RotaryEmbedding
+from structattn.layout.text import TextLayout, TextUnits
 from structattn.models.forecaster import Forecaster
 from structattn.models.icl_regressor import ICLRegressor
-from structattn.models.nearest_neighbor import NearestNeighborModel
 from structattn.models.transformer import Transformer
-from structattn.mup import Role
+from structattn.optim.mup import Role
+from structattn.studies.tasks.nearest_neighbor.model import NearestNeighborModel
 from structattn.testing.wrong_calls import COUNT, FLAG, INTS, NAME, NUMBER, SIZE, TENSOR, TEXT, THING, count, faults
-from structattn.text_layout import TextLayout, TextUnits
 
 LEVELS = sa.LevelLayout((4, 4), (8, 4))
 FREE = sa.LevelLayout.from_boundaries((4, 4), [((0,), (0, 3)), ((0,), (0, 2, 5))])

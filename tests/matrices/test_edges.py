@@ -8,14 +8,7 @@ from torch import nn
 
 import structattn as sa
 from structattn.errors import ConfigError, ShapeError
-from structattn.matrices import (
-    MLBTC,
-    BlockTensorTrain,
-    BlockTerm,
-    Dense,
-    LowRank,
-    Structure,
-)
+from structattn.matrices import MLBTC, BlockTensorTrain, BlockTerm, Dense, LowRank, Structure
 
 FREE = BlockTerm(
     left_blocks=2,

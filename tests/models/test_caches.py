@@ -9,10 +9,10 @@ import torch
 import structattn as sa
 from structattn.cache import LayerCaches
 from structattn.errors import CacheError, ConfigError, GenerationError, ShapeError, StructAttnError
+from structattn.layout.text import TextUnits
 from structattn.models.language_model import LanguageModel
 from structattn.models.sampling import Sampling
 from structattn.testing.tolerances import assert_close
-from structattn.text_layout import TextUnits
 
 MIXED = "[mlr:8|4|4,values=4|4|8,bilinear-btt:1+window:3,mlr-text:8|8]"
 UNITS = TextUnits.of(["a", "b", "\n", " ", "c\n", "d", "e", "f"])

@@ -7,11 +7,11 @@ import torch
 
 from structattn.errors import ConfigError, ShapeError, StructAttnError
 from structattn.layers.rotary import Rotary
+from structattn.layout.text import TextUnits
 from structattn.models.language_model import LanguageModel
 from structattn.models.sampling import Sampling
 from structattn.models.transformer import Transformer
 from structattn.testing.tolerances import assert_close
-from structattn.text_layout import TextUnits
 
 VOCAB, CONTEXT = 13, 24
 SPECS = [

@@ -8,11 +8,11 @@ import torch
 
 from structattn.cache import LayerCaches
 from structattn.errors import CacheError, ConfigError, ShapeError
-from structattn.experiments.mup_models import Bench, Growing
+from structattn.layout.text import TextUnits
 from structattn.models.language_model import LanguageModel
+from structattn.studies.analysis.coordinate_models import Bench, Growing
+from structattn.studies.training.build import compiled
 from structattn.testing.tolerances import assert_close
-from structattn.text_layout import TextUnits
-from structattn.training.build import compiled
 
 TOKENS = ["a", "b", "\n", " ", " the", "\n\n", ".\n", "c", "d", "e"]
 SPECS = ["mlr-text:8|4|2|2", "mlr-text:8|8@line", "[mlr-text:12|4@paragraph,mlr-text:8|4|4@line|word]"]

@@ -11,7 +11,7 @@ import torch
 
 import structattn as sa
 from structattn.errors import ShapeError
-from structattn.ops import custom_op
+from structattn.ops import operators as custom_op
 from structattn.testing.tolerances import assert_close
 
 LAYOUTS = {

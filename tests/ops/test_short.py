@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 import structattn as sa
 from structattn.models.icl_regressor import ICLRegressor
-from structattn.ops import explain, short
+from structattn.ops import explain
+from structattn.ops import small as short
 from structattn.testing.tolerances import assert_close
 
 

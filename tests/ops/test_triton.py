@@ -18,7 +18,7 @@ from torch import Tensor
 
 import structattn as sa
 from structattn.errors import BackendUnavailableError
-from structattn.layout import LevelLayout
+from structattn.layout.levels import LevelLayout
 from structattn.ops import reference
 from structattn.ops.call import Call
 from structattn.testing.tolerances import FORWARD, GRADIENT, relative_error
@@ -26,9 +26,9 @@ from structattn.testing.tolerances import FORWARD, GRADIENT, relative_error
 triton = pytest.importorskip("triton", reason="triton is not installed")
 tl = pytest.importorskip("triton.language", reason="triton is not installed")
 
-from structattn.ops import triton_attention  # noqa: E402
-from structattn.ops.triton_config import INTERPRETED, Config  # noqa: E402
-from structattn.ops.triton_plan import Tiles, make_plan  # noqa: E402
+from structattn.ops.triton import attention as triton_attention  # noqa: E402
+from structattn.ops.triton.config import INTERPRETED, Config  # noqa: E402
+from structattn.ops.triton.plan import Tiles, make_plan  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
@@ -321,11 +321,11 @@ import triton
 from structattn.layout import LevelLayout
 from structattn.ops import triton_attention as host
 from structattn.ops.call import Call
-from structattn.ops.triton_config import default_config
-from structattn.ops.triton_backward import gradient_kernel
-from structattn.ops.triton_decode import decode_kernel
-from structattn.ops.triton_forward import forward_kernel
-from structattn.ops.triton_plan import make_plan
+from structattn.ops.triton.config import default_config
+from structattn.ops.triton.backward import gradient_kernel
+from structattn.ops.triton.decode import decode_kernel
+from structattn.ops.triton.forward import forward_kernel
+from structattn.ops.triton.plan import make_plan
 
 def shared(kernel, tiles, pointers, constants):
     signature, attributes = {}, {}

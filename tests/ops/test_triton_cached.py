@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from structattn.layout import LevelLayout
+from structattn.layout.levels import LevelLayout
 from structattn.ops import reference
 from structattn.testing.tolerances import FORWARD, relative_error
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 tl = pytest.importorskip("triton.language", reason="triton is not installed")
 
-from structattn.ops import triton_cached  # noqa: E402
-from structattn.ops.triton_config import INTERPRETED  # noqa: E402
-from structattn.ops.triton_plan import Tiles  # noqa: E402
+from structattn.ops.triton import cached_attention as triton_cached  # noqa: E402
+from structattn.ops.triton.config import INTERPRETED  # noqa: E402
+from structattn.ops.triton.plan import Tiles  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 BROKEN = "this Triton's interpreter cannot run a loop"
@@ -292,7 +292,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 from structattn.ops import triton_cached as host
-from structattn.ops.triton_cached_kernel import cached_kernel as kernel
+from structattn.ops.triton.cached_decode import cached_kernel as kernel
 
 def shared(ranks, value_ranks, name, itemsize, rows, ring):
     tiles = host._tiles(ranks, value_ranks, itemsize, rows)

@@ -8,8 +8,8 @@ import torch
 
 import structattn as sa
 from structattn.errors import BackendUnavailableError, ConfigError, ShapeError, StructAttnError
+from structattn.layout.text import TextLayout
 from structattn.ops import explain
-from structattn.text_layout import TextLayout
 
 Q = torch.randn(2, 4, 6, 8)
 K = torch.randn(2, 2, 6, 8)

@@ -16,8 +16,8 @@ from structattn.cache.levels import Level, Part, parts_of, value_levels, widest
 from structattn.cache.store import Store
 from structattn.cache.undo import Before
 from structattn.errors import CacheError, ShapeError
-from structattn.layout import Layout, LevelLayout
-from structattn.text_layout import TextLayout
+from structattn.layout.levels import Layout, LevelLayout
+from structattn.layout.text import TextLayout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from torch import Tensor
 from structattn.checks import check_device, check_type, describe
 from structattn.errors import CheckpointError, ConfigError
 from structattn.files import write_atomic
-from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
-from structattn.text_layout import TextHistory, TextUnits
+from structattn.layout.levels import GlobalWindowLayout, Layout, LevelLayout
+from structattn.layout.text import TextHistory, TextUnits
 
 FORMAT_VERSION = 1
 _KEY = "structattn_cache"

@@ -21,7 +21,7 @@ def why_not(q: Tensor, held: Held) -> str | None:
     reason = why_not_backend("triton")
     if reason is not None:
         return reason
-    from structattn.ops import triton_cached
+    from structattn.ops.triton import cached_attention as triton_cached
 
     return triton_cached.why_not(
         device=q.device,
@@ -38,7 +38,7 @@ def attention(q: Tensor, held: Held, scale: float | None) -> Tensor:
     reason = why_not(q, held)
     if reason is not None:
         raise BackendUnavailableError(f"backend 'triton' cannot decode this cache: {reason}")
-    from structattn.ops import triton_cached
+    from structattn.ops.triton import cached_attention as triton_cached
 
     (part,) = held.parts
     places = held.places * (q.shape[0] // len(held.places))  # one place for all rows, or one each

@@ -17,7 +17,7 @@ from structattn.cache.level_cache import LevelCache
 from structattn.cache.undo import all_or_nothing
 from structattn.checks import check_size, check_type, describe
 from structattn.errors import CacheError, ConfigError
-from structattn.text_layout import TextHistory
+from structattn.layout.text import TextHistory
 
 
 class LayerCaches(Sequence[LevelCache]):

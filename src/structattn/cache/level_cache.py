@@ -28,10 +28,10 @@ from structattn.checks import (
     is_int,
 )
 from structattn.errors import CacheError, ConfigError, ShapeError
-from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
+from structattn.layout.levels import GlobalWindowLayout, Layout, LevelLayout
+from structattn.layout.text import TextLayout
 from structattn.ops import Backend, structured_attention
 from structattn.ops.checks import autocasted, check_tensors, taken_dtype, without_autocast
-from structattn.text_layout import TextLayout
 
 # So many new tokens at once are decoded one run after the other; more are computed as a stretch of a sequence.
 _FEW_TOKENS = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
+from structattn.layout.levels import GlobalWindowLayout, Layout, LevelLayout
 
 
 @dataclass(frozen=True, kw_only=True)

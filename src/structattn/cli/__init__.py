@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from structattn import interrupt
 from structattn.cli.commands import (
     Bench,
     Compare,
@@ -38,6 +37,7 @@ from structattn.cli.failures import close_output, in_one_line, open_standard_str
 from structattn.cli.parsing import parse
 from structattn.cli.session import Session
 from structattn.errors import ConfigError, MissingDependencyError
+from structattn.studies import interrupt
 
 
 def _require_extra() -> None:
@@ -56,8 +56,8 @@ def _num_processes() -> int:
 
 def _recipe(command: Compare | Train | Sweep) -> Any:
     """The preset's recipe with the settings of the command line."""
-    from structattn.experiments.recipes import TASKS, recipe_for, task_entry
-    from structattn.experiments.settings import apply_overrides
+    from structattn.studies.settings import apply_overrides
+    from structattn.studies.tasks.registry import TASKS, recipe_for, task_entry
 
     overrides = list(command.set)
     settings = task_entry(command.task).data
@@ -81,10 +81,10 @@ def _recipe(command: Compare | Train | Sweep) -> Any:
 def _compare(command: Compare, session: Session) -> None:
     _require_extra()
     from structattn.checks import check_int
-    from structattn.experiments.compare import compare
-    from structattn.experiments.ray_runs import train_all_with_ray
-    from structattn.experiments.runs import train_all
-    from structattn.reports.summary import format_results, verdict
+    from structattn.studies.compare import compare
+    from structattn.studies.report.summary import format_results, verdict
+    from structattn.studies.runner.ray_runs import train_all_with_ray
+    from structattn.studies.runner.runs import train_all
 
     if _num_processes() > 1:
         raise ConfigError(
@@ -119,13 +119,13 @@ def _compare(command: Compare, session: Session) -> None:
 def _train(command: Train, session: Session) -> None:
     _require_extra()
     from structattn.checks import MAX_SEED, check_int
-    from structattn.experiments.old_folders import run_record
-    from structattn.experiments.recipes import task_entry
-    from structattn.experiments.settings import to_plain
-    from structattn.folders import Owner, check_owner, opened
-    from structattn.training.build import empty_model
-    from structattn.training.finished import is_finished
-    from structattn.training.loop import train
+    from structattn.studies.folders import Owner, check_owner, opened
+    from structattn.studies.old_folders import run_record
+    from structattn.studies.settings import to_plain
+    from structattn.studies.tasks.registry import task_entry
+    from structattn.studies.training.build import empty_model
+    from structattn.studies.training.finished import is_finished
+    from structattn.studies.training.loop import train
 
     if _num_processes() > 1 and command.out is None:
         raise ConfigError("the processes of a launcher share one folder: give --out")
@@ -164,10 +164,10 @@ def _train(command: Train, session: Session) -> None:
 
 def _sweep(command: Sweep, session: Session) -> None:
     _require_extra()
-    from structattn.experiments.sweep import sweep
-    from structattn.experiments.sweep_plan import SweepPlan
-    from structattn.experiments.sweep_space import RunSettings
-    from structattn.reports.sweep import format_sweep, sweep_verdict
+    from structattn.studies.report.sweep import format_sweep, sweep_verdict
+    from structattn.studies.sweep.plan import SweepPlan
+    from structattn.studies.sweep.space import RunSettings
+    from structattn.studies.sweep.sweep import sweep
 
     recipe = _recipe(command)
     given = {"--data": command.data and command.data.absolute(), "--time": command.time, "--target": command.target}
@@ -199,7 +199,7 @@ def _sweep(command: Sweep, session: Session) -> None:
 
 def _evaluate(command: Evaluate) -> None:
     _require_extra()
-    from structattn.experiments.evaluate import evaluate_cached, load_run
+    from structattn.studies.evaluate import evaluate_cached, load_run
 
     run = load_run(command.run, command.data)
     cached = evaluate_cached(run) if command.cache else {}
@@ -213,9 +213,9 @@ def _evaluate(command: Evaluate) -> None:
 
 def _generate(command: Generate) -> None:
     _require_extra()
-    from structattn.experiments.evaluate import load_language_model, load_tokenizer
-    from structattn.experiments.generate import TextGeneration
     from structattn.models.sampling import Sampling
+    from structattn.studies.evaluate import load_language_model, load_tokenizer
+    from structattn.studies.generate import TextGeneration
 
     prompts = command.prompt or ("\n",)
     generation = TextGeneration(
@@ -244,9 +244,9 @@ def _generate(command: Generate) -> None:
 
 def _fit(command: Fit, session: Session) -> None:
     _require_extra()
-    from structattn.experiments.fit_matrices import fit_matrices
-    from structattn.experiments.matrix_examples import load_matrix
-    from structattn.reports.fits import fit_verdict, format_fits
+    from structattn.studies.analysis.fits import fit_matrices
+    from structattn.studies.analysis.matrix_examples import load_matrix
+    from structattn.studies.report.fits import fit_verdict, format_fits
 
     done = fit_matrices(
         [load_matrix(text, command.size) for text in command.matrices],
@@ -263,13 +263,13 @@ def _fit(command: Fit, session: Session) -> None:
 
 def _mup(command: MupCheck | MupRoles, session: Session) -> None:
     if isinstance(command, MupRoles):
-        from structattn.experiments.listings import mup_roles
+        from structattn.studies.listings import mup_roles
 
         print(mup_roles(command.attention, command.embed_dim, command.heads))
         return
     _require_extra()
-    from structattn.experiments.mup_check import QUICK, CheckConfig, mup_check
-    from structattn.reports.mup import format_mup, mup_verdict
+    from structattn.studies.analysis.coordinate_check import QUICK, CheckConfig, mup_check
+    from structattn.studies.report.mup import format_mup, mup_verdict
 
     config = QUICK if command.quick else CheckConfig()
     given = {
@@ -291,7 +291,7 @@ def _mup(command: MupCheck | MupRoles, session: Session) -> None:
 
 
 def _data(action: Prepare | DataInfo, session: Session) -> None:
-    from structattn.tasks.corpus import Corpus, PrepareConfig, Source, prepare
+    from structattn.studies.data.corpus import Corpus, PrepareConfig, Source, prepare
 
     if isinstance(action, DataInfo):
         corpus = Corpus(action.folder)
@@ -320,8 +320,8 @@ def _data(action: Prepare | DataInfo, session: Session) -> None:
 
 
 def _plan(command: Plan) -> None:
-    from structattn.experiments.plan import PlanRequest, plans
-    from structattn.experiments.plan_table import format_plans
+    from structattn.studies.planning.plan import PlanRequest, plans
+    from structattn.studies.planning.plan_table import format_plans
 
     request = PlanRequest.of(
         command.model,
@@ -368,7 +368,7 @@ def _bench(command: Bench) -> None:
 
 
 def _listing(command: Structures | Info | Specs | Presets | Settings) -> str:
-    from structattn.experiments import listings
+    from structattn.studies import listings
 
     match command:
         case Structures():

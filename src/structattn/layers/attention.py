@@ -29,7 +29,7 @@ from structattn.layers.latent import ScoringLatent
 from structattn.layers.rotary import Rotary
 from structattn.layers.scoring import LowRank, Scoring, check_scoring
 from structattn.layers.scoring_modules import HeadShape
-from structattn.layout import (
+from structattn.layout.levels import (
     MAX_COUNTED,
     GlobalWindowLayout,
     Layout,
@@ -37,11 +37,11 @@ from structattn.layout import (
     visible_pairs,
     visible_pairs_per_level,
 )
-from structattn.mup import Role
+from structattn.layout.text import TextLayout
 from structattn.ops import Backend, structured_attention
 from structattn.ops.checks import taken_dtype
-from structattn.spec import AttentionSpec, parse_spec
-from structattn.text_layout import TextLayout
+from structattn.optim.mup import Role
+from structattn.spec.attention import AttentionSpec, parse_spec
 
 _FROM_TEXT = (
     "give a LevelLayout, such as LevelLayout.halving((32, 16, 8, 8), 1024), or use Attention.from_spec for text"

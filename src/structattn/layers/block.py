@@ -10,8 +10,8 @@ from structattn.cache import LevelCache
 from structattn.checks import check_bool, check_like, check_number, check_size, check_tensor, check_type
 from structattn.errors import ShapeError
 from structattn.layers.attention import Attention, check_states
-from structattn.layout import LevelLayout
-from structattn.mup import Role
+from structattn.layout.levels import LevelLayout
+from structattn.optim.mup import Role
 
 
 class MLP(nn.Module):

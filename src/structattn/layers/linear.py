@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from structattn.checks import check_bool, check_device, check_int, check_tensor, check_type, describe
 from structattn.errors import ConfigError, ShapeError
 from structattn.matrices import Structure, StructuredMatrix
-from structattn.mup import Role
+from structattn.optim.mup import Role
 
 Rule = Callable[[nn.Linear], Structure | StructuredMatrix | str | None]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from structattn.checks import MAX_LENGTH, check_choice, check_number, check_size, check_tensor, check_type, describe
 from structattn.errors import ConfigError, ShapeError, nearest_name
-from structattn.partition import positive_ints
+from structattn.layout.partition import positive_ints
 
 Split = Literal["low_far", "interleaved", "per_level"]
 ScalingKind = Literal["linear", "ntk", "yarn"]

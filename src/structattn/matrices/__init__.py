@@ -5,11 +5,11 @@ from structattn.matrices.btt import BlockTensorTrain, Monarch
 from structattn.matrices.butterfly import Butterfly
 from structattn.matrices.elementary import Dense, Kronecker, LowRank
 from structattn.matrices.factored import FactoredMatrix
-from structattn.matrices.fit import Fit, fit
+from structattn.matrices.fit.fit import Fit, fit
+from structattn.matrices.fit.rank_allocation import allocate_ranks
 from structattn.matrices.kaleidoscope import Kaleidoscope
 from structattn.matrices.mlbtc import MLBTC
 from structattn.matrices.mlr import MultiLevelLowRank
-from structattn.matrices.rank_allocation import allocate_ranks
 from structattn.matrices.structure import FAMILIES, Structure
 from structattn.matrices.terms import BlockTerm
 

@@ -31,8 +31,8 @@ from structattn.checks import (
     holds,
 )
 from structattn.errors import ConfigError, ShapeError
-from structattn.matrices.columns import to_columns, to_rows
-from structattn.mup import Role
+from structattn.matrices.feature_major import to_columns, to_rows
+from structattn.optim.mup import Role
 
 Order = Literal["factored", "formed_left", "formed_right"]
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from structattn.checks import check_size, check_sizes
 from structattn.errors import ConfigError
-from structattn.matrices.columns import written_columns
 from structattn.matrices.factored import FactoredMatrix
+from structattn.matrices.feature_major import written_columns
 
 _LARGEST_PRIME = 7
 

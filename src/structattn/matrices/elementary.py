@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from structattn.checks import check_size
 from structattn.matrices.base import StructuredMatrix
 from structattn.matrices.btt import check_pair, factor_pair
-from structattn.matrices.columns import written_columns
 from structattn.matrices.factored import FactoredMatrix
+from structattn.matrices.feature_major import written_columns
 
 
 def heads_matmul(weight: Tensor, x: Tensor) -> Tensor:

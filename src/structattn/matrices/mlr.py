@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from structattn.checks import check_sizes
 from structattn.errors import ConfigError
+from structattn.layout.partition import positive_ints
 from structattn.matrices.base import check_matrix_size
 from structattn.matrices.terms import BlockTerm, BlockTermSum
-from structattn.partition import positive_ints
 
 
 class MultiLevelLowRank(BlockTermSum):

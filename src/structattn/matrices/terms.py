@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from structattn.checks import check_choice, check_size, describe, is_int
 from structattn.errors import ConfigError
-from structattn.matrices.columns import block_product, exchanged_block_product, written_columns
 from structattn.matrices.factored import FactoredMatrix
+from structattn.matrices.feature_major import block_product, exchanged_block_product, written_columns
 
 Permutation = Literal["identity", "stride"] | tuple[int, ...]
 

@@ -13,7 +13,7 @@ from structattn.checks import MAX_SIZE, check_bool, check_int, check_like, check
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.rotary import Rotary
 from structattn.models.transformer import Transformer
-from structattn.mup import Role
+from structattn.optim.mup import Role
 
 _EPS = 1e-5  # added to the variance of a window
 

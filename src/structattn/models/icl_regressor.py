@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from structattn.checks import check_like, check_number, check_size, check_tensor
 from structattn.errors import ShapeError
 from structattn.models.transformer import Transformer
-from structattn.mup import Role
+from structattn.optim.mup import Role
 
 
 class ICLRegressor(nn.Module):

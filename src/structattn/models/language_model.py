@@ -13,11 +13,11 @@ from structattn.cache.layers import guarded
 from structattn.checks import check_bool, check_int, check_size, check_tensor, check_type, describe, is_int
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.rotary import Rotary
+from structattn.layout.text import TextHistory, TextUnits
 from structattn.models.prompts import Prompts, PromptTokens
 from structattn.models.sampling import GREEDY, RowSampler, Sampling
 from structattn.models.transformer import Transformer
-from structattn.mup import Role
-from structattn.text_layout import TextHistory, TextUnits
+from structattn.optim.mup import Role
 
 
 class LanguageModel(nn.Module):

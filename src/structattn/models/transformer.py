@@ -14,14 +14,14 @@ from structattn.cache import PAGE_SIZE, LayerCaches
 from structattn.cache.layers import guarded
 from structattn.checks import MAX_LENGTH, check_number, check_sequences, check_size, check_type, describe
 from structattn.errors import ConfigError, ShapeError
-from structattn.layer_specs import LayerSpecs
 from structattn.layers.attention import Attention, check_states
 from structattn.layers.block import TransformerBlock
 from structattn.layers.rotary import Rotary
-from structattn.layout import MAX_COUNTED, LevelLayout
-from structattn.mup import Role
-from structattn.spec import AttentionSpec
-from structattn.text_layout import UNITS, Segments, TextLayout, Unit
+from structattn.layout.levels import MAX_COUNTED, LevelLayout
+from structattn.layout.text import UNITS, Segments, TextLayout, Unit
+from structattn.optim.mup import Role
+from structattn.spec.attention import AttentionSpec
+from structattn.spec.layers import LayerSpecs
 
 MAX_LAYERS = 2**16
 
@@ -31,7 +31,7 @@ class Transformer(nn.Module):
 
     Args:
         spec: attention of every block (see ``structattn.spec``), a list that is repeated over the blocks, such as
-            ``"[standard,window:128]"`` (see ``structattn.layer_specs``), or one text per block.
+            ``"[standard,window:128]"`` (see ``structattn.spec.layers``), or one text per block.
         num_layers: blocks.
         embed_dim: E.
         num_heads: heads where the spec does not say otherwise.

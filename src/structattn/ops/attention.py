@@ -15,8 +15,10 @@ from torch import Tensor
 
 from structattn.checks import check_choice, holds
 from structattn.errors import BackendUnavailableError
-from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
-from structattn.ops import custom_op, derivatives, short
+from structattn.layout.levels import GlobalWindowLayout, Layout, LevelLayout
+from structattn.ops import derivatives
+from structattn.ops import operators as custom_op
+from structattn.ops import small as short
 from structattn.ops.call import Call
 from structattn.ops.checks import (
     autocasted,
@@ -139,7 +141,7 @@ def _why_not_triton(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     reason = why_not("triton")
     if reason is not None:
         return reason
-    from structattn.ops import triton_attention
+    from structattn.ops.triton import attention as triton_attention
 
     return triton_attention.why_not(
         call.layout,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from structattn.layout import LevelLayout
+from structattn.layout.levels import LevelLayout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from structattn.checks import (
     no_autocast,
 )
 from structattn.errors import ConfigError, ShapeError
-from structattn.layout import GlobalWindowLayout, Layout, LevelLayout
+from structattn.layout.levels import GlobalWindowLayout, Layout, LevelLayout
 from structattn.ops.sequences import checked_numbers
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from structattn.layout import LevelLayout
+from structattn.layout.levels import LevelLayout
 
 
 @dataclass(frozen=True, kw_only=True)

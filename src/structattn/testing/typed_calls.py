@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import structattn as sa
-from structattn.layer_specs import LayerSpecs
-from structattn.spec import Halving
-from structattn.text_layout import TextLayout, TextUnits
+from structattn.layout.text import TextLayout, TextUnits
+from structattn.spec.attention import Halving
+from structattn.spec.layers import LayerSpecs
 
 
 def with_lists_and_tuples() -> list[tuple[Any, Any]]:

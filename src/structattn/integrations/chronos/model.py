@@ -13,11 +13,11 @@ from structattn.checks import check_int
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.chronos.attention import IMPLEMENTATION, VARIANT
 from structattn.integrations.transformers.loading import OwnModel, describe, own_record
-from structattn.integrations.transformers.regroup import check_fits
+from structattn.integrations.transformers.rotary_order import check_fits
 from structattn.integrations.transformers.variant import Variant, trained_spec
-from structattn.layer_specs import LayerSpecs
-from structattn.layout import LevelLayout, visible_pairs, visible_pairs_per_level
-from structattn.spec import parse_spec
+from structattn.layout.levels import LevelLayout, visible_pairs, visible_pairs_per_level
+from structattn.spec.attention import parse_spec
+from structattn.spec.layers import LayerSpecs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.cache import own_layer
 from structattn.integrations.transformers.interface import attend_with, check_arguments, checked_mask
-from structattn.integrations.transformers.regroup import RotarySplit, check_fits, dimension_order, stretches
+from structattn.integrations.transformers.rotary_order import RotarySplit, check_fits, dimension_order, stretches
 from structattn.integrations.transformers.variant import Variant
 
 # Version 0.1 stored the rows of these in the order of the levels, and that order beside them.

@@ -8,10 +8,10 @@ from transformers import PreTrainedConfig
 
 from structattn.checks import check_bool, check_int, check_number
 from structattn.errors import ConfigError
-from structattn.layer_specs import LayerSpecs
 from structattn.layers.rotary import Rotary
-from structattn.spec import parse_spec
-from structattn.text_layout import TextLayout
+from structattn.layout.text import TextLayout
+from structattn.spec.attention import parse_spec
+from structattn.spec.layers import LayerSpecs
 
 _OPTIONAL_SIZES = ("num_key_value_heads", "intermediate_size")
 _SIZES = (
@@ -28,7 +28,7 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
     """A Llama-like decoder whose attention is given by specs.
 
     Args:
-        attention: one spec of ``structattn.spec`` for all layers, a text of ``structattn.layer_specs`` that is repeated over them, or
+        attention: one spec of ``structattn.spec`` for all layers, a text of ``structattn.spec.layers`` that is repeated over them, or
             a list with one per layer. There is no default.
         rotary: text of ``structattn.layers.rotary.Rotary``, such as ``"low_far,base=500000"``; ``None``: positions are learned, up
             to ``max_position_embeddings``. Default ``"low_far"``.

@@ -13,7 +13,7 @@ from structattn.errors import CacheError, ConfigError, nearest_name
 from structattn.integrations.transformers.cache import LevelCacheLayer, PendingStates
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.masks import StructuredMask, structured_mask
-from structattn.integrations.transformers.regroup import (
+from structattn.integrations.transformers.rotary_order import (
     RotarySplit,
     check_fits,
     check_split,
@@ -23,7 +23,7 @@ from structattn.integrations.transformers.regroup import (
 from structattn.integrations.transformers.rotation import check_rotation
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.ops import Backend
-from structattn.spec import AttentionSpec, Halving
+from structattn.spec.attention import AttentionSpec, Halving
 
 # What may come along with a call and changes no score. `is_causal` and `sliding_window` are looked at.
 _HARMLESS = frozenset(

@@ -22,7 +22,7 @@ from structattn.integrations.transformers.loading import OwnModel, describe
 from structattn.integrations.transformers.masks import Sequences, StructuredMask, read_padding
 from structattn.layers.attention import Attention
 from structattn.layers.rotary import Rotary, RotaryEmbedding
-from structattn.mup import Role
+from structattn.optim.mup import Role
 
 
 class GatedMLP(nn.Module):

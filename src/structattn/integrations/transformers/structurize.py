@@ -24,10 +24,10 @@ from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.inputs import checked
 from structattn.integrations.transformers.loading import OwnModel, own_record
 from structattn.integrations.transformers.masks import structured_mask
-from structattn.integrations.transformers.regroup import RotarySplit, check_split
+from structattn.integrations.transformers.rotary_order import RotarySplit, check_split
 from structattn.integrations.transformers.variant import Variant, trained_spec
-from structattn.layer_specs import LayerSpecs
-from structattn.spec import AttentionSpec, parse_spec
+from structattn.spec.attention import AttentionSpec, parse_spec
+from structattn.spec.layers import LayerSpecs
 
 # The attn_implementation of structurized models: it makes transformers build our masks.
 IMPLEMENTATION = "structurized"

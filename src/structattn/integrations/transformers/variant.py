@@ -10,10 +10,10 @@ from torch import Tensor
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.masks import Sequences
 from structattn.layers.scoring import LowRank
-from structattn.layout import GlobalWindowLayout, Layout
+from structattn.layout.levels import GlobalWindowLayout, Layout
+from structattn.layout.text import TextLayout
 from structattn.ops import Backend, structured_attention
-from structattn.spec import AttentionSpec, parse_spec
-from structattn.text_layout import TextLayout
+from structattn.spec.attention import AttentionSpec, parse_spec
 
 
 def trained_spec(spec: str | AttentionSpec) -> AttentionSpec:

@@ -1,0 +1,103 @@
+"""An order of a head's dimensions in which every level's slice is closed under the pairing of rotary positions.
+
+transformers rotates dimension i together with i + D / 2. "The first r dimensions" of such a key are halves of pairs, whose
+product with a query's does not depend on the distance alone. A common order of the dimensions of queries and keys changes no
+score, so the dimensions may be put in one where whole pairs stand in each slice.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal, get_args
+
+from structattn.errors import ConfigError, nearest_name
+from structattn.layers.rotary import Rotary
+from structattn.layout.levels import Layout, LevelLayout
+
+RotarySplit = Literal["low_far", "interleaved"]
+ROTARY_SPLITS: tuple[RotarySplit, ...] = get_args(RotarySplit)
+
+
+def check_split(split: object) -> RotarySplit:
+    """The split, if it is one that keeps trained frequencies.
+
+    Raises:
+        ConfigError: it is not; the message says why for ``per_level``.
+    """
+    for known in ROTARY_SPLITS:
+        if split == known:
+            return known
+    if split == "per_level":
+        raise ConfigError(
+            "rotary_split 'per_level' gives every level frequencies of its own, but a trained model keeps those that it was trained "
+            "with: use 'low_far' or 'interleaved'"
+        )
+    raise ConfigError(f"unknown rotary_split {split!r}: {nearest_name(str(split), ROTARY_SPLITS)}")
+
+
+def level_pairs(ranks: tuple[int, ...], split: RotarySplit) -> tuple[tuple[int, ...], ...]:
+    """Which of the D / 2 rotary pairs each level gets, as ``Rotary`` with that split does it.
+
+    Args:
+        ranks: dimensions of each level, level 1 first.
+        split: ``"low_far"``: level 1 gets the slowest; ``"interleaved"``: every level gets some of the whole range.
+
+    Returns:
+        For each level the numbers of its pairs, ascending: 0 is the fastest.
+
+    Raises:
+        ConfigError: a rank is odd.
+    """
+    for level, rank in enumerate(ranks, start=1):
+        if rank % 2:
+            raise ConfigError(
+                f"ranks must be even with rotary positions, which turn two dimensions together: level {level} of "
+                f"{'|'.join(map(str, ranks))} has {rank}"
+            )
+    frequencies = Rotary(split=split).frequencies(ranks)
+    fast_to_slow = sorted((theta for level in frequencies for theta in level), reverse=True)
+    number = {theta: pair for pair, theta in enumerate(fast_to_slow)}
+    return tuple(tuple(number[theta] for theta in level) for level in frequencies)
+
+
+def dimension_order(ranks: tuple[int, ...], split: RotarySplit) -> tuple[int, ...]:
+    """The dimension of the model that stands at each place of the levels.
+
+    In the slice of a level the first dimensions of its pairs stand in front, then their partners, in the same order. With one
+    level this is the model's own order.
+
+    Args:
+        ranks: dimensions of each level, level 1 first; their sum is D.
+        split: see ``level_pairs``.
+
+    Returns:
+        D numbers, a permutation.
+
+    Raises:
+        ConfigError: a rank is odd.
+    """
+    half = sum(ranks) // 2
+    return tuple(pair + offset for pairs in level_pairs(ranks, split) for offset in (0, half) for pair in pairs)
+
+
+def check_fits(layout: Layout | None, head_dim: int, value_dim: int) -> None:
+    """Raises ``ConfigError`` unless the ranks of a layout sum to the dimensions of a model's heads."""
+    if layout is None:
+        return
+    if layout.head_dim != head_dim:
+        raise ConfigError(
+            f"the ranks must sum to the head dimension of the model: expected {head_dim}, got "
+            f"{'|'.join(map(str, layout.ranks))} = {layout.head_dim}"
+        )
+    values = layout.value_ranks if isinstance(layout, LevelLayout) else None
+    if values is not None and sum(values) != value_dim:
+        raise ConfigError(
+            f"the values= ranks must sum to the value dimension of the model: expected {value_dim}, got "
+            f"{'|'.join(map(str, values))} = {sum(values)}"
+        )
+
+
+def stretches(order: tuple[int, ...]) -> tuple[slice, ...]:
+    """An order of dimensions as stretches of neighbours: ``x[..., order]`` is what they give one behind the other."""
+    edges = [0, *(i for i in range(1, len(order)) if order[i] != order[i - 1] + 1), len(order)]
+    return tuple(slice(order[a], order[b - 1] + 1) for a, b in pairwise(edges))

@@ -1,0 +1,381 @@
+"""Levels whose segments are parts of the text: paragraphs, lines and words in place of blocks of equal size.
+
+A ``TextLayout`` says which level is which part; ``TextUnits`` says what each token means for them; from both and the tokens of a
+batch comes a ``LevelLayout`` with free segments, which ``ops`` computes. No token changes a segment before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from structattn.checks import check_choice, check_int_tensor, check_sequences, check_type, describe
+from structattn.errors import ConfigError, ShapeError
+from structattn.layout.levels import LevelLayout, Scaling
+from structattn.layout.partition import positive_ints
+
+Unit = Literal["paragraph", "line", "word"]
+UNITS: tuple[Unit, ...] = get_args(Unit)  # from the largest to the smallest
+
+# What is marked of the text of a token.
+_HAS_NEWLINE, _HAS_EMPTY_LINE, _BEGINS_NEWLINE, _ENDS_NEWLINE, _BEGINS_SPACE, _ENDS_SPACE, _IS_SPACE = (
+    1 << bit for bit in range(7)
+)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the segments of each sequence of a batch start.
+
+    Attributes:
+        units: the parts, from the largest to the smallest.
+        rows: for each batch row (packed sequence) and each part the starts, rising from 0; those of a part include those of the
+            larger ones.
+    """
+
+    units: tuple[Unit, ...]
+    rows: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class TextLayout:
+    """``LevelLayout`` with level 1 global and the deeper ones parts of the text, such as paragraph > line.
+
+    Args:
+        ranks: dimensions per level, level 1 first; two to four.
+        units: of the levels from 2 on, ``"paragraph"``, ``"line"`` or ``"word"``, from the largest to the smallest. Default: the
+            largest ones, ``paragraph``, then ``line``, then ``word``.
+        scaling, value_ranks: as ``LevelLayout``.
+
+    Raises:
+        ConfigError: not one unit per deeper level, units that are unknown or not in that order, or as ``LevelLayout``.
+    """
+
+    ranks: tuple[int, ...]
+    units: tuple[Unit, ...] = ()
+    scaling: Scaling = "variance"
+    value_ranks: tuple[int, ...] | None = None
+
+    if TYPE_CHECKING:  # lists are accepted, and kept as tuples
+
+        def __init__(
+            self,
+            ranks: Sequence[int],
+            units: Sequence[Unit] = (),
+            scaling: Scaling = "variance",
+            value_ranks: Sequence[int] | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", positive_ints(self.ranks, "ranks"))
+        check_type("units", self.units, tuple | list, f"a tuple of {', '.join(UNITS)}")
+        object.__setattr__(self, "units", tuple(self.units))
+        if not 2 <= len(self.ranks) <= len(UNITS) + 1:
+            raise ConfigError(
+                f"a text layout has 2 to {len(UNITS) + 1} ranks, one for all text and one for each of {', '.join(UNITS)}; got "
+                f"{self.ranks}"
+            )
+        if not self.units:
+            object.__setattr__(self, "units", UNITS[: len(self.ranks) - 1])
+        for unit in self.units:
+            check_choice("part of a text", unit, UNITS)
+        places = [UNITS.index(unit) for unit in self.units]
+        if len(places) != len(self.ranks) - 1 or places != sorted(set(places)):
+            raise ConfigError(
+                f"a text layout needs one unit for each rank but the first, from the largest to the smallest ({', '.join(UNITS)}): got "
+                f"ranks {self.ranks} and units {self.units}"
+            )
+        object.__setattr__(self, "value_ranks", self.bound.value_ranks)
+
+    @property
+    def head_dim(self) -> int:
+        """D, the sum of the ranks."""
+        return sum(self.ranks)
+
+    @property
+    def has_default_units(self) -> bool:
+        """Whether the units are those that this number of ranks has by default."""
+        return self.units == UNITS[: len(self.units)]
+
+    @property
+    def bound(self) -> LevelLayout:
+        """The layout of a text without any border, whose costs no other text exceeds."""
+        return LevelLayout.from_boundaries(self.ranks, ((0,),) * len(self.ranks), self.scaling, self.value_ranks)
+
+    def at(self, segments: Segments) -> LevelLayout:
+        """The layout of a batch whose segments are known; of the units there, those of the layout are taken."""
+        check_type("segments", segments, Segments, "a Segments", "TextUnits.segments makes them from tokens")
+        if missing := [unit for unit in self.units if unit not in segments.units]:
+            raise ConfigError(
+                f"the segments have no {missing[0]}: expected {', '.join(self.units)}, got {segments.units}"
+            )
+        own = [segments.units.index(unit) for unit in self.units]
+        boundaries = [((0,), *(row[unit] for unit in own)) for row in segments.rows]
+        return LevelLayout.from_boundaries(self.ranks, boundaries, self.scaling, self.value_ranks)
+
+    def fits(self, layout: object) -> bool:
+        """Whether a layout has these levels, with any segments."""
+        return (
+            isinstance(layout, LevelLayout)
+            and layout.boundaries is not None
+            and (layout.ranks, layout.scaling, layout.value_ranks) == (self.ranks, self.scaling, self.value_ranks)
+        )
+
+
+@dataclass(frozen=True)
+class TextUnits:
+    """What each token of a vocabulary means for the parts of a text; made by ``of``.
+
+    A line ends with the token that holds a newline, a paragraph with the one that completes two newlines in a row: the segment begins at the
+    token after it. A word ends with whitespace; it also begins with a token such as ``" the"``, whitespace and more.
+
+    Args:
+        marks: one byte per token, its marks.
+    """
+
+    marks: bytes
+
+    def __post_init__(self) -> None:
+        check_type(
+            "marks", self.marks, bytes, "one byte per token", "TextUnits.of makes them from the text of each token"
+        )
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> TextUnits:
+        """From the text of each token, in the order of their ids.
+
+        Example:
+            >>> units = TextUnits.of(["a", "b", " ", "\\n"])
+            >>> units.segments(torch.tensor([[0, 2, 1, 3, 3, 1, 3, 0]])).rows
+            (((0, 5), (0, 4, 5, 7), (0, 2, 4, 5, 7)),)
+        """
+        if (
+            isinstance(texts, str)
+            or not isinstance(texts, Sequence)
+            or not all(isinstance(text, str) for text in texts)
+        ):
+            raise ConfigError(f"texts must be the text of each token, a list of str, got {describe(texts)}")
+        return cls(bytes(map(_marks, texts)))
+
+    def __repr__(self) -> str:
+        return f"TextUnits({len(self.marks)} tokens)"
+
+    def marks_of(self, tokens: Tensor) -> Tensor:
+        """The marks of token ids, uint8 of their shape, on the CPU.
+
+        Raises:
+            ShapeError: an id is out of range.
+        """
+        check_int_tensor("tokens", tokens, (None,) * tokens.dim() if isinstance(tokens, Tensor) else ())
+        if tokens.is_meta:
+            raise ShapeError(
+                "tokens are on the meta device and have no numbers, which the parts of a text are read from"
+            )
+        ids = tokens.detach().cpu().long()
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.marks):
+            raise ShapeError(f"token ids lie in [0, {len(self.marks)}), got {int(ids.min())} to {int(ids.max())}")
+        return _table(self.marks)[ids]
+
+    def segments(
+        self,
+        tokens: Tensor,
+        *,
+        left_padding: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        units: Sequence[Unit] = UNITS,
+    ) -> Segments:
+        """The segments of whole sequences.
+
+        Args:
+            tokens: (B, T) ids.
+            left_padding, cu_seqlens: as of ``structured_attention``; packed sequences are the rows of what is returned.
+            units: the parts that are wanted.
+
+        Cost: O(B T); the device is waited for.
+        """
+        check_int_tensor("tokens", tokens, (None, None))
+        check_type("units", units, tuple | list, f"a tuple of {', '.join(UNITS)}")
+        for unit in units:
+            check_choice("part of a text", unit, UNITS)
+        batch, length = tokens.shape
+        check_sequences(batch, left_padding, cu_seqlens)
+        place = torch.arange(length, device="cpu").expand(batch, -1)
+        if cu_seqlens is None:
+            sequence = torch.arange(batch, device="cpu")[:, None].expand(-1, length)
+            position = place if left_padding is None else place - left_padding.detach().cpu()[:, None]
+            count = batch
+        else:
+            borders = cu_seqlens.detach().cpu().long()
+            sequence = torch.bucketize(place, borders[1:], right=True)
+            position, count = place - borders[sequence], len(borders) - 1
+        marks = torch.nn.functional.pad(self.marks_of(tokens), (2, 0))
+        found = _starts(marks, position, sequence, count, tuple(units))
+        return Segments(
+            tuple(units), tuple(tuple(starts or (0,) for starts in row) for row in zip(*found, strict=True))
+        )
+
+
+def _marks(text: str) -> int:
+    holds = {
+        _HAS_NEWLINE: "\n" in text,
+        _HAS_EMPTY_LINE: "\n\n" in text,
+        _BEGINS_NEWLINE: text.startswith("\n"),
+        _ENDS_NEWLINE: text.endswith("\n"),
+        _BEGINS_SPACE: text[:1].isspace(),
+        _ENDS_SPACE: text[-1:].isspace(),
+        _IS_SPACE: text.isspace(),
+    }
+    return sum(mark for mark, is_set in holds.items() if is_set)
+
+
+@lru_cache(maxsize=8)
+def _table(marks: bytes) -> Tensor:
+    return torch.tensor(list(marks), dtype=torch.uint8, device="cpu")
+
+
+def _starts(
+    marks: Tensor, position: Tensor, sequence: Tensor, count: int, units: tuple[Unit, ...]
+) -> list[list[tuple[int, ...]]]:
+    """For each unit and each of ``count`` sequences, the positions at which a segment starts.
+
+    Args:
+        marks: (B, T + 2) uint8, of the two tokens before and of the tokens.
+        position: (B, T), in the sequence; negative in padding.
+        sequence: (B, T), its number, not falling.
+    """
+    own = marks[:, 2:]
+    # A sequence knows nothing of what stands before it.
+    last = marks[:, 1:-1].where(position >= 1, 0)
+    before = marks[:, :-2].where(position >= 2, 0)
+    is_first = position == 0
+    line = (last & _HAS_NEWLINE) != 0
+    found = []
+    for unit in units:
+        match unit:
+            case "paragraph":
+                across = ((last & _BEGINS_NEWLINE) != 0) & ((before & _ENDS_NEWLINE) != 0)
+                begins = ((last & _HAS_EMPTY_LINE) != 0) | across
+            case "line":
+                begins = line
+            case "word":
+                spaced = ((last & _ENDS_SPACE) != 0) | ((own & _BEGINS_SPACE) != 0)
+                begins = line | (spaced & ((own & _IS_SPACE) == 0))
+        begins = is_first | (begins & (position > 0))
+        starts = iter(position[begins].tolist())
+        counts = torch.bincount(sequence[begins], minlength=count).tolist()
+        found.append([tuple(next(starts) for _ in range(n)) for n in counts])
+    return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """The next tokens of a text, as ``TextHistory`` sees them before it takes them.
+
+    Attributes:
+        segments: as far back as these tokens see: the current segments and those that begin with them.
+        marks: of the new tokens, per row, without padding.
+        current: the start of each unit's last segment, per row.
+    """
+
+    segments: Segments
+    marks: tuple[bytes, ...]
+    current: tuple[tuple[int, ...], ...]
+
+
+class TextHistory:
+    """What decoding must remember of the tokens so far: a byte each, and where the current segments started.
+
+    Args:
+        table: of the vocabulary.
+        units: the parts that are wanted.
+        left_padding: (B,) ints, or ``None``.
+    """
+
+    def __init__(self, table: TextUnits, units: tuple[Unit, ...], left_padding: Sequence[int] | None = None) -> None:
+        self.table = table
+        self.units = units
+        self._padding = None if left_padding is None else tuple(left_padding)
+        self.marks: list[bytes] = []  # per row, once there are tokens
+        self._current: list[tuple[int, ...]] = []
+        self._before: tuple[list[bytes], list[tuple[int, ...]]] = [], []
+
+    @property
+    def length(self) -> int:
+        """Tokens so far of all rows, without padding."""
+        return sum(map(len, self.marks))
+
+    def step(self, tokens: Tensor, length: int) -> Step:
+        """The segments that the next tokens (B, n) see, after ``length`` tokens, padding included. Nothing is changed.
+
+        Cost: that of the new tokens, however many there were before.
+        """
+        batch, count = tokens.shape
+        known = len(self.marks or self._padding or ()) or batch
+        if known != batch:
+            raise ShapeError(f"the tokens need a row for each of the texts: expected {known}, got {batch}")
+        rows = self.marks or [b""] * batch
+        current = self._current or [(0,) * len(self.units)] * batch
+        new = self.table.marks_of(tokens)
+        last_two = torch.tensor([list(row[-2:].rjust(2, b"\0")) for row in rows], dtype=torch.uint8, device="cpu")
+        position = torch.arange(length, length + count, device="cpu").expand(batch, -1)
+        if self._padding is not None:
+            position = position - torch.tensor(self._padding, device="cpu")[:, None]
+            new = new.where(position >= 0, 0)
+        sequence = torch.arange(batch, device="cpu")[:, None].expand(-1, count)
+        found = _starts(torch.cat([last_two, new], dim=1), position, sequence, batch, self.units)
+        seen, ends = [], []
+        for row, before in enumerate(current):
+            # Older segments than the current ones are out of sight: they may be one.
+            starts, levels = {0}, []
+            for start, begun in zip(before, (of_unit[row] for of_unit in found), strict=True):
+                starts |= {start, *begun}
+                levels.append(tuple(sorted(starts)))
+            seen.append(tuple(levels))
+            ends.append(tuple((of_unit[row] or (start,))[-1] for start, of_unit in zip(before, found, strict=True)))
+        kept = (position >= 0).sum(1).tolist()
+        marks = tuple(bytes(row[count - n :]) for row, n in zip(new.tolist(), kept, strict=True))
+        return Step(Segments(self.units, tuple(seen)), marks, tuple(ends))
+
+    def take(self, step: Step) -> None:
+        """Adds the tokens of a step."""
+        self._before = self.marks, self._current
+        rows = self.marks or [b""] * len(step.marks)
+        self.marks = [row + new for row, new in zip(rows, step.marks, strict=True)]
+        self._current = list(step.current)
+
+    def undo(self) -> None:
+        """Takes back the tokens of the last ``take``; nothing else was done since."""
+        self.marks, self._current = self._before
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        self.marks, self._current = [], []
+
+    def crop(self, length: int) -> None:
+        """Forgets all tokens but the first ``length``, padding included."""
+        if self.marks:
+            padding = self._padding or (0,) * len(self.marks)
+            self.restore([row[: max(0, length - pad)] for row, pad in zip(self.marks, padding, strict=True)])
+
+    def restore(self, marks: list[bytes]) -> None:
+        """Begins with tokens of these marks, per row, without padding."""
+        self.marks = marks
+        self._current = []
+        for row in marks:
+            position = torch.arange(len(row), device="cpu")[None]
+            of_row = torch.tensor([[0, 0, *row]], dtype=torch.uint8, device="cpu")
+            found = _starts(of_row, position, torch.zeros_like(position), 1, self.units)
+            self._current.append(tuple((starts[0] or (0,))[-1] for starts in found))
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Row b becomes row ``rows[b]``."""
+        if self._padding is not None:
+            self._padding = tuple(self._padding[row] for row in rows)
+        if self.marks:
+            self.marks = [self.marks[row] for row in rows]
+            self._current = [self._current[row] for row in rows]

@@ -1,0 +1,1 @@
+"""The nearest structured matrix to a dense one."""

@@ -1,0 +1,1 @@
+"""Attention with levels in linear memory on any device."""

@@ -1,0 +1,232 @@
+"""The ``blocked`` backend: structured attention in pure PyTorch, on any device, in memory linear in T.
+
+It chooses a geometry for a call and runs the passes of ``sweep`` over its pieces: rectangles of whole tensors where all
+sequences have the same blocks, sequences gathered by length for padding and packing, stretches against ranges for the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from structattn.ops import dropout
+from structattn.ops.blocked import dyadic_scores as regular
+from structattn.ops.blocked import online_softmax as sweep
+from structattn.ops.blocked.dyadic import Geometry
+from structattn.ops.blocked.padding import Gathered, Regroup, Whole
+from structattn.ops.blocked.spans import Sequence, Stretches
+from structattn.ops.blocked.tiles import Piece, Terms
+from structattn.ops.call import Call
+
+# Stretches of at most so many positions are squares on the diagonal: on a CPU smaller products cost more than they save.
+_TILE = 32
+# Scores at once: per thread what a core's second cache holds twice; on other devices enough to hide the launches.
+_SCORES_PER_THREAD = 2**17
+_SCORES_ON_DEVICE = 2**24
+_FEW_QUERIES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """Sequences that are computed together.
+
+    Attributes:
+        queries, keys: how their rows are brought together.
+        pieces: makes the pieces of a pass.
+    """
+
+    queries: Regroup
+    keys: Regroup
+    pieces: Callable[[], Iterator[Piece]]
+
+
+def _budget(device: torch.device) -> int:
+    return _SCORES_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _SCORES_ON_DEVICE
+
+
+def _sequences(q: Tensor, k: Tensor, call: Call) -> list[Sequence]:
+    """The sequences of a batch, without padding."""
+    batch, num_queries, num_keys = q.shape[0], q.shape[2], k.shape[2]
+    if call.cu_seqlens is not None:
+        ends = call.cu_seqlens.tolist()
+        return [Sequence(0, n, a, a, b - a, b - a, 0) for n, (a, b) in enumerate(pairwise(ends))]
+    padding = [0] * batch if call.left_padding is None else call.left_padding.tolist()
+    found = []
+    first = num_keys - num_queries  # the position of the first query
+    for row, pad in enumerate(padding):
+        # Queries in the padding are hidden; those before the first key are not.
+        spans = [(first, num_keys)] if pad == 0 else [(first, 0), (max(first, pad), num_keys)]
+        found += [
+            Sequence(row, row, low - first, pad, high - low, num_keys - pad, low - pad)
+            for low, high in spans
+            if low < high and pad < num_keys
+        ]
+    return found
+
+
+def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
+    heads, repeats = k.shape[1], q.shape[1] // k.shape[1]
+    is_ragged = call.cu_seqlens is not None or call.left_padding is not None
+
+    def geometry(num_queries: int, num_keys: int) -> Geometry:
+        return Geometry(
+            layout=call.layout,
+            num_queries=num_queries,
+            num_keys=num_keys,
+            is_causal=call.is_causal,
+            window=call.window,
+            tile=_TILE,
+        )
+
+    if call.attn_bias is None and call.layout.boundaries is None and not is_ragged:
+        pieces = partial(regular.pieces, geometry(q.shape[2], k.shape[2]), k.shape[0] * heads, repeats, q.device)
+        yield _Group(queries=Whole(), keys=Whole(), pieces=pieces)
+        return
+    sequences = _sequences(q, k, call)
+    if not sequences:
+        return
+    if call.attn_bias is None and call.layout.boundaries is None and q.shape[2] == k.shape[2]:
+        buckets: dict[int, list[Sequence]] = {}
+        for item in sequences:  # lengths within a factor of sqrt 2 are padded to the longest of them
+            buckets.setdefault(math.ceil(2 * math.log2(max(item.num_keys, _TILE))), []).append(item)
+        for _, items in sorted(buckets.items()):
+            starts, lengths = (
+                torch.tensor(x, device=q.device)
+                for x in ([item.batch * k.shape[2] + item.keys for item in items], [item.num_keys for item in items])
+            )
+            rows = Gathered.of(starts, lengths)
+            size = rows.index.shape[1]
+            is_even = call.is_causal or bool((lengths == size).all())  # later keys are hidden from every real query
+            pieces = partial(
+                regular.pieces,
+                geometry(size, size),
+                len(items) * heads,
+                repeats,
+                q.device,
+                None if is_even else lengths.repeat_interleave(heads),
+            )
+            yield _Group(queries=rows, keys=rows, pieces=pieces)
+        return
+    stretches = Stretches(
+        layout=call.layout,
+        sequences=tuple(sequences),
+        is_causal=call.is_causal,
+        window=call.window,
+        num_groups=heads,
+        repeats=repeats,
+        device=q.device,
+    )
+    yield _Group(queries=Whole(), keys=Whole(), pieces=stretches.pieces)
+
+
+def _terms(call: Call, group: _Group, q: Tensor, k: Tensor) -> Terms:
+    found = None
+    if call.seed is not None:
+        found = dropout.Dropout(
+            p=call.dropout_p,
+            seed=int(call.seed),
+            queries=group.queries.get(dropout.query_places(q), q.shape[1] // k.shape[1]),
+            keys=group.keys.get(dropout.key_places(k), 1),
+        )
+    return Terms(layout=call.layout, scale=call.scale, dropout=found, budget=_budget(q.device))
+
+
+def _compute_dtype(q: Tensor) -> torch.dtype:
+    return q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _bias(call: Call, dtype: torch.dtype) -> Tensor | None:
+    """The bias in 4 dimensions, contiguous."""
+    if call.attn_bias is None:
+        return None
+    bias = call.attn_bias.to(dtype)
+    return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)).contiguous()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Structured attention; the arguments are those of ``structured_attention``, checked.
+
+    16-bit inputs are computed in float32.
+
+    Returns:
+        out (B, H, T, V) in q's dtype and lse (B, H, T), float32 or float64, base e; contiguous.
+
+    Cost: ``layout.score_flops`` + ``layout.value_flops`` and one exponential per visible pair; memory linear in T. Where
+    scores may be large, by Cauchy and Schwarz, or values are far from 1, a first pass finds the largest score of each row: about
+    a third more.
+    """
+    dtype, repeats = _compute_dtype(q), q.shape[1] // k.shape[1]
+    q, k, v, kind = q.to(dtype), k.to(dtype), v.to(dtype), q.dtype
+    bias = _bias(call, dtype)
+    out = q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
+    lse = q.new_full((), -torch.inf).expand(*q.shape[:3], 1)
+    for group in _groups(q, k, call):
+        terms = _terms(call, group, q, k)
+        queries, keys, values = group.queries.get(q, repeats), group.keys.get(k, 1), group.keys.get(v, 1)
+        # For few queries a pass over the scores costs less than one over the keys.
+        is_safe = bias is None and q.shape[2] >= _FEW_QUERIES and terms.are_small(queries, keys, values)
+        offset = None if is_safe else sweep.row_maxima(group.pieces(), queries, keys, bias, terms)
+        rows_out, rows_lse = sweep.forward(group.pieces(), queries, keys, values, bias, offset, terms)
+        out = group.queries.put(out, rows_out, repeats)
+        lse = group.queries.put(lse, rows_lse[..., None], repeats)
+    return out.to(kind).contiguous(), lse[..., 0].contiguous()
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    *,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and, if asked, of the bias, in their dtypes and shapes, contiguous.
+
+    Args:
+        grad_out, grad_lse: of ``forward``'s results; ``grad_lse`` may be ``None``.
+        q, k, v, call: as in ``forward``; the same seed.
+        out, lse: what ``forward`` returned.
+        needs_bias: whether the bias needs its gradient.
+
+    Cost: three products of the score's rank and two of the value's per visible pair; memory linear in T, and the bias's.
+    """
+    dtype, repeats, kind = _compute_dtype(q), q.shape[1] // k.shape[1], q.dtype
+    q, k, v, grad_out = (x.to(dtype) for x in (q, k, v, grad_out))
+    # A head at a time, so that the product never takes as much memory as the output.
+    pairs = zip(grad_out.flatten(0, 1), out.flatten(0, 1), strict=True)
+    delta = torch.stack([(a * b).sum(-1, keepdim=True) for a, b in pairs]).view(*out.shape[:3], 1)
+    if grad_lse is not None:
+        delta -= grad_lse[..., None]
+    bias = _bias(call, dtype)
+    grad_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None
+    grad_q, grad_k, grad_v = (x.new_zeros(()).expand(x.shape) for x in (q, k, v))
+    for group in _groups(q, k, call):
+        rows_q, rows_k, rows_v = sweep.backward(
+            group.pieces(),
+            group.queries.get(q, repeats),
+            group.keys.get(k, 1),
+            group.keys.get(v, 1),
+            bias,
+            group.queries.get(lse[..., None], repeats, missing=-torch.inf)[..., 0],
+            group.queries.get(delta, repeats)[..., 0],
+            group.queries.get(grad_out, repeats),
+            grad_bias,
+            _terms(call, group, q, k),
+        )
+        grad_q = group.queries.put(grad_q, rows_q, repeats)
+        grad_k, grad_v = group.keys.put(grad_k, rows_k, 1), group.keys.put(grad_v, rows_v, 1)
+    shaped = None
+    if grad_bias is not None and call.attn_bias is not None:
+        shaped = grad_bias.to(call.attn_bias.dtype).view(call.attn_bias.shape)
+    dq, dk, dv = (x.to(kind).contiguous() for x in (grad_q, grad_k, grad_v))
+    return dq, dk, dv, shaped

@@ -1,0 +1,308 @@
+"""One pass over the scores, piece by piece: the arithmetic that every geometry of ``blocked`` attention shares.
+
+Scores are in units of log 2 and relative to an offset per row that is known before the pass, so that pieces add up:
+
+    forward    P = 2^(s - offset),  out += P V,  total += P 1          and in the end out / total
+    backward   P = 2^(s - lse),  dS = P * (dO V^T - delta),  dQ += dS K,  dK += dS^T Q,  dV += P^T dO
+
+with delta = rowsum(dO * out) - dlse. Offset, lse and delta enter their matrix product as one more column, so that a score
+is written once, turned into its weight in place, and read by the products: no maximum, no subtraction.
+
+Source: the recomputation of weights from the log-sum-exp is that of Dao et al. 2022 (FlashAttention).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from structattn.ops.blocked.tiles import LOG2_E, Piece, Terms
+from structattn.ops.dropout import Dropout
+
+
+def _dense_rows(x: Tensor, uses: int) -> Tensor:
+    """x, copied if its rows lie apart, as those of a prefix do, and are read often enough: once per step of the rows."""
+    return x if x.stride(1) == x.shape[2] or uses < 2 else x.contiguous()
+
+
+def _with_column(x: Tensor, column: Tensor | float) -> tuple[Tensor, Tensor]:
+    """[x, column] along the last dimension, and the x in it; rows start on cache lines, since products read them often."""
+    width = x.shape[-1]
+    joined = x.new_empty((*x.shape[:-1], (width // 16 + 1) * 16))
+    joined[..., :width] = x
+    joined[..., width] = column
+    return joined[..., : width + 1], joined[..., :width]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some batches, rows and columns of a piece."""
+
+    batch: slice
+    rows: slice
+    cols: slice
+
+
+def _slices(total: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+def _steps(shape: tuple[int, int, int], width: int, budget: int) -> tuple[int, int, int]:
+    """How much of batch, rows and columns is done at once: products of a good shape first, then as many as fit.
+
+    Of small pieces the copied rows, ``width`` numbers each, would take more memory than the scores: they count too.
+    """
+    batch, rows, cols = shape
+    row_step = min(rows, 512, budget)
+    col_step = min(cols, max(1, min(256, budget // row_step)))
+    each = max(row_step * col_step, (row_step + col_step) * width // 4)
+    batch_step = min(batch, max(1, budget // each))
+    col_step = min(cols, max(col_step, budget // (batch_step * row_step)))
+    row_step = min(rows, max(row_step, budget // (batch_step * col_step)))
+    return batch_step, row_step, col_step
+
+
+def _grid(piece: Piece, width: int, budget: int) -> Iterator[list[list[_Part]]]:
+    """The parts of a piece, for each step of the batch: a list per step of the rows, of one part per step of the columns."""
+    batch, rows, cols = piece.shape
+    batch_step, row_step, col_step = _steps(piece.shape, width, budget)
+    for some in _slices(batch, batch_step):
+        grid = []
+        for row_part in _slices(rows, row_step):
+            grid.append([_Part(some, row_part, col_part) for col_part in _slices(cols, col_step)])
+        yield grid
+
+
+class _Scratch:
+    """Memory for the scores of one part, used again for every part."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._memory = like.new_empty(0)
+
+    def __call__(self, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        if self._memory.numel() < size:
+            self._memory = self._like.new_empty(size)
+        return self._memory[:size].view(shape)
+
+
+class _Dropped:
+    """The weights of a piece that dropout drops."""
+
+    def __init__(self, dropout: Dropout | None, piece: Piece) -> None:
+        self._dropout = dropout
+        if dropout is not None:
+            self._rows, self._cols = piece.rows_of(dropout.queries), piece.cols_of(dropout.keys)
+
+    def of(self, part: _Part) -> Tensor | None:
+        """Bool, shaped as the part; ``None`` without dropout."""
+        if self._dropout is None:
+            return None
+        return self._dropout.dropped(self._rows[part.batch, part.rows], self._cols[part.batch, part.cols])
+
+
+def _product(weights: Tensor, x: Tensor, done: Tensor | None) -> Tensor:
+    """Adds weights @ x to ``done``; (batch, rows, d).
+
+    On a CPU few rows times many columns are 3 times as fast, at d = 8, as many rows times few columns: a narrow product is
+    taken transposed, and so is its memory.
+    """
+    if x.shape[2] >= 48:
+        return torch.bmm(weights, x) if done is None else done.baddbmm_(weights, x)
+    return torch.bmm(x.mT, weights.mT).mT if done is None else done.mT.baddbmm_(x.mT, weights.mT).mT
+
+
+def _hide(scores: Tensor, hidden: Tensor | bool) -> None:
+    if isinstance(hidden, Tensor):
+        scores.masked_fill_(hidden, -torch.inf)
+
+
+def row_maxima(pieces: Iterable[Piece], q: Tensor, k: Tensor, bias: Tensor | None, terms: Terms) -> Tensor:
+    """The largest score of each row, (..., 1), in units of log 2; 0 where a row sees no column."""
+    width = 2 * q.shape[-1]
+    best = q.new_full((*q.shape[:-1], 1), -torch.inf)
+    scratch = _Scratch(q)
+    for piece in pieces:
+        rank = terms.rank(piece.level)
+        factor = terms.factor(piece.level, q) * LOG2_E
+        query, key = piece.rows_of(q[..., :rank]), piece.cols_of(k[..., :rank])
+        found = piece.rows_of(best).clone()
+        for grid in _grid(piece, width, terms.budget):
+            for line in grid:
+                batch, rows = line[0].batch, line[0].rows
+                here, best_here = query[batch, rows] * factor, found[batch, rows]
+                for part in line:
+                    hidden = piece.hides(batch, rows, part.cols)
+                    if hidden is True:
+                        continue
+                    scores = scratch(here.shape[0], here.shape[1], part.cols.stop - part.cols.start)
+                    torch.bmm(here, key[batch, part.cols].mT, out=scores)
+                    if bias is not None:
+                        scores.add_(piece.bias_of(bias, batch, rows, part.cols), alpha=LOG2_E)
+                    _hide(scores, hidden)
+                    torch.maximum(best_here, scores.amax(-1, keepdim=True), out=best_here)
+        piece.max_rows(best, found)
+    return best.masked_fill_(best == -torch.inf, 0.0)
+
+
+def forward(
+    pieces: Iterable[Piece], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, offset: Tensor | None, terms: Terms
+) -> tuple[Tensor, Tensor]:
+    """The weighted sums and the log-sum-exp.
+
+    Args:
+        pieces: every visible pair in exactly one of them.
+        q: (..., D), float32 or float64, leading dimensions as the geometry has them.
+        k, v: (..., D) and (..., V).
+        bias: what the pieces take their bias from.
+        offset: (..., 1) about the largest score of each row, in units of log 2; ``None`` is 0 and right where every
+            score is small (``Terms.are_small``).
+        terms: the rest of the call.
+
+    Returns:
+        out (..., V) and lse (...), base e; 0 and -inf where a row sees nothing.
+
+    Cost: one exponential and 2 (R + V) FLOPs per pair; memory for ``budget`` scores and copies of some rows.
+    """
+    out, total = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros((*q.shape[:-1], 1))
+    scratch, width = _Scratch(q), q.shape[-1] + v.shape[-1]
+    for piece in pieces:
+        rank, value_rank = terms.rank(piece.level), terms.value_rank(piece.level, v.shape[-1])
+        factor = terms.factor(piece.level, q) * LOG2_E
+        query, shift = piece.rows_of(q[..., :rank]), None if offset is None else piece.rows_of(offset)[..., 0]
+        key, value = piece.cols_of(k[..., :rank]), piece.cols_of(v[..., :value_rank])
+        sums, totals = piece.open_rows(out[..., :value_rank]), piece.open_rows(total)
+        dropped = _Dropped(terms.dropout, piece)
+        for grid in _grid(piece, width, terms.budget):
+            batch = grid[0][0].batch
+            # As a column of the product, unless the copy of the keys that this takes would be used once.
+            in_product = shift is not None and len(grid) > 1
+            dense_key = _with_column(key[batch], 1.0)[0] if in_product else _dense_rows(key[batch], len(grid))
+            dense_value = _dense_rows(value[batch], len(grid))
+            keys = [dense_key[:, part.cols].mT for part in grid[0]]
+            values = [dense_value[:, part.cols] for part in grid[0]]
+            for line in grid:
+                rows = line[0].rows
+                here, row_total, done = query[batch, rows] * factor, totals[batch, rows], None
+                if shift is not None and in_product:
+                    here, _ = _with_column(here, -shift[batch, rows])
+                for part, some_keys, some_values in zip(line, keys, values, strict=True):
+                    hidden = piece.hides(batch, rows, part.cols)
+                    if hidden is True:
+                        continue
+                    scores = scratch(here.shape[0], here.shape[1], some_keys.shape[2])
+                    torch.bmm(here, some_keys, out=scores)
+                    if shift is not None and not in_product:
+                        scores.sub_(shift[batch, rows, None])
+                    if bias is not None:
+                        scores.add_(piece.bias_of(bias, batch, rows, part.cols), alpha=LOG2_E)
+                    _hide(scores, hidden)
+                    scores.exp2_()
+                    row_total.add_(scores.sum(-1, keepdim=True))
+                    without = dropped.of(part)
+                    if without is not None:
+                        scores.masked_fill_(without, 0.0)
+                    done = _product(scores, some_values, done)
+                if done is not None:
+                    sums[batch, rows].add_(done)
+        piece.close_rows(out[..., :value_rank], sums)
+        piece.close_rows(total, totals)
+    empty = total == 0
+    out.div_(total.masked_fill_(empty, 1.0))
+    if terms.dropout is not None:
+        out.div_(terms.dropout.kept)
+    lse = total.log_()
+    if offset is not None:
+        lse.add_(offset, alpha=math.log(2))
+    return out, lse.masked_fill_(empty, -torch.inf)[..., 0]
+
+
+def backward(
+    pieces: Iterable[Piece],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+    grad_out: Tensor,
+    grad_bias: Tensor | None,
+    terms: Terms,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the queries, keys and values; that of the bias is added to ``grad_bias``.
+
+    Args:
+        pieces, q, k, v, bias, terms: as ``forward``.
+        lse: (...), base e; -inf where a row sees nothing.
+        delta: (...), rowsum(grad_out * out) - grad_lse.
+        grad_out: (..., V).
+        grad_bias: shaped as what the pieces take their bias from, or ``None``.
+
+    Returns:
+        dq, dk, dv, shaped as q, k, v.
+
+    Cost: one exponential and 2 (3 R + 2 V) FLOPs per pair; memory for 2 ``budget`` scores and copies of some rows.
+    """
+    grad_q, grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    # A row that sees nothing, or is not there, has weights 0 whatever its columns are; infinity itself would make NaN.
+    offset = lse.masked_fill(lse == -torch.inf, torch.finfo(lse.dtype).max / 4)[..., None] * LOG2_E
+    if terms.dropout is not None:
+        grad_out = grad_out / terms.dropout.kept  # of the weights that are kept
+    weights, others, width = _Scratch(q), _Scratch(q), q.shape[-1] + v.shape[-1]
+    for piece in pieces:
+        rank, value_rank = terms.rank(piece.level), terms.value_rank(piece.level, v.shape[-1])
+        factor = terms.factor(piece.level, q)
+        all_query, all_key = piece.rows_of(q[..., :rank]), piece.cols_of(k[..., :rank])
+        all_value, all_outward = piece.cols_of(v[..., :value_rank]), piece.rows_of(grad_out[..., :value_rank])
+        shift, drop = -piece.rows_of(offset)[..., 0], -piece.rows_of(delta[..., None])[..., 0]
+        row_grad = piece.open_rows(grad_q[..., :rank])
+        dropped = _Dropped(terms.dropout, piece)
+        key_grad, value_grad = piece.open_cols(grad_k[..., :rank]), piece.open_cols(grad_v[..., :value_rank])
+        for grid in _grid(piece, width, terms.budget):
+            batch = grid[0][0].batch
+            query_1, query = _with_column(all_query[batch] * (factor * LOG2_E), shift[batch])
+            key_1, key = _with_column(all_key[batch], 1.0)
+            value_1, value = _with_column(all_value[batch], 1.0)
+            outward_1, outward = _with_column(all_outward[batch], drop[batch])
+            for line in zip(*grid, strict=True):  # the parts of one stretch of columns
+                cols = line[0].cols
+                key_done: Tensor | None = None
+                value_done: Tensor | None = None
+                for part in line:
+                    rows = part.rows
+                    hidden = piece.hides(batch, rows, cols)
+                    if hidden is True:
+                        continue
+                    shape = tuple(s.stop - s.start for s in (batch, rows, cols))
+                    weight, change = weights(*shape), others(*shape)
+                    torch.bmm(query_1[:, rows], key_1[:, cols].mT, out=weight)
+                    if bias is not None:
+                        weight.add_(piece.bias_of(bias, batch, rows, cols), alpha=LOG2_E)
+                    _hide(weight, hidden)
+                    weight.exp2_()
+                    without = dropped.of(part)
+                    kept = weight if without is None else change.copy_(weight).masked_fill_(without, 0.0)
+                    value_done = _product(kept.mT, outward[:, rows], value_done)
+                    if without is None:
+                        torch.bmm(outward_1[:, rows], value_1[:, cols].mT, out=change)
+                    else:
+                        torch.bmm(outward[:, rows], value[:, cols].mT, out=change)
+                        change.masked_fill_(without, 0.0).add_(outward_1[:, rows, -1:])
+                    change.mul_(weight)
+                    if grad_bias is not None:
+                        piece.add_bias(grad_bias, batch, rows, cols, change)
+                    row_grad[batch, rows].add_(_product(change, key[:, cols], None).mul_(factor))
+                    key_done = _product(change.mT, query[:, rows], key_done)
+                if key_done is not None and value_done is not None:
+                    key_grad[batch, cols].add_(key_done)
+                    value_grad[batch, cols].add_(value_done)
+        piece.close_rows(grad_q[..., :rank], row_grad)
+        piece.close_cols(grad_k[..., :rank], key_grad)
+        piece.close_cols(grad_v[..., :value_rank], value_grad)
+    grad_k.mul_(1 / LOG2_E)  # the queries that it was summed from were in units of log 2
+    return grad_q, grad_k, grad_v

@@ -1,0 +1,256 @@
+"""The pairs of any layout as stretches of queries against ranges of keys: for free segments, biases, padding with T != S.
+
+Every sequence is cut into stretches of at most ``STRETCH`` queries, at the borders of its longer segments. Around a stretch that
+lies in one block of a level, the keys of that level are two ranges, one before and one behind the next deeper block: they share
+one number of levels with all its queries and need no mask. Only inside the deepest such block levels are told apart by masks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from structattn.layout.levels import LevelLayout
+
+STRETCH = 128
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence of a batch.
+
+    Attributes:
+        batch: its batch row.
+        row: which segments of a free partition it has.
+        queries, keys: index of its first query and key in the batch row.
+        num_queries, num_keys: how many it has.
+        first_query: the position of its first query, counted from its first key.
+    """
+
+    batch: int
+    row: int
+    queries: int
+    keys: int
+    num_queries: int
+    num_keys: int
+    first_query: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretches:
+    """All pieces of a call.
+
+    Attributes:
+        layout: any.
+        sequences: of the batch.
+        is_causal, window: as in ``structured_attention``.
+        num_groups: G, the key heads.
+        repeats: query heads per key head.
+        device: of the tensors.
+    """
+
+    layout: LevelLayout
+    sequences: tuple[Sequence, ...]
+    is_causal: bool
+    window: int | None
+    num_groups: int
+    repeats: int
+    device: torch.device
+
+    def pieces(self) -> Iterator[StretchPiece]:
+        """Every visible pair in exactly one piece (and in its mask)."""
+        for sequence in self.sequences:
+            end = sequence.first_query + sequence.num_queries
+            borders = self._borders(sequence, end)
+            for low, high in zip(borders, [*borders[1:], end], strict=True):
+                for first in range(low, high, STRETCH):
+                    last = min(first + STRETCH, high) - 1
+                    for level, start, stop, is_mixed in self._ranges(sequence, first, last):
+                        if self.is_causal:
+                            stop = min(stop, last + 1)
+                        if self.window is not None:
+                            start, stop = max(start, first - self.window + 1), min(stop, last + self.window)
+                        if start < stop:
+                            yield StretchPiece(self, sequence, level, first, last + 1, start, stop, is_mixed)
+
+    def _block(self, sequence: Sequence, level: int, position: int) -> tuple[int, int]:
+        """The first position of the block that holds a position, and the first behind it."""
+        if level == 1:
+            return 0, sequence.num_keys
+        if self.layout.boundaries is None:
+            size = self.layout.block_sizes[level - 1]
+            start = position // size * size
+            return start, start + size
+        starts = self.layout.boundaries[sequence.row if self.layout.num_rows else 0][level - 1]
+        after = bisect_right(starts, position)
+        return starts[after - 1] if after else position, starts[after] if after < len(starts) else sequence.num_keys
+
+    def _borders(self, sequence: Sequence, end: int) -> list[int]:
+        """Where stretches must end: at 0, and at the blocks of the deepest level whose blocks are long enough on average."""
+        low = sequence.first_query
+        cuts = {low, 0} if low < 0 < end else {low}
+        found = cuts
+        for level in range(2, self.layout.num_levels + 1):
+            if self.layout.boundaries is None:
+                size = self.layout.block_sizes[level - 1]
+                if size < STRETCH // 2:
+                    break
+                starts = set(range(-(-max(low, 0) // size) * size, end, size))
+            else:
+                every = self.layout.boundaries[sequence.row if self.layout.num_rows else 0][level - 1]
+                starts = {start for start in every if low < start < end}
+                if starts and (end - low) / len(starts) < STRETCH // 2:
+                    break
+            found = cuts | starts
+        return sorted(found)
+
+    def _ranges(self, sequence: Sequence, first: int, last: int) -> Iterator[tuple[int, int, int, bool]]:
+        """(level, start, stop, whether levels must be told apart) of keys around the queries first ... last."""
+        low, high = 0, sequence.num_keys  # keys that share ``level`` levels or more with all of them
+        for level in range(1, self.layout.num_levels):
+            block, block_of_last = (self._block(sequence, level + 1, place) for place in (first, last))
+            start, stop = max(low, block[0]), min(high, block_of_last[1])
+            if start >= stop:
+                break
+            yield level, low, start, False
+            yield level, stop, high, False
+            if block != block_of_last:
+                for n in range(level, self.layout.num_levels + 1):
+                    yield n, start, stop, True
+                return
+            low, high = start, stop
+        else:
+            level = self.layout.num_levels
+        yield level, low, high, False
+
+
+@dataclass(frozen=True)
+class StretchPiece:
+    """Queries against a range of keys, of all heads of one sequence; see ``piece.Piece``. Tensors are (B * G, rows, d).
+
+    Attributes:
+        stretches, sequence: what it is a piece of.
+        level: see ``piece.Piece``.
+        first, stop: positions of its queries.
+        first_key, stop_key: positions of its keys.
+        is_mixed: whether only pairs that share exactly ``level`` levels count.
+    """
+
+    stretches: Stretches
+    sequence: Sequence
+    level: int
+    first: int
+    stop: int
+    first_key: int
+    stop_key: int
+    is_mixed: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Batch, rows and columns."""
+        stretches = self.stretches
+        return stretches.num_groups, (self.stop - self.first) * stretches.repeats, self.stop_key - self.first_key
+
+    def _heads(self) -> slice:
+        groups = self.stretches.num_groups
+        return slice(self.sequence.batch * groups, (self.sequence.batch + 1) * groups)
+
+    @property
+    def _queries(self) -> slice:
+        start = self.sequence.queries - self.sequence.first_query
+        return slice(start + self.first, start + self.stop)
+
+    @property
+    def _keys(self) -> slice:
+        return slice(self.sequence.keys + self.first_key, self.sequence.keys + self.stop_key)
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """See ``piece.Piece``."""
+        repeats = self.stretches.repeats
+        return x[self._heads(), self._queries.start * repeats : self._queries.stop * repeats]
+
+    def cols_of(self, x: Tensor) -> Tensor:
+        """See ``piece.Piece``."""
+        return x[self._heads(), self._keys]
+
+    def open_rows(self, x: Tensor) -> Tensor:
+        """See ``piece.Piece``; a view."""
+        return self.rows_of(x)
+
+    def close_rows(self, x: Tensor, opened: Tensor) -> None:
+        """See ``piece.Piece``; a view needs nothing."""
+
+    def open_cols(self, x: Tensor) -> Tensor:
+        """See ``piece.Piece``; a view."""
+        return self.cols_of(x)
+
+    def close_cols(self, x: Tensor, opened: Tensor) -> None:
+        """See ``piece.Piece``; a view needs nothing."""
+
+    def max_rows(self, x: Tensor, value: Tensor) -> None:
+        """See ``piece.Piece``."""
+        there = self.rows_of(x)
+        there.copy_(torch.maximum(there, value))
+
+    def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
+        """See ``piece.Piece``."""
+        all_of = self.stretches
+        # Rows of one position stand together.
+        first, stop = self.first + rows.start // all_of.repeats, self.first + -(-rows.stop // all_of.repeats)
+        first_key, last_key = self.first_key + cols.start, self.first_key + cols.stop - 1
+        nearest, farthest = first - last_key, stop - 1 - first_key
+        if (all_of.is_causal and farthest < 0) or (
+            all_of.window is not None and (nearest >= all_of.window or farthest <= -all_of.window)
+        ):
+            return True
+        is_cut = (all_of.is_causal and nearest < 0) or (
+            all_of.window is not None and (farthest >= all_of.window or nearest <= -all_of.window)
+        )
+        if not (is_cut or self.is_mixed):
+            return False
+        i = self.first + torch.arange(rows.start, rows.stop, device=all_of.device)[:, None] // all_of.repeats
+        j = torch.arange(first_key, last_key + 1, device=all_of.device)[None, :]
+        hidden = torch.zeros(i.shape[0], j.shape[1], dtype=torch.bool, device=all_of.device)
+        if all_of.is_causal:
+            hidden |= i < j
+        if all_of.window is not None:
+            hidden |= (i - j).abs() >= all_of.window
+        if self.is_mixed:
+            hidden |= all_of.layout.shared_levels(i, j, self.sequence.row) != self.level
+        return hidden
+
+    def _part(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> tuple[Tensor, slice]:
+        """The bias of a part as a view, (1 or groups, 1 or repeats, 1 or positions, 1 or columns), and its rows among them."""
+        all_of = self.stretches
+        first, stop = rows.start // all_of.repeats, -(-rows.stop // all_of.repeats)
+        keys, queries = self._keys.start, self._queries.start
+        if bias.shape[0] > 1:
+            bias = bias[self.sequence.batch : self.sequence.batch + 1]
+        if bias.shape[2] > 1:
+            bias = bias[:, :, queries + first : queries + stop]
+        if bias.shape[3] > 1:
+            bias = bias[..., keys + cols.start : keys + cols.stop]
+        if bias.shape[1] > 1:
+            bias = bias[0].unflatten(0, (all_of.num_groups, all_of.repeats))[batch]
+        offset = first * all_of.repeats
+        return bias, slice(rows.start - offset, rows.stop - offset)
+
+    def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
+        """See ``piece.Piece``; the bias has 4 dimensions, each 1 or that of (B, H, T, S)."""
+        part, some = self._part(bias, batch, rows, cols)
+        shape = (batch.stop - batch.start, self.stretches.repeats, -(-some.stop // self.stretches.repeats))
+        part = part.expand(*shape, cols.stop - cols.start)
+        return part.transpose(1, 2).flatten(1, 2)[:, some]
+
+    def add_bias(self, bias: Tensor, batch: slice, rows: slice, cols: slice, value: Tensor) -> None:
+        """See ``piece.Piece``."""
+        part, some = self._part(bias, batch, rows, cols)
+        repeats = self.stretches.repeats
+        count = -(-some.stop // repeats)
+        whole = value.new_zeros((value.shape[0], count * repeats, value.shape[2]))
+        whole[:, some] = value
+        part.add_(whole.unflatten(1, (count, repeats)).transpose(1, 2).sum_to_size(part.shape))

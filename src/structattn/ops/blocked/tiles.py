@@ -1,0 +1,163 @@
+"""What a pass of ``sweep`` is given: pieces of the score matrix, and the terms on which scores are made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from structattn.layout.levels import LevelLayout
+from structattn.ops.dropout import Dropout
+
+LOG2_E = math.log2(math.e)
+# A bound of |score| in units of log 2: 2^80 times any length is far from the end of float32, and so is 2^-80.
+_SMALL = 80.0
+# How far, in powers of 2, sums and single products stay from the ends of the exponents of their dtype.
+_ROOM_ABOVE, _ROOM_BELOW = 8, 28
+
+
+class Piece(Protocol):
+    """Some rows against some columns of the score matrix, in a batch, whose pairs all share ``level`` levels."""
+
+    @property
+    def level(self) -> int:
+        """The number of shared levels of its pairs."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Batch, rows and columns."""
+        ...
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """Its rows of a query-side tensor (..., d), shaped as the geometry has it: (batch, rows, d), at best a view."""
+        ...
+
+    def cols_of(self, x: Tensor) -> Tensor:
+        """Its columns of a key-side tensor (..., d): (batch, columns, d), at best a view."""
+        ...
+
+    def open_rows(self, x: Tensor) -> Tensor:
+        """(batch, rows, d) to add into what ``rows_of`` reads: a view, or a buffer that ``close_rows`` brings back."""
+        ...
+
+    def close_rows(self, x: Tensor, opened: Tensor) -> None:
+        """Ends what ``open_rows`` began."""
+        ...
+
+    def open_cols(self, x: Tensor) -> Tensor:
+        """As ``open_rows``, of what ``cols_of`` reads."""
+        ...
+
+    def close_cols(self, x: Tensor, opened: Tensor) -> None:
+        """Ends what ``open_cols`` began."""
+        ...
+
+    def max_rows(self, x: Tensor, value: Tensor) -> None:
+        """Takes the larger of (batch, rows, d) and what is there, where ``rows_of`` read."""
+        ...
+
+    def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
+        """What is hidden of a part: all (``True``), nothing (``False``), or a bool mask that broadcasts to it."""
+        ...
+
+    def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
+        """The additive bias of a part, shaped as the part."""
+        ...
+
+    def add_bias(self, bias: Tensor, batch: slice, rows: slice, cols: slice, value: Tensor) -> None:
+        """Adds a part where ``bias_of`` read."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a pass needs of a call besides the tensors.
+
+    Attributes:
+        layout: its ranks, scaling and value ranks are used here; its blocks by the geometry.
+        scale: replaces the layout's scaling.
+        dropout: of the weights; ``None`` without.
+        budget: scores that are held at once.
+    """
+
+    layout: LevelLayout
+    scale: float | None
+    dropout: Dropout | None
+    budget: int
+
+    def rank(self, level: int) -> int:
+        """R, the dimensions of a score."""
+        return sum(self.layout.ranks[:level])
+
+    def value_rank(self, level: int, value_dim: int) -> int:
+        """The dimensions of the value that a pair contributes to."""
+        return value_dim if self.layout.value_ranks is None else sum(self.layout.value_ranks[:level])
+
+    def factor(self, level: int, like: Tensor) -> Tensor:
+        """(R,): times a query, it gives scores in natural units."""
+        per_level, per_count = self.layout.score_factors(self.scale)
+        values = [
+            per_count[level - 1] * factor
+            for factor, rank in zip(per_level[:level], self.layout.ranks[:level], strict=True)
+            for _ in range(rank)
+        ]
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+    def _most(self, v: Tensor) -> float:
+        """The largest |score|, in units of log 2, whose exponential times any value, or sum of them, its dtype holds.
+
+        Negative if there is none, as where a value is not finite.
+        """
+        largest, least = 0.0, math.inf
+        # In parts, so that the sizes never take as much memory as v.
+        for part in v.flatten(0, -2).split(max(1, self.budget // v.shape[-1])):
+            size = part.abs()
+            low, high = (float(x) for x in torch.aminmax(size))
+            if low == 0:
+                low = float(size.masked_fill_(size == 0, torch.inf).amin())
+            if not math.isfinite(high):
+                return -1.0
+            largest, least = max(largest, high), min(least, low)
+        if largest == 0:
+            return _SMALL
+        end = math.log2(torch.finfo(v.dtype).max)
+        above = end - _ROOM_ABOVE - math.log2(largest) - math.log2(v.shape[-2])
+        return min(_SMALL, above, end - _ROOM_BELOW + math.log2(least))
+
+    def are_small(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether every score is surely so small that its exponential can be summed as it is, without a maximum.
+
+        By Cauchy and Schwarz: first from the norms of whole rows, then, if that is not enough, from the norms of the
+        prefixes that each number of levels uses. False if an input is not finite.
+
+        Args:
+            q, k: (..., D).
+            v: (..., V): large and tiny values leave less room for the exponentials.
+
+        Cost: one or two passes over q and k and one over v, and waiting for a GPU.
+        """
+        per_level, per_count = self.layout.score_factors(self.scale)
+        most = self._most(v)
+        # Squares of numbers below 2^-63 vanish in float32: so much may be missing from a norm.
+        missing = math.sqrt(q.shape[-1]) * 2.0**-62
+        norms = [float(torch.linalg.vector_norm(x, dim=-1).amax()) + missing for x in (q, k)]
+        factor = max(map(abs, per_level)) * max(map(abs, per_count)) * LOG2_E
+        if norms[0] * norms[1] * factor <= most:
+            return True
+        largest = []
+        for x, factors in ((q, per_level), (k, (1.0,) * len(per_level))):
+            prefixes = x.new_zeros((len(factors), x.shape[-1]))  # of each number of levels, weighted
+            for level, (part, weight) in enumerate(zip(self.layout.slices, factors, strict=True)):
+                prefixes[level:, part] = weight**2
+            # In parts, so that the squares never take as much memory as x.
+            parts = x.flatten(0, -2).split(max(1, self.budget // x.shape[-1]))
+            largest.append(torch.stack([(prefixes @ part.square().T).amax(1) for part in parts]).amax(0))
+        bounds = (
+            (a + missing) * (b + missing) * abs(c)
+            for a, b, c in zip(*(x.sqrt().tolist() for x in largest), per_count, strict=True)
+        )
+        return all(bound * LOG2_E <= most for bound in bounds)

@@ -1,0 +1,334 @@
+"""The one custom operator behind the fast backends: opaque to ``torch.compile`` and ``torch.export``, with its gradient.
+
+Layouts and options travel as plain ints, floats and strings, since operators take nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+from torch.utils.flop_counter import register_flop_formula
+
+from structattn.layout.levels import SCALINGS, LevelLayout, visible_pairs_per_level
+from structattn.layout.partition import Boundaries
+from structattn.ops import derivatives
+from structattn.ops.blocked import attention as blocked
+from structattn.ops.call import Call
+
+
+def _flat_boundaries(boundaries: Boundaries | None) -> list[int]:
+    """Rows, levels, then for each row and level the number of starts and the starts."""
+    if boundaries is None:
+        return []
+    flat = [len(boundaries), len(boundaries[0])]
+    for row in boundaries:
+        for starts in row:
+            flat += [len(starts), *starts]
+    return flat
+
+
+def _nested_boundaries(flat: Sequence[int] | None) -> Boundaries | None:
+    if not flat:
+        return None
+    num_rows, num_levels, *rest = flat
+    values = iter(rest)
+    return tuple(
+        tuple(tuple(next(values) for _ in range(next(values))) for _ in range(num_levels)) for _ in range(num_rows)
+    )
+
+
+# A ``Call`` and a backend in the terms of an operator's schema; the tensors among them come first.
+_OPTIONS = (
+    "Tensor? attn_bias, Tensor? cu_seqlens, Tensor? left_padding, Tensor? seed, int[] ranks, int[]? block_sizes, "
+    "int[]? value_ranks, int[]? boundaries, str scaling, bool is_causal, float? scale, int? window, float dropout_p, str backend"
+)
+_NUM_TENSORS = 4
+_FIRST_OPTION = 3 + _NUM_TENSORS  # q, k and v are before them
+
+
+def _flat(call: Call, backend: str) -> tuple[Any, ...]:
+    """The arguments of ``_OPTIONS``."""
+    layout = call.layout
+    return (
+        call.attn_bias,
+        call.cu_seqlens,
+        call.left_padding,
+        call.seed,
+        layout.ranks,
+        layout.block_sizes,
+        layout.value_ranks or (),
+        _flat_boundaries(layout.boundaries),
+        layout.scaling,
+        call.is_causal,
+        call.scale,
+        call.window,
+        call.dropout_p,
+        backend,
+    )
+
+
+def _layout(ranks: Any, block_sizes: Any, value_ranks: Any, boundaries: Any, scaling: str) -> LevelLayout:
+    known = next(name for name in SCALINGS if name == scaling)
+    nested = _nested_boundaries(boundaries)
+    # A program of AOTInductor hands over an empty list as None, so that the schema allows it.
+    return LevelLayout(tuple(ranks), tuple(block_sizes or ()), known, tuple(value_ranks or ()) or None, nested)
+
+
+def _call(options: Sequence[Any]) -> tuple[Call, str]:
+    """The call and the backend that ``_flat`` wrote."""
+    attn_bias, cu_seqlens, left_padding, seed, *plain = options
+    is_causal, scale, window, dropout_p, backend = plain[5:]
+    call = Call(
+        layout=_layout(*plain[:5]),
+        is_causal=is_causal,
+        scale=scale,
+        window=window,
+        attn_bias=attn_bias,
+        dropout_p=dropout_p,
+        cu_seqlens=cu_seqlens,
+        left_padding=left_padding,
+        seed=seed,
+    )
+    return call, backend
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    call, backend = _call(options)
+    derivatives.refuse_forward_mode()
+    with torch.autocast(q.device.type, enabled=False):  # it would turn the products here into 16-bit ones
+        if backend == "triton":
+            from structattn.ops.triton import attention as triton_attention
+
+            return triton_attention.forward(q, k, v, call)
+        return blocked.forward(q, k, v, call)
+
+
+_operator = custom_op(
+    "structattn::attention",
+    _attention,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+)
+
+
+@_operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    dtype = q.dtype if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=dtype)
+
+
+def _attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needs_bias: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call, backend = _call(options)
+    derivatives.refuse_forward_mode()
+    with torch.autocast(q.device.type, enabled=False):
+        if backend == "triton":
+            from structattn.ops.triton import attention as triton_attention
+
+            return *triton_attention.backward(grad_out, grad_lse, q, k, v, out, lse, call), q.new_empty(0)
+        dq, dk, dv, grad_bias = blocked.backward(grad_out, grad_lse, q, k, v, out, lse, call, needs_bias=needs_bias)
+    return dq, dk, dv, q.new_empty(0) if grad_bias is None else grad_bias
+
+
+_backward_operator = custom_op(
+    "structattn::attention_backward",
+    _attention_backward,
+    mutates_args=(),
+    schema=(
+        "(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool needs_bias, Tensor q, Tensor k, Tensor v, "
+        f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+
+
+@_backward_operator.register_fake
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needs_bias: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    bias = options[0] if needs_bias else q.new_empty(0)
+    return dq, dk, dv, torch.empty_like(bias, memory_format=torch.contiguous_format)
+
+
+def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, ctx.options = inputs[:_FIRST_OPTION], inputs[_FIRST_OPTION:]
+    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    needs_bias = tensors[3] is not None and ctx.needs_input_grad[3]
+    dq, dk, dv, grad_bias = _Backward.apply(  # type: ignore[no-untyped-call]
+        grad_out, grad_lse, out, lse, needs_bias, *tensors, *ctx.options
+    )
+    return dq, dk, dv, grad_bias if needs_bias else None, *(None,) * (3 + len(ctx.options))
+
+
+def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    grad_out, grad_lse, _, lse, ctx.needs_bias, *tensors = inputs[: 5 + _FIRST_OPTION]
+    ctx.options = inputs[5 + _FIRST_OPTION :]
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+    ctx.save_for_backward(grad_out, grad_lse, *tensors)
+    ctx.save_for_forward(grad_out, grad_lse, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _filled(changes: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Gradients or tangents with zeros for those that are missing."""
+    return tuple(torch.zeros_like(x) if dx is None else dx for dx, x in zip(changes, like, strict=False))
+
+
+class _Forward(torch.autograd.Function):
+    """The operator ``attention`` for all transforms of ``torch.func`` and forward mode: PyTorch asks an operator for its gradient only."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = torch.ops.structattn.attention(*arguments)
+        return result
+
+    setup_context = staticmethod(_setup_forward)
+    backward = staticmethod(_gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        tensors = ctx.saved_tensors[:_FIRST_OPTION]
+        inputs = tuple(x for x in tensors[:4] if x is not None)
+        function = derivatives.output(_call([*tensors[3:], *ctx.options])[0])
+        return derivatives.jvp(function, inputs, _filled(tangents, inputs))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+        return _one_by_one(_Forward, info, in_dims, arguments)
+
+
+class _Backward(torch.autograd.Function):
+    """As ``_Forward``, of the operator ``attention_backward``."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = torch.ops.structattn.attention_backward(*arguments)
+        return result
+
+    setup_context = staticmethod(_setup_backward)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, ...]:
+        function, inputs = _gradient_function(ctx)
+        dx = _filled(outer, inputs[2:])
+        if len(inputs) == 6 and not ctx.needs_bias:
+            dx = (*dx[:3], torch.zeros_like(inputs[5]))
+        d_out, d_lse, *found = derivatives.vjp(function, inputs, dx)
+        missing = (None,) * (
+            4 - len(found) + 3 + len(ctx.options)
+        )  # the bias, if there is none, and what has no gradient
+        return d_out, d_lse if ctx.needs_input_grad[1] else None, None, None, None, *found, *missing
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        function, inputs = _gradient_function(ctx)
+        known = _filled([*tangents[:2], *tangents[5:]], inputs)
+        dq, dk, dv, *d_bias = derivatives.jvp(function, inputs, known)
+        return dq, dk, dv, d_bias[0] if ctx.needs_bias else dq.new_empty(0)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+        return _one_by_one(_Backward, info, in_dims, arguments)
+
+
+def _gradient_function(ctx: Any) -> tuple[derivatives.Function, tuple[Tensor, ...]]:
+    """What ``_Backward`` computes, as a function that can be differentiated, and its inputs."""
+    grad_out, grad_lse, *tensors = ctx.saved_tensors
+    inputs = (grad_out, grad_lse, *(x for x in tensors[:4] if x is not None))
+    return derivatives.gradient(_call([*tensors[3:], *ctx.options])[0]), inputs
+
+
+def _one_by_one(
+    function: type[torch.autograd.Function], info: Any, in_dims: tuple[int | None, ...], arguments: Sequence[Any]
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The rule of ``torch.vmap``: one call per entry, since each may have its own padding, segment boundaries and random numbers."""
+    entries = list(zip(arguments, in_dims, strict=True))
+    rows = [
+        [x.select(dim, n) if isinstance(x, Tensor) and dim is not None else x for x, dim in entries]
+        for n in range(info.batch_size)
+    ]
+    columns = zip(*(function.apply(*row) for row in rows), strict=True)
+    results = tuple(torch.stack(column) for column in columns)
+    return results, (0,) * len(results)
+
+
+_operator.register_autograd(_gradients, setup_context=_setup_forward)
+
+
+def _flops(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], options: Sequence[Any], products: tuple[int, int]
+) -> int:
+    """``products`` times the FLOPs of all scores and of all weighted sums; packed sequences count as one."""
+    layout = _layout(*options[:5])
+    is_causal, window = options[5], options[7]
+    total = 0
+    for row in range(q[0]):
+        pairs = visible_pairs_per_level(layout, q[2], k[2], window, is_causal, row if layout.num_rows else 0)
+        scores = sum(rank * n for rank, n in zip(layout.ranks, pairs, strict=True))
+        values = sum(rank * n for rank, n in zip(layout.value_ranks or (v[3],), pairs, strict=False))
+        total += 2 * q[1] * (products[0] * scores + products[1] * values)
+    return total
+
+
+@register_flop_formula(torch.ops.structattn.attention)
+def _forward_flops(q: Any, k: Any, v: Any, *options: Any, **_: Any) -> int:
+    return _flops(q, k, v, options[_NUM_TENSORS:], (1, 1))
+
+
+@register_flop_formula(torch.ops.structattn.attention_backward)
+def _backward_flops(
+    grad_out: Any, grad_lse: Any, out: Any, lse: Any, needs_bias: bool, q: Any, k: Any, v: Any, *options: Any, **_: Any
+) -> int:
+    return _flops(q, k, v, options[_NUM_TENSORS:], (3, 2))
+
+
+# A compiler cannot trace transforms through it: it leaves them to be run as they are.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _transformable(*arguments: Any) -> Any:
+    return _Forward.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
+    """Runs a fast backend, differentiably.
+
+    Args:
+        q, k, v: as in ``structured_attention``, checked.
+        call: the options.
+        backend: ``"blocked"`` or ``"triton"``.
+
+    Returns:
+        out (B, H, T, V) and lse (B, H, T). First gradients are the backend's; further derivatives see ``derivatives``.
+    """
+    is_traced = torch.compiler.is_compiling() and not derivatives.transforms_are_active()
+    run = torch.ops.structattn.attention if is_traced else _transformable
+    result: tuple[Tensor, Tensor] = run(q, k, v, *_flat(call, backend))
+    return result

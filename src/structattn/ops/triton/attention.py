@@ -1,0 +1,274 @@
+"""Structured attention by fused Triton kernels: the launches, and the choice of tiles.
+
+Positions of one tile share a prefix of the levels, so most pairs need only a prefix of the head dimension: the kernels
+read and multiply no more than that (see ``triton_plan``). Scores never reach memory, sums are float32, and results are
+deterministic: no program adds to rows of another.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from structattn.layout.levels import LevelLayout
+from structattn.ops.call import Call
+from structattn.ops.triton.backward import gradient_kernel, row_kernel
+from structattn.ops.triton.config import MAX_DIM, SHARED_MEMORY, Config, default_config, shared_memory, why_not_on
+from structattn.ops.triton.decode import decode_kernel, merge_kernel
+from structattn.ops.triton.forward import forward_kernel
+from structattn.ops.triton.plan import FAR, Plan, Tiles, make_plan
+
+MAX_LEVELS = 16
+_MAX_SPLITS = 64
+_PROGRAMS = 512  # programs that fill a GPU while decoding
+_DECODE_QUERIES = 16  # as many queries or fewer, over many more keys, are decoding
+_DECODE_ROWS = 64  # rows of a tile, being the queries of all heads that share a key
+
+
+def _config(q: Tensor, v: Tensor, call: Call, config: Config | None) -> Config:
+    config = config or default_config(call.layout, q.dtype, v.shape[3])
+    if config is None:
+        raise AssertionError("no tiles fit this call: why_not says so")
+    return config
+
+
+def why_not(
+    layout: LevelLayout,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    has_bias: bool,
+    dropout_p: float,
+    has_left_padding: bool,
+    num_queries: int,
+    num_keys: int,
+) -> str | None:
+    """The reason why these kernels cannot run a call, as a sentence for the user, or ``None`` when they can."""
+    if (reason := why_not_on(device, dtype)) is not None:
+        return reason
+    for name, asked in (("attn_bias", has_bias), ("dropout", dropout_p > 0), ("left_padding", has_left_padding)):
+        if asked:
+            return f"the Triton kernels have no {name}"
+    if layout.boundaries is not None:
+        return "the Triton kernels have no free partitions (boundaries), only block sizes"
+    if layout.num_levels > MAX_LEVELS:
+        return f"the Triton kernels have at most {MAX_LEVELS} levels, the layout has {layout.num_levels}"
+    if max(head_dim, value_dim) > MAX_DIM:
+        return f"the Triton kernels need head and value dimensions of at most {MAX_DIM}, got {head_dim} and {value_dim}"
+    if default_config(layout, dtype, value_dim) is None:
+        return f"the Triton kernels have no room for the many narrow levels {'|'.join(map(str, layout.ranks))}"
+    if max(num_queries, num_keys) >= FAR // 2:
+        return f"the Triton kernels need lengths below {FAR // 2}"
+    return None
+
+
+def _on(x: Tensor) -> AbstractContextManager[object]:
+    """Kernels are launched on the current device: make it that of ``x``."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The same tensor with contiguous rows."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def _window(call: Call, num_queries: int, num_keys: int) -> int:
+    return 0 if call.window is None else min(call.window, num_queries + num_keys)
+
+
+def _tile_map(plan: Plan, num_tiles: int, cu_seqlens: Tensor) -> Tensor:
+    """The sequence of each tile and its number therein, (2 * num_tiles,) int32; surplus tiles have sequence N.
+
+    Computed on the device, so that the host need not wait for it.
+    """
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    ends = (torch.div(lengths + plan.anchor - 1, plan.anchor, rounding_mode="floor") * plan.per_anchor).cumsum(0)
+    tiles = torch.arange(num_tiles, device=cu_seqlens.device, dtype=ends.dtype)
+    sequence = torch.searchsorted(ends, tiles, right=True)
+    begins = torch.cat((ends.new_zeros(1), ends))
+    return torch.cat((sequence, tiles - begins[sequence])).to(torch.int32)
+
+
+def _grid(plan: Plan, first: int, stop: int, cu_seqlens: Tensor | None) -> tuple[int, int, Tensor | None]:
+    """The number of own tiles for positions first ... stop, the anchor block of the first, and the map of packed ones."""
+    if cu_seqlens is not None:
+        num_tiles = (stop // plan.anchor + len(cu_seqlens) - 1) * plan.per_anchor
+        return num_tiles, 0, _tile_map(plan, num_tiles, cu_seqlens)
+    first_block = first // plan.anchor
+    return ((stop - 1) // plan.anchor - first_block + 1) * plan.per_anchor, first_block, None
+
+
+def _constants(plan: Plan, call: Call) -> dict[str, Any]:
+    """The constants of a forward or gradient kernel, beside its tiles."""
+    return {
+        "PLAN": plan.constants,
+        "ANCHOR": plan.anchor,
+        "PER_ANCHOR": plan.per_anchor,
+        "ALIGNED": plan.aligned,
+        "IS_CAUSAL": call.is_causal,
+        "HAS_WINDOW": call.window is not None,
+        "PACKED": call.cu_seqlens is not None,
+    }
+
+
+def _launch(tiles: Tiles) -> dict[str, int]:
+    return {"OWN": tiles.own, "WALK": tiles.walk, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+
+
+def _num_splits(programs: int, num_keys: int, walk: int) -> int:
+    """Chunks of keys: enough programs for a GPU, and some tiles for each."""
+    return max(1, min(math.ceil(_PROGRAMS / programs), num_keys // (2 * walk), _MAX_SPLITS))
+
+
+def _decode(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, config: Config) -> None:
+    batch, num_heads, num_queries, _ = q.shape
+    num_groups, num_keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    heads_per_group = num_heads // num_groups
+    rows = heads_per_group * num_queries
+    own = max(config.decode.own, min(_DECODE_ROWS, triton.next_power_of_2(rows)))
+    first, last = num_keys - num_queries, num_keys - 1
+    num_coarse = 1 + sum(first // size == last // size for size in call.layout.block_sizes[1:])
+    while True:
+        tiles = replace(config.decode, own=own)
+        plan = make_plan(call.layout, call.scale, value_dim, tiles, num_coarse)
+        if own <= config.decode.own or shared_memory(plan, tiles, q.itemsize, is_gradient=False) <= SHARED_MEMORY:
+            break
+        own //= 2
+    num_tiles = math.ceil(rows / own)
+    programs = batch * num_groups * num_tiles
+    num_splits = config.num_splits or _num_splits(programs, num_keys, tiles.walk)
+    chunk = math.ceil(math.ceil(num_keys / num_splits) / tiles.walk) * tiles.walk
+    num_splits = math.ceil(num_keys / chunk)
+    num_rows = batch * num_heads * num_queries
+    partial = torch.empty((num_splits, num_rows, value_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty((num_splits, num_rows), dtype=torch.float32, device=q.device)
+    decode_kernel[(num_splits * programs,)](
+        q, k, v, partial, partial_lse, *_strides(q), *_strides(k), *_strides(v),
+        num_queries, num_keys, chunk, num_splits, _window(call, num_queries, num_keys), num_rows, value_dim, num_tiles,
+        num_groups, heads_per_group,
+        PLAN=plan.constants, IS_CAUSAL=call.is_causal, HAS_WINDOW=call.window is not None, **_launch(tiles),
+    )  # fmt: skip
+    merge_kernel[(num_rows,)](
+        partial, partial_lse, out, lse, num_splits, num_rows, value_dim,
+        SPLITS=triton.next_power_of_2(num_splits), WIDTH=32,
+    )  # fmt: skip
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: Config | None = None) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; the arguments are those of ``structured_attention``, already checked.
+
+    Args:
+        q: queries, (B, H, T, D); float32, float16 or bfloat16; any strides.
+        k: keys, (B, G, S, D).
+        v: values, (B, G, S, V).
+        call: the layout and the options.
+        config: tiles; default ``default_config``.
+
+    Returns:
+        out (B, H, T, V) in q's dtype and lse (B, H, T) float32, base e. A query that sees no key has 0 and -inf.
+
+    Cost: about ``layout.score_flops(T)`` + ``layout.value_flops(T, V)`` FLOPs per head, a dimension being rounded up to a
+    multiple of 16, and whole products in the blocks smaller than a tile. No scores in memory. Up to 16 queries over at
+    least 512 keys split the keys among programs.
+
+    Source: Dao et al. 2022 (tiled softmax), Kuang et al. 2025, section 5 (levels); the walk by levels is ours.
+    """
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.to(q.device)
+    batch, num_heads, num_queries, _ = q.shape
+    num_keys, value_dim = k.shape[2], v.shape[3]
+    config = _config(q, v, call, config)
+    out = torch.empty((batch, num_heads, num_queries, value_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, num_heads, num_queries), dtype=torch.float32, device=q.device)
+    with _on(q):
+        few = num_queries <= min(_DECODE_QUERIES, num_keys)
+        if few and num_keys >= config.decode_keys and cu_seqlens is None:
+            _decode(q, k, v, out, lse, call, config)
+            return out, lse
+        plan = make_plan(call.layout, call.scale, value_dim, config.forward)
+        num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, cu_seqlens)
+        forward_kernel[(num_tiles * batch * num_heads,)](
+            q, k, v, out, lse, cu_seqlens, tile_map,
+            *_strides(q), *_strides(k), *_strides(v), *_strides(out),
+            num_queries, num_keys, first_block, num_tiles, _window(call, num_queries, num_keys),
+            0 if cu_seqlens is None else len(cu_seqlens) - 1, num_heads, num_heads // k.shape[1],
+            **_constants(plan, call), **_launch(config.forward),
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, in their dtypes.
+
+    Args:
+        grad_out: gradient of out, (B, H, T, V).
+        grad_lse: gradient of lse, (B, H, T), or ``None``.
+        q, k, v, call: as in ``forward``.
+        out, lse: what ``forward`` returned.
+        config: tiles; default ``default_config``.
+
+    Returns:
+        grad_q (B, H, T, D), grad_k (B, G, S, D), grad_v (B, G, S, V). A row that sees no key gives and gets nothing.
+
+    Cost: 3.5 times the forward's FLOPs: scores and dP are computed twice, once per side. Deterministic.
+
+    Source: Dao 2023 (backward pass by recomputation).
+    """
+    grad_out, q, k, v, out = _rows(grad_out.to(q.dtype)), _rows(q), _rows(k), _rows(v), _rows(out)
+    cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.to(q.device)
+    lse = lse.contiguous()
+    batch, num_heads, num_queries, _ = q.shape
+    num_groups, num_keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    config = _config(q, v, call, config)
+    grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta, base = torch.empty_like(lse), torch.empty_like(lse)
+    options = (
+        _window(call, num_queries, num_keys),
+        0 if cu_seqlens is None else len(cu_seqlens) - 1,
+    )
+    with _on(q):
+        row_tiles = math.ceil(num_queries / 64)
+        row_kernel[(row_tiles * batch * num_heads,)](
+            grad_out, out, lse, None if grad_lse is None else grad_lse.to(torch.float32).contiguous(), delta, base,
+            *_strides(grad_out), *_strides(out), num_queries, row_tiles, num_heads, value_dim,
+            OWN=64, WIDTH=32, HAS_GRAD_LSE=grad_lse is not None,
+        )  # fmt: skip
+        plan = make_plan(call.layout, call.scale, value_dim, config.grad_queries)
+        num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, cu_seqlens)
+        gradient_kernel[(num_tiles * batch * num_heads,)](
+            q, grad_out, k, v, grad_q, grad_q, base, delta, cu_seqlens, tile_map,
+            *_strides(q), *_strides(grad_out), *_strides(k), *_strides(v), *_strides(grad_q), *_strides(grad_q),
+            num_queries, num_keys, first_block, num_tiles, *options, num_heads, num_heads // num_groups,
+            OWN_IS_KEY=False, **_constants(plan, call), **_launch(config.grad_queries),
+        )  # fmt: skip
+        plan = make_plan(call.layout, call.scale, value_dim, config.grad_keys)
+        num_tiles, first_block, tile_map = _grid(plan, 0, num_keys, cu_seqlens)
+        gradient_kernel[(num_tiles * batch * num_groups,)](
+            k, v, q, grad_out, grad_k, grad_v, base, delta, cu_seqlens, tile_map,
+            *_strides(k), *_strides(v), *_strides(q), *_strides(grad_out), *_strides(grad_k), *_strides(grad_v),
+            num_queries, num_keys, first_block, num_tiles, *options, num_groups, num_heads // num_groups,
+            OWN_IS_KEY=True, **_constants(plan, call), **_launch(config.grad_keys),
+        )  # fmt: skip
+    return grad_q, grad_k, grad_v

@@ -1,0 +1,175 @@
+"""Decoding over a compressed key/value cache by a fused Triton kernel: the launches, and the choice of tiles.
+
+Level l of the cache has only the keys of the block that decoding is in, dimension by dimension, so that positions lie side
+by side in memory. The kernel reads the cache as it is: nothing is gathered, and no keys or scores are written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from structattn.ops.triton.cached_decode import cached_kernel
+from structattn.ops.triton.config import INTERPRETED, MAX_DIM, SHARED_MEMORY, why_not_on
+from structattn.ops.triton.decode import merge_kernel
+from structattn.ops.triton.plan import FAR, Tiles
+
+MAX_LEVELS = 16
+MAX_QUERIES = 8
+_ALIGNMENT = 16  # slots: at least 16 bytes of every dtype
+# Rows of a tile, being the queries of the heads that share a key and a value, at most: float32 has no tensor cores.
+_MAX_ROWS = {2: 64, 4: 16}
+_MAX_SPLITS = 64
+_PROGRAMS = 512  # programs that fill a GPU
+# Positions per tile and depth of the pipeline, best first.
+_WALKS = ((64, 3), (64, 2), (32, 2), (32, 1), (16, 1))
+
+
+def _padded(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+@lru_cache(maxsize=1024)
+def _tiles(ranks: tuple[int, ...], value_ranks: tuple[int, ...], itemsize: int, rows: int) -> Tiles | None:
+    """The tiles for queries of ``rows`` rows that fit in shared memory; the smallest ones in Triton's interpreter."""
+    if INTERPRETED:
+        return Tiles(own=16, walk=16)
+    key_width, value_width = sum(map(_padded, ranks)), sum(map(_padded, value_ranks))
+    own = min(_MAX_ROWS[itemsize], _padded(rows))
+    while own >= 16:
+        for walk, num_stages in _WALKS:
+            pipeline = num_stages * walk * (key_width + value_width)
+            if itemsize * (pipeline + own * key_width) + 4 * own * walk <= SHARED_MEMORY:
+                num_warps = 8 if itemsize == 4 or own * (key_width + value_width) > 2**13 else 4
+                return Tiles(own=own, walk=walk, num_warps=num_warps, num_stages=num_stages)
+        own //= 2
+    return None
+
+
+def why_not(
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: tuple[int, ...],
+    value_ranks: tuple[int, ...],
+    num_queries: int,
+    capacity: int,
+) -> str | None:
+    """The reason why ``decode`` cannot run a call, as a sentence for the user, or ``None`` when it can.
+
+    Args:
+        device, dtype: of the queries and of the cache.
+        ranks: r_1 ... r_L, which sum to the head dimension.
+        value_ranks: v_1 ... v_L, or (V,) without hierarchical values.
+        num_queries: new tokens per batch row, T.
+        capacity: slots of the largest buffer.
+    """
+    if (reason := why_not_on(device, dtype)) is not None:
+        return reason
+    if num_queries > MAX_QUERIES:
+        return f"the Triton kernel over a cache decodes up to {MAX_QUERIES} tokens at once, not {num_queries}"
+    if len(ranks) > MAX_LEVELS:
+        return f"the Triton kernels have at most {MAX_LEVELS} levels, the layout has {len(ranks)}"
+    if max(sum(ranks), sum(value_ranks)) > MAX_DIM:
+        dims = f"{sum(ranks)} and {sum(value_ranks)}"
+        return f"the Triton kernels need head and value dimensions of at most {MAX_DIM}, got {dims}"
+    if _tiles(ranks, value_ranks, dtype.itemsize, 1) is None:
+        return f"the Triton kernels have no room for the many narrow levels {'|'.join(map(str, ranks))}"
+    if capacity >= FAR // 2:
+        return f"the Triton kernels need lengths below {FAR // 2}"
+    return None
+
+
+def decode(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    starts: Tensor,
+    counts: Tensor,
+    rings: Sequence[bool],
+    factors: tuple[tuple[float, ...], tuple[float, ...]],
+    *,
+    multiples: Sequence[int] | None = None,
+    max_count: int | None = None,
+    tiles: Tiles | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the newest tokens over a cache that already has them.
+
+        score_h(x) = c_n sum over l <= n of a_l <q_h,l, k_l[x]>,   n = number of levels with x >= start_l
+        out_h,l = sum over x >= start_l of softmax_x(score_h)(x) v_l[x]   (without hierarchical values: over all x)
+
+    for the positions x = start_1 ... p of a batch row, p being that of its newest token. Arguments are taken as checked.
+
+    Args:
+        q: queries, (B, H, T, D), T at most 8, rotated already; float32, float16 or bfloat16; query t stands at p - (T - 1)
+            + t and sees no later position. With T > 1 all must lie in one block of every level, and see the same first
+            position (no window).
+        keys: per level (B, G, r_l, C_l), in q's dtype, with any strides but the last, which is 1. G divides H.
+        values: per level (B, Gv, v_l, C_l), or the whole value alone, (B, Gv, V, C_1); likewise. Gv divides H.
+        starts: first position per level and row, (L, B) int32 or int64 on the device, not falling with the level.
+        counts: positions from there to p, likewise; 0 at level 1 for a row without any. Position x is in slot x - start.
+        rings: per level, whether position x is in slot x mod C_l instead.
+        factors: (a_1 ... a_L) and (c_1 ... c_L), see ``LevelLayout.score_factors``.
+        multiples: per level a number that divides its starts in all rows, 0 where they are 0: the block sizes, without a
+            window. Multiples of 16 make loads wide. A wrong one reads wrong addresses. Default: nothing is known.
+        max_count: an upper bound of the counts, by which positions are split among programs; default C_1.
+        tiles: rows and positions per tile; default by the ranks and the dtype.
+        num_splits: into how many chunks positions are split; default by ``max_count``.
+
+    Returns:
+        out (B, H, T, V) in q's dtype and lse (B, H, T) float32, base e. A query that sees no position has 0 and -inf.
+
+    Cost: the bytes of the cache, read once: per row itemsize * (sum over l of G r_l count_l + Gv V count_1), hierarchical
+    Gv v_l count_l per level, instead of itemsize * (G D + Gv V) count_1. Where G and Gv differ, a program has the heads that
+    share both, and what its neighbours have read it reads from the L2 cache; so with more than 64 queries per key head
+    (float32: 16). Splits write and read 4 (V + 1) bytes per query each. Sums are float32, but 16-bit values meet weights
+    rounded to 16 bits. The host never waits for the device.
+
+    Source: Dao et al. 2023 (flash-decoding: splits merged by their log-sum-exps); Kuang et al. 2025, section 5 (levels).
+    """
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    batch, num_heads, num_queries, _ = q.shape
+    ranks, value_ranks = tuple(k.shape[2] for k in keys), tuple(v.shape[2] for v in values)
+    value_dim = sum(value_ranks)
+    heads_per_key, heads_per_value = num_heads // keys[0].shape[1], num_heads // values[0].shape[1]
+    unit = math.gcd(heads_per_key, heads_per_value)
+    num_units = num_heads // unit
+    tiles = tiles or _tiles(ranks, value_ranks, q.itemsize, unit * num_queries)
+    if tiles is None:
+        raise AssertionError("no tiles fit this call: why_not says so")
+    num_tiles = math.ceil(unit * num_queries / tiles.own)
+    programs = batch * num_units * num_tiles
+    capacities = tuple(k.shape[3] for k in keys)
+    walks = math.ceil((max_count or capacities[0]) / tiles.walk)
+    if num_splits is None:
+        num_splits = max(1, min(math.ceil(_PROGRAMS / programs), walks // 2, _MAX_SPLITS))
+    per_level, per_count = factors
+    known = tuple(_ALIGNMENT if multiple % _ALIGNMENT == 0 else 1 for multiple in multiples or (1,) * len(keys))
+    num_rows = batch * num_heads * num_queries
+    out = torch.empty((batch, num_heads, num_queries, value_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, num_heads, num_queries), dtype=torch.float32, device=q.device)
+    partial = torch.empty((num_splits, num_rows, value_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty((num_splits, num_rows), dtype=torch.float32, device=q.device)
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        cached_kernel[(num_splits * programs,)](
+            q, tuple(keys), tuple(values), starts.contiguous(), counts.contiguous(), partial, partial_lse,
+            *q.stride()[:3], tuple(k.stride()[:3] for k in keys), tuple(v.stride()[:3] for v in values), capacities,
+            batch, num_splits, num_rows, num_units, num_tiles, unit, heads_per_key, heads_per_value, num_queries,
+            value_dim,
+            RANKS=ranks, VALUE_RANKS=value_ranks, SCALES=tuple(per_level),
+            FACTORS=tuple(factor / math.log(2) for factor in per_count),
+            ALIGNS=tuple(_ALIGNMENT if slots % _ALIGNMENT == 0 else 1 for slots in capacities), MULTIPLES=known,
+            RINGS=tuple(rings), OWN=tiles.own, WALK=tiles.walk, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+        merge_kernel[(num_rows,)](
+            partial, partial_lse, out, lse, num_splits, num_rows, value_dim,
+            SPLITS=triton.next_power_of_2(num_splits), WIDTH=32,
+        )  # fmt: skip
+    return out, lse

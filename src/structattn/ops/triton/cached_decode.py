@@ -1,0 +1,192 @@
+"""The decoding kernel over a compressed cache, in which level l has only the keys of the block that decoding is in.
+
+Tiles of positions that lie before the second level's block (far) have keys of the first level alone; they take a loop of
+their own without masks. In all other tiles each level loads its own positions, and masked lanes cost no memory traffic.
+"""
+# mypy: ignore-errors
+# ruff: noqa: RUF005, SIM108 - the kernel language has no unpacking, and no conditional expressions of tensors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from structattn.ops.triton.plan import count, item
+
+
+@triton.constexpr_function
+def before(sizes, level):
+    """Where the slice of a level begins."""
+    return sum(sizes[:level])
+
+
+@triton.constexpr_function
+def padded(size):
+    """A power of two of at least 16, the least size of a matrix product on tensor cores."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@triton.jit
+def load_slots(
+    memory, stride, capacity, first, low, high,
+    SIZE: tl.constexpr, WALK: tl.constexpr, ALIGN: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Slots first ... first + WALK - 1 of all SIZE dimensions, (padded, WALK); with MASKED those from low to below high.
+
+    Zero beyond SIZE. The borders are rounded outwards to ALIGN, so that loads stay wide: slots between a border and its
+    rounding hold garbage. A RING has its slots modulo the capacity.
+    """
+    column = tl.arange(0, padded(SIZE))
+    slot = first + tl.arange(0, WALK)
+    place = slot
+    if RING:
+        place = slot % capacity
+    pointers = memory + column.to(tl.int64)[:, None] * stride + place[None, :]
+    if MASKED:
+        inside = (slot >= low // ALIGN * ALIGN) & (slot < (high + ALIGN - 1) // ALIGN * ALIGN)
+        tile = tl.load(pointers, mask=(column < SIZE)[:, None] & inside[None, :], other=0.0)
+    elif padded(SIZE) > SIZE:
+        tile = tl.load(pointers, mask=(column < SIZE)[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def attend(
+    sums, top, total, queries, keys, key_strides, values, value_strides, capacities, starts, bases, last, limit, first,
+    LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr, MASKED: tl.constexpr,
+    RANKS: tl.constexpr, VALUE_RANKS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr,
+    ALIGNS: tl.constexpr, RINGS: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """Adds positions first ... first + WALK - 1 to the running softmax: its sums of values, maximum (base 2), denominator.
+
+    They have the first LEVELS levels of keys and VALUE_LEVELS of values. Without MASKED all rows see all of them.
+    """
+    position = first + tl.arange(0, WALK)
+    factor = tl.full((WALK,), item(FACTORS, 0), tl.float32)
+    for n in tl.static_range(LEVELS):
+        tile = load_slots(
+            keys[n], key_strides[n], capacities[n], first - bases[n], starts[n] - bases[n], last + 1 - bases[n],
+            item(RANKS, n), WALK, item(ALIGNS, n), item(RINGS, n), MASKED,
+        )  # fmt: skip
+        part = tl.dot(queries[n], tile, input_precision="ieee")
+        if item(SCALES, n) != 1.0:
+            part = part * item(SCALES, n)
+        if n == 0:
+            score = part
+        else:
+            shared = position >= starts[n]
+            score += tl.where(shared[None, :], part, 0.0)
+            factor = tl.where(shared, item(FACTORS, n), factor)
+    score = score * factor[None, :]
+    if MASKED:
+        shown = (position >= starts[0])[None, :] & (position[None, :] <= limit[:, None])
+        score = tl.where(shown, score, float("-inf"))
+    highest = tl.maximum(top, tl.max(score, 1))
+    weight = tl.exp2(score - highest[:, None])
+    shrink = tl.exp2(top - highest)
+    total = total * shrink + tl.sum(weight, 1)
+    added = ()
+    for n in tl.static_range(count(VALUE_RANKS)):
+        part = sums[n] * shrink[:, None]
+        if n < VALUE_LEVELS:
+            tile = load_slots(
+                values[n], value_strides[n], capacities[n], first - bases[n], starts[n] - bases[n], last + 1 - bases[n],
+                item(VALUE_RANKS, n), WALK, item(ALIGNS, n), item(RINGS, n), MASKED,
+            )  # fmt: skip
+            if MASKED:  # weight 0 times garbage may be NaN
+                tile = tl.where(((position >= starts[n]) & (position <= last))[None, :], tile, 0.0)
+            part = tl.dot(weight.to(tile.dtype), tl.trans(tile), part, input_precision="ieee")
+        added = added + (part,)
+    return added, highest, total
+
+
+@triton.jit(do_not_specialize=["batch_size", "num_splits", "num_rows"])
+def cached_kernel(
+    q, keys, values, starts, counts, partial, partial_lse,
+    q_batch, q_head, q_row, key_strides, value_strides, capacities,
+    batch_size, num_splits, num_rows, num_units, num_tiles, unit, heads_per_key, heads_per_value, num_queries, value_dim,
+    RANKS: tl.constexpr, VALUE_RANKS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr,
+    ALIGNS: tl.constexpr, MULTIPLES: tl.constexpr, RINGS: tl.constexpr, OWN: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp (base 2) of the queries of one unit of heads over one of ``num_splits`` chunks of positions.
+
+    A unit is ``unit`` heads that share a key and a value head. The rows of a tile are the queries of all its heads.
+    """
+    number = tl.program_id(0) % num_units
+    rest = tl.program_id(0) // num_units
+    tile = rest % num_tiles
+    split = rest // num_tiles % num_splits
+    batch = (rest // num_tiles // num_splits).to(tl.int64)
+    row = tile * OWN + tl.arange(0, OWN)
+    row_valid = row < unit * num_queries
+    query = row % num_queries
+    head = (number * unit + row // num_queries).to(tl.int64)
+    key_head = (number * unit // heads_per_key).to(tl.int64)
+    value_head = (number * unit // heads_per_value).to(tl.int64)
+
+    begins, bases, key_places, key_rows, queries = (), (), (), (), ()
+    for n in tl.static_range(count(RANKS)):
+        begin = tl.load(starts + n * batch_size + batch).to(tl.int32)
+        begin = tl.multiple_of(begin, item(MULTIPLES, n))
+        begins = begins + (begin,)
+        if item(RINGS, n):
+            bases = bases + (begin * 0,)
+        else:
+            bases = bases + (begin,)
+        key_places = key_places + (keys[n] + batch * key_strides[n][0] + key_head * key_strides[n][1],)
+        key_rows = key_rows + (key_strides[n][2],)
+        column = tl.arange(0, padded(item(RANKS, n)))
+        place = q + batch * q_batch + head * q_head + query.to(tl.int64) * q_row + before(RANKS, n)
+        kept = row_valid[:, None] & (column < item(RANKS, n))[None, :]
+        queries = queries + (tl.load(place[:, None] + column[None, :], mask=kept, other=0.0),)
+    value_places, value_rows, sums = (), (), ()
+    for n in tl.static_range(count(VALUE_RANKS)):
+        value_places = value_places + (values[n] + batch * value_strides[n][0] + value_head * value_strides[n][1],)
+        value_rows = value_rows + (value_strides[n][2],)
+        sums = sums + (tl.zeros((OWN, padded(item(VALUE_RANKS, n))), tl.float32),)
+    # Finite, so that a row without a visible position stays free of -inf - -inf.
+    top = tl.full((OWN,), -3.0e38, tl.float32)
+    total = tl.zeros((OWN,), tl.float32)
+
+    last = begins[0] + tl.load(counts + batch).to(tl.int32) - 1
+    limit = last - (num_queries - 1) + query
+    far_stop = last - num_queries + 2  # all queries see the positions before it
+    if count(RANKS) > 1:
+        far_stop = tl.minimum(far_stop, begins[1])
+    # Tiles begin where the slots of the first level are aligned.
+    if item(RINGS, 0):
+        origin = begins[0] // WALK * WALK
+    else:
+        origin = begins[0]
+    num_walks = (last - origin + WALK) // WALK
+    per_split = (num_walks + num_splits - 1) // num_splits
+    low = split * per_split
+    high = tl.minimum(low + per_split, num_walks)
+    far_low = tl.minimum(tl.maximum(low, tl.where(origin < begins[0], 1, 0)), high)
+    far_high = tl.maximum(tl.minimum(high, tl.maximum(far_stop - origin, 0) // WALK), far_low)
+    for walk in range(far_low, far_high):
+        sums, top, total = attend(
+            sums, top, total, queries, key_places, key_rows, value_places, value_rows, capacities, begins, bases,
+            last, limit, origin + walk * WALK, 1, 1, False,
+            RANKS, VALUE_RANKS, SCALES, FACTORS, ALIGNS, RINGS, WALK,
+        )  # fmt: skip
+    passed = far_low - low  # the first tile, where a window cuts it
+    for near in range(0, passed + high - far_high):
+        walk = tl.where(near < passed, low + near, far_high + near - passed)
+        sums, top, total = attend(
+            sums, top, total, queries, key_places, key_rows, value_places, value_rows, capacities, begins, bases,
+            last, limit, origin + walk * WALK, count(RANKS), count(VALUE_RANKS), True,
+            RANKS, VALUE_RANKS, SCALES, FACTORS, ALIGNS, RINGS, WALK,
+        )  # fmt: skip
+
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    line = split.to(tl.int64) * num_rows + (batch * num_units * unit + head) * num_queries + query
+    for n in tl.static_range(count(VALUE_RANKS)):
+        column = tl.arange(0, padded(item(VALUE_RANKS, n)))
+        place = partial + (line * value_dim + before(VALUE_RANKS, n))[:, None] + column[None, :]
+        kept = row_valid[:, None] & (column < item(VALUE_RANKS, n))[None, :]
+        tl.store(place, sums[n] / total[:, None], mask=kept)
+    tl.store(partial_lse + line, tl.where(empty, float("-inf"), top + tl.log2(total)), mask=row_valid)

@@ -1,0 +1,160 @@
+"""The tiles of the Triton kernels: a table by dtype and dimension, and what a GPU's shared memory leaves of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from structattn.layout.levels import LevelLayout
+from structattn.ops.triton.forward import forward_kernel
+from structattn.ops.triton.plan import Plan, Tiles, make_plan
+
+INTERPRETED = not isinstance(forward_kernel, JITFunction)  # TRITON_INTERPRET=1 when the kernels were imported
+MAX_DIM = 256
+SHARED_MEMORY = 99 * 1024  # bytes per block that consumer GPUs have too
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The tiles of each kernel.
+
+    Args:
+        forward: of the forward kernel; its own rows are queries.
+        grad_queries: of the gradient of the queries.
+        grad_keys: of the gradient of keys and values; its own rows are keys.
+        decode: of the decoding kernel; its own rows are queries of the heads that share a key.
+        num_splits: into how many chunks decoding splits the keys; ``None`` chooses.
+        decode_keys: least number of keys for which up to 16 queries take the decoding kernel.
+    """
+
+    forward: Tiles
+    grad_queries: Tiles
+    grad_keys: Tiles
+    decode: Tiles
+    num_splits: int | None = None
+    decode_keys: int = 512
+
+
+# By element size in bytes and the larger of the head and value dimension, up to which the row holds.
+_CONFIGS: tuple[tuple[int, int, Config], ...] = (
+    (
+        2,
+        64,
+        Config(
+            forward=Tiles(own=128, walk=64, num_warps=8, num_stages=3),
+            grad_queries=Tiles(own=64, walk=64, num_warps=4, num_stages=2),
+            grad_keys=Tiles(own=64, walk=32, num_warps=4, num_stages=2),
+            decode=Tiles(own=16, walk=64, num_warps=4, num_stages=3),
+        ),
+    ),
+    (
+        2,
+        128,
+        Config(
+            forward=Tiles(own=128, walk=64, num_warps=8, num_stages=2),
+            grad_queries=Tiles(own=64, walk=32, num_warps=8, num_stages=2),
+            grad_keys=Tiles(own=64, walk=32, num_warps=8, num_stages=2),
+            decode=Tiles(own=16, walk=64, num_warps=4, num_stages=2),
+        ),
+    ),
+    (
+        2,
+        MAX_DIM,
+        Config(
+            forward=Tiles(own=64, walk=32, num_warps=8, num_stages=2),
+            grad_queries=Tiles(own=32, walk=32, num_warps=8, num_stages=1),
+            grad_keys=Tiles(own=32, walk=32, num_warps=8, num_stages=1),
+            decode=Tiles(own=16, walk=32, num_warps=4, num_stages=2),
+        ),
+    ),
+    (
+        4,
+        64,
+        Config(
+            forward=Tiles(own=64, walk=32, num_warps=8, num_stages=2),
+            grad_queries=Tiles(own=32, walk=32, num_warps=4, num_stages=2),
+            grad_keys=Tiles(own=32, walk=32, num_warps=8, num_stages=2),
+            decode=Tiles(own=16, walk=32, num_warps=4, num_stages=2),
+        ),
+    ),
+    (
+        4,
+        128,
+        Config(
+            forward=Tiles(own=32, walk=32, num_warps=8, num_stages=2),
+            grad_queries=Tiles(own=32, walk=32, num_warps=8, num_stages=1),
+            grad_keys=Tiles(own=32, walk=32, num_warps=8, num_stages=1),
+            decode=Tiles(own=16, walk=32, num_warps=4, num_stages=2),
+        ),
+    ),
+    (
+        4,
+        MAX_DIM,
+        Config(
+            forward=Tiles(own=16, walk=16, num_warps=4, num_stages=1),
+            grad_queries=Tiles(own=16, walk=16, num_warps=4, num_stages=1),
+            grad_keys=Tiles(own=16, walk=16, num_warps=4, num_stages=1),
+            decode=Tiles(own=16, walk=16, num_warps=4, num_stages=1),
+        ),
+    ),
+)
+
+
+def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why no kernel can run on a device and in a dtype, as a sentence for the user, or ``None`` when they can."""
+    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+        return f"the Triton kernels need a CUDA device, and the tensors are on {device}"
+    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
+        return "the Triton kernels need an NVIDIA GPU of compute capability 8.0 or higher"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the Triton kernels compute float32, float16 and bfloat16, not {dtype}"
+    if INTERPRETED and dtype == torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 wrongly"
+    return None
+
+
+def shared_memory(plan: Plan, tiles: Tiles, itemsize: int, *, is_gradient: bool) -> int:
+    """Bytes of shared memory per block: own tiles and the buffers of the pipeline, as measured on compiled kernels."""
+    walk = tiles.num_stages * tiles.walk * (plan.key_width + plan.value_width)
+    if is_gradient:
+        return itemsize * (tiles.own * (plan.key_width + plan.value_width) + walk) + 2**14
+    return itemsize * (tiles.own * plan.key_width + walk)
+
+
+def _fitted(tiles: Tiles, layout: LevelLayout, value_dim: int, itemsize: int, *, is_gradient: bool) -> Tiles | None:
+    """The tiles, made smaller until they fit; many narrow levels take more columns than the head dimension has."""
+    while True:
+        plan = make_plan(layout, None, value_dim, tiles)
+        if shared_memory(plan, tiles, itemsize, is_gradient=is_gradient) <= SHARED_MEMORY:
+            return tiles
+        if tiles.num_stages > 1:
+            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+        elif tiles.walk > 16:
+            tiles = replace(tiles, walk=tiles.walk // 2)
+        elif tiles.own > 16:
+            tiles = replace(tiles, own=tiles.own // 2)
+        else:
+            return None
+
+
+@lru_cache(maxsize=1024)
+def default_config(layout: LevelLayout, dtype: torch.dtype, value_dim: int) -> Config | None:
+    """The tiles for a layout and a dtype, or ``None`` where none fit; the smallest ones in Triton's interpreter.
+
+    The interpreter has no use for large tiles, and small ones let it test borders on short sequences.
+    """
+    if INTERPRETED:
+        tiny = Tiles(own=16, walk=16)
+        return Config(forward=tiny, grad_queries=tiny, grad_keys=tiny, decode=tiny)
+    for size, dim, config in _CONFIGS:
+        if size == dtype.itemsize and max(layout.head_dim, value_dim) <= dim:
+            fitted = {
+                name: _fitted(getattr(config, name), layout, value_dim, size, is_gradient=name.startswith("grad"))
+                for name in ("forward", "grad_queries", "grad_keys", "decode")
+            }
+            found = {name: tiles for name, tiles in fitted.items() if tiles is not None}
+            return replace(config, **found) if len(found) == len(fitted) else None  # type: ignore[arg-type]
+    return None

@@ -1,0 +1,195 @@
+"""The forward kernel: structured attention of one tile of queries, without score matrices in memory."""
+# mypy: ignore-errors
+# ruff: noqa: RUF005, SIM102 - the kernel language has no unpacking and no lazy `and`
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from structattn.ops.triton.plan import (
+    coarse_of,
+    count,
+    ends_of,
+    factors_of,
+    group_of,
+    has_fine,
+    is_sliced,
+    item,
+    key_pieces_of,
+    num_coarse_pieces,
+    num_groups_of,
+    scales_of,
+    value_ends_of,
+    value_pieces_of,
+)
+from structattn.ops.triton.primitives import (
+    add_fine,
+    add_weighted,
+    after,
+    before,
+    clear_from,
+    fine_factor,
+    load_own,
+    load_pieces,
+    middle,
+    own_tile,
+    pick,
+    product_of,
+    reach,
+    store_pieces,
+    visible_pairs,
+    zero_pieces,
+)
+
+
+@triton.jit
+def scale_pieces(pieces, factor):
+    scaled = ()
+    for p in tl.static_range(len(pieces)):
+        scaled = scaled + (pieces[p] * factor[:, None],)
+    return scaled
+
+
+@triton.jit
+def attend(
+    sums, top, total, query, position, key, value, key_stride, value_stride, start, stop, factor, window,
+    PLAN: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr, WALK: tl.constexpr,
+    MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
+    """Adds keys start ... stop to the running softmax: its sums of values, its maximum (base 2) and its denominator.
+
+    ``key`` and ``value`` point at position 0. ``factor`` is c_n log2(e) of the coarse levels that these keys share.
+    """
+    KEY_PIECES: tl.constexpr = key_pieces_of(PLAN)
+    VALUE_PIECES: tl.constexpr = value_pieces_of(PLAN)
+    lanes = tl.arange(0, WALK)
+    for tile in range(start, stop, WALK):
+        place = tile + lanes
+        valid = place < stop
+        row = place.to(tl.int64)
+        keys = load_pieces(key, row * key_stride, valid, KEY_PIECES, NUM_KEY, MASKED)
+        if FINE:
+            score = product_of(query, keys, num_coarse_pieces(KEY_PIECES))
+            score = add_fine(score, query, keys, position, place, KEY_PIECES, PLAN)
+            score = score * fine_factor(factor, position, place, PLAN)
+        else:
+            score = product_of(query, keys, NUM_KEY) * factor
+        if MASKED:
+            shown = visible_pairs(position, place, stop, window, False, IS_CAUSAL, HAS_WINDOW)
+            score = tl.where(shown, score, float("-inf"))
+        highest = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - highest[:, None])
+        shrink = tl.exp2(top - highest)
+        top = highest
+        total = total * shrink + tl.sum(weight, 1)
+        values = load_pieces(value, row * value_stride, valid, VALUE_PIECES, NUM_VALUE, MASKED)
+        sums = scale_pieces(sums, shrink)
+        sums = add_weighted(
+            sums, weight.to(values[0].dtype), values, position, place, VALUE_PIECES, NUM_VALUE, FINE, PLAN
+        )
+    return sums, top, total
+
+
+@triton.jit
+def walk_keys(
+    query, query_offset, row_valid, position, first, last, low, high, key, value, key_stride, value_stride, window,
+    PLAN: tl.constexpr, OWN: tl.constexpr, WALK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    ALIGNED: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    """The softmax of a tile of queries at positions first ... last over the keys low ... high, level by level.
+
+    Without AFTER no key that shares only coarse levels stands behind the queries.
+    """
+    KEY_PIECES: tl.constexpr = key_pieces_of(PLAN)
+    VALUE_PIECES: tl.constexpr = value_pieces_of(PLAN)
+    FINE: tl.constexpr = has_fine(PLAN)
+    MASKED: tl.constexpr = HAS_WINDOW or not ALIGNED
+    sums = zero_pieces(OWN, VALUE_PIECES)
+    # Finite, so that a row without a visible key stays free of -inf - -inf.
+    top = tl.full((OWN,), -3.0e38, tl.float32)
+    total = tl.zeros((OWN,), tl.float32)
+    middle_low, middle_high = middle(first, last, PLAN, ALIGNED, WALK)
+    for group in tl.static_range(num_groups_of(PLAN)):
+        for level in range(group_of(PLAN, group, 0), group_of(PLAN, group, 1) + 1):
+            start, stop = before(level, first, middle_low, low, high, PLAN)
+            extent = stop - start
+            if AFTER:
+                start_after, stop_after = after(level, first, middle_high, low, high, PLAN)
+                extent = tl.maximum(extent, stop_after - start_after)
+            own = load_own(
+                query,
+                query_offset,
+                row_valid & (position * 0 < extent),
+                pick(ends_of(PLAN), level),
+                KEY_PIECES,
+                group_of(PLAN, group, 2),
+                scales_of(PLAN),
+            )
+            factor = pick(factors_of(PLAN), level)
+            sums, top, total = attend(
+                sums, top, total, own, position, key, value, key_stride, value_stride, start, stop, factor, window,
+                PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, MASKED, False, HAS_WINDOW, False,
+            )  # fmt: skip
+            if AFTER:
+                sums, top, total = attend(
+                    sums, top, total, own, position, key, value, key_stride, value_stride, start_after, stop_after,
+                    factor, window,
+                    PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, True, False, HAS_WINDOW, False,
+                )  # fmt: skip
+            if is_sliced(PLAN):
+                sums = clear_from(sums, pick(value_ends_of(PLAN), level), VALUE_PIECES)
+    LAST: tl.constexpr = coarse_of(PLAN) - 1
+    own = load_own(
+        query, query_offset, row_valid, item(ends_of(PLAN), LAST), KEY_PIECES, count(KEY_PIECES), scales_of(PLAN)
+    )
+    start = tl.maximum(middle_low, low)
+    stop = tl.minimum(middle_high, high)
+    return attend(
+        sums, top, total, own, position, key, value, key_stride, value_stride, start, stop,
+        item(factors_of(PLAN), LAST), window,
+        PLAN, count(KEY_PIECES), count(VALUE_PIECES), WALK, True, IS_CAUSAL, HAS_WINDOW, FINE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "first_block", "num_tiles", "window", "num_sequences"])
+def forward_kernel(
+    q, k, v, out, lse, cu_seqlens, tile_map,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
+    num_queries, num_keys, first_block, num_tiles, window, num_sequences, num_heads, heads_per_group,
+    PLAN: tl.constexpr, OWN: tl.constexpr, WALK: tl.constexpr, ANCHOR: tl.constexpr, PER_ANCHOR: tl.constexpr,
+    ALIGNED: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of one tile of queries of one head."""
+    tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # with a causal mask the last tiles are the longest
+    batch = (tl.program_id(0) // num_tiles // num_heads).to(tl.int64)
+    head = (tl.program_id(0) // num_tiles % num_heads).to(tl.int64)
+    if PACKED:
+        if tl.load(tile_map + tile) >= num_sequences:
+            return
+    first, end, offset, length, first_query = own_tile(
+        tile, first_block, num_queries, num_keys, cu_seqlens, tile_map, num_tiles, OWN, ANCHOR, PER_ANCHOR, PACKED
+    )
+    if end <= tl.maximum(first, first_query):
+        return
+    position = first + tl.arange(0, OWN)
+    row_valid = (position < end) & (position >= first_query)
+    row = (offset - first_query + position).to(tl.int64)
+    low, high = reach(
+        tl.maximum(first, first_query), end - 1, length * 0, length, window, False, IS_CAUSAL, HAS_WINDOW, ALIGNED, WALK
+    )
+    group = head // heads_per_group
+    key = k + batch * k_batch + group * k_head + offset.to(tl.int64) * k_row
+    value = v + batch * v_batch + group * v_head + offset.to(tl.int64) * v_row
+    sums, top, total = walk_keys(
+        q + batch * q_batch + head * q_head, row * q_row, row_valid, position, first, end - 1, low, high,
+        key, value, k_row, v_row, window, PLAN, OWN, WALK, IS_CAUSAL, HAS_WINDOW, ALIGNED, not IS_CAUSAL,
+    )  # fmt: skip
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    store_pieces(
+        out + batch * out_batch + head * out_head, row * out_row, row_valid, scale_pieces(sums, 1.0 / total),
+        value_pieces_of(PLAN),
+    )  # fmt: skip
+    log_sum = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
+    tl.store(lse + (batch * num_heads + head) * num_queries + row, log_sum, mask=row_valid)

@@ -1,0 +1,267 @@
+"""Tiles of positions and dimensions inside the Triton kernels: loads, ranges of levels, products, masks.
+
+A *piece* holds some columns of a tile; tiles are tuples of pieces. See ``triton_plan`` for the plan and its terms.
+"""
+# mypy: ignore-errors
+# ruff: noqa: RUF005, SIM108 - the kernel language has no unpacking, and no conditional expressions of tensors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from structattn.ops.triton.plan import (
+    coarse_of,
+    count,
+    dim_of,
+    factors_of,
+    has_fine,
+    item,
+    level_of,
+    num_coarse_pieces,
+    overhangs,
+    scale_end,
+    scale_value,
+    sizes_of,
+    start_of,
+    stop_of,
+    width_of,
+)
+
+
+@triton.jit
+def pick(VALUES: tl.constexpr, index):
+    """VALUES[index] for an index known at run time."""
+    value = tl.where(index == 0, item(VALUES, 0), item(VALUES, 0))
+    for n in tl.static_range(1, count(VALUES)):
+        value = tl.where(index == n, item(VALUES, n), value)
+    return value
+
+
+@triton.jit
+def block_start(position, size):
+    """The first position of the block; division rounds down for negative positions too."""
+    return tl.where(position < 0, -1 - (-1 - position) // size, position // size) * size
+
+
+@triton.jit
+def same_block(own, walk, size):
+    return block_start(own, size)[:, None] == block_start(walk, size)[None, :]
+
+
+@triton.jit
+def own_tile(
+    tile, first_block, num_queries, num_keys, cu_seqlens, tile_map, num_tiles,
+    OWN: tl.constexpr, ANCHOR: tl.constexpr, PER_ANCHOR: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Where a tile lies: its grid position, the end of its rows, its sequence's offset in the arrays, and its length."""
+    if PACKED:
+        sequence = tl.load(tile_map + tile)
+        number = tl.load(tile_map + num_tiles + tile)
+        offset = tl.load(cu_seqlens + sequence).to(tl.int32)
+        length = tl.load(cu_seqlens + sequence + 1).to(tl.int32) - offset
+        first_query = offset * 0
+    else:
+        number = tile
+        length = num_keys
+        offset = num_keys * 0
+        first_query = num_keys - num_queries
+    block = first_block + number // PER_ANCHOR
+    first = block * ANCHOR + (number % PER_ANCHOR) * OWN
+    stop = tl.minimum(tl.minimum(first + OWN, (block + 1) * ANCHOR), length)
+    return first, stop, offset, length, first_query
+
+
+@triton.jit
+def reach(
+    first, last, walk_first, walk_stop, window,
+    OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, ALIGNED: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """The range of walked positions that rows first ... last can see (or be seen by)."""
+    low = walk_first
+    high = walk_stop
+    if IS_CAUSAL:
+        if OWN_IS_KEY:
+            low = tl.maximum(low, first)
+        else:
+            high = tl.minimum(high, last + 1)
+    if HAS_WINDOW:
+        if not (IS_CAUSAL and OWN_IS_KEY):
+            low = tl.maximum(low, first - window + 1)
+        if OWN_IS_KEY or not IS_CAUSAL:
+            high = tl.minimum(high, last + window)
+    if ALIGNED:
+        low = block_start(low, WALK)
+    return low, high
+
+
+@triton.jit
+def middle(first, last, PLAN: tl.constexpr, ALIGNED: tl.constexpr, WALK: tl.constexpr):
+    """The range around the own tile in which pairs are masked one by one."""
+    if has_fine(PLAN):
+        SIZE: tl.constexpr = item(sizes_of(PLAN), coarse_of(PLAN))
+        low = block_start(first, SIZE)
+        high = block_start(last, SIZE) + SIZE
+    else:
+        low = first
+        high = last + 1
+    if ALIGNED:
+        low = block_start(low, WALK)
+        high = block_start(high + WALK - 1, WALK)
+    return low, high
+
+
+@triton.jit
+def before(level, first, middle_low, low, high, PLAN: tl.constexpr):
+    """The positions before the middle that share exactly the coarse levels up to ``level`` with the own tile."""
+    SIZES: tl.constexpr = sizes_of(PLAN)
+    far = tl.where(level == 0, low, block_start(first, pick(SIZES, level)))
+    near = tl.where(level == coarse_of(PLAN) - 1, middle_low, block_start(first, pick(SIZES, level + 1)))
+    return tl.maximum(far, low), tl.minimum(near, high)
+
+
+@triton.jit
+def after(level, first, middle_high, low, high, PLAN: tl.constexpr):
+    """The positions after the middle that share exactly the coarse levels up to ``level`` with the own tile."""
+    SIZES: tl.constexpr = sizes_of(PLAN)
+    size = pick(SIZES, level)
+    inner = pick(SIZES, level + 1)
+    near = tl.where(level == coarse_of(PLAN) - 1, middle_high, block_start(first, inner) + inner)
+    far = tl.where(level == 0, high, block_start(first, size) + size)
+    return tl.maximum(near, low), tl.minimum(far, high)
+
+
+@triton.jit
+def load_pieces(pointer, offsets, valid, PIECES: tl.constexpr, NUM: tl.constexpr, MASKED: tl.constexpr):
+    """The first NUM pieces of rows at element ``offsets``; zero where not ``valid`` and beyond the dimension."""
+    pieces = ()
+    for p in tl.static_range(NUM):
+        column = start_of(PIECES, p) + tl.arange(0, width_of(PIECES, p))
+        place = pointer + offsets[:, None] + column[None, :]
+        if overhangs(PIECES, p):
+            inside = (column < dim_of(PIECES, p))[None, :]
+            if MASKED:
+                inside = inside & valid[:, None]
+            pieces = pieces + (tl.load(place, mask=inside, other=0.0),)
+        elif MASKED:
+            pieces = pieces + (tl.load(place, mask=valid[:, None], other=0.0),)
+        else:
+            pieces = pieces + (tl.load(place),)
+    return pieces
+
+
+@triton.jit
+def column_scale(column, SCALES: tl.constexpr):
+    """The factor a_l of each column of queries and keys."""
+    scale = tl.zeros_like(column).to(tl.float32)
+    for n in tl.static_range(count(SCALES)):
+        scale = tl.where(column < scale_end(SCALES, n), scale_value(SCALES, n), scale)
+    return scale
+
+
+@triton.jit
+def load_own(
+    pointer, offsets, valid, limit,
+    PIECES: tl.constexpr, NUM: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Pieces of the own tile, zero from ``limit`` on (fine pieces: from their level's end on), times a_l."""
+    loaded = load_pieces(pointer, offsets, valid, PIECES, NUM, True)
+    pieces = ()
+    for p in tl.static_range(NUM):
+        column = start_of(PIECES, p) + tl.arange(0, width_of(PIECES, p))
+        if level_of(PIECES, p) == 0:
+            kept = column < limit
+        else:
+            kept = column < stop_of(PIECES, p)
+        piece = tl.where(kept[None, :], loaded[p], 0.0)
+        if count(SCALES) > 0:
+            piece = piece * column_scale(column, SCALES)[None, :]
+        pieces = pieces + (piece.to(loaded[p].dtype),)
+    return pieces
+
+
+@triton.jit
+def zero_pieces(ROWS: tl.constexpr, PIECES: tl.constexpr):
+    pieces = ()
+    for p in tl.static_range(count(PIECES)):
+        pieces = pieces + (tl.zeros((ROWS, width_of(PIECES, p)), tl.float32),)
+    return pieces
+
+
+@triton.jit
+def clear_from(pieces, limit, PIECES: tl.constexpr):
+    """Accumulators with zeros from column ``limit`` on."""
+    cleared = ()
+    for p in tl.static_range(count(PIECES)):
+        column = start_of(PIECES, p) + tl.arange(0, width_of(PIECES, p))
+        cleared = cleared + (tl.where((column < limit)[None, :], pieces[p], 0.0),)
+    return cleared
+
+
+@triton.jit
+def store_pieces(pointer, offsets, valid, pieces, PIECES: tl.constexpr):
+    for p in tl.static_range(count(PIECES)):
+        column = start_of(PIECES, p) + tl.arange(0, width_of(PIECES, p))
+        kept = valid[:, None] & (column < stop_of(PIECES, p))[None, :]
+        place = pointer + offsets[:, None] + column[None, :]
+        tl.store(place, pieces[p].to(pointer.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def product_of(own, walk, NUM: tl.constexpr):
+    """Products of own rows with walked rows over the first NUM pieces, float32."""
+    total = tl.dot(own[0], tl.trans(walk[0]), input_precision="ieee")
+    for p in tl.static_range(1, NUM):
+        total = tl.dot(own[p], tl.trans(walk[p]), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def add_fine(total, own, walk, own_position, walk_position, PIECES: tl.constexpr, PLAN: tl.constexpr):
+    """Adds the products over fine pieces, each for the pairs in one block of its level."""
+    for p in tl.static_range(num_coarse_pieces(PIECES), count(PIECES)):
+        same = same_block(own_position, walk_position, item(sizes_of(PLAN), level_of(PIECES, p)))
+        total += tl.where(same, tl.dot(own[p], tl.trans(walk[p]), input_precision="ieee"), 0.0)
+    return total
+
+
+@triton.jit
+def fine_factor(factor, own_position, walk_position, PLAN: tl.constexpr):
+    """c_n log2(e) of each pair in the middle."""
+    for n in tl.static_range(coarse_of(PLAN), count(sizes_of(PLAN))):
+        same = same_block(own_position, walk_position, item(sizes_of(PLAN), n))
+        factor = tl.where(same, item(factors_of(PLAN), n), factor)
+    return factor
+
+
+@triton.jit
+def add_weighted(total, weight, walk, own_position, walk_position, PIECES: tl.constexpr, NUM: tl.constexpr, FINE: tl.constexpr, PLAN: tl.constexpr):  # fmt: skip
+    """Adds weight @ walk to the first NUM pieces, and with FINE to all: fine pieces by pairs in one block of their level."""
+    added = ()
+    for p in tl.static_range(count(PIECES)):
+        if level_of(PIECES, p) > 0 and FINE:
+            same = same_block(own_position, walk_position, item(sizes_of(PLAN), level_of(PIECES, p)))
+            near = tl.where(same, weight, 0.0).to(weight.dtype)
+            added = added + (tl.dot(near, walk[p], total[p], input_precision="ieee"),)
+        elif p < NUM and level_of(PIECES, p) == 0:
+            added = added + (tl.dot(weight, walk[p], total[p], input_precision="ieee"),)
+        else:
+            added = added + (total[p],)
+    return added
+
+
+@triton.jit
+def visible_pairs(own, walk, stop, window, OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """The pairs that may attend, among walked positions below ``stop``."""
+    shown = (walk < stop)[None, :]
+    if OWN_IS_KEY:
+        distance = walk[None, :] - own[:, None]
+    else:
+        distance = own[:, None] - walk[None, :]
+    if IS_CAUSAL:
+        shown = shown & (distance >= 0)
+    if HAS_WINDOW:
+        shown = shown & (distance < window)
+        if not IS_CAUSAL:
+            shown = shown & (distance > -window)
+    return shown

@@ -1,0 +1,1 @@
+"""Parameter roles and what follows from them: initial scales and learning rates."""

@@ -1,0 +1,1 @@
+"""Scaling laws, coordinate checks and matrix fits."""

@@ -1,0 +1,358 @@
+"""Does muP hold here? Sizes inside the model against width after a few steps, and the best learning rate against width."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from structattn.errors import CheckpointError, ConfigError
+from structattn.files import write_atomic
+from structattn.progress import progress_bar
+from structattn.studies.analysis.coordinate_models import (
+    QUANTITIES,
+    Bench,
+    Growing,
+    Parametrization,
+    Probe,
+    optimizer_for,
+    train_step,
+)
+from structattn.studies.environment import hardware, versions
+from structattn.studies.folders import Owner, opened
+from structattn.studies.recipe import MOST_RUNS
+
+STRUCTURES = (
+    "standard",
+    "bilinear-btt:1",
+    "bilinear-btt:2",
+    "bilinear-mlr:4|2|1|1",
+    "mlr:4|2|1|1",
+    "bilinear-kronecker",
+)
+Tick = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig:
+    """Settings of both checks.
+
+    Args:
+        structures: attention specs; ranks are read as proportions (see ``Growing``).
+        widths: of the coordinate check.
+        record_steps: after which training steps sizes are measured; the last one ends the training.
+        learning_rate: of the coordinate check, that of matrices with ``base_width`` inputs.
+        base_width: the fan-in at which muP and the standard parametrisation use the same rate for matrices.
+        seeds: draws of the initial weights at the largest width; data are the same for all. Smaller models differ more between draws
+            and cost less: ``draws`` says how many they get.
+        transfer_widths: of the transfer check; empty to leave it out.
+        transfer_rates: learning rates tried, at ``base_width``.
+        transfer_steps: training steps of one run of it.
+        transfer_seeds: draws of the initial weights, whose losses are averaged.
+        transfer_structures: those of the structures that it is made for.
+        bench: model and data.
+
+    Raises:
+        ConfigError: fewer than two widths, an unknown structure, or one that does not exist at a width.
+    """
+
+    structures: tuple[str, ...] = STRUCTURES
+    widths: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
+    record_steps: tuple[int, ...] = (1, 2, 4, 8)
+    learning_rate: float = 0.001
+    base_width: int = 64
+    seeds: int = 4
+    transfer_widths: tuple[int, ...] = (32, 64, 128, 256)
+    transfer_rates: tuple[float, ...] = tuple(2.0**-k for k in range(11, 3, -1))
+    transfer_steps: int = 40
+    transfer_seeds: int = 2
+    transfer_structures: tuple[str, ...] = ("standard", "bilinear-btt:1", "mlr:4|2|1|1")
+    bench: Bench = field(default_factory=Bench)
+
+    def __post_init__(self) -> None:
+        for name in ("widths", "transfer_widths", "record_steps", "transfer_rates"):
+            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
+        for name in ("widths", "transfer_widths"):
+            found = getattr(self, name)
+            if len(found) == 1 or not (found or name == "transfer_widths"):
+                raise ConfigError(f"{name}: a check compares at least two different widths, got {list(found)}")
+        if not self.structures or len(set(self.structures)) != len(self.structures):
+            raise ConfigError(f"give at least one structure, and each once; got {', '.join(self.structures) or 'none'}")
+        steps = list(self.record_steps)
+        if not steps or steps[0] < 1 or steps != sorted(set(steps)):
+            raise ConfigError(f"sizes are measured after steps 1, 2, ..., each once and in order, got {steps}")
+        for name in ("seeds", "base_width", "transfer_steps", "transfer_seeds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("seeds", "transfer_seeds"):
+            if getattr(self, name) > MOST_RUNS:
+                raise ConfigError(f"{name} must be at most {MOST_RUNS:,}, got {getattr(self, name):,}")
+        if not all(0 < rate < math.inf for rate in (self.learning_rate, *self.transfer_rates)):
+            raise ConfigError(
+                f"learning rates are positive numbers, got {self.learning_rate:g} and {list(self.transfer_rates)}"
+            )
+        if self.transfer_widths and len(self.transfer_rates) < 2:
+            raise ConfigError("the transfer check compares at least two learning rates")
+        for text in self.structures:
+            structure = Growing.parse(text)
+            for width in {*self.widths, *self.transfer_widths}:
+                self.bench.empty(structure, width, "mup")
+
+    def draws(self, width: int) -> int:
+        """Draws of the initial weights at a width: ``seeds`` times the ratio of the largest width to it, at most 8 times as many."""
+        return self.seeds * max(1, min(8, self.widths[-1] // width))
+
+    @property
+    def transferred(self) -> tuple[str, ...]:
+        """The structures that the transfer check is made for."""
+        return tuple(text for text in self.structures if self.transfer_widths and text in self.transfer_structures)
+
+
+QUICK = CheckConfig(
+    structures=("standard", "bilinear-btt:1"),
+    widths=(64, 128, 256),
+    transfer_widths=(32, 64, 128),
+    transfer_rates=tuple(2.0**-k for k in range(10, 3, -1)),
+    transfer_steps=24,
+    transfer_seeds=1,
+    transfer_structures=("standard",),
+)
+
+
+def log_slope(widths: Sequence[int], sizes: Sequence[float]) -> float | None:
+    """The least-squares slope of log size against log width; ``None`` where a size is zero or no number."""
+    if not all(0 < size < math.inf for size in sizes):
+        return None
+    return statistics.linear_regression([math.log(w) for w in widths], [math.log(s) for s in sizes]).slope
+
+
+def large_end(widths: Sequence[int]) -> int:
+    """How many of the widths, the largest ones, a slope is fitted to: half of them, but at least three."""
+    return min(len(widths), max(3, math.ceil(len(widths) / 2)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The geometric mean; zero if one is, and infinite if one is no number."""
+    if not all(math.isfinite(value) for value in values):
+        return math.inf
+    return statistics.geometric_mean(values) if all(values) else 0.0
+
+
+def coordinate_check(
+    structure: str, parametrization: Parametrization, config: CheckConfig, tick: Tick | None = None
+) -> dict[str, Any]:
+    """Trains at every width for a few steps on one batch and measures the sizes inside (see ``mup_models.QUANTITIES``).
+
+    Args:
+        structure: an attention spec; ranks are read as proportions.
+        parametrization: ``"mup"`` or ``"standard"``.
+        config: the other settings.
+        tick: called with the width after every run.
+
+    Returns:
+        ``widths``, ``specs`` (one per width), ``sizes[quantity][step]`` (geometric mean over seeds, one per width; ``None`` where
+        training diverged), ``slopes[quantity][step]`` of log size against log width at the large end (``None`` before anything
+        has moved), ``by_seed`` likewise with one list per width, and ``largest``: the slope furthest from 0, and where (``None`` if
+        training diverged everywhere).
+
+    Cost: the last record step times draws training steps at every width.
+    """
+    grown, bench = Growing.parse(structure), config.bench
+    batch, held_out = bench.prompts("coordinates"), bench.prompts("held out")
+    steps = (0, *config.record_steps)
+    found: dict[str, dict[int, list[list[float]]]] = {}
+    for width in config.widths:
+        for seed in range(config.draws(width)):
+            model = bench.build(grown, width, parametrization, seed)
+            optimizer = optimizer_for(model, parametrization, config.learning_rate, config.base_width)
+            probe = Probe(model, held_out)
+            for step in range(steps[-1] + 1):
+                if step:
+                    train_step(model, optimizer, batch)
+                if step in steps:
+                    for name, size in probe.sizes().items():
+                        runs = found.setdefault(name, {}).setdefault(step, [])
+                        if seed == 0:
+                            runs.append([])
+                        runs[-1].append(size)
+            if tick is not None:
+                tick(width)
+    last = large_end(config.widths)
+    means = {name: {step: [_mean(v) for v in runs] for step, runs in steps.items()} for name, steps in found.items()}
+    slopes = {
+        name: {step: log_slope(config.widths[-last:], sizes[-last:]) for step, sizes in by_step.items()}
+        for name, by_step in means.items()
+    }
+    candidates = [
+        (abs(slope), slope, name, step)
+        for name in QUANTITIES
+        for step, slope in slopes[name].items()
+        if step and slope is not None
+    ]
+    largest = dict(zip(("slope", "quantity", "step"), max(candidates)[1:], strict=True)) if candidates else None
+    return {
+        "structure": structure,
+        "parametrization": parametrization,
+        "widths": list(config.widths),
+        "specs": [str(grown.at(width, bench.num_heads)) for width in config.widths],
+        "slope_widths": list(config.widths[-last:]),
+        "sizes": _plain(means),
+        "by_seed": _plain(found),
+        "slopes": _plain(slopes),
+        "largest": largest,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Numbers as JSON can hold them: keys as text, and ``None`` for what is infinite or no number."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def transfer_check(
+    structure: str, parametrization: Parametrization, config: CheckConfig, tick: Tick | None = None
+) -> dict[str, Any]:
+    """Trains at every width with every learning rate on the same two batches in turn, so that a few steps are enough to learn.
+
+    Args:
+        structure, parametrization, config, tick: see ``coordinate_check``.
+
+    Returns:
+        ``widths``, ``rates``, ``losses`` (per width and rate, mean of the last fifth of the steps; ``None`` where it diverged),
+        ``best_rates`` (``None`` where all diverged) and ``spread``: log2 of the largest best rate over the smallest.
+
+    Cost: ``transfer_steps`` times widths, rates and seeds training steps.
+    """
+    grown, bench = Growing.parse(structure), config.bench
+    batches = [bench.prompts("transfer", index) for index in range(2)]
+    tail = max(1, config.transfer_steps // 5)
+    losses: list[list[float]] = []
+    for width in config.transfer_widths:
+        losses.append([])
+        for rate in config.transfer_rates:
+            scores = []
+            for seed in range(config.transfer_seeds):
+                model = bench.build(grown, width, parametrization, seed)
+                optimizer = optimizer_for(model, parametrization, rate, config.base_width)
+                history: list[float] = []
+                for step in range(config.transfer_steps):
+                    history.append(train_step(model, optimizer, batches[step % len(batches)]))
+                    if not math.isfinite(history[-1]):
+                        break
+                scores.append(statistics.fmean(history[-tail:]))
+                if tick is not None:
+                    tick(width)
+            losses[-1].append(statistics.fmean(scores))
+    best: list[float | None] = []
+    for row in losses:
+        finite = [(loss, rate) for loss, rate in zip(row, config.transfer_rates, strict=True) if math.isfinite(loss)]
+        best.append(min(finite)[1] if finite else None)
+    known = [rate for rate in best if rate is not None]
+    return {
+        "structure": structure,
+        "parametrization": parametrization,
+        "widths": list(config.transfer_widths),
+        "rates": list(config.transfer_rates),
+        "losses": _plain(losses),
+        "best_rates": best,
+        "spread": math.log2(max(known) / min(known)) if known else None,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What a run wrote: the contents of ``results.json``, the folder, the report."""
+
+    results: dict[str, Any]
+    folder: Path
+    report: Path
+
+
+def mup_check(
+    config: CheckConfig,
+    out: Path | None = None,
+    *,
+    command: str = "",
+    show_progress: bool = True,
+    on_open: Callable[[Path], None] | None = None,
+) -> Check:
+    """Both checks for every structure under muP and the standard parametrisation; writes ``results.json``, figures, a report.
+
+    Args:
+        config: settings.
+        out: output folder, created. Default: a new one below ``runs/``.
+        command: the command line, for the record.
+        show_progress: one progress bar.
+        on_open: is told the output folder before anything is trained.
+
+    Raises:
+        ConfigError: an unusable folder.
+    """
+    from structattn.studies.report.figures import draw_mup  # matplotlib is optional
+    from structattn.studies.report.mup import write_mup_report
+
+    settings = dataclasses.asdict(config)
+    with opened(out, Owner(command="mup check", task="", settings=settings), resume=None, on_open=on_open) as folder:
+        results = _results(config, show_progress) | {"command": command}
+        try:
+            write_atomic(folder / "results.json", json.dumps(results, indent=1))
+            figures = draw_mup(results, folder / "figures")
+            report = write_mup_report(results, figures, folder / "report.html")
+        except OSError as error:
+            raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
+    return Check(results=results, folder=folder, report=report)
+
+
+def _results(config: CheckConfig, show_progress: bool) -> dict[str, Any]:
+    """Makes the checks; what ``results.json`` holds of them."""
+    started = time.perf_counter()
+    kinds: tuple[Parametrization, ...] = get_args(Parametrization)
+    chosen = config.transferred
+    # A training step costs about the square of its width and some overhead: in those units the bar moves evenly.
+    coordinate_runs = [(w, config.record_steps[-1]) for w in config.widths for _ in range(config.draws(w))]
+    repeats = len(config.transfer_rates) * config.transfer_seeds
+    transfer_runs = [(w, config.transfer_steps) for w in config.transfer_widths for _ in range(repeats)]
+    total = len(config.structures) * sum(_cost(*run) for run in coordinate_runs)
+    total += len(chosen) * sum(_cost(*run) for run in transfer_runs)
+    coordinates, transfers = [], []
+    shape = "{desc} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
+    with progress_bar(total=total * len(kinds), show=show_progress, bar_format=shape) as bar:
+        for structure in config.structures:
+            for kind in kinds:
+                bar.set_description_str(f"{structure} {kind}", refresh=False)
+                coordinates.append(
+                    coordinate_check(
+                        structure, kind, config, lambda width: bar.update(_cost(width, config.record_steps[-1]))
+                    )
+                )
+                if structure in chosen:
+                    transfers.append(
+                        transfer_check(
+                            structure, kind, config, lambda width: bar.update(_cost(width, config.transfer_steps))
+                        )
+                    )
+    return {
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "config": json.loads(json.dumps(dataclasses.asdict(config))),
+        "quantities": QUANTITIES,
+        "versions": versions(),
+        "hardware": hardware(),
+        "seconds": time.perf_counter() - started,
+        "coordinates": coordinates,
+        "transfers": transfers,
+    }
+
+
+def _cost(width: int, steps: int) -> int:
+    """A run's share of the progress bar."""
+    return steps * (width**2 + 128**2)

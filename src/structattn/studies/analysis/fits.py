@@ -1,0 +1,217 @@
+"""Fit structures to matrices: error against parameters, as a table, a figure and a report."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from structattn.checks import check_int
+from structattn.errors import CheckpointError, ConfigError
+from structattn.files import write_atomic
+from structattn.matrices import Fit, Structure, allocate_ranks, fit
+from structattn.matrices.btt import factor_pair
+from structattn.matrices.fit.target import check_dense
+from structattn.studies.analysis.matrix_examples import NamedMatrix
+from structattn.studies.environment import hardware, versions
+from structattn.studies.folders import Owner, opened
+
+_ALLOCATED = "mlr-allocated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One point of the figure: a family, a text, and how to fit it.
+
+    Attributes:
+        family: the line it belongs to.
+        text: what the user writes.
+        size: a structure with as many parameters, that exists where this one does.
+        run: fits a matrix; the argument says whether to show progress.
+    """
+
+    family: str
+    text: str
+    size: Structure
+    run: Callable[[Tensor, bool], Fit]
+
+
+def parse_candidate(text: str, *, refine: int | None = None, seed: int = 0) -> Candidate:
+    """The candidate of a text: any ``Structure``, or ``mlr-allocated:R``, MLR of total rank R with the ranks found.
+
+    Raises:
+        ConfigError: unknown family or wrong numbers.
+    """
+    name, _, rest = text.partition(":")
+    if name == _ALLOCATED:
+        try:
+            low_rank = Structure.parse(f"lowrank:{rest}")
+        except ConfigError:
+            raise ConfigError(
+                f"structure {text!r}: expected a positive whole number, got {rest!r}. The form is {_ALLOCATED}:R"
+            ) from None
+        total = dict(low_rank.options)["rank"]
+        return Candidate(
+            family="mlr",
+            text=text,
+            size=low_rank,
+            run=lambda dense, show: allocate_ranks(dense, total, _levels(dense), progress=show),
+        )
+    structure = Structure.parse(text)
+    return Candidate(
+        family=structure.family,
+        text=text,
+        size=structure,
+        run=lambda dense, show: fit(dense, structure, refine=refine, seed=seed, progress=show),
+    )
+
+
+def _levels(dense: Tensor) -> tuple[int, ...]:
+    """1, 2, 4 and 8 blocks, as far as they divide both sides and leave blocks of at least 4."""
+    return tuple(
+        p for p in (1, 2, 4, 8) if not (dense.shape[0] % p or dense.shape[1] % p) and min(dense.shape) // p >= 4
+    )
+
+
+def default_structures(num_rows: int, num_cols: int) -> tuple[str, ...]:
+    """A sweep over every family with fewer parameters than a dense matrix of that shape; families that lack the size are left out."""
+    (_, b), (c, _) = factor_pair(num_rows)[::-1], factor_pair(num_cols)[::-1]
+    powers = [2**k for k in range(12)]
+    texts = [f"lowrank:{r}" for r in powers]
+    texts += [f"{_ALLOCATED}:{r}" for r in powers[2:5]]
+    texts += [f"btt:{s}" for s in powers]
+    texts += ["kronecker", *(f"butterfly:{s}" for s in powers[:4]), "kaleidoscope", "kaleidoscope:2"]
+    texts += [f"mlbtc:1x1x{r}|{b}x{c}x{b * c}s" for r in powers[:6]]
+    return tuple(text for text in texts if 0 < _num_params(text, num_rows, num_cols) < num_rows * num_cols)
+
+
+def _num_params(text: str, num_rows: int, num_cols: int) -> int:
+    """Parameters of a candidate at a size, 0 if it does not exist there."""
+    try:
+        with torch.device("meta"):
+            return parse_candidate(text).size.build(num_rows, num_cols).num_params
+    except ConfigError:
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fits:
+    """What a run wrote: the contents of ``results.json``, the folder, the report."""
+
+    results: dict[str, Any]
+    folder: Path
+    report: Path
+
+
+def fit_matrices(
+    matrices: Sequence[NamedMatrix],
+    structures: Sequence[str],
+    out: Path | None = None,
+    *,
+    refine: int | None = None,
+    seed: int = 0,
+    command: str = "",
+    show_progress: bool = True,
+    on_open: Callable[[Path], None] | None = None,
+) -> Fits:
+    """Fits every structure to every matrix; writes ``results.json``, ``figures/error-against-parameters`` and ``report.html``.
+
+    Args:
+        matrices: what to fit.
+        structures: texts (see ``parse_candidate``); empty for ``default_structures`` of each matrix.
+        out: output folder, created. Default: a new one below ``runs/``.
+        refine, seed: see ``matrices.fit``.
+        command: the command line, for the record.
+        show_progress: a progress bar per long fit.
+        on_open: is told the output folder before anything is fitted.
+
+    Returns:
+        ``Fits``.
+
+    Raises:
+        ConfigError: no matrix, two of one name, a structure that is unknown or does not exist at a size (before anything is
+            fitted), or an unusable folder.
+        DataError: a matrix is not finite.
+    """
+    from structattn.studies.report.figures import draw_fits  # matplotlib is optional
+    from structattn.studies.report.fits import write_fit_report
+
+    names = [matrix.name for matrix in matrices]
+    if not matrices or len(set(names)) != len(names):
+        raise ConfigError(f"give at least one matrix, and each once; got {', '.join(names) or 'none'}")
+    if len({"".join(text.split()) for text in structures}) != len(structures):
+        raise ConfigError(f"structures must be unique, got {', '.join(structures)}")
+    check_int("seed", seed, minimum=0)
+    if refine is not None:
+        check_int("refine", refine, minimum=0)
+    plans = []
+    for matrix in matrices:
+        check_dense(matrix.values)
+        rows, cols = matrix.values.shape
+        texts = tuple(structures) or default_structures(rows, cols)
+        candidates = [parse_candidate(text, refine=refine, seed=seed) for text in texts]
+        with torch.device("meta"):
+            for candidate in candidates:
+                candidate.size.build(rows, cols)
+        plans.append((matrix, candidates))
+    settings = {"matrices": names, "structures": list(structures), "refine": refine, "seed": seed}
+    with opened(out, Owner(command="fit", task="", settings=settings), resume=None, on_open=on_open) as folder:
+        results = _results(plans, refine, seed, command, show_progress)
+        try:
+            write_atomic(folder / "results.json", json.dumps(results, indent=1))
+            figure = draw_fits(results, folder / "figures")
+            report = write_fit_report(results, figure, folder / "report.html")
+        except OSError as error:
+            raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
+    return Fits(results=results, folder=folder, report=report)
+
+
+def _results(
+    plans: Sequence[tuple[NamedMatrix, list[Candidate]]], refine: int | None, seed: int, command: str, show: bool
+) -> dict[str, Any]:
+    return {
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "seed": seed,
+        "refine": refine,
+        "versions": versions(),
+        "hardware": hardware(),
+        "matrices": [_fit_all(matrix, candidates, show) for matrix, candidates in plans],
+    }
+
+
+def _fit_all(matrix: NamedMatrix, candidates: Iterable[Candidate], show_progress: bool) -> dict[str, Any]:
+    rows = []
+    for candidate in candidates:
+        start = time.perf_counter()
+        found = candidate.run(matrix.values, show_progress)
+        rows.append(
+            {
+                "family": candidate.family,
+                "structure": candidate.text,
+                "num_params": found.matrix.num_params,
+                "flops": found.matrix.flops,
+                "relative_error": found.relative_error,
+                "is_optimal": found.is_optimal,
+                "method": found.method,
+                "detail": _detail(found),
+                "seconds": time.perf_counter() - start,
+            }
+        )
+    num_rows, num_cols = matrix.values.shape
+    return {"name": matrix.name, "about": matrix.about, "num_rows": num_rows, "num_cols": num_cols, "rows": rows}
+
+
+def _detail(found: Fit) -> str:
+    """The ranks that an allocation chose, with the blocks of each level."""
+    options = found.matrix.options
+    if "ranks" not in options:
+        return ""
+    return ", ".join(f"{r} at {p}" for r, p in zip(options["ranks"], options["num_blocks"], strict=True))

@@ -1,0 +1,32 @@
+"""What training steps cost in forward FLOPs, and how many a budget pays for: in closed form, also for billions of steps."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from structattn.studies.tasks.base import Task
+
+
+def flops_of(task: Task, model: nn.Module, steps: int) -> int:
+    """Forward FLOPs of a number of steps with one example each; of the steps at the full size in one product, since there may be billions."""
+    full, total = task.flops(model), 0
+    for step in range(steps):
+        if (cost := task.flops(model, step)) == full:
+            return total + full * (steps - step)
+        total += cost
+    return total
+
+
+def affordable_steps(task: Task, model: nn.Module, flops: float) -> int:
+    """How many steps a number of forward FLOPs pays for, with one example a step.
+
+    Examples may grow in training; once they are of the full size they stay so, and the rest is one division: small models on large
+    budgets take billions of steps.
+    """
+    full, steps = task.flops(model), 0
+    while (cost := task.flops(model, steps)) != full:
+        if cost > flops:
+            return steps
+        flops -= cost
+        steps += 1
+    return steps + int(flops // full)

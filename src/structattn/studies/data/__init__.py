@@ -1,0 +1,1 @@
+"""Reading data: series from CSV files and corpora of text."""

@@ -1,0 +1,197 @@
+"""Documents, one at a time: from text files, folders, JSON lines, or a streamed data set."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from structattn.checks import MAX_LENGTH, check_size, describe
+from structattn.errors import ConfigError, DataError, MissingDependencyError
+from structattn.studies.data.plain_text import ReadingStoppedError, is_there, open_text, read_text
+
+_TEXTS = (".txt", ".md", ".rst", ".text")
+_LINES = (".jsonl", ".ndjson")
+# The endings of names: of the files of a folder, and of those with one record in each line.
+_READ = (*_TEXTS, *_LINES, *(f"{ending}.gz" for ending in (*_TEXTS, *_LINES)))
+_OF_LINES = (*_LINES, ".json", *(f"{ending}.gz" for ending in (*_LINES, ".json")))
+# Names that people say, and what the data set is called where it is kept.
+KNOWN_DATASETS = {"openwebtext": "Skylion007/openwebtext"}
+
+
+class Document(NamedTuple):
+    """A text and where it is from."""
+
+    text: str
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where documents come from.
+
+    Args:
+        path: a text file; a file of JSON lines (``.jsonl``); a folder, all of whose such files are read in the order of their paths,
+            without hidden ones; each also compressed with gzip; or else the name of a data set for the library ``datasets``, which is
+            streamed.
+        document_start: in text files a line that begins with this begins a document. Default: a file is a document.
+        text_column: of JSON lines and data sets, the field with the text.
+        dataset_split: of a data set.
+        max_documents: the first so many alone. Default ``None``: all.
+    """
+
+    path: str
+    document_start: str = ""
+    text_column: str = "text"
+    dataset_split: str = "train"
+    max_documents: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.path.strip():
+            raise ConfigError("a source is a text file, a folder or the name of a data set, got an empty text")
+        if self.max_documents is not None:
+            check_size("max_documents", self.max_documents, MAX_LENGTH)
+
+    def files(self) -> Iterator[str] | None:
+        """The files that are read, in the order of their paths; ``None`` for a data set.
+
+        Raises:
+            DataError: nothing is there, or a folder without any.
+            ReadingStoppedError: a folder cannot be read; also while the files are asked for.
+        """
+        root, there = Path(self.path), is_there(self.path)
+        if there and root.is_dir():
+            found = _texts_in(root)
+            first = next(found, None)
+            if first is None:
+                raise DataError(f"{self.path}: expected files with one of {', '.join((*_TEXTS, *_LINES))}, got none")
+            return chain([first], found)
+        if there:
+            return iter([str(root)])
+        if self.path.startswith((".", "/", "~")) or root.suffix.lower() in (*_TEXTS, *_LINES, ".json", ".gz"):
+            raise DataError(f"expected a text file or a folder at {self.path}, got no such file. Check the path")
+        return None
+
+    def documents(self, skip: int = 0) -> Iterator[Document]:
+        """The documents that are not empty, in a fixed order, from number ``skip`` on; each is in memory alone.
+
+        Raises:
+            DataError: a file is not what it should be, or has not the field.
+            ReadingStoppedError: a file cannot be read, or a data set stops in the middle.
+            MissingDependencyError: a data set, and ``datasets`` is not installed.
+        """
+        files = self.files()
+        every = _dataset(self) if files is None else (doc for path in files for doc in self._read(path))
+        return islice((doc for doc in every if not doc.text.isspace() and doc.text), skip, self.max_documents)
+
+    def _read(self, path: str) -> Iterator[Document]:
+        of_lines = path.lower().endswith(_OF_LINES)
+        if not of_lines and not self.document_start:
+            yield Document(read_text(path, "a text file"), path)
+            return
+        with open_text(path, "a text file") as file:
+            yield from (
+                _json_lines(file, path, self.text_column) if of_lines else _pieces(file, path, self.document_start)
+            )
+
+
+def _texts_in(root: Path) -> Iterator[str]:
+    """The text files below a folder in the order of their paths, without hidden ones; links to folders are not followed.
+
+    Cost: memory of the names in one folder.
+    """
+    left = [f"{root}{os.sep}"]  # the next one is the last; folders end with a slash
+    while left:
+        path = left.pop()
+        if not path.endswith(os.sep):
+            yield path
+            continue
+        names, folders = [], set()
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    name = entry.name
+                    if name.startswith("."):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.add(name)
+                    elif not name.lower().endswith(_READ) or not entry.is_file():
+                        continue
+                    names.append(name)
+        except OSError as error:
+            raise ReadingStoppedError(
+                f"the folder {Path(path)} cannot be read: {error.strerror or error}. Check its permissions"
+            ) from error
+        names.sort(reverse=True)
+        left += [f"{path}{name}{os.sep}" if name in folders else path + name for name in names]
+
+
+def _pieces(file: IO[str], path: str, start: str) -> Iterator[Document]:
+    lines: list[str] = []
+    begun = 1
+    for number, line in enumerate(file, start=1):
+        if line.startswith(start) and lines:
+            yield Document("".join(lines), f"{path}, line {begun}")
+            lines, begun = [], number
+        lines.append(line)
+    yield Document("".join(lines), f"{path}, line {begun}")
+
+
+def _json_lines(file: IO[str], path: str, column: str) -> Iterator[Document]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:  # besides what is no JSON, numbers too long and lists too deep
+            raise DataError(f"{where}: expected JSON, one record in each line, got: {error}") from None
+        yield Document(_field(record, column, where), where)
+
+
+def _field(record: Any, column: str, where: str) -> str:
+    value = record.get(column) if isinstance(record, dict) else None
+    if not isinstance(value, str) and isinstance(record, dict) and column in record:
+        raise DataError(f"{where}: expected a text in the field {column!r}, got {describe(value)}: correct the record")
+    if not isinstance(value, str):
+        has = (", ".join(map(str, record)) or "no field") if isinstance(record, dict) else "a record without fields"
+        raise DataError(
+            f"{where}: expected a text in the field {column!r}, got {has}. Name another with `structattn data prepare text --text-column`"
+        )
+    return value
+
+
+def _dataset(source: Source) -> Iterator[Document]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{source.path} is no file here, and data sets need datasets, which is not installed; pip install 'structattn[data]'"
+        ) from error
+    name = KNOWN_DATASETS.get(source.path, source.path)
+    try:
+        stream = datasets.load_dataset(name, split=source.dataset_split, streaming=True)
+    except Exception as error:  # anything from a name that is not there to a network that is down
+        raise DataError(
+            f"expected a file, a folder or a data set named {source.path!r}, got: {_first_line(error)}"
+        ) from error
+    records = enumerate(stream)
+    while True:
+        try:
+            number, record = next(records)
+        except StopIteration:
+            return
+        except Exception as error:  # the network, or whatever the library does with the files of the data set
+            raise ReadingStoppedError(
+                f"the data set {name} stopped: {type(error).__name__}: {_first_line(error)}. Continue with --resume"
+            ) from error
+        where = f"{name}, record {number}"
+        yield Document(_field(record, source.text_column, where), where)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no reason given"])[0]

@@ -1,0 +1,386 @@
+"""Making a corpus: documents to tokens to shards, in constant memory, resumable after a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from structattn.checks import check_choice, check_int, check_number
+from structattn.errors import CheckpointError, ConfigError, DataError
+from structattn.files import TEMPORARY, read_signed, remove_temporary, signed, write_atomic
+from structattn.progress import progress_bar
+from structattn.studies.data.corpus.corpus import FORMAT, LENGTH_TYPE, MANIFEST, SPLITS, Corpus, CorpusSplit
+from structattn.studies.data.corpus.documents import Source
+from structattn.studies.data.corpus.tokenizers import BytePairs, Bytes, Characters, Tokenizer, tokenizer_from
+from structattn.studies.data.plain_text import ReadingStoppedError
+from structattn.studies.folders import OF_EVERY_FOLDER, Owner, opened
+
+_PROGRESS = "progress.json"
+_RECORD = ("settings", "files", "tokenizer", "documents", "characters", "splits")
+_LARGEST_VOCABULARY = 2**24
+# The names of all files that a corpus has, and of those that are not whole yet.
+_OWN = re.compile(
+    rf"{re.escape(TEMPORARY)}.*|{re.escape(_PROGRESS)}|{re.escape(MANIFEST)}|({'|'.join(SPLITS)})-\d+\.(tokens|lengths)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """How a corpus is made.
+
+    Args:
+        source: where the documents are from.
+        tokens: ``"chars"``, the 96 of the paper; ``"bytes"`` of UTF-8; or ``"bpe"``, byte pairs learned from the training documents.
+        vocab_size: of the byte pairs.
+        bpe_characters: so many characters of the training documents, the first ones, are read to learn byte pairs.
+        unknown: what happens to a character that is none of the 96: ``"error"`` or ``"drop"``.
+        validation, test: shares of the documents that are kept for validation and test. Which ones is a function of their text, so that
+            equal documents are in one split, however often they come and whatever else there is.
+        shard_tokens: tokens of a file, about; as many of each split are in memory.
+
+    Raises:
+        ConfigError: a share is negative, or nothing is left to train on.
+    """
+
+    source: Source
+    tokens: Literal["chars", "bytes", "bpe"] = "chars"
+    vocab_size: int = 4096
+    bpe_characters: int = 50_000_000
+    unknown: Literal["error", "drop"] = "error"
+    validation: float = 0.05
+    test: float = 0.05
+    shard_tokens: int = 2**24
+
+    def __post_init__(self) -> None:
+        check_choice("tokens", self.tokens, ("chars", "bytes", "bpe"))
+        for name in ("validation", "test"):
+            check_number(name, getattr(self, name), above=0, below=1)
+        if self.validation + self.test >= 1:
+            raise ConfigError(
+                f"validation and test are positive shares that sum to less than 1, got {self.validation} and {self.test}"
+            )
+        for name in ("bpe_characters", "shard_tokens"):
+            check_int(name, getattr(self, name), minimum=1)
+        check_int("vocab_size", self.vocab_size, minimum=256, maximum=_LARGEST_VOCABULARY)
+        check_choice("value of unknown", self.unknown, ("error", "drop"))
+        if self.unknown == "drop" and self.tokens != "chars":
+            raise ConfigError(f"{self.tokens} know every character: unknown=drop belongs to chars")
+
+
+def split_of(text: str, validation: float, test: float) -> CorpusSplit:
+    """The split of a document, by a hash of its text."""
+    digest = hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
+    place = int.from_bytes(digest[:8], "little") / 2**64
+    return "test" if place < test else "validation" if place < test + validation else "train"
+
+
+class _Buffer:
+    """Documents of a split that are not on disk yet, and what is."""
+
+    def __init__(self, dtype: np.dtype[Any], shards: list[dict[str, Any]]) -> None:
+        self._dtype, self.shards = dtype, shards
+        self._tokens, self._lengths = bytearray(), array(LENGTH_TYPE.char)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens) // self._dtype.itemsize
+
+    def add(self, tokens: npt.NDArray[Any]) -> None:
+        self._tokens += tokens.astype(self._dtype, copy=False).data
+        self._lengths.append(len(tokens))
+
+    def write(self, out: Path, split: str) -> None:
+        """Writes a shard, if there is anything to write, and forgets what is in memory."""
+        if not self._lengths:
+            return
+        stem = f"{split}-{len(self.shards):05d}"
+        entry: dict[str, Any] = {"tokens": self.num_tokens, "documents": len(self._lengths)}
+        lengths = np.array(self._lengths, dtype=LENGTH_TYPE).tobytes()
+        for kind, name, data in (
+            ("file", f"{stem}.tokens", bytes(self._tokens)),
+            ("lengths_file", f"{stem}.lengths", lengths),
+        ):
+            write_atomic(out / name, data)
+            entry |= {kind: name, f"{kind}_sha256": hashlib.sha256(data).hexdigest()}
+        self.shards.append(entry)
+        self._tokens, self._lengths = bytearray(), array(LENGTH_TYPE.char)
+
+
+class _Writer:
+    """Shards and, after each, the record that a later call continues from."""
+
+    def __init__(
+        self,
+        out: Path,
+        tokenizer: Tokenizer,
+        settings: dict[str, Any],
+        files: str | None,
+        progress: dict[str, Any] | None,
+    ) -> None:
+        self.out, self.tokenizer, self.settings, self.files = out, tokenizer, settings, files
+        self.dtype = np.dtype(
+            "<u1" if tokenizer.vocab_size <= 2**8 else "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
+        )
+        self.num_documents = 0 if progress is None else int(progress["documents"])
+        self.num_characters = 0 if progress is None else int(progress["characters"])
+        self.buffers = {
+            name: _Buffer(self.dtype, [] if progress is None else progress["splits"][name]) for name in SPLITS
+        }
+
+    def add(self, split: CorpusSplit, tokens: npt.NDArray[Any], characters: int) -> int:
+        """Takes a document; the number of tokens that wait in memory for this split."""
+        if len(tokens):
+            self.buffers[split].add(tokens)
+        self.num_documents += 1
+        self.num_characters += characters
+        return self.buffers[split].num_tokens
+
+    def flush(self) -> None:
+        """Writes what is in memory, then the record of it: what a kill in between leaves is written again."""
+        for split, buffer in self.buffers.items():
+            buffer.write(self.out, split)
+        write_atomic(self.out / _PROGRESS, signed(self._record()))
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            "settings": self.settings,
+            "files": self.files,
+            "tokenizer": self.tokenizer.description(),
+            "documents": self.num_documents,
+            "characters": self.num_characters,
+            "splits": {name: buffer.shards for name, buffer in self.buffers.items()},
+        }
+
+    def manifest(self) -> dict[str, Any]:
+        splits = {
+            name: {
+                "documents": sum(shard["documents"] for shard in buffer.shards),
+                "tokens": sum(shard["tokens"] for shard in buffer.shards),
+                "shards": buffer.shards,
+            }
+            for name, buffer in self.buffers.items()
+        }
+        hashes = [shard["file_sha256"] + shard["lengths_file_sha256"] for s in splits.values() for shard in s["shards"]]
+        return {
+            "format": FORMAT,
+            "settings": self.settings,
+            "tokenizer": self.tokenizer.description(),
+            "vocab_size": self.tokenizer.vocab_size,
+            "dtype": self.dtype.str,
+            "documents": self.num_documents,
+            "characters": self.num_characters,
+            "splits": splits,
+            "sha256": hashlib.sha256("".join(hashes).encode()).hexdigest(),
+        }
+
+
+def prepare(
+    config: PrepareConfig,
+    out: Path,
+    *,
+    resume: bool = False,
+    show_progress: bool = True,
+    on_open: Callable[[Path], None] | None = None,
+) -> dict[str, Any]:
+    """Writes a corpus: token shards ``SPLIT-NNNNN.tokens``, lengths of documents beside them, and ``manifest.json`` at the end.
+
+    The same documents and settings give the same files, whether or not it was killed in between.
+
+    Args:
+        config: settings.
+        out: the folder, made when missing.
+        resume: continue what was begun there; a finished corpus of the same settings is returned at once, also where its source is gone.
+        show_progress: a progress bar on stderr.
+        on_open: is told the folder before anything is read.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        ConfigError: the folder cannot be written, is not empty and ``resume`` is off, or was begun with other settings or other files.
+        DataError: a document cannot be read or encoded; no document fell into a split.
+        CheckpointError: a file cannot be written, such as on a full disk: free some space and resume.
+
+    Cost: memory of one document and ``shard_tokens`` tokens of each split.
+    """
+    settings = _settings(config)
+    owner = Owner(command="data prepare", task="text", settings=settings)
+    with opened(out, owner, resume=resume, record=_recorded_settings, on_open=on_open):
+        return _prepared(config, out, settings, show_progress)
+
+
+def _prepared(config: PrepareConfig, out: Path, settings: dict[str, Any], show_progress: bool) -> dict[str, Any]:
+    """The manifest of the corpus that is in a folder, or that is made there."""
+    progress = _begun(out)
+    if progress is not None and (out / MANIFEST).exists():
+        if Path(config.source.path).exists():
+            _check_files(out, progress, _Survey.of(config.source))
+        return Corpus(out).manifest
+    survey = _Survey.of(config.source)
+    if progress is not None:
+        _check_files(out, progress, survey)
+    try:
+        writer = _written(config, out, settings, survey, progress, show_progress)
+        manifest = writer.manifest()
+        _check_splits(manifest, config)
+    except ReadingStoppedError:
+        raise  # what is written is right: resumed, it continues
+    except (ConfigError, DataError):
+        _discard(
+            out
+        )  # a fault in a document or a setting: without it the shards are others, and these would be in the way
+        raise
+    write_atomic(out / MANIFEST, signed(manifest))
+    return manifest
+
+
+def _written(
+    config: PrepareConfig,
+    out: Path,
+    settings: dict[str, Any],
+    survey: _Survey,
+    progress: dict[str, Any] | None,
+    show_progress: bool,
+) -> _Writer:
+    """Writes all shards, or those that are missing."""
+    remove_temporary(out)
+    with progress_bar(total=survey.size, unit="B", unit_scale=True, show=show_progress, desc="reading") as bar:
+        tokenizer = _tokenizer(config) if progress is None else tokenizer_from(progress["tokenizer"])
+        writer = _Writer(out, tokenizer, settings, survey.fingerprint, progress)
+        bar.update(writer.num_characters)
+        for document in config.source.documents(skip=writer.num_documents):
+            split = split_of(document.text, config.validation, config.test)
+            waiting = writer.add(split, tokenizer.encode(document.text, document.name), len(document.text))
+            bar.update(len(document.text))
+            if waiting >= config.shard_tokens:
+                writer.flush()
+        writer.flush()
+    return writer
+
+
+def _settings(config: PrepareConfig) -> dict[str, Any]:
+    """The settings that decide what is written, as plain data."""
+    settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return settings
+
+
+def _recorded_settings(out: Path) -> dict[str, Any] | None:
+    """The settings of a corpus that was begun without an owner file, as far as they can be read; ``None`` if there is none."""
+    if not all(_OWN.fullmatch(path.name) for path in out.iterdir() if path.name not in OF_EVERY_FOLDER):
+        return None
+    try:
+        return dict(json.loads((out / _PROGRESS).read_text(encoding="utf-8"))["settings"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return {}
+
+
+def _begun(out: Path) -> dict[str, Any] | None:
+    """What a call before this one recorded, ``None`` if there is nothing."""
+    names = {path.name for path in out.iterdir()}
+    if _PROGRESS not in names:
+        if MANIFEST in names:
+            raise ConfigError(f"{out} holds a finished corpus without its {_PROGRESS}: use another folder")
+        return None  # shards without a record are written again
+    try:
+        progress = read_signed(out / _PROGRESS, _RECORD)
+        shards = [shard for split in SPLITS for shard in progress["splits"][split]]
+        lost = next((shard["file"] for shard in shards if shard["file"] not in names), None)
+        int(progress["documents"]) + int(progress["characters"])
+        tokenizer_from(progress["tokenizer"])
+    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        why = f" ({error})" if isinstance(error, CheckpointError | DataError) else ""
+        raise DataError(
+            f"{out / _PROGRESS}: expected the record of a begun corpus, got a damaged one{why}. Use another folder"
+        ) from None
+    if lost is not None:
+        raise DataError(f"{out / lost}: expected a file of the begun corpus, got no such file. Use another folder")
+    return progress
+
+
+def _discard(out: Path) -> None:
+    """Removes what a failed call wrote, the record first."""
+    (out / _PROGRESS).unlink(missing_ok=True)
+    for path in out.iterdir():
+        if _OWN.fullmatch(path.name):
+            path.unlink()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Survey:
+    """The files of a source, read only from their folders.
+
+    Attributes:
+        fingerprint: a hash of which files they are, and of their sizes; ``None`` for a data set.
+        size: the bytes of all, ``None`` for a data set or where some are compressed.
+    """
+
+    fingerprint: str | None
+    size: int | None
+
+    @classmethod
+    def of(cls, source: Source) -> _Survey:
+        files = source.files()
+        if files is None:
+            return cls(fingerprint=None, size=None)
+        digest, size, compressed = hashlib.sha256(), 0, False
+        for path in files:
+            try:
+                found = os.stat(path).st_size  # noqa: PTH116 - a Path takes as long as the call
+            except OSError as error:
+                raise ReadingStoppedError(f"{path} cannot be read: {error.strerror or error}") from error
+            digest.update(f"{path}\0{found}\n".encode(errors="surrogateescape"))
+            size += found
+            compressed = compressed or path.lower().endswith(".gz")
+        return cls(fingerprint=digest.hexdigest(), size=None if compressed else size)
+
+
+def _check_files(out: Path, progress: dict[str, Any], survey: _Survey) -> None:
+    """Documents are skipped by their number: among other files, some would be left out and others come twice."""
+    begun = progress.get("files")
+    if begun is not None and survey.fingerprint != begun:
+        raise ConfigError(
+            f"{out} was begun when its source had other files, or files of other sizes: begin anew in another folder"
+        )
+
+
+def _tokenizer(config: PrepareConfig) -> Tokenizer:
+    if config.tokens == "chars":
+        return Characters(config.unknown)
+    if config.tokens == "bytes":
+        return Bytes()
+    return BytePairs.train(_training_texts(config), config.vocab_size)
+
+
+def _training_texts(config: PrepareConfig) -> Iterator[str]:
+    """The first training documents, up to ``bpe_characters`` in all."""
+    left = config.bpe_characters
+    for document in config.source.documents():
+        if split_of(document.text, config.validation, config.test) == "train":
+            Bytes().encode(
+                document.text, document.name
+            )  # what UTF-8 cannot hold is named here; the library does not say where
+            yield document.text[:left]
+            left -= len(document.text)
+            if left <= 0:
+                return
+
+
+def _check_splits(manifest: dict[str, Any], config: PrepareConfig) -> None:
+    count = manifest["documents"]
+    for name in SPLITS:
+        if not manifest["splits"][name]["tokens"]:
+            raise DataError(
+                f"{config.source.path}: expected documents for each split, got {count} in all and none for {name}. Give more "
+                "documents (--document-start cuts a file into several), or larger shares"
+            )

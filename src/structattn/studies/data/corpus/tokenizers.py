@@ -1,0 +1,233 @@
+"""Tokenizers of text: characters, bytes, or byte pairs; values that a manifest can hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from structattn.checks import check_choice
+from structattn.errors import ConfigError, DataError, MissingDependencyError
+from structattn.layout.text import TextUnits
+
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+
+# The paper's 96 symbols: newline and printable ASCII.
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+_TABLE = bytes(max(CHARACTERS.find(chr(byte)), 0) for byte in range(256))
+_KNOWN = frozenset(CHARACTERS)
+_KNOWN_BYTES = CHARACTERS.encode("ascii")
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V: ids are 0 ... V - 1."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """What a token is, in a word: ``"char"``, ``"byte"`` or ``"token"``."""
+        ...
+
+    def encode(self, text: str, source: str = "the text") -> Ids:
+        """Token ids of a text, in the smallest type that holds them; raises ``DataError`` with the place of what has none."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids; bytes that are no UTF-8 become the replacement character."""
+        ...
+
+    def token_sizes(self) -> npt.NDArray[np.int64]:
+        """(V,), the bytes of UTF-8 that each token stands for."""
+        ...
+
+    def description(self) -> dict[str, Any]:
+        """What ``tokenizer_from`` makes it from again; plain data."""
+        ...
+
+
+@dataclass(frozen=True)
+class Characters:
+    """The 96 characters of the paper, newline and printable ASCII.
+
+    Args:
+        unknown: what happens to other characters: ``"error"``, or ``"drop"``, which leaves them out.
+    """
+
+    unknown: Literal["error", "drop"] = "error"
+    vocab_size = len(CHARACTERS)
+    unit = "char"
+
+    def __post_init__(self) -> None:
+        check_choice("value of unknown", self.unknown, ("error", "drop"))
+
+    def encode(self, text: str, source: str = "the text") -> Ids:
+        """See ``Tokenizer``."""
+        if not text.isascii() or text.encode("ascii").translate(None, _KNOWN_BYTES):
+            if self.unknown == "error":
+                raise DataError(_unknown_character(text, source))
+            text = "".join(character for character in text if character in _KNOWN)
+        return np.frombuffer(text.encode("ascii").translate(_TABLE), dtype=np.uint8)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See ``Tokenizer``."""
+        return "".join(CHARACTERS[token] for token in tokens)
+
+    def token_sizes(self) -> npt.NDArray[np.int64]:
+        """See ``Tokenizer``."""
+        return np.ones(self.vocab_size, dtype=np.int64)
+
+    def description(self) -> dict[str, Any]:
+        """See ``Tokenizer``."""
+        return {"kind": "chars", "unknown": self.unknown}
+
+
+def _unknown_character(text: str, source: str) -> str:
+    unknown = set(text) - _KNOWN
+    place = min(map(text.index, unknown))
+    line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
+    more = f" (and {len(unknown) - 1} other such characters after it)" if len(unknown) > 1 else ""
+    return (
+        f"{source}: expected newlines and printable ASCII, got {text[place]!r} (U+{ord(text[place]):04X}) in line {line}, column "
+        f"{column}{more}. Replace or remove it, or make a corpus with `structattn data prepare text`, whose --tokens bytes takes any text "
+        "and whose --unknown drop leaves such characters out"
+    )
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The 256 bytes of UTF-8: any text, about one token per character of a Latin one."""
+
+    vocab_size = 256
+    unit = "byte"
+
+    def encode(self, text: str, source: str = "the text") -> Ids:
+        """See ``Tokenizer``."""
+        try:
+            return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+        except UnicodeEncodeError as error:
+            raise DataError(f"{source}: expected text that UTF-8 can hold, got {error.object[error.start]!r}") from None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See ``Tokenizer``."""
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+    def token_sizes(self) -> npt.NDArray[np.int64]:
+        """See ``Tokenizer``."""
+        return np.ones(self.vocab_size, dtype=np.int64)
+
+    def description(self) -> dict[str, Any]:
+        """See ``Tokenizer``."""
+        return {"kind": "bytes"}
+
+
+class BytePairs:
+    """Byte pairs that were merged by frequency (Sennrich et al. 2016), over the bytes of UTF-8, by the library ``tokenizers``.
+
+    Args:
+        definition: the JSON of a ``tokenizers.Tokenizer``.
+
+    Raises:
+        MissingDependencyError: ``tokenizers`` is not installed.
+        DataError: the definition is damaged.
+    """
+
+    unit = "token"
+
+    def __init__(self, definition: str) -> None:
+        self._definition = definition
+        try:
+            self._tokenizer = _library().Tokenizer.from_str(definition)
+        except MissingDependencyError:
+            raise
+        except Exception as error:  # the library raises a bare Exception
+            raise DataError(f"expected the JSON of a tokenizer, got one that does not load: {error}") from None
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self._type = np.uint16 if self.vocab_size <= 2**16 else np.uint32
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> BytePairs:
+        """Learns merges from texts until there are ``vocab_size`` tokens (fewer where the texts have no more pairs).
+
+        Args:
+            texts: read once.
+            vocab_size: at least 256, the bytes.
+
+        Raises:
+            ConfigError: a smaller vocabulary.
+        """
+        if vocab_size < 256:
+            raise ConfigError(f"a vocabulary of byte pairs holds the 256 bytes at least, got vocab_size {vocab_size}")
+        library = _library()
+        tokenizer = library.Tokenizer(library.models.BPE())
+        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = library.decoders.ByteLevel()
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(_nonempty(texts), trainer)
+        return cls(tokenizer.to_str())
+
+    def encode(self, text: str, source: str = "the text") -> Ids:
+        """See ``Tokenizer``."""
+        Bytes().encode(text, source)  # surrogates would be replaced without a word
+        return np.array(self._tokenizer.encode(text).ids, dtype=self._type)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See ``Tokenizer``."""
+        text: str = self._tokenizer.decode([int(token) for token in tokens])
+        return text
+
+    def token_sizes(self) -> npt.NDArray[np.int64]:
+        """See ``Tokenizer``."""
+        # Each character of the library's written form of a token is one byte.
+        return np.array([len(self._tokenizer.id_to_token(i)) for i in range(self.vocab_size)], dtype=np.int64)
+
+    def description(self) -> dict[str, Any]:
+        """See ``Tokenizer``."""
+        return {"kind": "bpe", "definition": json.loads(self._definition)}
+
+
+def _nonempty(texts: Iterable[str]) -> Iterator[str]:
+    return (text for text in texts if text)
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: F401 - attributes of the package from here on
+    except ImportError as error:
+        raise MissingDependencyError(
+            "byte pairs need tokenizers, which is not installed; pip install 'structattn[data]'"
+        ) from error
+    return tokenizers
+
+
+def text_units(tokenizer: Tokenizer) -> TextUnits:
+    """What each token means for paragraphs, lines and words; a part of a character means nothing."""
+    return TextUnits.of([tokenizer.decode([token]) for token in range(tokenizer.vocab_size)])
+
+
+def tokenizer_from(description: dict[str, Any]) -> Tokenizer:
+    """The tokenizer of a ``description``.
+
+    Raises:
+        DataError: it describes none.
+    """
+    kind = description.get("kind")
+    if kind == "chars":
+        return Characters(description.get("unknown", "error"))
+    if kind == "bytes":
+        return Bytes()
+    if kind == "bpe" and "definition" in description:
+        return BytePairs(json.dumps(description["definition"]))
+    raise DataError(f"expected a tokenizer of kind chars, bytes or bpe, got {kind!r}")

@@ -1,0 +1,267 @@
+"""Time series from a CSV file: reading and checking them."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from structattn.errors import DataError, nearest_name
+from structattn.studies.data.series import Floats, Series, Times, check_scale, ett_split
+from structattn.studies.data.series_table import Table, pandas, row_of
+
+_EMPTY = {"", "na", "n/a", "<na>", "nan", "-nan", "null", "none", "nat"}
+_INFINITE = {sign + word for sign in ("", "+", "-") for word in ("inf", "infinity")}
+_ETT_COLUMNS = {"date", "HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT"}
+ALL_COLUMNS = "*"
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
+_CLOCK = re.compile(r"^\d{1,2}:\d\d")  # pandas would take the date of today
+_ZONE = re.compile(r":\d\d(\.\d+)? ?([+-]\d\d:?(\d\d)?|Z|UTC|GMT)$", re.IGNORECASE)
+_HOUR = 3_600_000_000  # microseconds
+_UTC = (
+    "Local times do that where clocks are set back or forward: write the times in UTC (pandas' tz_localize with "
+    "ambiguous='infer' and then tz_convert('UTC')) or with offsets such as +01:00"
+)
+
+
+def read_series(path: Path | None, time: str, target: str) -> Series:
+    """Reads one column of a CSV file as a time series: see ``read_columns``."""
+    return _read(path, time, lambda table: [_column(target, table)])[0]
+
+
+def read_columns(path: Path | None, time: str, target: str) -> list[Series]:
+    """Reads columns of a CSV file as time series of the same times and checks that they can be forecast.
+
+    Args:
+        path: the CSV file (see ``Table``); None takes the packaged ETTh1.
+        time: the column with the times.
+        target: the column with the values; several with commas between them; or ``"*"``, all but the times.
+
+    Returns:
+        A series for each column.
+
+    Raises:
+        DataError: the file, a column, a value or the spacing of the times is not usable.
+        MissingDependencyError: pandas is not installed.
+    """
+
+    def choose(table: Table) -> list[str]:
+        if target.strip() in table.columns:
+            return [target.strip()]
+        if target == ALL_COLUMNS:
+            if "" in table.columns:
+                raise DataError(
+                    f"{table.source}: expected a name of every column, got none of column {table.columns.index('') + 1}. Name it, "
+                    "or name the columns to forecast with --target"
+                )
+            return [column for column in table.columns if column != time.strip()]
+        names = [_column(name, table) for name in target.split(",")]
+        if len(set(names)) != len(names):
+            raise DataError(f"{table.source}: expected every column once, got {target!r}. Leave out the second one.")
+        return names
+
+    return _read(path, time, choose)
+
+
+def _column(name: str, table: Table) -> str:
+    if name.strip() not in table.columns or not name.strip():
+        raise DataError(
+            f"{table.source}: expected a target column {name!r}, got a file without it. Name a column of the file with --target: "
+            f"{nearest_name(name, [column for column in table.columns if column])}"
+        )
+    return name.strip()
+
+
+def _read(path: Path | None, time: str, choose: Callable[[Table], list[str]]) -> list[Series]:
+    table = Table(path, time)
+    source = table.source
+    targets = choose(table)
+    if not targets:
+        raise DataError(f"{source}: expected a column besides the times, got none. Add one with the values.")
+    values = [_parse_values(table.numbers(name), name, source) for name in targets]
+    times = _parse_times(table.cells(time), time, source)
+    step = _check_regular(times, source)
+    split = ett_split(step) if set(table.columns) == _ETT_COLUMNS else None
+    is_ett = split is not None and len(times) >= split[2]
+    return [
+        Series(values=own, times=times, name=name, step=step, is_ett=is_ett)
+        for own, name in zip(values, targets, strict=True)
+    ]
+
+
+def _parse_values(cells: list[str], column: str, source: str) -> Floats:
+    values = np.full(len(cells), np.nan)
+    missing: list[int] = []
+    for i, cell in enumerate(cells):
+        if cell.lower() in _EMPTY or cell.lower() in _INFINITE:
+            missing.append(i)
+            continue
+        try:
+            values[i] = float(cell if "_" not in cell else "")
+        except ValueError:
+            raise DataError(
+                f"{source}: expected numbers in column {column!r}, got {cell!r} in row {row_of(i)} of the "
+                "file. Correct the cell (decimal point, no units, no thousands separators), or choose "
+                "another target column."
+            ) from None
+        if not math.isfinite(values[i]):  # a number beyond the largest float
+            missing.append(i)
+    if missing:
+        raise DataError(
+            f"{source}: expected a finite number in every row of column {column!r}, got {len(missing)} "
+            f"empty, NaN or infinite cells, the first one in row {row_of(missing[0])} of the file. Fill them "
+            "in (for example by interpolation) or keep a stretch without them."
+        )
+    check_scale(values, lambda i: f"{source}: row {row_of(i)} of the file, column {column!r}")
+    return values
+
+
+def _parse_times(cells: list[str], column: str, source: str) -> Times:
+    pd = pandas()
+
+    def parse(**how: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # pandas guessing a format: we check the outcome
+            return pd.to_datetime(pd.Series(cells, dtype=object), errors="coerce", utc=True, **how)
+
+    parsed = parse(format="ISO8601")
+    if parsed.isna().any():
+        # Other ways of writing count only when the column does not begin as ISO 8601.
+        iso = not parsed.isna()[0]
+        readings = [parsed] if iso else [parse(dayfirst=False), parse(dayfirst=True)]
+        complete = [r for r in readings if not r.isna().any()]
+        if len(complete) == 2 and not complete[0].equals(complete[1]):
+            raise DataError(
+                f"{source}: expected one way to read the times in column {column!r}, got {cells[0]!r}, which "
+                "can put the day or the month first. Write the times as YYYY-MM-DD HH:MM:SS."
+            )
+        if not complete:
+            # Quote the row where the best reading fails.
+            bad = max(int(np.flatnonzero(r.isna().to_numpy())[0]) for r in readings)
+            hint = (
+                " (a number, such as of a row or of seconds since 1970, is no date)"
+                if _NUMBER.fullmatch(cells[bad])
+                else ""
+            )
+            raise DataError(
+                f"{source}: expected a time in every row of column {column!r}, got {cells[bad]!r} in row "
+                f"{row_of(bad)} of the file{hint}. Write the times as YYYY-MM-DD HH:MM:SS, all in the same way, in UTC or with "
+                "the offset of the time zone behind them, as +01:00."
+            )
+        parsed = complete[0]
+    for problem, cell in (("a time without a date", _CLOCK), ("a time zone in some rows and none in others", _ZONE)):
+        has = [cell.search(text) is not None for text in cells]
+        if (any(has) and not all(has)) or (has[0] and cell is _CLOCK):
+            i = has.index(not has[0]) if not all(has) else 0
+            raise DataError(
+                f"{source}: expected times of one kind in column {column!r}, got {problem}: {cells[i]!r} in row {row_of(i)} of the "
+                "file. Write all times as YYYY-MM-DD HH:MM:SS."
+            )
+    times: Times = parsed.dt.tz_localize(None).to_numpy().astype("datetime64[us]")
+    return times
+
+
+def _check_regular(times: Times, source: str) -> str:
+    """The step of regular times in words; DataError for other times."""
+    if len(times) < 3:
+        raise DataError(f"{source}: expected at least 3 data rows, got {len(times)}. Give more data.")
+    steps = np.diff(times).astype("timedelta64[us]").astype(np.int64)
+    if (steps <= 0).any():
+        i = int(np.argmax(steps <= 0))
+        problem = "the same time twice" if steps[i] == 0 else "a time before the one above it"
+        remedy = "Remove the double row" if steps[i] == 0 else "Sort the file by time"
+        if _are_clock_changes(times, steps, steps <= 0):
+            remedy = _UTC
+        raise DataError(
+            f"{source}: expected times that increase from row to row, got {problem}: {_when(times[i])} and "
+            f"then {_when(times[i + 1])} in row {row_of(i + 1)} of the file. {remedy}; one file holds one "
+            "series."
+        )
+    if (steps == steps[0]).all():
+        return _duration(int(steps[0]))
+    months = _month_steps(times)
+    if months is not None:
+        usual = _most_frequent(months)
+        if (months == usual).all():
+            return _count(usual, "month")
+        off, step = months != usual, _count(usual, "month")
+    else:
+        frequency = _calendar_frequency(times)
+        if frequency is not None:
+            return "1 business day" if frequency == "B" else f"calendar step {frequency}"
+        usual = _most_frequent(steps)
+        off, step = steps != usual, _duration(usual)
+    i = int(np.argmax(off))
+    remedy = (
+        _UTC
+        if _are_clock_changes(times, steps, off)
+        else "Fill in the missing rows (for example pandas' asfreq and interpolate) or keep only rows without gaps"
+    )
+    raise DataError(
+        f"{source}: expected the same step between all rows, got {int(off.sum())} irregular steps; the usual "
+        f"step is {step}, and the first gap is from {_when(times[i])} to {_when(times[i + 1])} (row "
+        f"{row_of(i + 1)} of the file). {remedy}."
+    )
+
+
+def _are_clock_changes(times: Times, steps: npt.NDArray[np.int64], off: npt.NDArray[np.bool_]) -> bool:
+    """Whether steps are an hour too short or too long in the night to a Sunday of spring or autumn: clocks that are set back and forward."""
+    usual = _most_frequent(steps)
+    before = times[:-1][off] + np.timedelta64(1, "h")  # of clocks that are set at midnight, the day that begins
+    weekdays = (before.astype("datetime64[D]").astype(np.int64) + 3) % 7
+    months = before.astype("datetime64[M]").astype(np.int64) % 12 + 1
+    hours = before.astype("datetime64[h]").astype(np.int64) % 24
+    is_hour = np.abs(steps[off] - usual) == _HOUR
+    in_season = np.isin(months, (3, 4, 8, 9, 10, 11))
+    return bool(usual <= 6 * _HOUR and (is_hour & (weekdays == 6) & (hours <= 4) & in_season).all())
+
+
+def _month_steps(times: Times) -> npt.NDArray[np.int64] | None:
+    """Steps in calendar months if all times are the same moment of a month or of its last day."""
+    months = times.astype("datetime64[M]")
+    since_start = times - months.astype(times.dtype)
+    until_end = (months + 1).astype(times.dtype) - times
+    if not ((since_start == since_start[0]).all() or (until_end == until_end[0]).all()):
+        return None
+    numbers: npt.NDArray[np.int64] = months.astype(np.int64)
+    return numbers[1:] - numbers[:-1]
+
+
+def _calendar_frequency(times: Times) -> str | None:
+    """The name that pandas gives to the spacing, such as ``"B"``."""
+    pd = pandas()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pandas 3 announces that a later version returns an object
+        found = pd.infer_freq(pd.DatetimeIndex(times))
+    return None if found is None else str(getattr(found, "freqstr", found))
+
+
+def _most_frequent(numbers: npt.NDArray[np.int64]) -> int:
+    found, counts = np.unique(numbers, return_counts=True)
+    return int(found[np.argmax(counts)])
+
+
+def _when(time: np.datetime64) -> str:
+    return str(time.astype("datetime64[s]")).replace("T", " ")
+
+
+def _count(number: int, unit: str) -> str:
+    return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
+
+
+def _duration(microseconds: int) -> str:
+    units = (
+        ("day", 86_400_000_000),
+        ("hour", 3_600_000_000),
+        ("minute", 60_000_000),
+        ("second", 1_000_000),
+        ("millisecond", 1000),
+        ("microsecond", 1),
+    )
+    return next(_count(microseconds // size, unit) for unit, size in units if microseconds % size == 0)

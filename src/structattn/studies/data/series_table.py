@@ -1,0 +1,161 @@
+"""A table of texts out of a CSV file: separators, decimal commas, compression and encoding are found, and named where they are in doubt."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from structattn.errors import DataError, MissingDependencyError, nearest_name
+from structattn.studies.data.plain_text import open_text
+
+_SEPARATORS = (",", ";", "\t", "|")
+_DECIMALS = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
+_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
+
+
+class Table:
+    """The cells of a CSV file, each as its text without spaces around it, so that every message can quote what the file says.
+
+    Args:
+        path: the file, with one header row; ``None`` takes the packaged ETTh1. Its cells are separated by commas, semicolons, tabs or
+            bars; it is in UTF-8 or has a byte order mark, and may be compressed with gzip.
+        time: a column that it has, by which the separator is known.
+
+    Attributes:
+        source: the file, for messages.
+        columns: the names of the columns.
+
+    Raises:
+        DataError: the file is no table with such a column.
+        MissingDependencyError: pandas is not installed.
+    """
+
+    def __init__(self, path: Path | None, time: str) -> None:
+        self.source = "packaged ETTh1.csv" if path is None else str(path)
+        text = _text(path)
+        begin = text.lstrip()
+        if not begin:
+            raise self._error("a header row and data rows", "an empty file. Check how it was written")
+        if begin[0] in "{[<":
+            kind = "HTML or XML" if begin[0] == "<" else "JSON"
+            raise self._error("a CSV file", f"{kind}. Save its table as CSV")
+        self._separator, self.columns = _header(text, time)
+        if time.strip() not in self.columns:
+            raise self._error(
+                f"a time column {time!r}",
+                f"a file without it. Name a column of the file with --time: {nearest_name(time, self.columns)}",
+            )
+        self._frame = self._read(text)
+
+    def _read(self, text: str) -> Any:
+        pd = pandas()
+        try:
+            # Blank lines are kept so that a row's position gives its line in the file.
+            frame = pd.read_csv(
+                io.StringIO(text),
+                sep=self._separator,
+                dtype=str,
+                keep_default_na=False,
+                skip_blank_lines=False,
+                skipinitialspace=True,
+            ).fillna("")
+        except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+            counts = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
+            if counts is None:
+                raise self._error("a table with one separator", f"{error}. Save it as a plain CSV file") from error
+            raise self._error(
+                f"{counts[1]} cells in every row, separated by {self._separator!r}",
+                f"{counts[3]} in row {counts[2]} of the file. Put cells that hold a {self._separator!r} in quotes",
+            ) from error
+        if not isinstance(frame.index, pd.RangeIndex):
+            raise self._error(
+                "as many column names as cells in each row",
+                f"{len(frame.columns)} names and longer rows. Name every column in the first row",
+            )
+        filled = np.flatnonzero((frame != "").any(axis=1).to_numpy())
+        if len(filled) == 0:
+            raise self._error("data rows", "only a header row. Check how the file was written")
+        return frame.iloc[: filled[-1] + 1]
+
+    def cells(self, name: str) -> list[str]:
+        """The texts of a column.
+
+        Raises:
+            DataError: no column or several have this name.
+        """
+        name = name.strip()
+        if self.columns.count(name) > 1:
+            raise self._error("different names of columns", f"{name!r} twice. Rename one of them")
+        return [cell.strip() for cell in self._frame.iloc[:, self.columns.index(name)].tolist()]
+
+    def numbers(self, name: str) -> list[str]:
+        """The texts of a column of numbers, with points for decimal commas.
+
+        Raises:
+            DataError: a comma or a point may be that of decimals or of thousands.
+        """
+        cells = self.cells(name)
+        marks = "," if any("," in cell for cell in cells) else "."
+        marked = [i for i, cell in enumerate(cells) if marks in cell]
+        if self._separator == "," and marks == ".":
+            return cells
+        is_decimal = marks == "." or (
+            all(_DECIMALS.fullmatch(cells[i]) for i in marked) and not any("." in cell for cell in cells)
+        )
+        if not is_decimal:
+            return cells  # whatever they are, the first one that is no number will be named
+        everywhere = len(marked) == len(cells) and self._separator != ","
+        if marked and not everywhere and all(_THOUSANDS.fullmatch(cells[i]) for i in marked):
+            raise self._error(
+                f"numbers in column {name!r}",
+                f"{cells[marked[0]]!r} in row {row_of(marked[0])} of the file, which can be a number of thousands or one with three "
+                "decimals. Write numbers with a decimal point and without separators of thousands",
+            )
+        return [cell.replace(",", ".") for cell in cells]
+
+    def _error(self, expected: str, got: str) -> DataError:
+        return DataError(f"{self.source}: expected {expected}, got {got}.")
+
+
+def row_of(index: int) -> int:
+    """The line in the file of a data row; the header is line 1."""
+    return index + 2
+
+
+def pandas() -> Any:
+    """The library, which tables need."""
+    try:
+        return import_module("pandas")
+    except ImportError as error:
+        raise MissingDependencyError(
+            "reading a time series needs pandas, which is not installed: pip install 'structattn[train]'"
+        ) from error
+
+
+def _text(path: Path | None) -> str:
+    if path is None:
+        return files("structattn.studies.data").joinpath("files", "ETTh1.csv").read_text(encoding="utf-8")
+    with open_text(str(path), "a CSV file") as file:
+        return file.read()
+
+
+def _header(text: str, time: str) -> tuple[str, list[str]]:
+    """The separator with which the first row has the time column, and most names; and those names."""
+    found = []
+    for separator in _SEPARATORS:
+        try:
+            names = next(csv.reader(io.StringIO(text), delimiter=separator, skipinitialspace=True), [])
+        except csv.Error:  # a cell that is too long
+            continue
+        found.append((separator, [name.strip() for name in names]))
+    if not found:
+        return ",", []
+    with_time = [pair for pair in found if time.strip() in pair[1]]
+    return max(with_time or found, key=lambda pair: len(pair[1]))

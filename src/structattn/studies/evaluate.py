@@ -1,0 +1,167 @@
+"""Read a finished run back: its task, its model with the trained weights; score a language model through its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from structattn.errors import CheckpointError, ConfigError, DataError
+from structattn.models.language_model import LanguageModel
+from structattn.studies.data.corpus import Tokenizer, tokenizer_from
+from structattn.studies.data.plain_text import is_there
+from structattn.studies.settings import from_plain
+from structattn.studies.tasks.base import Task
+from structattn.studies.tasks.registry import task_entry
+from structattn.studies.tasks.text.task import TextConfig, TextTask
+from structattn.studies.training.build import spec_for
+from structattn.studies.training.finished import read_finished, read_record
+
+_SIZES = (
+    "num_layers",
+    "embed_dim",
+    "num_heads",
+    "head_dim",
+    "mlp_dim",
+    "dim",
+)  # settings, none larger than the number of weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run: the task, the spec, the seed, and the model in eval mode with its trained weights."""
+
+    task: Task
+    spec: str
+    seed: int
+    model: nn.Module
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Whatever cannot be read there is a damaged run."""
+    try:
+        yield
+    except (CheckpointError, DataError):
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the run in {folder} is damaged: {error}; train it again") from error
+
+
+def _built_spec(data: dict[str, Any]) -> str:
+    """The spec that the model of a run was built from; runs from before there was a choice are in the standard parametrisation."""
+    return spec_for(data["spec"], data["config"].get("parametrization", "standard"))
+
+
+def _check_size(folder: Path, data: dict[str, Any], weights: dict[str, Tensor], build: Callable[[], nn.Module]) -> None:
+    """Raises ``CheckpointError`` if the model of a record is not of the size of its weights, before it takes any memory."""
+    most = sum(weight.numel() for weight in weights.values())
+    sizes = {name: size for name in _SIZES if isinstance(size := data["task_config"].get(name), int)}
+    too_large = {name: size for name, size in sizes.items() if size > most}
+    if not too_large and sizes.get("num_layers", 1) * sizes.get("embed_dim", 1) > most:
+        too_large = {"num_layers": sizes["num_layers"]}
+    for name, size in too_large.items():
+        raise CheckpointError(
+            f"the run in {folder} is damaged: {name} = {size:,} in its run.json is too large for its weights, {most:,} numbers; train it again"
+        )
+    with torch.device("meta"):
+        found = sum(tensor.numel() for tensor in build().state_dict().values())
+    if found != most:
+        raise CheckpointError(
+            f"the run in {folder} is damaged: its run.json is of a model of {found:,} numbers, its weights are {most:,}; train it again"
+        )
+
+
+def load_run(folder: Path, data_path: Path | None = None) -> Run:
+    """The run that ``structattn train`` (or a comparison) finished in ``folder``.
+
+    Args:
+        folder: of the run.
+        data_path: where the data that it was trained on are now. Default: where they were.
+
+    Raises:
+        CheckpointError: the folder has no finished run, or its files are damaged or do not belong together.
+        DataError: the data that it was trained on are not where they were, or others are.
+        ConfigError: ``data_path`` is given to a task that has no data of a user's own.
+    """
+    found = read_finished(folder)
+    data = found.record
+    with _reading(folder):
+        entry = task_entry(data["task"])
+        config = data["task_config"]
+        before = entry.make.data_path(config)
+    if data_path is not None:
+        if before is None:
+            raise ConfigError(f"the run in {folder} was trained on data of the package: leave --data out")
+        config = entry.make.with_data_path(config, str(data_path))
+    elif before is not None and not is_there(before):
+        raise DataError(
+            f"the run in {folder} was trained on {before}, which is not there: put it back, or name its new place with --data"
+        )
+    with _reading(folder):
+        task = entry.make(from_plain(entry.config, config))
+        if data.get("data", task.data_sha256) != task.data_sha256:
+            raise DataError(
+                f"the data have changed since the run in {folder} was trained, so that a score would mean nothing: put back what they were, or "
+                "name their new place with --data"
+            )
+        _check_size(folder, data, found.weights, lambda: task.build_model(_built_spec(data)))
+        model = task.build_model(_built_spec(data))
+        model.load_state_dict(found.weights, strict=True)
+        return Run(task=task, spec=data["spec"], seed=data["seed"], model=model.eval())
+
+
+def load_language_model(folder: Path) -> LanguageModel:
+    """The model of a finished run of the text task, in eval mode; the text that it was trained on is not needed.
+
+    Raises:
+        CheckpointError: as ``load_run``.
+        ConfigError: the run is of another task.
+    """
+    found = read_finished(folder)
+    data = found.record
+    if data.get("task") != TextTask.name:
+        raise ConfigError(
+            f"{folder} is a run of {data.get('task')}, which is no language model: train one with 'structattn train text'"
+        )
+    with _reading(folder):
+        config, spec, tokenizer = from_plain(TextConfig, data["task_config"]), _built_spec(data), _tokenizer(data)
+        _check_size(folder, data, found.weights, lambda: config.build_model(spec, tokenizer))
+        model = config.build_model(spec, tokenizer)
+        model.load_state_dict(found.weights, strict=True)
+        return model.eval()
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a finished run of the text task.
+
+    Raises:
+        CheckpointError, ConfigError: as ``load_language_model``.
+    """
+    data = read_record(folder)
+    with _reading(folder):
+        return _tokenizer(data)
+
+
+def _tokenizer(data: dict[str, Any]) -> Tokenizer:
+    """That of a run; runs from before there was a choice are of characters."""
+    return tokenizer_from(data.get("record", {}).get("tokenizer", {"kind": "chars"}))
+
+
+def evaluate_cached(run: Run) -> dict[str, float]:
+    """The test scores of a language model whose windows are read through its key/value cache.
+
+    Raises:
+        ConfigError: the run is of another task.
+    """
+    if not isinstance(run.task, TextTask) or not isinstance(run.model, LanguageModel):
+        raise ConfigError(
+            f"--cache reads text through the key/value cache of a language model; {run.task.name} has none: evaluate it without, "
+            "or train one with 'structattn train text'"
+        )
+    return run.task.evaluate_cached(run.model, "test")

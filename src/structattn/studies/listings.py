@@ -1,0 +1,152 @@
+"""What the command line lists, as text: structures, attention variants, presets, and what this machine can run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import get_args
+
+import torch
+
+from structattn.errors import BackendUnavailableError
+from structattn.layers.attention import Attention
+from structattn.layout.levels import LevelLayout
+from structattn.matrices import FAMILIES, Structure
+from structattn.models.language_model import LanguageModel
+from structattn.ops.attention import Backend, explain, why_not
+from structattn.optim import mup
+from structattn.spec.attention import FORMS
+from structattn.spec.layers import FORM as LAYER_FORM
+from structattn.spec.layers import LayerSpecs
+from structattn.studies.data.corpus import Bytes, text_units
+from structattn.studies.environment import hardware, versions
+from structattn.studies.settings import fields_of
+from structattn.studies.tasks.registry import TASKS, recipe_for
+
+
+def structures() -> str:
+    """The text forms of structured matrices, with parameters and cost."""
+    size = 256
+    lines = [f"{'form':<24} {'example':<26} {'params':>9} {'FLOPs':>9} {'rank':>5}  meaning"]
+    for family in FAMILIES.values():
+        with torch.device("meta"):
+            m = Structure.parse(family.example).build(size, size)
+        counts = f"{m.num_params:>9,} {m.flops:>9,} {m.rank_bound:>5}"
+        lines.append(f"{family.syntax:<24} {family.example:<26} {counts}  {family.meaning}")
+    lines += [
+        "",
+        f"One {size} x {size} matrix; FLOPs of one product, 2 per multiply-add. Quote a form in the shell: | is a pipe there.",
+    ]
+    return "\n".join(lines)
+
+
+def specs() -> str:
+    """The text forms of attention variants, with parameters and cost."""
+    width, heads, length = 256, 4, 1024
+    lines = [f"{'form':<28} {'example':<26} {'params':>9} {'MFLOP':>8} {'keys':>9}  meaning"]
+    for form in FORMS.values():
+        with torch.device("meta"):
+            layer = Attention.from_spec(form.example, embed_dim=width, num_heads=heads, context_length=length)
+        cost = layer.cost(length)
+        params = sum(p.numel() for p in layer.parameters())
+        lines.append(
+            f"{form.syntax:<28} {form.example:<26} {params:>9,} {cost.flops / 1e6:>8,.0f} "
+            f"{cost.key_cache_numbers:>9,}  {form.meaning}"
+        )
+    lines += [
+        "",
+        f"One layer of width {width}, {heads} heads, causal, {length:,} tokens; keys: numbers in its key cache; mlr-text: text without borders.",
+        "Terms are joined by +, as in 'bilinear-btt:1+mlr:128|64|32|32+window:512'; options follow commas,",
+        f"as in 'mlr:32|16|8|8,scaling=paper'. {LAYER_FORM.syntax}: {LAYER_FORM.meaning},",
+        f"as in '{LAYER_FORM.example}'. Quote a spec in the shell: | is a pipe there.",
+    ]
+    return "\n".join(lines)
+
+
+def mup_roles(spec: str, width: int, num_heads: int) -> str:
+    """What muP makes of the parameters of one block (of each spec of a list) and of the ends of a language model of that width, one line
+    each."""
+    specs = LayerSpecs.parse(spec)
+    with torch.device("meta"):
+        model = LanguageModel(
+            256,
+            str(specs.with_scaling("mup")),
+            num_layers=len(specs.pattern),
+            text_units=text_units(Bytes()),
+            embed_dim=width,
+            num_heads=num_heads,
+            context_length=1024,
+        )
+    roles = mup.roles_of(model)
+    lines = [f"{'parameter':<44} {'shape':<20} {'kind':<9} {'fan-in':>6} {'initial std':>11} {'rate':>8}"]
+    for name, parameter in model.named_parameters():
+        role = roles[name]
+        start = "ones" if role.kind in ("norm", "gain") else f"{role.init_std:.4g}"
+        shape = " x ".join(map(str, parameter.shape))
+        lines.append(
+            f"{name:<44} {shape:<20} {role.kind:<9} {role.fan_in:>6} {start:>11} {role.learning_rate_scale():>8.4g}"
+        )
+    return "\n".join([*lines, "", f"rate: over the base rate, at base_fan_in {mup.BASE_FAN_IN}."])
+
+
+def presets() -> str:
+    """The presets of every task, one per line: name, number of attention variants, what it is for."""
+    width = max(len(name) for entry in TASKS.values() for name in entry.presets)
+    lines: list[str] = []
+    for task, entry in TASKS.items():
+        lines += ["", task] if lines else [task]
+        lines += [
+            f"  {name:<{width}}  {len(preset.recipe.attention):>2} specs  {preset.about}"
+            for name, preset in entry.presets.items()
+        ]
+    return "\n".join([*lines, "", "structattn settings TASK --preset NAME shows all that a preset sets."])
+
+
+def settings(task: str, preset: str) -> str:
+    """Every setting that ``--set`` takes for a task: its name, its type, and its value in a preset.
+
+    Raises:
+        ConfigError: there is no such task or preset.
+    """
+    found = list(fields_of(recipe_for(task, preset)))
+    names, kinds = (max(len(row[i]) for row in found) for i in (0, 1))
+    lines = [f"{name:<{names}}  {kind:<{kinds}}  {value}" for name, kind, value in found]
+    return "\n".join(
+        [
+            f"{'setting':<{names}}  {'type':<{kinds}}  value in {task} --preset {preset}",
+            *lines,
+            "",
+            "Change one with --set NAME=VALUE.",
+        ]
+    )
+
+
+def info() -> str:
+    """Versions, devices, and which backends can run here (and why not)."""
+    lines = [f"{name:<13} {value}" for name, value in versions().items()]
+    for extra in ("accelerate", "matplotlib", "tensorboard", "tyro", "triton", "transformers", "neuralforecast"):
+        try:
+            found = importlib.metadata.version(extra)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
+        lines.append(f"{extra:<13} {found}")
+    lines += [f"{name:<13} {value}" for name, value in hardware().items()]
+    lines.append("backends")
+    for backend in get_args(Backend):
+        if backend == "auto":
+            continue
+        try:
+            reason = why_not(backend)
+        except BackendUnavailableError as error:
+            reason = str(error)
+        lines.append(f"  {backend:<11} {'runs' if reason is None else f'cannot run: {reason}'}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lines.append(f"auto, on {device.type}")
+    levels = (8,) * 8
+    for words, layout, length in (
+        ("1 level, T = 4096", None, 4096),
+        ("8 levels, T = 4096", LevelLayout.halving(levels, 4096), 4096),
+        ("8 levels, T = 64", LevelLayout.halving(levels, 64), 64),
+    ):
+        q = torch.empty(1, 1, length, sum(levels), device=device)
+        lines.append(f"  {words:<20} {explain(q, q, q, layout)}")
+    return "\n".join(lines)

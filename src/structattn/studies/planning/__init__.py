@@ -1,0 +1,1 @@
+"""What a training run and a cache will take, before it begins."""

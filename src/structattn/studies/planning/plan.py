@@ -1,0 +1,373 @@
+"""What training a language model takes, before it is trained: parameters, FLOPs, memory per GPU, a layout, and the time.
+
+Everything is counted on the structure of the model, which is built without memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from structattn.errors import ConfigError, nearest_name
+from structattn.layers.rotary import Rotary
+from structattn.layout.text import TextUnits
+from structattn.models.language_model import LanguageModel
+from structattn.studies.planning.activations import PRECISIONS, WIDE, Activations, Precision, activations
+
+GIB = 2**30
+# Of the memory of a GPU; the rest is for the driver, the buffers of libraries and what the allocator loses in gaps.
+USABLE = 0.9
+_VOCAB = 50257  # GPT-2's byte pairs, which Brown et al. use
+_BATCH_TOKENS = 2**19
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedSize:
+    """A model size by name.
+
+    Attributes:
+        embed_dim, num_layers, num_heads: of the model.
+        batch_tokens: tokens of a step.
+    """
+
+    embed_dim: int
+    num_layers: int
+    num_heads: int
+    batch_tokens: int
+
+
+def _size(num_layers: int, embed_dim: int, num_heads: int, batch_tokens: int) -> NamedSize:
+    return NamedSize(embed_dim=embed_dim, num_layers=num_layers, num_heads=num_heads, batch_tokens=batch_tokens)
+
+
+# Brown et al. 2020, table 2.1, batches rounded to powers of two. Two rows there do not divide: 1.3B has 24 heads of 128 at width
+# 2048 (here 16), 13B a width of 5140 with 40 heads of 128 (here 5120).
+SIZES = {
+    "125m": _size(12, 768, 12, 2**19),
+    "350m": _size(24, 1024, 16, 2**19),
+    "760m": _size(24, 1536, 16, 2**19),
+    "1.3b": _size(24, 2048, 16, 2**20),
+    "2.7b": _size(32, 2560, 32, 2**20),
+    "6.7b": _size(32, 4096, 32, 2**21),
+    "7b": _size(32, 4096, 32, 2**21),
+    "13b": _size(40, 5120, 40, 2**21),
+    "175b": _size(96, 12288, 96, 2**21 + 2**20),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is to be trained, and on what.
+
+    Args:
+        attention: spec of every layer, or a list in brackets. What depends on the text is counted for a text without borders.
+        embed_dim, num_layers, num_heads, num_kv_heads, vocab_size: of the model.
+        context_length: tokens of a sequence.
+        precision: ``"bf16"`` is autocast: weights, gradients and moments stay in float32. ``"float32"``.
+        batch_tokens: tokens of a step over all GPUs; at least one sequence.
+        gpu_memory_gib: of one GPU.
+        tokens: that the model is trained on. Default ``None``: not known.
+        gpu_flops: FLOPs per second that one GPU was measured to reach in training, counted as here. Default ``None``: not known, and
+            then no time is given.
+
+    Raises:
+        ConfigError: a number is out of its range, or ``gpu_flops`` comes without ``tokens``.
+    """
+
+    attention: str = "standard"
+    embed_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    vocab_size: int = _VOCAB
+    context_length: int = 2048
+    precision: Precision = "bf16"
+    batch_tokens: int = _BATCH_TOKENS
+    gpu_memory_gib: float = 80.0
+    tokens: float | None = None
+    gpu_flops: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("embed_dim", "num_layers", "num_heads", "vocab_size", "context_length", "batch_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be an int of at least 1, got {value!r}")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"precision: {nearest_name(str(self.precision), PRECISIONS)}, got {self.precision!r}")
+        for name in ("gpu_memory_gib", "tokens", "gpu_flops"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} must be a positive number, got {value!r}")
+        if self.batch_tokens < self.context_length:
+            raise ConfigError(
+                f"batch_tokens must hold at least one sequence of {self.context_length} tokens, got {self.batch_tokens}"
+            )
+        if self.gpu_flops is not None and self.tokens is None:
+            raise ConfigError(
+                "gpu_flops gives a time only together with tokens, the number that the model is trained on"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        model: str | None,
+        *,
+        embed_dim: int | None = None,
+        num_layers: int | None = None,
+        num_heads: int | None = None,
+        batch_tokens: int | None = None,
+        **others: object,
+    ) -> PlanRequest:
+        """A request for a size by name, some of whose numbers may be others, or without a name for numbers alone.
+
+        Args:
+            model: one of ``SIZES``, or ``None``: then ``embed_dim``, ``num_layers`` and ``num_heads`` are needed.
+            embed_dim, num_layers, num_heads, batch_tokens: in place of those of the name. ``batch_tokens`` without a name: 2^19.
+            **others: as the class.
+
+        Raises:
+            ConfigError: there is no such size (the nearest is named), a number is missing, or as the class.
+        """
+        given: dict[str, int | None] = {"embed_dim": embed_dim, "num_layers": num_layers, "num_heads": num_heads}
+        if model is None:
+            missing = [name for name, value in given.items() if value is None]
+            if missing:
+                raise ConfigError(f"without a model ({', '.join(SIZES)}) give {', '.join(missing)} as well")
+            batch_tokens = _BATCH_TOKENS if batch_tokens is None else batch_tokens
+        elif model.lower() not in SIZES:
+            raise ConfigError(f"unknown model {model!r}: {nearest_name(model.lower(), SIZES)}")
+        else:
+            size = SIZES[model.lower()]
+            given = {name: getattr(size, name) if value is None else value for name, value in given.items()}
+            batch_tokens = size.batch_tokens if batch_tokens is None else batch_tokens
+        return cls(**given, batch_tokens=batch_tokens, **others)  # type: ignore[arg-type]
+
+    def build(self) -> LanguageModel:
+        """The model, on the meta device: no weights. Positions are rotary, so that no table grows with the context.
+
+        Raises:
+            ConfigError: the spec does not fit.
+        """
+        with torch.device("meta"):
+            return LanguageModel(
+                self.vocab_size,
+                self.attention,
+                num_layers=self.num_layers,
+                embed_dim=self.embed_dim,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                context_length=self.context_length,
+                rotary=Rotary(),
+                text_units=TextUnits(bytes(self.vocab_size)),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """Bytes of what lives as long as the training, whole.
+
+    Attributes:
+        weights, gradients: float32.
+        optimizer: of AdamW: two moments and, per tensor, the step.
+        weight_copies: 16-bit weights that autocast makes, and weights in another order; between forward and backward pass.
+        block: weights of the largest block.
+        ends: weights that are in no block.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    weight_copies: int
+    block: int
+    ends: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the training could be spread over GPUs.
+
+    Attributes:
+        kind: ``"DDP"``: every GPU holds everything, and any number of them may work; ``"FSDP"``: states are divided (ZeRO stage 3).
+        num_gpus: 1 for DDP, at least; for FSDP the GPUs that states are divided among.
+        checkpointing: whether blocks are computed again in the backward pass.
+        micro_batch: sequences that a GPU computes at once.
+        accumulation: passes per step.
+        bytes_per_gpu: at the highest point.
+        fits: whether a GPU has as much. If not, this is the layout that needs least.
+    """
+
+    kind: Literal["DDP", "FSDP"]
+    num_gpus: int
+    checkpointing: bool
+    micro_batch: int
+    accumulation: int
+    bytes_per_gpu: int
+    fits: bool
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step."""
+        return self.num_gpus * self.micro_batch * self.accumulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a training takes.
+
+    Attributes:
+        request: what was asked for.
+        num_params: all parameters.
+        num_table_params: those of the embedding and the read-out, which grow with the vocabulary alone.
+        forward_flops_per_token: forward FLOPs of a sequence over its tokens, 2 per multiply-add.
+        recomputed_flops_per_token: those of the blocks alone, which activation checkpointing repeats.
+        states: memory for weights and what belongs to them.
+        activations: what a step keeps.
+        cache_bytes: keys and values of one sequence of that context at inference.
+        layout: a suggestion.
+    """
+
+    request: PlanRequest
+    num_params: int
+    num_table_params: int
+    forward_flops_per_token: float
+    recomputed_flops_per_token: float
+    states: States
+    activations: Activations
+    cache_bytes: int
+    layout: Layout
+
+    def training_flops_per_token(self, *, checkpointing: bool) -> float:
+        """Forward and backward pass; for each product of the forward pass the backward pass has two. Softmax, norms and the scores
+        that fused attention computes again are not counted."""
+        return 3 * self.forward_flops_per_token + (self.recomputed_flops_per_token if checkpointing else 0.0)
+
+    def activation_bytes(self, *, checkpointing: bool, gradients: bool = False) -> int:
+        """What one sequence keeps for the backward pass; with ``gradients`` also what is there for a moment, at the highest point."""
+        length = self.request.context_length
+        return self.activations.nbytes(1, length, checkpointing=checkpointing, gradients=gradients)
+
+    @property
+    def total_flops(self) -> float | None:
+        """Of the training in this layout; ``None`` without a number of tokens."""
+        tokens = self.request.tokens
+        per_token = self.training_flops_per_token(checkpointing=self.layout.checkpointing)
+        return None if tokens is None else tokens * per_token
+
+    @property
+    def gpu_seconds(self) -> float | None:
+        """Time on one GPU, or of all together; ``None`` without a measured rate, or where it does not fit."""
+        if self.total_flops is None or self.request.gpu_flops is None or not self.layout.fits:
+            return None
+        return self.total_flops / self.request.gpu_flops
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Counts what a request takes.
+
+    Raises:
+        ConfigError: the spec does not fit the sizes.
+
+    Cost: no memory for weights; O(layers * context * levels) for counting visible pairs.
+    """
+    model = request.build()
+    length = request.context_length
+    num_params = sum(p.numel() for p in model.parameters())
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.trunk.layers]
+    kept = activations(model, request.precision)
+    costs = [block.attention.cost(length) for block in model.trunk.layers]
+    numbers = sum(cost.key_cache_numbers + cost.value_cache_numbers for cost in costs)
+    states = States(
+        weights=WIDE * num_params,
+        gradients=WIDE * num_params,
+        optimizer=2 * WIDE * num_params + WIDE * sum(1 for _ in model.parameters()),
+        weight_copies=kept.fixed,
+        block=WIDE * max(blocks),
+        ends=WIDE * (num_params - sum(blocks)),
+    )
+    return Plan(
+        request=request,
+        num_params=num_params,
+        num_table_params=model.embedding.weight.numel() + model.read_out.weight.numel(),
+        forward_flops_per_token=model.flops_per_example() / length,
+        recomputed_flops_per_token=model.trunk.flops(length) / length,
+        states=states,
+        activations=kept,
+        cache_bytes=numbers * (2 if request.precision == "bf16" else WIDE),
+        layout=suggest_layout(request, states, kept),
+    )
+
+
+def bytes_per_gpu(
+    request: PlanRequest, states: States, kept: Activations, *, num_shards: int, checkpointing: bool, micro_batch: int
+) -> int:
+    """Memory of one GPU at the highest point of a step.
+
+    With one shard (DDP): weights, gradients, moments, copies of weights, the buckets in which DDP exchanges gradients (a second copy
+    of them), and activations. With N (FSDP): an N-th of weights, gradients and moments, activations, and what is gathered: the
+    weights of two blocks and of the ends, and the gradients of one block and of the ends, in the precision of the computation.
+    """
+    data = kept.nbytes(micro_batch, request.context_length, checkpointing=checkpointing, gradients=True)
+    whole = states.weights + states.gradients + states.optimizer
+    if num_shards == 1:
+        return whole + states.gradients + states.weight_copies + data
+    gathered = 3 * states.block + 2 * states.ends
+    narrow = request.precision == "bf16"
+    # Under FSDP 16-bit weights are what is gathered; in float32 the copies in another order stay.
+    copies = gathered // 2 if narrow else gathered + states.weight_copies
+    return math.ceil(whole / num_shards) + copies + data
+
+
+def suggest_layout(request: PlanRequest, states: States, kept: Activations) -> Layout:
+    """The layout with the fewest shards, a power of two, that fits; without activation checkpointing where that fits too.
+
+    Among these the largest micro-batch, a power of two, that fits and that the batch has.
+    """
+    sequences = request.batch_tokens // request.context_length
+    usable = USABLE * request.gpu_memory_gib * GIB
+
+    def layout(num_shards: int, checkpointing: bool, micro_batch: int) -> Layout:
+        need = bytes_per_gpu(
+            request, states, kept, num_shards=num_shards, checkpointing=checkpointing, micro_batch=micro_batch
+        )
+        return Layout(
+            kind="DDP" if num_shards == 1 else "FSDP",
+            num_gpus=num_shards,
+            checkpointing=checkpointing,
+            micro_batch=micro_batch,
+            accumulation=math.ceil(sequences / (num_shards * micro_batch)),
+            bytes_per_gpu=need,
+            fits=need <= usable,
+        )
+
+    shards = 1
+    least = layout(1, True, 1)
+    while shards <= sequences:
+        for checkpointing in (False, True):
+            found = layout(shards, checkpointing, 1)
+            least = min(least, found, key=lambda item: item.bytes_per_gpu)
+            if not found.fits:
+                continue
+            while 2 * found.micro_batch * shards <= sequences:
+                larger = layout(shards, checkpointing, 2 * found.micro_batch)
+                if not larger.fits:
+                    break
+                found = larger
+            return found
+        shards *= 2
+    return least
+
+
+def plans(request: PlanRequest, specs: tuple[str, ...]) -> list[Plan]:
+    """The same request with each of several attention specs.
+
+    Raises:
+        ConfigError: no spec, a spec twice, or as ``make_plan``.
+    """
+    if not specs:
+        raise ConfigError("give at least one attention spec to plan for")
+    if len(set(specs)) != len(specs):
+        raise ConfigError(f"every attention spec once, got {', '.join(specs)}")
+    return [make_plan(replace(request, attention=spec)) for spec in specs]

@@ -1,0 +1,120 @@
+"""Plans as a table: one column per attention spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from structattn.studies.planning.plan import GIB, USABLE, Layout, Plan
+
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def _count(value: float) -> str:
+    for unit, letter in _UNITS:
+        if value >= unit:
+            return f"{value / unit:,.2f} {letter}"
+    return f"{value:,.0f}"
+
+
+def _flops(value: float) -> str:
+    for unit, letter in ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= unit:
+            return f"{value / unit:,.2f} {letter}FLOP"
+    return f"{value:,.0f} FLOP"
+
+
+def _memory(value: float) -> str:
+    return f"{value / GIB:,.2f} GiB" if value >= GIB / 100 else f"{value / 2**20:,.2f} MiB"
+
+
+def _time(seconds: float) -> str:
+    for unit, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:,.1f} {name}"
+    return f"{seconds:,.0f} s"
+
+
+def _layout(layout: Layout) -> str:
+    if layout.kind == "DDP":
+        return "DDP, 1 GPU or more" if layout.fits else "too small: DDP"
+    return f"FSDP, {layout.num_gpus} GPUs" if layout.fits else f"too small: FSDP, {layout.num_gpus}"
+
+
+_Rows = list[tuple[str, Callable[[Plan], str]]]
+
+
+def _rows(plan: Plan) -> _Rows:
+    """The lines, with what stands in the column of a plan; all plans are of one request but for the spec."""
+    rows: _Rows = [
+        ("parameters", lambda p: _count(p.num_params)),
+        ("  without embedding, read-out", lambda p: _count(p.num_params - p.num_table_params)),
+        ("forward, per token", lambda p: _flops(p.forward_flops_per_token)),
+        ("training, per token", lambda p: _flops(p.training_flops_per_token(checkpointing=False))),
+        ("  with checkpointing", lambda p: _flops(p.training_flops_per_token(checkpointing=True))),
+        ("", lambda _: ""),
+        ("weights", lambda p: _memory(p.states.weights)),
+        ("gradients", lambda p: _memory(p.states.gradients)),
+        ("AdamW", lambda p: _memory(p.states.optimizer)),
+        ("copies of weights", lambda p: _memory(p.states.weight_copies)),
+        ("activations, 1 sequence", lambda p: _memory(p.activation_bytes(checkpointing=False))),
+        ("  and their gradients", lambda p: _memory(p.activation_bytes(checkpointing=False, gradients=True))),
+        ("with checkpointing", lambda p: _memory(p.activation_bytes(checkpointing=True))),
+        ("  and their gradients", lambda p: _memory(p.activation_bytes(checkpointing=True, gradients=True))),
+        ("key/value cache, 1 sequence", lambda p: _memory(p.cache_bytes)),
+        ("", lambda _: ""),
+        ("layout", lambda p: _layout(p.layout)),
+        ("  activation checkpointing", lambda p: "yes" if p.layout.checkpointing else "no"),
+        ("  micro-batch, sequences", lambda p: f"{p.layout.micro_batch}"),
+        ("  gradient accumulation", lambda p: f"{p.layout.accumulation}"),
+        ("  tokens per step", lambda p: f"{p.layout.sequences * p.request.context_length:,}"),
+        ("  memory per GPU", lambda p: _memory(p.layout.bytes_per_gpu)),
+    ]
+    if plan.total_flops is not None:
+        rows.append(("training, all tokens", lambda p: _flops(p.total_flops or 0.0)))
+    if plan.request.gpu_flops is not None:
+        rows += [
+            ("  GPU hours", lambda p: "-" if p.gpu_seconds is None else f"{p.gpu_seconds / 3600:,.1f}"),
+            (
+                "  time on these GPUs",
+                lambda p: "-" if p.gpu_seconds is None else _time(p.gpu_seconds / p.layout.num_gpus),
+            ),
+        ]
+    return rows
+
+
+def format_plans(plans: Sequence[Plan]) -> str:
+    """The table, with what it is of above and how to read it below.
+
+    Args:
+        plans: at least one, of requests that differ in the spec alone.
+    """
+    request = plans[0].request
+    rows = _rows(plans[0])
+    columns = [[plan.request.attention, *(text(plan) for _, text in rows)] for plan in plans]
+    labels = ["", *(label for label, _ in rows)]
+    widths = [max(map(len, column)) for column in (labels, *columns)]
+    lines = [
+        "  ".join(
+            [f"{label:<{widths[0]}}", *(f"{cell:>{n}}" for cell, n in zip(cells, widths[1:], strict=True))]
+        ).rstrip()
+        for label, *cells in zip(labels, *columns, strict=True)
+    ]
+    groups = "" if request.num_kv_heads is None else f" ({request.num_kv_heads} for keys and values)"
+    head = (
+        f"{request.num_layers} layers, width {request.embed_dim:,}, {request.num_heads} heads{groups}, vocabulary "
+        f"{request.vocab_size:,}, context {request.context_length:,}, {request.precision}, GPUs of {request.gpu_memory_gib:g} GiB"
+    )
+    notes = [
+        f"Memory is whole, before any sharding; a layout fits if it takes at most {USABLE:.0%} of a GPU. Multiply activations by the",
+        "sequences of a micro-batch. FLOPs: 2 per multiply-add; training is three times the forward pass.",
+    ]
+    if not all(plan.layout.fits for plan in plans):
+        notes.append(
+            "too small: even the layout that needs least, which is shown, does not fit. Give a shorter context, GPUs with more memory, or"
+            "\na larger batch, over whose sequences more GPUs can divide the states."
+        )
+    if request.gpu_flops is None:
+        notes.append(
+            "No time without a rate: --tokens and --gpu-flops, the FLOPs per second that you measured on one GPU."
+        )
+    return "\n".join([head, "", *lines, "", *notes])

@@ -1,0 +1,214 @@
+"""What a recipe is: everything that a comparison needs, so that it can be repeated."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from structattn.errors import ConfigError
+from structattn.studies.settings import apply_overrides
+from structattn.studies.tasks.chronos.task import ChronosConfig
+from structattn.studies.tasks.forecast.task import ForecastConfig
+from structattn.studies.tasks.icl_regression.task import ICLRegressionConfig
+from structattn.studies.tasks.nearest_neighbor.task import NearestNeighborConfig
+from structattn.studies.tasks.text.task import TextConfig
+from structattn.studies.training.config import TrainingConfig
+
+MOST_RUNS = 100_000
+TaskConfig = NearestNeighborConfig | ForecastConfig | ICLRegressionConfig | TextConfig | ChronosConfig
+
+
+# The settings that a point of a grid has of its own.
+_SET_BY = {"widths": ("task.embed_dim", "task.num_heads", "widths"), "budgets": ("budgets",)}
+
+
+def _key(setting: str) -> str:
+    return setting.partition("=")[0]
+
+
+def _named(variant: str) -> tuple[str, list[str]]:
+    """The name of a variant, the whole text where it has none, and its settings."""
+    name, named, settings = variant.partition(": ")
+    return name, (settings if named else variant).split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that a comparison needs, so that it can be repeated.
+
+    Args:
+        task: settings of data and model.
+        training: settings of one run, the same for every variant.
+        attention: specs to compare.
+        seeds: runs per variant, with seeds 0 ... seeds - 1.
+        learning_rates: when more than one, each variant is first trained at every rate with seed 0, and its best rate on
+            the validation split is used for all seeds: equal tuning effort. Empty: ``training.learning_rate``.
+        sweep_settings: settings in which the runs that choose the learning rate differ from the others, such as
+            ``("task.embed_dim=16",)``: under muP a rate found at a small width holds at a large one. Empty: no difference.
+        equal: ``"steps"``: ``training.steps`` for every variant. ``"compute"``: as many steps as cost what ``training.steps`` steps of
+            the first variant cost, in forward FLOPs, so that all are compared at equal compute. Budgets go before it.
+        variants: settings that are varied, each a text such as ``"task.dim=4 task.num_heads=2"``, or with a name of its own for
+            tables, ``"small: task.dim=4"``, each name once: everything is compared under each. Empty: the settings as they are.
+        search: settings of which each attention gets its best, such as ``("task.look_back=96", "task.look_back=336")``: everything is
+            trained with each, all seeds, and the one with the lowest mean validation score counts. Empty: no choice.
+        widths: of the models: everything is compared at each ``task.embed_dim``, with heads of the dimension that the settings have.
+            Empty: that of the settings.
+        budgets: forward FLOPs of all training examples: everything is compared after so many, instead of after ``training.steps``.
+
+    Raises:
+        ConfigError: no seeds, a learning rate or budget that is not positive, something twice, settings of a sweep without rates or
+            without muP, several widths without muP or with heads that do not divide them, a variant of what widths or budgets set, a search
+            together with budgets, or of what a variant sets.
+    """
+
+    task: TaskConfig
+    training: TrainingConfig
+    attention: tuple[str, ...]
+    seeds: int = 1
+    learning_rates: tuple[float, ...] = ()
+    sweep_settings: tuple[str, ...] = ()
+    equal: Literal["steps", "compute"] = "steps"
+    variants: tuple[str, ...] = ()
+    search: tuple[str, ...] = ()
+    widths: tuple[int, ...] = ()
+    budgets: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise ConfigError(f"seeds must be at least 1, got {self.seeds}")
+        if self.num_runs > MOST_RUNS:
+            raise ConfigError(
+                f"{self.num_runs:,} runs of {self.training.steps:,} steps ({len(self.attention)} models, {self.seeds:,} seeds and what is "
+                f"varied), and {MOST_RUNS:,} are the most: give fewer seeds, or do it in parts"
+            )
+        if any(not 0 < number < math.inf for number in (*self.learning_rates, *self.budgets)):
+            raise ConfigError(
+                f"learning rates and budgets must be positive, got {self.learning_rates} and {self.budgets}"
+            )
+        for name in ("learning_rates", "variants", "search", "widths", "budgets"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                raise ConfigError(f"{name}: every one once, got {', '.join(map(str, values))}")
+        if self.equal not in ("steps", "compute"):
+            raise ConfigError(f"equal: {self.equal!r} is not steps or compute")
+        if self.sweep_settings and not self.learning_rates:
+            raise ConfigError(f"sweep_settings {self.sweep_settings} without learning_rates to sweep")
+        if self.sweep_settings and self.training.parametrization != "mup":
+            raise ConfigError(
+                "a learning rate found with other settings (sweep_settings) holds under muP only: set training.parametrization=mup"
+            )
+        if self.widths:
+            self._check_widths()
+        self._check_variants()
+        self._check_search()
+
+    def _check_search(self) -> None:
+        if self.search and self.budgets:
+            raise ConfigError("a search and budgets exclude each other: a scaling law is of settings that are given")
+        searched = {_key(setting) for text in self.search for setting in _named(text)[1]}
+        for variant in self.variants:
+            if lost := [setting for setting in _named(variant)[1] if _key(setting) in searched]:
+                raise ConfigError(
+                    f"variants: {lost[0]} would be lost, since the search sets it: leave one of the two out"
+                )
+
+    def _check_variants(self) -> None:
+        names = [name for name, named, _ in (variant.partition(": ") for variant in self.variants) if named]
+        if len(set(names)) != len(names):
+            raise ConfigError(
+                f"variants: every name once, or their results would be taken for one, got {', '.join(names)}"
+            )
+        for place, values in (("widths", self.widths), ("budgets", self.budgets)):
+            for variant in self.variants if values else ():
+                _, settings = _named(variant)
+                if lost := [text for text in settings if _key(text) in _SET_BY[place]]:
+                    raise ConfigError(
+                        f"variants: {lost[0]} would be lost, since {place} set it: leave one of the two out"
+                    )
+
+    def _check_widths(self) -> None:
+        if self.training.parametrization != "mup" and len(self.widths) > 1:
+            raise ConfigError(
+                "a learning rate holds at several widths under muP only: set training.parametrization=mup"
+            )
+        head_dim = self._head_dim()
+        if wrong := [width for width in self.widths if width < 1 or width % head_dim]:
+            raise ConfigError(f"widths must be multiples of the head dimension, {head_dim} here, got {wrong[0]}")
+
+    def _head_dim(self) -> int:
+        task: Any = self.task
+        if not hasattr(task, "embed_dim") or not hasattr(task, "num_heads"):
+            raise ConfigError(f"the models of {type(task).__name__} have no width to vary: leave widths empty")
+        return int(task.embed_dim // task.num_heads)
+
+    @property
+    def num_runs(self) -> int:
+        """Models that a comparison trains: those of its table, and those that choose learning rates."""
+        points = math.prod(len(values) or 1 for values in (self.variants, self.widths, self.budgets, self.search))
+        swept = len(self.learning_rates) - (not self.sweep_settings) if len(self.learning_rates) > 1 else 0
+        return points * len(self.attention) * (self.seeds + swept)
+
+    def points(self) -> list[Point]:
+        """Everything under which the attentions are compared: variants x widths x budgets x search, in that order; at least one point."""
+        axes = itertools.product(
+            self.variants or ("",), self.widths or (None,), self.budgets or (None,), self.search or ("",)
+        )
+        return [self._point(*place) for place in axes]
+
+    def _point(self, variant: str, width: int | None, budget: float | None, search: str) -> Point:
+        name, changes = _named(variant)
+        searched, choices = _named(search)
+        changes += choices
+        if width is not None:
+            changes += [f"task.embed_dim={width}", f"task.num_heads={width // self._head_dim()}"]
+        if budget is not None:
+            short = f"{budget:g}"
+            changes.append(f"budgets={short if float(short) == budget else repr(budget)}")
+        alone = replace(self, variants=(), search=(), widths=(), budgets=())
+        recipe = apply_overrides(alone, tuple(changes))
+        replaced = {_key(setting) for setting in self.sweep_settings}
+        return Point(
+            variant=name,
+            width=width,
+            budget=budget,
+            searched=searched,
+            settings=" ".join(changes),
+            recipe=recipe,
+            sweep_settings=" ".join(change for change in changes if _key(change) not in replaced),
+            swept=apply_overrides(recipe, self.sweep_settings),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A recipe at one of its variants, widths and budgets.
+
+    Attributes:
+        variant: its name; empty where there is only one.
+        width, budget: ``None`` where the recipe does not vary them.
+        searched: which of the settings to choose from, by its name; empty without a search.
+        settings: all that differs from the recipe's own, as one text.
+        recipe: the settings there.
+        sweep_settings: as ``settings``, without what the runs that choose a learning rate have of their own: points that differ in nothing
+            else share those runs.
+        swept: the settings of those runs.
+    """
+
+    variant: str
+    width: int | None
+    budget: float | None
+    searched: str
+    settings: str
+    recipe: Recipe
+    sweep_settings: str
+    swept: Recipe
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A recipe by name, with what it is for and its time on 2 CPU cores."""
+
+    recipe: Recipe
+    about: str

@@ -1,0 +1,47 @@
+"""Errors along a sequence of places: a line per attention and baseline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.figure import Figure as MplFigure
+
+from structattn.studies.report._common import Results, finite_list, row_name
+from structattn.studies.report._plotting import GREY, row_style, wide
+from structattn.studies.report.figures.canvas import end_labels, log_axis, new_canvas
+
+
+def by_position(results: Results, key: str, xlabel: str) -> MplFigure | None:
+    """One line per attention and baseline of a list under ``details[key]``."""
+    lines: list[tuple[str, list[float], dict[str, Any]]] = []
+    for row in results["rows"]:
+        if values := finite_list((row.get("details") or {}).get(key)):
+            lines.append((row_name(row), values, {**row_style(results, row), "lw": 1.6}))
+    bound = [v for _, values, _ in lines for v in values]
+    if not lines:
+        return None
+    for index, baseline in enumerate(results.get("baselines") or []):
+        if values := finite_list((baseline.get("details") or {}).get(key)):
+            style: dict[str, Any] = {
+                "color": GREY,
+                "linestyle": ((0, (4, 3)), ":", "-.")[index % 3],
+                "lw": 1.2,
+            }
+            lines.append((str(baseline["name"]), values, style))
+    height = max(3.7, 0.19 * len(lines) + 0.7)
+    figure = new_canvas(height)
+    ax = figure.add_subplot()
+    for _, values, style in lines:
+        ax.plot(range(1, len(values) + 1), values, **style)
+    if min(bound) > 0 and wide(v for _, values, _ in lines for v in values if v > 0):
+        ax.set_yscale("log")
+        low, high = ax.get_ylim()
+        ax.set_ylim(max(low, min(bound) / 5), min(high, max(bound) * 1.5))
+        log_axis(ax, "y")
+    ax.margins(x=0.01)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(str(results["metric"]))
+    low, high = ax.get_ylim()
+    ends = [(float(len(v)), min(max(v[-1], low), high), name, str(style["color"])) for name, v, style in lines]
+    end_labels(ax, ends, height - 0.6)
+    return figure

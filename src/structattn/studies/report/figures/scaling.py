@@ -1,0 +1,318 @@
+"""Figures of scaling laws: loss against compute, IsoFLOP curves, compute saved, and what models do with their context."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as MplFigure
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogFormatterSciNotation,
+    LogLocator,
+    NullFormatter,
+    NullLocator,
+)
+
+from structattn.studies.report._common import Results, Row, fmt_flops
+from structattn.studies.report._plotting import GREY, LINES, OKABE_ITO
+from structattn.studies.report.figures.canvas import Drawing, Figure, new_canvas, write_figure
+from structattn.studies.report.scaling import mean_loss, series_of, settings_of
+
+_SHAPES = "osD^vP*"
+_MOST_COLUMNS = 4
+
+
+def draw_scaling(results: Results, folder: Path) -> list[Figure]:
+    """Draws the figures of a grid of widths and budgets; a figure without any data is left out.
+
+    Args:
+        results: what ``results.json`` holds, with ``scaling``.
+        folder: where the files go; made when missing.
+    """
+    plans: list[tuple[str, Callable[[Results], Drawing | None]]] = [
+        ("loss-against-compute", _frontiers),
+        ("compute-saved", _saved),
+        ("loss-against-compute-by-width", _widths),
+        ("isoflop", _isoflop),
+        ("ablation", _ablation),
+        ("loss-by-position", functools.partial(_by_octave, key="loss_by_position")),
+        ("attention-by-distance", functools.partial(_by_octave, key="attention_by_distance")),
+    ]
+    drawn = [write_figure(name, functools.partial(draw, results), folder) for name, draw in plans]
+    return [figure for figure in drawn if figure is not None]
+
+
+def _specs(results: Results) -> list[str]:
+    return list(dict.fromkeys(series["spec"] for series in results["scaling"]["series"]))
+
+
+def _style(results: Results, spec: str) -> dict[str, Any]:
+    """Colour, dashes and marker of a spec: the same in every figure."""
+    index = _specs(results).index(spec)
+    return {"color": OKABE_ITO[index % 7], "linestyle": LINES[index // 7 % 4], "marker": _SHAPES[index % 7]}
+
+
+def _grid(count: int, height: float, columns: int = 2) -> tuple[MplFigure, list[Axes]]:
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure = new_canvas(height * rows + 0.6, max(5.4, (3.9 if columns < _MOST_COLUMNS else 3.1) * columns))
+    axes: Any = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    panels = list(axes.flat)
+    for spare in panels[count:]:
+        spare.set_visible(False)
+    return figure, panels[:count]
+
+
+def _columns(members: int) -> int:
+    """Columns of panels that belong together in groups of so many: a group is a row where it fits in one."""
+    return members if 1 < members <= _MOST_COLUMNS else 3
+
+
+def _log_x(ax: Axes, values: Sequence[float]) -> None:
+    """A logarithmic axis of large numbers, marked at the values themselves where they are few."""
+    ax.set_xscale("log")
+    if len(set(values)) <= 6:
+        ax.xaxis.set_major_locator(FixedLocator(sorted(set(values))))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fmt_flops(value)))
+    else:
+        ax.xaxis.set_major_locator(LogLocator())
+        ax.xaxis.set_major_formatter(LogFormatterSciNotation())
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.tick_params(axis="x", labelsize=7.5)
+
+
+def _key(figure: MplFigure, panels: Sequence[Axes]) -> None:
+    found: dict[str, Any] = {}
+    for ax in panels:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    longest = max(map(len, found), default=0)
+    columns = max(1, min(4, int(90 / (longest + 8))))
+    figure.legend(
+        list(found.values()), list(found), loc="outside upper center", ncols=columns, frameon=False, fontsize=8
+    )
+
+
+def _draw_law(ax: Axes, law: Row, style: dict[str, Any], label: str) -> None:
+    """Every seed small, their mean, and the fitted law through them."""
+    points = law["points"]
+    compute = [point["compute"] for point in points]
+    for point in points:
+        ax.plot([point["compute"]] * len(point["losses"]), point["losses"], "_", color=style["color"], ms=5, alpha=0.6)
+    means = [mean_loss(point) for point in points]
+    if law["fit"] is None:
+        ax.plot(compute, means, lw=1.3, ms=4, label=label, **style)
+        return
+    ax.plot([], [], lw=1.3, ms=4, label=label, **style)
+    ax.plot(compute, means, ls="", ms=4, color=style["color"], marker=style["marker"])
+    fit, along = law["fit"], np.geomspace(min(compute), max(compute), 60)
+    fitted = fit["irreducible"] + fit["coefficient"] * (along / fit["reference"]) ** -fit["exponent"]
+    ax.plot(along, fitted, lw=1.3, color=style["color"], ls=style["linestyle"])
+
+
+def _seeds(results: Results) -> str:
+    count = len(results["seeds"])
+    return f"dashes are the {count} seeds, marks their mean" if count > 1 else "one seed each"
+
+
+def _frontiers(results: Results) -> Drawing | None:
+    settings = settings_of(results)
+    figure, panels = _grid(len(settings), 3.4)
+    for ax, setting in zip(panels, settings, strict=True):
+        for series in series_of(results, setting):
+            _draw_law(ax, series["frontier"], _style(results, series["spec"]), series["spec"])
+        ax.set_title(setting or "", fontsize=9, loc="left")
+        _finish(results, ax, [p["compute"] for s in series_of(results, setting) for p in s["frontier"]["points"]])
+    _label_left(results, panels)
+    _key(figure, panels)
+    caption = f"Loss against training compute at the best width of every budget ({_seeds(results)}); lines are fitted power laws."
+    return figure, caption, "Loss against compute, a line per attention."
+
+
+def _finish(results: Results, ax: Axes, compute: Sequence[float]) -> None:
+    budgets = sorted({row["budget"] for row in results["rows"]})
+    _log_x(ax, budgets if len(budgets) <= 6 else compute)
+    ax.set_xlabel("training compute, forward FLOPs")
+
+
+def _label_left(results: Results, panels: Sequence[Axes]) -> None:
+    for ax in panels:
+        if ax.get_subplotspec().is_first_col():  # type: ignore[union-attr]
+            ax.set_ylabel(f"test {results['metric']}")
+
+
+def _widths(results: Results) -> Drawing | None:
+    widths = sorted({law["width"] for series in results["scaling"]["series"] for law in series["widths"]})
+    if len(widths) < 2:
+        return None
+    settings = settings_of(results)
+    panels_of = [(setting, width) for setting in settings for width in widths]
+    figure, panels = _grid(len(panels_of), 2.5, columns=_columns(len(widths)))
+    for ax, (setting, width) in zip(panels, panels_of, strict=True):
+        for series in series_of(results, setting):
+            law = next((law for law in series["widths"] if law["width"] == width), None)
+            if law is not None:
+                _draw_law(ax, law, _style(results, series["spec"]), series["spec"])
+        ax.set_title(f"{setting}, E = {width}" if setting else f"E = {width}", fontsize=9, loc="left")
+        _finish(results, ax, [row["compute"] for row in results["rows"]])
+    _label_left(results, panels)
+    _key(figure, panels)
+    return figure, f"Loss against training compute at each width ({_seeds(results)}).", "Loss by width and compute."
+
+
+def _isoflop(results: Results) -> Drawing | None:
+    """Loss against parameters, a curve per budget: where the best size lies."""
+    series = [s for s in results["scaling"]["series"] if len(s["widths"]) > 2]
+    if not series:
+        return None
+    budgets = sorted({row["budget"] for row in results["rows"]})
+    shades = [OKABE_ITO[0]] if len(budgets) == 1 else None
+    figure, panels = _grid(len(series), 2.3, columns=_columns(len(_specs(results))))
+    for ax, one in zip(panels, series, strict=True):
+        for index, budget in enumerate(budgets):
+            points = [p for law in one["widths"] for p in law["points"] if p["budget"] == budget]
+            points.sort(key=lambda p: p["num_params"])
+            colour = shades[0] if shades else _shade(index / (len(budgets) - 1))
+            ax.plot(
+                [p["num_params"] for p in points], [mean_loss(p) for p in points],
+                "o-", ms=3.5, lw=1.2, color=colour, label=f"{fmt_flops(budget)} FLOPs",
+            )  # fmt: skip
+        name = f"{one['spec']}\n{one['setting']}" if one["setting"] else one["spec"]
+        ax.set_title(name, fontsize=8, loc="left")
+        _log_x(ax, [p["num_params"] for law in one["widths"] for p in law["points"][-1:]])
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e6:.3g}M"))
+        ax.set_xlabel("parameters")
+    _label_left(results, panels)
+    _key(figure, panels)
+    return figure, "Loss against the size of the model, a curve per budget (IsoFLOP).", "IsoFLOP curves."
+
+
+def _shade(share: float) -> tuple[float, float, float]:
+    """From light to dark blue."""
+    light, dark = np.array([0.62, 0.79, 0.88]), np.array([0.03, 0.19, 0.42])
+    red, green, blue = (float(v) for v in light + share * (dark - light))
+    return red, green, blue
+
+
+def _saved(results: Results) -> Drawing | None:
+    found = [
+        (series, series["frontier"]["multiplier"])
+        for series in results["scaling"]["series"]
+        if series["frontier"]["multiplier"] is not None
+    ]
+    if not found:
+        return None
+    figure = new_canvas(0.32 * len(found) + 1.0)
+    ax = figure.add_subplot()
+    for place, (series, multiplier) in enumerate(reversed(found)):
+        style = _style(results, series["spec"])
+        if multiplier["interval"] is not None:
+            ax.plot(multiplier["interval"], [place] * 2, lw=1.6, color=style["color"])
+        ax.plot([multiplier["estimate"]], [place], "o", ms=6, color=style["color"])
+    names = [f"{s['spec']} ({s['setting']})" if s["setting"] else s["spec"] for s, _ in reversed(found)]
+    ax.set_yticks(range(len(found)), names)
+    ax.set_ylim(-0.6, len(found) - 0.4)
+    ax.grid(False, axis="y")
+    ax.axvline(1.0, color=GREY, lw=1.0, ls=(0, (4, 3)), zorder=1)
+    ax.set_xscale("log")
+    low, high = ax.get_xlim()
+    fine, coarse = (
+        (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2),
+        (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50),
+    )
+    marks = [v for v in (coarse if high / low > 4 else fine) if low <= v <= high]
+    ax.xaxis.set_major_locator(FixedLocator(marks))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.xaxis.set_minor_locator(NullLocator())
+    # Beside long names the axes are narrower than their label.
+    ax.set_xlabel(
+        f"compute for the loss of {results['scaling']['baseline']}, as a share (lower is better)", loc="right"
+    )
+    caption = "Compute that each attention needs for the baseline's losses, with 95 % intervals; left of the dashed line is less."
+    return figure, caption, "Compute ratios with intervals."
+
+
+def _ablation(results: Results) -> Drawing | None:
+    """All methods at the largest budget, best first."""
+    points = [(s, s["frontier"]["points"][-1]) for s in results["scaling"]["series"]]
+    if len(points) < 2:
+        return None
+    points.sort(key=lambda found: -mean_loss(found[1]))
+    figure = new_canvas(0.3 * len(points) + 0.9)
+    ax = figure.add_subplot()
+    for place, (series, point) in enumerate(points):
+        colour = _style(results, series["spec"])["color"]
+        ax.plot(point["losses"], [place] * len(point["losses"]), "|", color=colour, ms=10, mew=1.3, alpha=0.75)
+        ax.plot([mean_loss(point)], [place], "o", color=colour, ms=6)
+    ax.set_yticks(
+        range(len(points)), [f"{s['spec']} ({s['setting']})" if s["setting"] else s["spec"] for s, _ in points]
+    )
+    ax.set_ylim(-0.6, len(points) - 0.4)
+    ax.grid(False, axis="y")
+    ax.set_xlabel(
+        f"test {results['metric']} at {fmt_flops(points[0][1]['budget'])} FLOPs (lower is better)", loc="right"
+    )
+    caption = "Every attention at the largest budget, at its best width: bars are seeds, dots their mean."
+    return figure, caption, "Losses at the largest budget."
+
+
+def _at_largest(results: Results) -> list[Row]:
+    """For each series the row of the largest budget at the best width."""
+    found = []
+    for series in results["scaling"]["series"]:
+        point = series["frontier"]["points"][-1]
+        places = (series["setting"], series["spec"], point["width"], point["budget"])
+        found.append(next(r for r in results["rows"] if (r["setting"], r["spec"], r["width"], r["budget"]) == places))
+    return found
+
+
+def _by_octave(results: Results, key: str) -> Drawing | None:
+    rows = [row for row in _at_largest(results) if (row.get("details") or {}).get(key)]
+    if not rows:
+        return None
+    settings = settings_of(results)
+    figure, panels = _grid(len(settings), 3.2)
+    longest = max(row["details"]["octaves"][-1][1] for row in rows)
+    by_distance = key == "attention_by_distance"
+    for ax, setting in zip(panels, settings, strict=True):
+        for row in rows:
+            if row["setting"] != setting:
+                continue
+            values = row["details"][key]
+            if by_distance:  # the mean over the layers
+                layers = [[0.0 if v is None else v for v in layer] for layer in values]
+                values = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
+            places = (
+                [0.5, *(a for a, _ in row["details"]["octaves"])]
+                if by_distance
+                else [a for a, _ in row["details"]["octaves"]]
+            )
+            pairs = [(x, y) for x, y in zip(places, values, strict=False) if y is not None]
+            ax.plot(*zip(*pairs, strict=True), ms=4, lw=1.3, label=row["spec"], **_style(results, row["spec"]))
+        ax.set_xscale("log", base=2)
+        marks = [2**i for i in range(longest.bit_length())]
+        ax.xaxis.set_major_locator(FixedLocator([0.5, *marks] if by_distance else marks))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value == 0.5 else f"{value:g}"))
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.tick_params(axis="x", labelsize=7.5)
+        ax.set_title(setting or "", fontsize=9, loc="left")
+        ax.set_xlabel(
+            "distance to the key, up to twice as far" if by_distance else "tokens of context, up to twice as many"
+        )
+    label = "share of attention, mean over layers" if by_distance else f"test {results['metric']}"
+    for ax in panels[:: max(1, min(2, len(panels)))]:
+        ax.set_ylabel(label)
+    _key(figure, panels)
+    if by_distance:
+        caption = (
+            "How far back attention reaches: the share of all attention by distance, models of the largest budget."
+        )
+        return figure, caption, "Attention by distance."
+    return figure, "Loss against the context that a token has, models of the largest budget.", "Loss by position."

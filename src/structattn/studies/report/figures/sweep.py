@@ -1,0 +1,286 @@
+"""Figures of a sweep: parallel coordinates, score against each parameter, validation scores as trials go on."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, MaxNLocator
+
+from structattn.studies.report._common import Results, Row, finite, fmt_score
+from structattn.studies.report._plotting import GREY, OKABE_ITO, spread, wide
+from structattn.studies.report.figures.canvas import Drawing, Figure, log_axis, new_canvas, write_figure
+from structattn.studies.report.sweep import fmt_value, position, short_names
+
+_BEST, _BAD = OKABE_ITO[1], OKABE_ITO[3]
+_COLUMNS = 3
+_FAR = 20  # times the median score
+_MOST_POWERS = 8
+_LETTER = 0.068  # inches, of a label
+
+
+def draw_sweep(results: Results, folder: Path) -> list[Figure]:
+    """Draws the figures of a sweep; none of them where no trial has a score."""
+    if not _scores(results, ("finished", "stopped")):
+        return []
+    figures = [
+        write_figure("parallel", lambda: _parallel(results), folder),
+        write_figure("parameters", lambda: _against_each(results), folder),
+        write_figure("progress", lambda: _progress(results), folder),
+    ]
+    return [figure for figure in figures if figure is not None]
+
+
+def _trials(results: Results, states: tuple[str, ...]) -> list[Row]:
+    return [trial for trial in results["trials"] if trial["status"] in states]
+
+
+def _scores(results: Results, states: tuple[str, ...]) -> list[float]:
+    return [score for trial in _trials(results, states) if (score := finite(trial["score"])) is not None]
+
+
+def _ceiling(results: Results) -> tuple[float, str]:
+    """The largest score to show, and words about larger ones: a trial about to diverge would leave no room for the others."""
+    scores = _scores(results, ("finished", "stopped"))
+    middle = statistics.median(scores)
+    ceiling = max(score for score in scores if middle <= 0 or score <= _FAR * middle)
+    words = f" Scores above {fmt_score(ceiling)} are drawn there." if max(scores) > ceiling else ""
+    return ceiling, words
+
+
+def _is_best(results: Results, trial: Row) -> bool:
+    return results["best"] is not None and trial["number"] == results["best"]["number"]
+
+
+class _ScoreAxis:
+    """Where a score lies on the last axis, from 0 to 1, low scores low; logarithmic where they are far apart."""
+
+    def __init__(self, scores: list[float], ceiling: float) -> None:
+        self.low, self.high = min(scores), ceiling
+        self.log = wide((self.low, self.high))
+
+    def place(self, score: float) -> float:
+        low, high, value = (math.log(v) if self.log else v for v in (self.low, self.high, min(score, self.high)))
+        return (value - low) / (high - low) if high > low else 0.5
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Places and texts of five ticks."""
+        found = {}
+        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+            if self.log:
+                value = self.low * (self.high / self.low) ** share
+            else:
+                value = self.low + share * (self.high - self.low)
+            found[fmt_score(value)] = share if self.high > self.low else 0.5
+        return [(share, text) for text, share in found.items()]
+
+
+def _ticks(parameter: Row) -> list[tuple[float, str]]:
+    if parameter["choices"]:
+        return [(position(parameter, choice), choice) for choice in parameter["choices"]]
+    low, high = parameter["low"], parameter["high"]
+    if parameter["log"]:
+        first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
+        powers = [10.0**k for k in range(first, last + 1, 1 + (last - first) // _MOST_POWERS)]
+        values = [low, *(v for v in powers if 1.2 * low < v < high / 1.2), high]
+    elif isinstance(low, int) and high - low <= 8:
+        values = list(range(low, high + 1))
+    else:
+        values = [low + share * (high - low) for share in (0, 0.25, 0.5, 0.75, 1)]
+    return [(position(parameter, v), f"{v:.3g}" if isinstance(v, float) else str(v)) for v in values]
+
+
+def _parallel(results: Results) -> Drawing:
+    parameters, names = results["parameters"], list(short_names(results).values())
+    shown = _trials(results, ("finished", "stopped", "diverged", "failed", "crashed"))
+    ceiling, above = _ceiling(results)
+    axis = _ScoreAxis(_scores(results, ("finished", "stopped")), ceiling)
+    height = 4.4
+    figure = new_canvas(height, min(9.0, max(7.2, 1.6 * (len(parameters) + 1))))
+    ax = figure.subplots()
+    colours = matplotlib.colormaps["viridis"]
+    ends: Any = range(len(parameters) + 1)
+    bad = 1.14  # where lines without a score end
+    for trial in sorted(shown, key=lambda t: (_is_best(results, t), -(finite(t["score"]) or math.inf))):
+        ys = [position(parameter, trial["params"][parameter["name"]]) for parameter in parameters]
+        score = finite(trial["score"])
+        style: dict[str, Any] = {"color": _BAD, "lw": 1.0, "linestyle": ":", "alpha": 0.9}
+        if score is not None:
+            place = axis.place(score)
+            style = {"color": colours(0.85 * place), "lw": 1.2, "alpha": 0.85}
+            if trial["status"] == "stopped":
+                style |= {"lw": 0.8, "alpha": 0.7, "linestyle": "--"}
+            ys.append(place)
+        else:
+            ys.append(bad)
+        if _is_best(results, trial):
+            style = {"color": _BEST, "lw": 2.6, "marker": "o", "ms": 5, "zorder": 5}
+        ax.plot(ends, ys, **style)
+    for x, (name, ticks) in enumerate(
+        zip([*names, f"validation {results['metric']}"], [*map(_ticks, parameters), axis.ticks()], strict=True)
+    ):
+        ax.axvline(x, ymin=0.0, color="#444444", lw=0.9, zorder=3)
+        for place, (_, text) in zip(spread([t[0] for t in ticks], 0.055), ticks, strict=True):
+            last = x == len(parameters)
+            ax.annotate(
+                text, (x, place), (5 if last else -5, 0), textcoords="offset points", fontsize=7.5, va="center",
+                ha="left" if last else "right", color="#222222", zorder=6,
+                bbox={"facecolor": "white", "alpha": 0.75, "lw": 0, "pad": 0.6},
+            )  # fmt: skip
+        ax.annotate(name, (x, -0.1), ha="center", va="top", fontsize=9, annotation_clip=False)
+    without = any(finite(trial["score"]) is None for trial in shown)
+    if without:
+        ax.annotate(
+            "no score",
+            (len(parameters), bad),
+            (5, 0),
+            textcoords="offset points",
+            fontsize=7.5,
+            va="center",
+            color=_BAD,
+        )
+    ax.set_ylim(-0.05, (bad if without else 1.0) + 0.05)
+    room = max(len(text) for _, text in _ticks(parameters[0])) * _LETTER
+    ax.set_xlim(-0.1 - room / 1.9, len(parameters) + 0.35)
+    ax.set_xticks([])
+    ax.set_yticks([])
+    ax.grid(False)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    ax.set_xlabel(" ", labelpad=14)
+    counted = {
+        name: len(_trials(results, (name,))) for name in ("finished", "stopped", "diverged", "failed", "crashed")
+    }
+    words = ", ".join(f"{n} {name}" for name, n in counted.items() if n)
+    caption = (
+        f"One line per trial ({words}): its parameters, and its validation {results['metric']}, low is better. Orange: the best. Dashed: "
+        "stopped early, with the score at that step. Dotted: diverged or failed, without a score." + above
+    )
+    return figure, caption, f"Parallel coordinates of the trials. {_best_words(results)}"
+
+
+def _best_words(results: Results) -> str:
+    best = results["best"]
+    if best is None:
+        return "No trial ran to its end."
+    values = ", ".join(f"{name} {fmt_value(value)}" for name, value in best["params"].items())
+    return f"The best has {values} and a score of {fmt_score(best['score'])}."
+
+
+def _against_each(results: Results) -> Drawing:
+    parameters, names = results["parameters"], list(short_names(results).values())
+    columns = min(_COLUMNS, len(parameters))
+    lines = math.ceil(len(parameters) / columns)
+    figure = new_canvas(2.9 * lines + 0.3, max(4.6, 3.0 * columns))
+    grid: Any = figure.subplots(lines, columns, squeeze=False, sharey=True)
+    for index, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
+        ax = grid[index // columns][index % columns]
+        _one(results, parameter, ax)
+        ax.set_xlabel(name)
+        if index % columns == 0:
+            ax.set_ylabel(f"validation {results['metric']}")
+    for index in range(len(parameters), lines * columns):
+        grid[index // columns][index % columns].set_visible(False)
+    ceiling, above = _ceiling(results)
+    if wide((min(_scores(results, ("finished", "stopped"))), ceiling)):
+        log_axis(grid[0][0], "y")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    caption = (
+        f"Validation {results['metric']} against each parameter alone. Stopped trials have the score of the step where they were stopped, "
+        "and would have gone on. Crosses on the upper edge have no score." + above
+    )
+    return figure, caption, f"Score against each parameter. {_best_words(results)}"
+
+
+def _one(results: Results, parameter: Row, ax: Axes) -> None:
+    def places(trials: list[Row]) -> list[Any]:
+        values = [trial["params"][parameter["name"]] for trial in trials]
+        return [parameter["choices"].index(value) for value in values] if parameter["choices"] else values
+
+    kinds: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+        ("finished", ("finished",), {"marker": "o", "color": OKABE_ITO[0], "s": 22}),
+        ("stopped early", ("stopped",), {"marker": "o", "facecolors": "none", "edgecolors": GREY, "s": 18}),
+    )
+    for label, states, style in kinds:
+        found = _trials(results, states)
+        if found:
+            ceiling, _ = _ceiling(results)
+            scores = [min(trial["score"], ceiling) for trial in found]
+            ax.scatter(places(found), scores, label=label, **style)
+    best = [trial for trial in results["trials"] if _is_best(results, trial)]
+    if best:
+        ax.scatter(places(best), [best[0]["score"]], marker="*", s=150, color=_BEST, zorder=5, label="best")
+    bad = _trials(results, ("diverged", "failed", "crashed"))
+    if bad:
+        edge = ax.get_xaxis_transform()
+        ax.scatter(places(bad), [0.98] * len(bad), marker="x", color=_BAD, s=26, transform=edge, label="no score")
+    if parameter["choices"]:
+        ax.set_xticks(range(len(parameter["choices"])), parameter["choices"])
+        longest = max(map(len, parameter["choices"]))
+        tilt = longest * len(parameter["choices"]) * _LETTER > 2.4
+        ax.tick_params(axis="x", labelsize=7.5, rotation=25 if tilt else 0)
+        if tilt:
+            for text in ax.xaxis.get_majorticklabels():
+                text.set_horizontalalignment("right")
+        ax.set_xlim(-0.5, len(parameter["choices"]) - 0.5)
+    elif parameter["log"]:
+        ax.set_xlim(parameter["low"] / 1.15, parameter["high"] * 1.15)
+        log_axis(ax, "x")
+        if parameter["high"] / parameter["low"] > 100:
+            ax.xaxis.set_major_locator(LogLocator(subs=(1.0,)))
+    else:
+        margin = 0.06 * (parameter["high"] - parameter["low"])
+        ax.set_xlim(parameter["low"] - margin, parameter["high"] + margin)
+        if isinstance(parameter["low"], int):
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _progress(results: Results) -> Drawing | None:
+    figure = new_canvas(3.4)
+    ax = figure.subplots()
+    ceiling, above = _ceiling(results)
+    seen: set[str] = set()
+    lines: list[tuple[Row, list[tuple[float, float]]]] = []
+    for trial in results["trials"]:
+        points = [(step, min(score, ceiling)) for step, score in trial["history"] if finite(score) is not None]
+        if trial["status"] == "finished":
+            points.append((trial["step"], min(trial["score"], ceiling)))
+        if points:
+            lines.append((trial, points))
+    if not any(len(points) > 1 for _, points in lines):
+        return None
+    styles: dict[str, dict[str, Any]] = {
+        "finished": {"color": OKABE_ITO[0], "lw": 1.1, "alpha": 0.8},
+        "stopped": {"color": GREY, "lw": 0.9, "alpha": 0.7, "marker": "o", "markevery": [-1], "ms": 3},
+    }
+    other: dict[str, Any] = {"color": _BAD, "lw": 1.0, "linestyle": ":", "marker": "x", "markevery": [-1], "ms": 4}
+    for trial, points in lines:
+        best = _is_best(results, trial)
+        label = (
+            "best" if best else {"finished": "finished", "stopped": "stopped early"}.get(trial["status"], "no score")
+        )
+        style = {"color": _BEST, "lw": 2.2, "zorder": 5} if best else styles.get(trial["status"], other)
+        ax.plot(*zip(*points, strict=True), label=None if label in seen else label, **style)
+        seen.add(label)
+    ax.set_xlabel("step")
+    ax.set_ylabel(f"validation {results['metric']}")
+    if wide([score for _, points in lines for _, score in points]):
+        log_axis(ax, "y")
+    scheduler = results["scheduler"]
+    rungs = []
+    if scheduler is not None:
+        rung = scheduler["grace_period"]
+        longest = max(step for _, points in lines for step, _ in points)
+        while rung < longest:
+            ax.axvline(rung, color="#999999", lw=0.8, linestyle=":", zorder=1)
+            rungs.append(rung)
+            rung *= scheduler["reduction"]
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    looks = f" Dotted: the steps at which trials are stopped ({', '.join(map(str, rungs))})." if rungs else ""
+    caption = f"Validation {results['metric']} of every trial as it trains.{looks}{above}"
+    return figure, caption, f"{caption} {_best_words(results)}"

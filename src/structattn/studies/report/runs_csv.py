@@ -1,0 +1,63 @@
+"""Every trained run of a comparison as a line of a CSV file: small enough to keep and to send, and what a fit or a test of one's own needs."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+from structattn.studies.report._common import Results, Row
+
+_COLUMNS = (
+    "attention",
+    "setting",
+    "searched",
+    "width",
+    "budget",
+    "seed",
+    "learning_rate",
+    "steps",
+    "best_step",
+    "compute",
+    "parameters",
+    "tokens_per_second",
+)
+
+
+def runs_csv(results: Results) -> str:
+    """The runs of all rows, a line for each seed, and a line for each baseline, which has neither seed nor costs.
+
+    Args:
+        results: what ``results.json`` holds.
+
+    Returns:
+        The columns ``attention``; ``setting``, ``searched``, ``width`` and ``budget`` (forward FLOPs), where the recipe varies them; ``seed``,
+        ``learning_rate``, ``steps``; ``best_step``, of the lowest validation score; ``compute``, the forward FLOPs of all training examples;
+        ``parameters``; ``tokens_per_second``, the mean over the seeds of a row; and the metric on the test split under its own name.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, (*_COLUMNS, results["metric"]), lineterminator="\n")
+    writer.writeheader()
+    for row in results["rows"]:
+        for i, score in enumerate(row["scores"]):
+            writer.writerow(
+                {
+                    "attention": row["spec"],
+                    **_place(row),
+                    "seed": results["seeds"][i],
+                    "learning_rate": row["learning_rate"],
+                    "steps": row["steps"][i],
+                    "best_step": row["best_steps"][i],
+                    "compute": row["histories"][i][-1]["compute"],
+                    "parameters": row["num_params"],
+                    "tokens_per_second": row["tokens_per_second"],
+                    results["metric"]: score,
+                }
+            )
+    for row in results["baselines"]:
+        score = row["metrics"].get(results["metric"])
+        writer.writerow({"attention": row["name"], **_place(row), results["metric"]: score})
+    return text.getvalue()
+
+
+def _place(row: Row) -> Row:
+    return {name: row[name] for name in ("setting", "searched", "width", "budget")}

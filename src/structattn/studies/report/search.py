@@ -1,0 +1,220 @@
+"""A comparison with a search: the setting that validation chose for each method, in a table, a verdict and a page."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from structattn.studies.report._common import (
+    DASH,
+    Results,
+    Row,
+    baseline_score,
+    finite,
+    fmt_count,
+    fmt_pm,
+    fmt_score,
+    fmt_seconds,
+    other_metrics,
+    score_of,
+)
+from structattn.studies.report.html import escaped, figure_html, repeat_html, table_html, write_page
+
+if TYPE_CHECKING:
+    from structattn.studies.report.figures import Figure
+
+
+def group_results(results: Results, choice: Row) -> Results:
+    """The results of one group with the chosen row of each method alone, as a comparison of one size has them."""
+    rows = [{**results["rows"][i], "variant": None} for i in choice["rows"]]
+    baselines = [{**results["baselines"][i], "variant": None} for i in choice["baselines"]]
+    return {**results, "rows": rows, "baselines": baselines, "search": None}
+
+
+def searched_settings(results: Results) -> list[str]:
+    """What there was to choose from, in the order of the recipe."""
+    return list(dict.fromkeys(row["searched"] for row in results["rows"]))
+
+
+def _epochs(results: Results, row: Row) -> str:
+    """Of the weights that count, where the task says how many examples an epoch has."""
+    windows = finite((row.get("details") or {}).get("train_windows"))
+    if windows is None:
+        return DASH
+    # Without early stopping the last weights count, not those of the best validation.
+    steps = row["steps"] if results["config"]["training"]["patience"] is None else row["best_steps"]
+    return f"{statistics.fmean(steps) * row['batch_size'] / windows:.1f}"
+
+
+def _header(results: Results) -> list[str]:
+    groups = ["settings"] if len(results["search"]) > 1 else []
+    costs = ["learning rate", "epochs", "seeds", "seconds", "parameters"]
+    return ["method", *groups, str(results["metric"]), *other_metrics(results), "chosen", *costs]
+
+
+def _lines(results: Results) -> list[list[str]]:
+    several = len(results["search"]) > 1
+    lines = []
+    for choice in results["search"]:
+        name = [str(choice["group"] or DASH)] if several else []
+        best = min(choice["rows"], key=lambda i: results["rows"][i]["score"])
+        for i in choice["rows"]:
+            row = results["rows"][i]
+            star = "★ " if i == best else ""
+            lines.append([f"{star}{row['spec']}", *name, *_cells(results, row)])
+        for i in choice["baselines"]:
+            baseline = results["baselines"][i]
+            metrics = [fmt_score(finite(baseline["metrics"].get(metric))) for metric in other_metrics(results)]
+            cells = [fmt_score(baseline_score(results, baseline)), *metrics, baseline["searched"], *[DASH] * 5]
+            lines.append([baseline["name"], *name, *cells])
+    return lines
+
+
+def _cells(results: Results, row: Row) -> list[str]:
+    return [
+        fmt_pm(score_of(row), finite(row["score_std"])),
+        *(fmt_score(finite(row["metrics"].get(name))) for name in other_metrics(results)),
+        row["searched"],
+        f"{row['learning_rate']:g}",
+        _epochs(results, row),
+        str(len(row["scores"])),
+        fmt_seconds(row["seconds"]),
+        fmt_count(row["num_params"]),
+    ]
+
+
+def _legend(results: Results) -> list[str]:
+    chosen = ", ".join(searched_settings(results))
+    words = [
+        f"{results['metric']}: {results['metric_label']}, on the test split, lower is better; ★ lowest of the trained ones",
+        f"chosen: of {chosen}, the one with the lowest validation score, for each method by itself",
+    ]
+    if len(results["seeds"]) > 1:
+        words.append("± standard deviation over seeds")
+    return words
+
+
+def format_search(results: Results) -> str:
+    """The choices as one aligned table, a line per method and group."""
+    lines = [_header(results), *_lines(results)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([*text, "", *_legend(results)])
+
+
+def search_verdict(results: Results) -> str:
+    """For each group: what is lowest, what cannot be told from it, and whether a baseline is lower."""
+    return "\n".join(_of_group(results, choice) for choice in results["search"])
+
+
+def _of_group(results: Results, choice: Row) -> str:
+    rows = sorted((results["rows"][i] for i in choice["rows"]), key=lambda row: float(row["score"]))
+    best = rows[0]
+    where = f"{choice['group']}: " if choice["group"] else ""
+    parts = [
+        f"{where}{best['spec']} is lowest ({fmt_pm(score_of(best), finite(best['score_std']))}, {best['searched']}).",
+        *_beyond_noise(results, choice),
+    ]
+    lower = [
+        f"{row['name']} ({fmt_score(baseline_score(results, row))})"
+        for row in (results["baselines"][i] for i in choice["baselines"])
+        if (score := baseline_score(results, row)) is not None and score < best["score"]
+    ]
+    if lower:
+        parts.append(f"Lower without training: {', '.join(lower)}.")
+    return " ".join(parts)
+
+
+def _gaps(results: Results, choice: Row) -> list[tuple[str, float, float]]:
+    """Of every other method: its name, how far it is above the lowest, and how far it must be."""
+    needed = choice["critical_differences"]
+    rows = [results["rows"][i] for i in choice["rows"]]
+    lowest = rows[needed["best"]]["score"]
+    gaps = [
+        (row["spec"], row["score"] - lowest, difference)
+        for i, (row, difference) in enumerate(zip(rows, needed["differences"], strict=True))
+        if i != needed["best"]
+    ]
+    return sorted(gaps, key=lambda gap: gap[1])
+
+
+def _beyond_noise(results: Results, choice: Row) -> list[str]:
+    needed = choice["critical_differences"]
+    if needed is None:
+        return ["The spread over seeds is unknown."]
+    gaps = _gaps(results, choice)
+    beyond = ", ".join(spec for spec, gap, difference in gaps if gap > difference)
+    within = ", ".join(spec for spec, gap, difference in gaps if gap <= difference)
+    said = [f"Worse beyond seed noise: {beyond}."] if beyond else []
+    return [*said, *([f"{needed['seeds']} seeds do not tell it from: {within}."] if within else [])]
+
+
+def _matrix(results: Results, choice: Row) -> tuple[list[str], list[list[str]]]:
+    """Every method with every setting that it could have."""
+    settings = searched_settings(results)
+    rows: dict[str, dict[str, str]] = {}
+    for row in results["rows"]:
+        if row["group"] == choice["group"]:
+            rows.setdefault(row["spec"], {})[row["searched"]] = fmt_pm(score_of(row), finite(row["score_std"]))
+    for row in results["baselines"]:
+        if row["group"] == choice["group"]:
+            rows.setdefault(row["name"], {})[row["searched"]] = fmt_score(baseline_score(results, row))
+    return ["method", *settings], [
+        [name, *(found.get(setting, DASH) for setting in settings)] for name, found in rows.items()
+    ]
+
+
+def _columns(results: Results, choice: Row) -> tuple[list[str], list[list[str]]] | None:
+    """The error of each column of the data, where there are several."""
+    rows = [results["rows"][i] for i in choice["rows"]]
+    errors = [(row["spec"], row["details"].get("error_by_column")) for row in rows]
+    if not all(found for _, found in errors):
+        return None
+    names: Sequence[str] = list(errors[0][1])
+    return ["method", *names], [[spec, *(fmt_score(found[name]) for name in names)] for spec, found in errors]
+
+
+def write_search_report(results: Results, figures: Iterable[Figure], path: Path) -> Path:
+    """Writes the self-contained page: verdict, the chosen rows, figures, every setting, how to repeat it."""
+    title = f"Methods compared, each with its best settings: {results['task']}"
+    seeds = len(results["seeds"])
+    rates = results["config"].get("learning_rates") or []
+    body: list[Any] = [
+        f"<h1>{escaped(title)}</h1>",
+        f'<p class="question">{escaped(results["question"])}</p>',
+        f'<p class="dim">preset {escaped(results["preset"])} · {escaped(results["created"])} · '
+        f"{seeds} seed{'s' if seeds > 1 else ''}</p>",
+        f'<div class="verdict"><b>Verdict</b>{escaped(search_verdict(results))}</div>',
+        "<h2>Results</h2>",
+        table_html(_header(results), _lines(results)),
+        "".join(f'<p class="dim">{escaped(words)}</p>' for words in _legend(results)),
+        "<h2>Figures</h2>",
+        *(figure_html(figure, index) for index, figure in enumerate(figures)),
+    ]
+    for choice in results["search"]:
+        heading = f"Every setting{': ' + choice['group'] if choice['group'] else ''}"
+        body += [f"<h2>{escaped(heading)}</h2>", table_html(*_matrix(results, choice))]
+        if choice["critical_differences"] is not None:
+            gaps = [[spec, fmt_score(gap), fmt_score(needed)] for spec, gap, needed in _gaps(results, choice)]
+            body += [
+                '<p class="dim">Differences from the lowest, at the chosen settings:</p>',
+                table_html(["method", "above the lowest", "critical difference"], gaps),
+            ]
+        columns = _columns(results, choice)
+        if columns is not None:
+            body += ['<p class="dim">Error of each column, at the chosen setting:</p>', table_html(*columns)]
+    trials = len(searched_settings(results)) * max(1, len(rates))
+    body += [
+        repeat_html(results),
+        '<h2>What is measured</h2><ul class="notes">'
+        f"<li>Every method had {trials} trials: {len(searched_settings(results))} settings, at each of them the best of "
+        f"{max(1, len(rates))} learning rates by the validation score of seed 0. The test split decided nothing.</li>"
+        "<li>A method is worse beyond seed noise if its mean is farther above the lowest than the critical difference of the two: Games and "
+        "Howell's, at 95 % for all pairs together, with each method's own variance. It says which differences another draw of seeds would "
+        "keep, and nothing of other test data; with three seeds it is wide.</li>"
+        "<li>Seconds are of one training run on this machine, early stopping included; epochs are those of the weights that count.</li>"
+        "</ul>",
+    ]
+    return write_page(title, body, path)

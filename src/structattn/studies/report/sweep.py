@@ -1,0 +1,202 @@
+"""A sweep: text table, verdict, and the page with the command line of the best trial."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from structattn.studies.report._common import DASH, Results, Row, finite, fmt_count, fmt_score, fmt_seconds
+from structattn.studies.report.html import escaped, figure_html, repeat_html, table_html, write_page
+
+if TYPE_CHECKING:
+    from structattn.studies.report.figures import Figure
+
+_SHOWN = 12  # trials of the table on a terminal
+_MEANING = {
+    "finished": "ran to its end",
+    "stopped": "stopped early by the scheduler",
+    "diverged": "a loss, a weight or the score was not finite",
+    "failed": "the values do not fit together, or not to the data",
+    "crashed": "something else went wrong; --resume tries it again",
+    "running": "interrupted; --resume goes on with it",
+}
+
+
+def ranked_trials(results: Results) -> list[Row]:
+    """The trials that ran to their end, best first, then those that were stopped, the furthest first, then the others."""
+    places = list(_MEANING)
+
+    def place(trial: Row) -> tuple[int, float, float]:
+        score = finite(trial["score"])
+        step = -trial["step"] if trial["status"] == "stopped" else 0
+        return places.index(trial["status"]), step, float("inf") if score is None else score
+
+    return sorted(results["trials"], key=place)
+
+
+def short_names(results: Results) -> dict[str, str]:
+    """The parameters by a name for tables and axes: the last word, or the whole name where that is another's too."""
+    names = [parameter["name"] for parameter in results["parameters"]]
+    last = [name.rpartition(".")[2] for name in names]
+    return {name: word if last.count(word) == 1 else name for name, word in zip(names, last, strict=True)}
+
+
+def fmt_value(value: Any) -> str:
+    """A value of a parameter, short."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _header(results: Results) -> list[str]:
+    return [
+        "trial",
+        f"validation {results['metric']}",
+        *short_names(results).values(),
+        "status",
+        "steps done",
+        "seconds",
+        "parameters",
+    ]
+
+
+def _cells(results: Results, trial: Row) -> list[str]:
+    return [
+        str(trial["number"]),
+        fmt_score(finite(trial["score"])),
+        *(fmt_value(trial["params"][parameter["name"]]) for parameter in results["parameters"]),
+        trial["status"],
+        str(trial["step"]) if trial["step"] else DASH,
+        fmt_seconds(trial["seconds"]),
+        fmt_count(trial.get("num_params")),
+    ]
+
+
+def format_sweep(results: Results) -> str:
+    """The best trials as one aligned table for the terminal."""
+    ranked = ranked_trials(results)
+    lines = [_header(results), *(_cells(results, trial) for trial in ranked[:_SHOWN])]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    if len(ranked) > _SHOWN:
+        text.append(f"and {len(ranked) - _SHOWN} more in the report")
+    return "\n".join(text)
+
+
+def counts(results: Results) -> str:
+    """How many trials ended how, in words."""
+    states = [trial["status"] for trial in results["trials"]]
+    return ", ".join(f"{states.count(name)} {name}" for name in _MEANING if name in states)
+
+
+def sweep_verdict(results: Results) -> str:
+    """What the best trial is, by how much, and what is not known."""
+    best, trials = results["best"], results["trials"]
+    head = f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}: {counts(results)}."
+    if best is None:
+        return f"{head} None ran to its end, so there is no best one."
+    names = short_names(results)
+    values = ", ".join(f"{names[name]} {fmt_value(value)}" for name, value in best["params"].items())
+    metric = results["metric"]
+    words = [
+        head,
+        f"The best is trial {best['number']} ({values}) with a validation {metric} of {fmt_score(best['score'])}; the median of those "
+        f"that finished is {fmt_score(best['median'])}.",
+        f"On the test split, where no other trial was scored, its {metric} is {fmt_score(best['test'][metric])}.",
+        *_edges(results),
+        "One seed per trial: differences as small as those between seeds mean nothing.",
+    ]
+    return " ".join(words)
+
+
+def _edges(results: Results) -> list[str]:
+    """A sentence for each range at whose edge the best value lies, since a better one may lie beyond."""
+    found = []
+    for parameter in results["parameters"]:
+        if parameter["choices"]:
+            continue
+        share = position(parameter, results["best"]["params"][parameter["name"]])
+        if not 0.05 <= share <= 0.95:
+            name = short_names(results)[parameter["name"]]
+            found.append(f"The best {name} lies at the edge of its range: a wider range may have a better one.")
+    return found
+
+
+def position(parameter: Row, value: Any) -> float:
+    """Where between the ends of its range a value lies, from 0 to 1; of a choice, its place in the list."""
+    if parameter["choices"]:
+        choices = list(parameter["choices"])
+        return choices.index(value) / (len(choices) - 1) if len(choices) > 1 else 0.5
+    low, high = parameter["low"], parameter["high"]
+    if parameter["log"]:
+        low, high, value = math.log(low), math.log(high), math.log(value)
+    return float((value - low) / (high - low))
+
+
+def write_sweep_report(results: Results, figures: Iterable[Figure], path: Path) -> Path:
+    """Writes the self-contained page: verdict, command line of the best, figures, every trial, how to repeat it."""
+    title = f"Sweep: {results['task']}"
+    best = results["best"]
+    shown = "".join(figure_html(figure, index) for index, figure in enumerate(figures))
+    body = [
+        f"<h1>{escaped(title)}</h1>",
+        '<p class="question">Which settings give the lowest validation score?</p>',
+        f'<p class="dim">preset {escaped(results["preset"])} · seed {escaped(results["seed"])} · {escaped(results["created"])} · '
+        f"{fmt_seconds(results['seconds'])} seconds of training</p>",
+        f'<div class="verdict"><b>Verdict</b>{escaped(sweep_verdict(results))}</div>',
+        "" if best is None else f"<h2>Train the best again</h2><pre><code>{escaped(best['command'])}</code></pre>",
+        "" if best is None else _test_table(best),
+        f"<h2>Figures</h2>{shown}" if shown else "",
+        "<h2>Trials</h2>",
+        table_html(_header(results), [_cells(results, trial) for trial in ranked_trials(results)]),
+        f'<p class="dim">{escaped(_legend(results))}</p>',
+        _messages(results),
+        repeat_html(results),
+        _notes(results),
+    ]
+    return write_page(title, body, path)
+
+
+def _test_table(best: Row) -> str:
+    return table_html(("on the test split", "score"), [[name, f"{value:.6g}"] for name, value in best["test"].items()])
+
+
+def _legend(results: Results) -> str:
+    states = {trial["status"] for trial in results["trials"]}
+    return "; ".join(f"{name}: {words}" for name, words in _MEANING.items() if name in states)
+
+
+def _messages(results: Results) -> str:
+    """Why trials did not end."""
+    lines = [
+        [str(trial["number"]), trial["status"], trial["message"]] for trial in results["trials"] if trial["message"]
+    ]
+    if not lines:
+        return ""
+    rows = "".join(
+        f'<tr><th scope="row">{escaped(number)}</th><td>{escaped(status)}</td><td class="words">{escaped(message)}</td></tr>'
+        for number, status, message in lines
+    )
+    head = '<th scope="col">trial</th><th scope="col">status</th><th scope="col" class="words">why</th>'
+    return (
+        f'<h2>Trials without a score</h2><div class="wide"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _notes(results: Results) -> str:
+    notes = [
+        f"The score is {results['metric']}: {results['metric_label']}. Lower is better.",
+        "A finished trial is scored by the weights that it ends with; a stopped one by those that it had then, so that the two "
+        "compare only at equal steps.",
+        "Seconds are wall-clock of a trial, with the time to build its model and data.",
+    ]
+    if results["scheduler"] is not None:
+        grace, factor = results["scheduler"]["grace_period"], results["scheduler"]["reduction"]
+        notes.append(
+            f"ASHA looks at every trial after {grace}, {grace * factor}, {grace * factor**2} ... steps, and stops those that are not "
+            f"among the best 1/{factor} of the trials that came so far."
+        )
+    return (
+        '<h2>What is measured</h2><ul class="notes">' + "".join(f"<li>{escaped(note)}</li>" for note in notes) + "</ul>"
+    )

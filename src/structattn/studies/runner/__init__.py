@@ -1,0 +1,1 @@
+"""Running many runs: in local processes or on a Ray cluster."""

@@ -1,0 +1,169 @@
+"""Settings as nested frozen dataclasses: changed by ``section.field=value`` texts, written as and read from plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from structattn.checks import MAX_LENGTH, check_int
+from structattn.errors import ConfigError, nearest_name
+from structattn.studies.training.config import TrainingConfig
+
+T = TypeVar("T")
+# What everybody calls these settings.
+_SHORT = {"training.lr": "training.learning_rate"}
+
+
+def full_name(name: str) -> str:
+    """The one name of a setting: ``training.lr`` may be written for ``training.learning_rate``."""
+    return _SHORT.get(name, name)
+
+
+def convert(text: str, kind: Any, name: str) -> Any:
+    """The text as a value of the annotated type of a field; ``name`` is that of the field, for the error."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if type(None) in args and text.lower() == "none":
+            return None
+        return convert(text, next(a for a in args if a is not type(None)), name)
+    if origin is typing.Literal:
+        if text not in args:
+            raise ConfigError(f"{name}: {text!r} is not one of {', '.join(map(repr, args))}")
+        return text
+    if origin is tuple:
+        parts = [part for part in text.strip("()").split(",") if part.strip()]
+        if args[-1] is not ... and len(parts) != len(args):
+            raise ConfigError(
+                f"{name}: expected {len(args)} values, such as {','.join('1' for _ in args)}, got {text!r}"
+            )
+        return tuple(convert(part.strip(), args[0], name) for part in parts)
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"{name}: expected true or false, got {text!r}")
+        return text.lower() == "true"
+    try:
+        value = kind(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: expected {kind.__name__}, got {text!r}") from error
+    if kind is int:
+        check_int(name, value, maximum=MAX_LENGTH)
+    return value
+
+
+Change = tuple[
+    list[str], str, str
+]  # names of the fields from the outside in, the new value as text, what the user wrote
+
+
+def _changed(config: T, changes: list[Change]) -> T:
+    """A copy with all changes made at once, so that two settings that only fit together can be changed together."""
+    hints = typing.get_type_hints(type(config))
+    values: dict[str, Any] = {}
+    inner: dict[str, list[Change]] = {}
+    for (head, *rest), text, name in changes:
+        if head not in hints:
+            section = name.removesuffix(".".join([head, *rest]))
+            short = [
+                known
+                for known, full in _SHORT.items()
+                if known.startswith(section) and full.rpartition(".")[2] in hints
+            ]
+            raise ConfigError(
+                f"unknown setting {name!r}: {nearest_name(section + head, [*(section + known for known in hints), *short])}"
+            )
+        current = getattr(config, head)
+        if dataclasses.is_dataclass(current):
+            if not rest:
+                fields = ", ".join(field.name for field in dataclasses.fields(current))
+                raise ConfigError(f"{name!r} is a section; set one of its fields: {fields}")
+            inner.setdefault(head, []).append((rest, text, name))
+        elif rest:
+            raise ConfigError(f"unknown setting {name!r}: {head!r} has no fields")
+        else:
+            values[head] = convert(text, hints[head], name)
+    for head, deeper in inner.items():
+        values[head] = _changed(getattr(config, head), deeper)
+    if isinstance(config, TrainingConfig):
+        return config.replaced(**values)  # type: ignore[return-value]
+    return dataclasses.replace(config, **values)  # type: ignore[type-var]
+
+
+def apply_overrides(config: T, overrides: tuple[str, ...]) -> T:
+    """A copy of a nested frozen dataclass with every ``section.field=value`` applied; a later one wins.
+
+    Raises:
+        ConfigError: no such field (nearest named), a section in place of a field, a value of the wrong type, or values
+            that do not fit together.
+    """
+    changes: list[Change] = []
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"a setting is written section.field=value, got {override!r}")
+        full = full_name(name.strip())
+        changes.append((full.split("."), text.strip(), full))
+    return _changed(config, changes)
+
+
+def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """The name, type and value of every setting below a dataclass, as ``--set`` writes them."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from fields_of(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", _type_in_words(hints[field.name]), _as_text(value)
+
+
+def _type_in_words(kind: Any) -> str:
+    """An annotation as the command line writes values of it: ``int or none``, ``float,...``, ``no | bf16``."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("none" if a is type(None) else _type_in_words(a) for a in args)
+    if origin is typing.Literal:
+        return " | ".join(map(str, args))
+    if origin is tuple:
+        return f"{_type_in_words(args[0])},..." if args[-1] is ... else ",".join(map(_type_in_words, args))
+    return {"bool": "true | false", "str": "text"}.get(kind.__name__, kind.__name__)
+
+
+def _as_text(value: Any) -> str:
+    """A value as ``convert`` reads it."""
+    if isinstance(value, tuple):
+        return ",".join(map(_as_text, value)) or "()"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """A dataclass as plain JSON data."""
+    return dataclasses.asdict(config)
+
+
+def from_plain(kind: type[T], data: dict[str, Any]) -> T:
+    """A dataclass of type ``kind`` from what ``to_plain`` wrote.
+
+    Raises:
+        ConfigError: a field is unknown or missing.
+    """
+    hints = typing.get_type_hints(kind)
+    unknown = set(data) - set(hints)
+    if unknown:
+        raise ConfigError(
+            f"{kind.__name__}: unknown field {sorted(unknown)[0]!r}: {nearest_name(sorted(unknown)[0], hints)}"
+        )
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        if dataclasses.is_dataclass(hints[name]) and isinstance(value, dict):
+            values[name] = from_plain(typing.cast(type, hints[name]), value)
+        else:
+            values[name] = tuple(value) if isinstance(value, list) else value
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ConfigError(f"{kind.__name__}: {error}") from error

@@ -1,0 +1,199 @@
+"""What a sweep does, and the record of every trial on disk, which alone decides what is left to do after an interruption."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from structattn.checks import MAX_SEED, check_int
+from structattn.errors import CheckpointError, ConfigError
+from structattn.files import write_atomic
+from structattn.studies.recipe import MOST_RUNS
+from structattn.studies.runner.runs import Job
+from structattn.studies.settings import apply_overrides, full_name, to_plain
+from structattn.studies.sweep.space import ATTENTION, Parameter, RunSettings, Value, parse_parameters
+from structattn.studies.tasks.registry import task_entry
+
+REDUCTION = 4  # of ASHA: of the trials that reach a rung, the best quarter goes on
+_RECORD: dict[str, Any] = {
+    "number": int,
+    "params": dict,
+    "status": str,
+    "score": float | int | None,
+    "step": int,
+    "seconds": float | int,
+    "message": str,
+    "history": list,
+}
+Values = dict[str, Value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlan:
+    """What a sweep searches, and how.
+
+    Args:
+        task_name: see ``recipes.TASKS``.
+        settings: of every run, but for the parameters.
+        params: what is varied, as texts (see ``sweep_space``).
+        trials: how many runs, all sessions together.
+        attention: of every run, unless it is a parameter.
+        seed: of every run and of the search.
+        scheduler: ``"asha"``: a trial whose validation score is not among the best quarter at its step stops early (asynchronous
+            successive halving); ``"none"``: every trial runs to its end.
+        grace_period: steps that every trial gets under ASHA; later looks come at 4, 16 ... times as many. Default: a sixteenth of the
+            longest run, and at least ``training.eval_every``, since scores come from validations.
+        folder: of the results. Default: see ``folders.opened``.
+        preset, changes, given: what else the command line of ``structattn train`` needs to repeat a run: the preset, the ``--set`` texts,
+            and further options with their values.
+
+    Raises:
+        ConfigError: fewer than one trial, a parameter that is malformed, unknown, or also in ``changes``, a grace period that is out of range.
+
+    Source: Li et al. 2020 (ASHA); Bergstra et al. 2011 (TPE, Optuna's search).
+    """
+
+    task_name: str
+    settings: RunSettings
+    params: tuple[str, ...]
+    trials: int
+    folder: Path | None = None
+    attention: str = "standard"
+    seed: int = 0
+    scheduler: Literal["asha", "none"] = "asha"
+    grace_period: int | None = None
+    preset: str = "default"
+    changes: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    parameters: tuple[Parameter, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_int("seed", self.seed, minimum=0, maximum=MAX_SEED)
+        if self.trials < 1:
+            raise ConfigError(f"a sweep has at least 1 trial, got {self.trials}")
+        if self.trials > MOST_RUNS:
+            raise ConfigError(f"a sweep has at most {MOST_RUNS:,} trials, got {self.trials:,}")
+        if self.scheduler not in ("asha", "none"):
+            raise ConfigError(f"scheduler: {self.scheduler!r} is not asha or none")
+        check_spec = task_entry(self.task_name).make.check_spec
+        object.__setattr__(self, "parameters", parse_parameters(self.params, self.settings, check_spec))
+        swept = {parameter.name for parameter in self.parameters}
+        fixed = {full_name(change.partition("=")[0].strip()) for change in self.changes}
+        if self.attention != "standard":
+            fixed.add(ATTENTION)
+        if both := swept & fixed:
+            raise ConfigError(f"{sorted(both)[0]} is swept and set: leave one of the two out")
+        if self.grace_period is not None and not 1 <= self.grace_period <= self.longest:
+            raise ConfigError(
+                f"the grace period lies between 1 and the steps of the longest run, {self.longest}, got {self.grace_period}"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Steps of the longest run."""
+        for parameter in self.parameters:
+            if parameter.name == "training.steps":
+                return int(parameter.high or max(map(int, parameter.choices)))
+        return self.settings.training.steps
+
+    @property
+    def grace(self) -> int:
+        """Steps that every trial gets."""
+        every = self.settings.training.eval_every
+        return self.grace_period or min(self.longest, max(every, self.longest // REDUCTION**2))
+
+    def job(self, number: int, values: Values) -> Job:
+        """The run of a trial; raises ``ConfigError`` where its values do not fit together."""
+        assert self.folder is not None  # the sweep opened one
+        changes = [p.setting(values[p.name]) for p in self.parameters if p.name != ATTENTION]
+        settings = apply_overrides(self.settings, tuple(changes))
+        return Job(
+            task_name=self.task_name,
+            task=settings.task,
+            spec=str(values.get(ATTENTION, self.attention)),
+            training=settings.training,
+            seed=self.seed,
+            folder=self.folder / "runs" / f"trial-{number:04d}",
+        )
+
+    def command(self, values: Values) -> str:
+        """The command line that trains a trial's model again, for a shell."""
+        words = ["structattn", "train", self.task_name, "--preset", self.preset, *self.given]
+        changes = [p.setting(values[p.name]) for p in self.parameters if p.name != ATTENTION]
+        words += [word for change in (*self.changes, *changes) for word in ("--set", change)]
+        words += ["--attention", str(values.get(ATTENTION, self.attention)), "--seed", str(self.seed)]
+        return shlex.join(words)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same when a sweep is resumed; the number of trials may grow."""
+        plain = {
+            "task": self.task_name,
+            "settings": to_plain(self.settings),
+            "parameters": [to_plain(parameter) for parameter in self.parameters],
+            "attention": self.attention,
+            "seed": self.seed,
+            "scheduler": self.scheduler,
+            "grace_period": self.grace,
+        }
+        return json.loads(json.dumps(plain))
+
+
+class Journal:
+    """The record of a sweep: ``trial.json`` beside each run says what became of it.
+
+    Every file is written at once or not at all, by the process that began the sweep. A record has ``number``, ``params``, ``status``,
+    ``score`` (of validation; ``None`` if there is none), ``step``, ``seconds``, ``message``, and ``history``, pairs of step and score.
+    ``status`` is one of:
+
+    - ``running``: begun; after an interruption it goes on from its last checkpoint.
+    - ``finished``; ``stopped`` early by the scheduler, with a score; both are the only ones with one.
+    - ``diverged``: a loss, a weight or the score is not finite. ``failed``: the values do not fit together, or not to the data.
+    - ``crashed``: anything else, such as memory or a disk that is full; it is tried again when the sweep is resumed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        try:
+            record = json.loads(path.read_bytes())
+            if not isinstance(record, dict) or any(not isinstance(record.get(k), kind) for k, kind in _RECORD.items()):
+                raise ValueError("it is no record of a trial")
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; begin the sweep again in another folder") from error
+        return record
+
+    def _path(self, number: int) -> Path:
+        return self.folder / "runs" / f"trial-{number:04d}" / "trial.json"
+
+    def records(self) -> list[dict[str, Any]]:
+        """Every trial, in the order in which they were begun."""
+        found = [self._read(path) for path in self.folder.glob("runs/trial-*/trial.json")]
+        return sorted(found, key=lambda record: record["number"])
+
+    def begin(self, number: int, params: Values) -> None:
+        """A trial begins, or goes on with what is known of it."""
+        record: dict[str, Any] = {
+            "number": number,
+            "params": params,
+            "status": "running",
+            "score": None,
+            "step": 0,
+            "seconds": 0.0,
+            "message": "",
+            "history": [],
+        }
+        if self._path(number).exists():
+            record = self._read(self._path(number)) | {"status": "running", "message": ""}
+        write_atomic(self._path(number), json.dumps(record))
+
+    def update(self, number: int, **changes: Any) -> None:
+        """Writes what is new of a trial; ``entry`` is one more pair of the history, unless its step was told before."""
+        record = self._read(self._path(number))
+        entry, history = changes.pop("entry", None), record["history"]
+        if entry is not None and (not history or entry[0] > history[-1][0]):
+            history.append(entry)
+        write_atomic(self._path(number), json.dumps(record | changes))

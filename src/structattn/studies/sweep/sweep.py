@@ -1,0 +1,150 @@
+"""Search settings of a task: many runs with settings that Optuna proposes, a report, and the command line of the best."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from structattn.checks import check_int
+from structattn.errors import CheckpointError, TrainingFailedError
+from structattn.files import write_atomic
+from structattn.studies.environment import hardware, versions
+from structattn.studies.folders import Owner, opened
+from structattn.studies.old_folders import sweep_record
+from structattn.studies.runner.ray_cluster import import_ray
+from structattn.studies.settings import to_plain
+from structattn.studies.sweep.plan import REDUCTION, Journal, SweepPlan
+from structattn.studies.tasks.base import Task
+from structattn.studies.tasks.registry import shared_task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What a sweep wrote.
+
+    Attributes:
+        results: what ``results.json`` holds.
+        folder: where everything is.
+        report: the self-contained HTML page.
+    """
+
+    results: dict[str, Any]
+    folder: Path
+    report: Path
+
+
+def sweep(
+    plan: SweepPlan,
+    *,
+    address: str = "local",
+    jobs: int | None = None,
+    command: str = "",
+    resume: bool = False,
+    show_progress: bool = True,
+    on_open: Callable[[Path], None] | None = None,
+) -> Sweep:
+    """Runs the trials of a plan and writes ``results.json``, figures (PNG, SVG) and ``report.html``.
+
+    Trials are compared on the validation split, by the score of the weights that each ends with; the best that ran to its end, and it
+    alone, is scored on the test split. A run is the one that ``structattn train`` makes with the same settings.
+
+    Args:
+        plan: what to search, and where.
+        address: of a Ray cluster, see ``ray_cluster.connected``; its machines must share the folder of the plan.
+        jobs: trials at the same time. Default: one for each GPU, or without any, each core.
+        command: the command line, for the record.
+        resume: go on with what the folder holds: trials that are over stay, those that were interrupted go on from their last
+            checkpoint. There may be more trials than before.
+        show_progress: a bar of trials.
+        on_open: is told the output folder before anything is trained.
+
+    Returns:
+        ``Sweep``.
+
+    Raises:
+        MissingDependencyError: without Ray Tune or Optuna.
+        ConfigError: fewer than one job, an unusable folder, an address where nothing answers, or ``resume`` with another plan than before.
+        CheckpointError: the record of an interrupted sweep cannot be read, or the results cannot be written.
+        TrainingFailedError: no trial ran to its end; the report says what became of each.
+
+    Cost: the training of at most ``plan.trials`` models, and a second or two for each to begin.
+    """
+    if jobs is not None:
+        check_int("jobs", jobs, minimum=1)
+    import_ray()  # optional, and so is matplotlib: only sweeps need both
+    from structattn.studies.report.figures.sweep import draw_sweep
+    from structattn.studies.report.sweep import write_sweep_report
+    from structattn.studies.sweep.ray_trials import run_trials
+
+    shared_task.cache_clear()  # the data may have changed since another sweep
+    task = shared_task(plan.task_name, plan.settings.task)
+    owner = Owner(
+        command="sweep", task=plan.task_name, settings=plan.identity(), free=("settings.training.process_timeout",)
+    )
+    with opened(plan.folder, owner, resume=resume, record=sweep_record, on_open=on_open) as folder:
+        plan = dataclasses.replace(plan, folder=folder.resolve())  # workers have other working folders
+        journal = Journal(folder)
+        run_trials(plan, journal, address=address, jobs=jobs, show_progress=show_progress)
+        results = _results(plan, task, journal.records()) | {"command": command}
+        try:
+            write_atomic(folder / "results.json", json.dumps(results, indent=1))
+            report = write_sweep_report(results, draw_sweep(results, folder / "figures"), folder / "report.html")
+        except OSError as error:
+            raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
+    if results["best"] is None:
+        trials = results["trials"]
+        reasons = [f"trial {trial['number']} {trial['status']}: {trial['message']}" for trial in trials]
+        raise TrainingFailedError(f"none of {len(trials)} trials ran to its end, see {report}. {reasons[0]}")
+    return Sweep(results=results, folder=folder, report=report)
+
+
+def _results(plan: SweepPlan, task: Task, trials: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "task": plan.task_name,
+        "metric": task.metric,
+        "metric_label": task.metric_label,
+        "preset": plan.preset,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seed": plan.seed,
+        "attention": plan.attention,
+        "scheduler": _scheduler(plan),
+        "parameters": [to_plain(parameter) for parameter in plan.parameters],
+        "config": json.loads(json.dumps(to_plain(plan.settings))),
+        "versions": versions(),
+        "hardware": hardware(),
+        "trials": trials,
+        "seconds": sum(trial["seconds"] for trial in trials),
+        "best": _best(plan, trials),
+    }
+
+
+def _scheduler(plan: SweepPlan) -> dict[str, Any] | None:
+    if plan.scheduler == "none":
+        return None
+    return {"name": plan.scheduler, "grace_period": plan.grace, "reduction": REDUCTION}
+
+
+def _best(plan: SweepPlan, trials: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The trial with the lowest validation score among those that ran to their end, its scores on the test split, and its command line."""
+    finished = [trial for trial in trials if trial["status"] == "finished"]
+    if not finished:
+        return None
+    best = min(finished, key=lambda trial: trial["score"])
+    job = plan.job(best["number"], best["params"])
+    result = job.run(resume=True, show_progress=False)
+    assert result is not None  # it finished
+    task = shared_task(plan.task_name, job.task)
+    return {
+        "number": best["number"],
+        "params": best["params"],
+        "score": best["score"],
+        "median": statistics.median(trial["score"] for trial in finished),
+        "test": task.evaluate(result.model.eval(), "test"),
+        "command": plan.command(best["params"]),
+    }

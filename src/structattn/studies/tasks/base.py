@@ -1,0 +1,156 @@
+"""The contract between a task and everything above it: the training loop, the comparison, the report."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, cast
+
+from torch import Tensor, nn
+
+from structattn.errors import ConfigError
+from structattn.layout.text import TextLayout
+from structattn.spec.layers import LayerSpecs
+
+Batch = dict[str, Tensor]
+Split = Literal["validation", "test"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """A method without attention, in the same table.
+
+    Args:
+        name: of the method.
+        metrics: scores on the test split, metric name to value.
+        note: how it works.
+        validation: the deciding metric on the validation split, by which its own settings can be chosen; ``None`` where it has none.
+    """
+
+    name: str
+    metrics: dict[str, float]
+    note: str
+    validation: float | None = None
+
+
+class Task(ABC):
+    """Data, loss and evaluation of one experiment. Lower scores are better, always.
+
+    Attributes:
+        name: the word used on the command line.
+        metric: the key of ``evaluate`` that ranks methods and stops training early.
+        metric_label: the metric in words with its unit, for axes and table heads.
+        question: what the comparison answers, one sentence for the report.
+        data_sha256: of the data that the task reads, so that a run does not go on with others; empty where it makes its own.
+        data_field: the names, from the outside in, of the field of ``config`` that holds the absolute path of a user's own data; empty
+            where there is none. The data are known by their digest: they may be moved.
+        reads_text: whether its models know the parts of a text, which are the levels of ``mlr-text``.
+    """
+
+    name: ClassVar[str]
+    data_field: ClassVar[tuple[str, ...]] = ()
+    reads_text: ClassVar[bool] = False
+    metric: str
+    metric_label: str
+    question: ClassVar[str]
+    data_sha256: str = ""
+
+    @classmethod
+    def check_spec(cls, spec: str) -> None:
+        """Whether a text names a model of this task, before one is built; here, whether it is an attention spec.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        specs = LayerSpecs.parse(spec)
+        if not cls.reads_text and any(isinstance(one.layout, TextLayout) for one in specs.pattern):
+            raise ConfigError(
+                f"{spec!r} has the parts of a text as levels, and {cls.name} has no text: use it with the task text"
+            )
+
+    @classmethod
+    def data_path(cls, config: dict[str, Any]) -> str | None:
+        """Where the data of a task with these settings, as plain data, are; ``None`` for the task's own."""
+        value: Any = config
+        for name in cls.data_field:
+            value = value[name]
+        return value if cls.data_field and value else None
+
+    @classmethod
+    def with_data_path(cls, config: dict[str, Any], path: str | None) -> dict[str, Any]:
+        """The same settings, as plain data, with the data at another place."""
+        if not cls.data_field:
+            return config
+        found = copy.deepcopy(config)
+        inner = found
+        for name in cls.data_field[:-1]:
+            inner = inner[name]
+        inner[cls.data_field[-1]] = path
+        return found
+
+    @classmethod
+    def describe_spec(cls, spec: str) -> str:
+        """What a text that ``check_spec`` accepts means, in words, for tables and reports."""
+        return LayerSpecs.parse(spec).describe()
+
+    def data_summary(self) -> dict[str, str]:
+        """The data in words for the head of a report: what, how much, and how much a model sees at once; empty by default."""
+        return {}
+
+    @abstractmethod
+    def build_model(self, spec: str) -> nn.Module:
+        """The model of this task with the attention ``spec``; draws its weights from torch's global generator.
+
+        The module has ``flops_per_example() -> int``, the forward FLOPs of one example (2 per multiply-add).
+        """
+
+    @abstractmethod
+    def batch(self, seed: int, step: int, batch_size: int) -> Batch:
+        """Training examples on the CPU, a pure function of the three arguments: that makes resuming exact."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
+        """The scalar training loss, a mean over the batch."""
+
+    def flops(self, model: nn.Module, step: int | None = None) -> int:
+        """Forward FLOPs of one example of the batch at a step.
+
+        Args:
+            model: from ``build_model``, not wrapped.
+            step: of the training, where examples change in size: they grow to the full size and stay there. Default ``None``: the
+                full size.
+        """
+        return cast(Any, model).flops_per_example()
+
+    def tokens(self, model: nn.Module, step: int | None = None) -> int:
+        """Tokens of one example of the batch at a step, for the speed of training. Default: 1, so that the speed is in examples.
+
+        Args:
+            model, step: see ``flops``.
+        """
+        return 1
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
+        """Scores on held-out examples, the same for every model; contains ``metric``. ``model`` is in eval mode."""
+
+    @abstractmethod
+    def baselines(self) -> list[Baseline]:
+        """Scores of the methods without attention, on the test split."""
+
+    def record(self) -> dict[str, Any]:
+        """What a trained model needs besides settings and weights, as plain data, for ``run.json``; empty by default."""
+        return {}
+
+    def details(self, model: nn.Module) -> dict[str, Any]:
+        """What the task's own figures need from a trained model (lists and numbers only); empty by default."""
+        return {}
+
+    def axis_labels(self) -> dict[str, str]:
+        """What a ``value`` and a ``step`` of the data are, in words for figures; empty by default."""
+        return {}
+
+    def baseline_details(self) -> dict[str, dict[str, Any]]:
+        """The same for baselines, by name; empty by default."""
+        return {}

@@ -1,0 +1,1 @@
+"""Chronos forecasters with structured attention."""

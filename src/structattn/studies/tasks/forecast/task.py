@@ -1,0 +1,272 @@
+"""Forecasting columns of a time series: ETTh1's oil temperature or all seven, or a CSV of the user's own."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from structattn.errors import ConfigError
+from structattn.files import absolute
+from structattn.models.forecaster import Forecaster
+from structattn.seeds import derive_seed
+from structattn.studies.data.series import usual_season
+from structattn.studies.data.series_file import read_columns
+from structattn.studies.tasks.base import Baseline, Batch, Split, Task
+from structattn.studies.tasks.forecast.baseline_models import PeerForecaster, PeerSpec
+from structattn.studies.tasks.forecast.baselines import BaselineForecast
+from structattn.studies.tasks.forecast.channels import WindowedChannels
+
+INTERVAL = 0.8  # the share of truths that the intervals of examples are meant to hold
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesConfig:
+    """Where the series comes from.
+
+    Args:
+        path: a CSV file; ``None`` is the packaged ETTh1. Made absolute.
+        time: name of the time column.
+        target: name of the column to forecast; several with commas between them; or ``*``, all but the time.
+
+    Raises:
+        ConfigError: the path is an empty text.
+    """
+
+    path: str | None = None
+    time: str = "date"
+    target: str = "OT"
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            if not self.path.strip():
+                raise ConfigError("task.data.path must be a CSV file or none, got an empty text")
+            object.__setattr__(self, "path", absolute(self.path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastConfig:
+    """The windows and the model.
+
+    Args:
+        data: the series.
+        look_back: input steps.
+        horizon: output steps.
+        season: steps of the seasonal baseline. Default ``None``: a day of data that are taken more often than daily, a week of daily ones, a
+            year of monthly or quarterly ones; and no such baseline for others.
+        patch_length, stride: steps of a token and between tokens.
+        embed_dim, num_layers, num_heads, dropout: of the model.
+
+    Raises:
+        ConfigError: a number below 1, or heads that do not divide the width.
+    """
+
+    data: SeriesConfig = SeriesConfig()
+    look_back: int = 336
+    horizon: int = 96
+    season: int | None = None
+    patch_length: int = 16
+    stride: int = 8
+    embed_dim: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    dropout: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name in (
+            "look_back",
+            "horizon",
+            "patch_length",
+            "stride",
+            "embed_dim",
+            "num_layers",
+            "num_heads",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"task.{name} must be at least 1, got {getattr(self, name)}")
+        if self.season is not None and self.season < 1:
+            raise ConfigError(f"task.season must be at least 1 or none, got {self.season}")
+        if self.embed_dim % self.num_heads:
+            raise ConfigError(f"task.num_heads must divide embed_dim: got {self.num_heads} and {self.embed_dim}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"task.dropout must lie in [0, 1), got {self.dropout}")
+
+
+class ForecastTask(Task):
+    """Mean squared and absolute error over all test windows, on the scaled target and in its own units; means over the columns.
+
+    Models are ``Forecaster`` with an attention spec, which sees one column at a time, or with ``peer:NAME`` a forecaster of
+    neuralforecast (see ``PeerSpec``).
+    """
+
+    name = "forecast"
+    data_field = ("data", "path")
+    metric = "mse"
+    metric_label = "mean squared error, scaled target"
+    question = (
+        "Does the structure of attention help to forecast a real series, and does attention beat simple methods at all?"
+    )
+
+    def __init__(self, config: ForecastConfig) -> None:
+        self.config = config
+        path = None if config.data.path is None else Path(config.data.path)
+        series = read_columns(path, config.data.time, config.data.target)
+        self.data_sha256 = hashlib.sha256(b"".join(one.values.tobytes() for one in series)).hexdigest()
+        self.data = WindowedChannels(series, config.look_back, config.horizon)
+        self._windows = {split: self.data.windows(split) for split in ("train", "validation", "test")}
+
+    @classmethod
+    def check_spec(cls, spec: str) -> None:
+        """Attention specs, and peers."""
+        if PeerSpec.parse(spec) is None:
+            super().check_spec(spec)
+
+    @classmethod
+    def describe_spec(cls, spec: str) -> str:
+        """Attention specs, and peers."""
+        peer = PeerSpec.parse(spec)
+        return (
+            super().describe_spec(spec)
+            if peer is None
+            else f"the baseline model {spec.partition(':')[2]} of neuralforecast"
+        )
+
+    def data_summary(self) -> dict[str, str]:
+        """The file, its rows and columns, and the windows of each split."""
+        config, first = self.config, self.data.channels[0].series
+        counts = {split: self._windows[split][0].shape[0] for split in ("train", "validation", "test")}
+        return {
+            "data": "ETTh1, in the package" if config.data.path is None else str(config.data.path),
+            "rows": f"{len(first.values):,}, {first.step} apart",
+            "columns": ", ".join(self.data.names),
+            "window": f"{config.look_back} steps in, {config.horizon} steps ahead",
+            "windows": ", ".join(f"{count:,} {split}" for split, count in counts.items()),
+        }
+
+    def build_model(self, spec: str) -> Forecaster | PeerForecaster:
+        """A patch transformer, or a peer."""
+        config = self.config
+        peer = PeerSpec.parse(spec)
+        if peer is not None:
+            return PeerForecaster(
+                peer, look_back=config.look_back, horizon=config.horizon, num_channels=len(self.data.channels)
+            )
+        return Forecaster(
+            spec,
+            look_back=config.look_back,
+            horizon=config.horizon,
+            patch_length=config.patch_length,
+            stride=config.stride,
+            embed_dim=config.embed_dim,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            dropout=config.dropout,
+        )
+
+    def batch(self, seed: int, step: int, batch_size: int) -> Batch:
+        """The windows of a step: epochs are permutations of the training windows, a function of (seed, epoch)."""
+        inputs, targets = self._windows["train"]
+        count = inputs.shape[0]
+        places = torch.arange(step * batch_size, (step + 1) * batch_size)
+        chosen = torch.empty_like(places)
+        for epoch in places.div(count, rounding_mode="floor").unique().tolist():
+            rng = torch.Generator().manual_seed(derive_seed(self.name, "epoch", seed, epoch))
+            here = places.div(count, rounding_mode="floor") == epoch
+            chosen[here] = torch.randperm(count, generator=rng)[places[here] - epoch * count]
+        return {"window": inputs[chosen], "target": targets[chosen]}
+
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
+        """Mean squared error on the scaled target."""
+        return F.mse_loss(model(batch["window"]), batch["target"])
+
+    def flops(self, model: nn.Module, step: int | None = None) -> int:
+        """Forward FLOPs of one window with all its columns."""
+        return len(self.data.channels) * super().flops(model, step)
+
+    def tokens(self, model: nn.Module, step: int | None = None) -> int:
+        """The patches of a window with all its columns; for a peer, which may have no tokens, the columns."""
+        return len(self.data.channels) * cast(Forecaster | PeerForecaster, model).num_tokens
+
+    @torch.no_grad()
+    def _forecast(self, model: nn.Module, split: Split) -> tuple[Tensor, Tensor]:
+        inputs, targets = self._windows[split]
+        device = next(model.parameters()).device
+        parts = [model(chunk.to(device)).cpu() for chunk in inputs.split(max(1, 512 // inputs.shape[1]))]
+        return torch.cat(parts), targets
+
+    def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
+        """``mse`` and ``mae``, scaled and in units, over every window of the split."""
+        return self.data.metrics(*self._forecast(model, split))
+
+    @cached_property
+    def baseline_forecasts(self) -> list[BaselineForecast]:
+        """Last value, seasonal and ridge regression, with their errors by lead time."""
+        season = self.config.season or usual_season(self.data.channels[0].series)
+        return self.data.baselines(season)
+
+    def baselines(self) -> list[Baseline]:
+        """Last value, seasonal and ridge regression."""
+        return [row.baseline for row in self.baseline_forecasts]
+
+    def axis_labels(self) -> dict[str, str]:
+        """Of ETT data the oil temperature is in degrees Celsius; of other columns only the name is known."""
+        shown = self.data.channels[-1].series
+        value = "oil temperature (°C)" if shown.is_ett and shown.name == "OT" else shown.name
+        return {"value": value, "step": "hours" if shown.step == "1 hour" else "steps"}
+
+    def baseline_details(self) -> dict[str, dict[str, Any]]:
+        """``error_by_lead`` by the name of the baseline."""
+        return {row.baseline.name: {"error_by_lead": row.error_by_lead} for row in self.baseline_forecasts}
+
+    def details(self, model: nn.Module) -> dict[str, Any]:
+        """What the figures show.
+
+        ``examples``: three test forecasts of the last column in the data's units, with intervals; ``coverage``: the share of all test
+        values inside such intervals, which are meant to hold ``INTERVAL`` of them: as wide as the errors of the validation windows, for
+        each column and lead time (split conformal). ``error_by_lead``; ``error_by_column`` where there are several; ``train_windows``, the
+        windows of an epoch.
+        """
+        forecast, truth = self._forecast(model, "test")
+        width = _conformal_width(*self._forecast(model, "validation"))
+        inputs, _ = self._windows["test"]
+        count = inputs.shape[0]
+        channel = self.data.channels[-1]
+        examples = []
+        for index in (count // 6, count // 2, 5 * count // 6):
+            _, times = channel.times_at("test", index)
+            middle = forecast[index, -1]
+            shown = {
+                "history": inputs[index, -1],
+                "truth": truth[index, -1],
+                "forecast": middle,
+                "low": middle - width[-1],
+                "high": middle + width[-1],
+            }
+            start = str(times[0].astype("datetime64[m]")).replace("T", " ")
+            words = {"start": start, "label": self.axis_labels()["value"]}
+            examples.append({name: channel.to_units(values).tolist() for name, values in shown.items()} | words)
+        squared = (forecast.double() - truth.double()).square()
+        found = {
+            "examples": examples,
+            "interval": INTERVAL,
+            "coverage": float(((forecast - truth).abs() <= width).double().mean()),
+            "error_by_lead": squared.mean(dim=(0, 1)).tolist(),
+            "train_windows": self._windows["train"][0].shape[0],
+        }
+        if len(self.data.channels) > 1:
+            found["error_by_column"] = dict(zip(self.data.names, squared.mean(dim=(0, 2)).tolist(), strict=True))
+        return found
+
+
+def _conformal_width(forecast: Tensor, truth: Tensor) -> Tensor:
+    """(channels, horizon): how far from the forecast an interval reaches that holds ``INTERVAL`` of such errors."""
+    errors = (forecast - truth).abs().sort(dim=0).values
+    count = errors.shape[0]
+    return errors[min(count - 1, math.ceil(INTERVAL * (count + 1)) - 1)]

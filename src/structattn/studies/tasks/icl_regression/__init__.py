@@ -1,0 +1,1 @@
+"""Learning a function from examples in the context."""

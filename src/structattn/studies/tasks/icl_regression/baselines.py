@@ -1,0 +1,167 @@
+"""Predictors of y_i from the pairs before it that need no training: what a model in context is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from structattn.studies.tasks.icl_regression.prompts import Prompts
+
+# A point counts as a combination of those before it when at most this part of its length lies outside their span.
+_IN_SPAN = 1e-12
+
+
+def zero(xs: Tensor, ys: Tensor) -> Tensor:
+    """Predicts 0: (B, N, d) and (B, N) to (B, N), like every predictor here."""
+    return torch.zeros_like(ys)
+
+
+def averaging(xs: Tensor, ys: Tensor) -> Tensor:
+    """w.x_i with w the mean of y_j x_j over j < i; the first prediction is 0.
+
+    Args:
+        xs: (B, N, d).
+        ys: (B, N).
+
+    Returns:
+        (B, N).
+    """
+    out = torch.zeros_like(ys)
+    counts = torch.arange(1, xs.shape[1])[:, None]
+    w = (xs * ys[..., None]).cumsum(1)[:, :-1] / counts
+    out[:, 1:] = (w * xs[:, 1:]).sum(-1)
+    return out
+
+
+def least_squares(xs: Tensor, ys: Tensor) -> Tensor:
+    """w.x_i with w the minimum-norm least-squares fit to the pairs before i; the first prediction is 0.
+
+    Each pair updates w, the projection P on what is orthogonal to the points so far, and C = (X^T X)^+. With r = P x:
+
+        r != 0: k = r / |r|^2,                 C += (1 + x^T C x) k k^T - C x k^T - k x^T C,   P -= r k^T
+        r == 0: k = C x / (1 + x^T C x),       C -= k x^T C
+        both:   w += k (y - w.x)
+
+    Args:
+        xs: (B, N, d).
+        ys: (B, N).
+
+    Returns:
+        Predictions (B, N), computed in float64, the dtype of ys.
+
+    Cost: O(N d^2) per prompt, where a decomposition at every point would take O(N^2 d^2).
+    Source: Greville 1960, "Some applications of the pseudoinverse of a matrix".
+    """
+    x_all, y_all = xs.double(), ys.double()
+    (count, num_points, dim), out = xs.shape, torch.zeros_like(y_all)
+    w = x_all.new_zeros(count, dim, 1)
+    outside = torch.eye(dim, dtype=torch.float64).repeat(count, 1, 1)
+    inverse = torch.zeros_like(outside)
+    for i in range(num_points):
+        x = x_all[:, i, :, None]
+        predicted = x.mT @ w
+        out[:, i] = predicted[:, 0, 0]
+        r = outside @ (outside @ x)  # twice: rounding in the projection would leave parts of the span behind
+        is_new = r.norm(dim=1, keepdim=True) > _IN_SPAN * x.norm(dim=1, keepdim=True)
+        cx = inverse @ x
+        spread = 1 + x.mT @ cx
+        k = torch.where(is_new, r / r.square().sum(1, keepdim=True), cx / spread)
+        step = torch.where(is_new, spread * k - cx, 0.0)
+        inverse += step @ k.mT - k @ cx.mT
+        outside -= torch.where(is_new, r, 0.0) @ k.mT
+        w += k * (y_all[:, i, None, None] - predicted)
+    return out.to(ys.dtype)
+
+
+def ridge(xs: Tensor, ys: Tensor, *, noise_std: float) -> Tensor:
+    """w.x_i with w = (X^T X + noise_std^2 I)^-1 X^T y of the pairs before i; the first prediction is 0.
+
+    For linear f, w ~ N(0, I), that is the posterior mean: no predictor has a lower expected squared error. Computed pair by pair
+    with the posterior covariance S, which starts at I: k = S x / (noise_std^2 + x^T S x), w += k (y - w.x), S -= k x^T S.
+
+    Args:
+        xs: (B, N, d).
+        ys: (B, N).
+        noise_std: above 0.
+
+    Returns:
+        Predictions (B, N), computed in float64, the dtype of ys.
+
+    Cost: O(N d^2) per prompt.
+    """
+    x_all, y_all = xs.double(), ys.double()
+    (count, num_points, dim), out = xs.shape, torch.zeros_like(y_all)
+    w = x_all.new_zeros(count, dim, 1)
+    covariance = torch.eye(dim, dtype=torch.float64).repeat(count, 1, 1)
+    for i in range(num_points):
+        x = x_all[:, i, :, None]
+        predicted = x.mT @ w
+        out[:, i] = predicted[:, 0, 0]
+        sx = covariance @ x
+        k = sx / (noise_std**2 + x.mT @ sx)
+        w += k * (y_all[:, i, None, None] - predicted)
+        covariance -= k @ sx.mT
+    return out.to(ys.dtype)
+
+
+def nearest_neighbors(xs: Tensor, ys: Tensor, *, num_neighbors: int = 3) -> Tensor:
+    """The mean y of the nearest x so far (all of them while there are fewer); the first prediction is 0.
+
+    Args:
+        xs: (B, N, d).
+        ys: (B, N).
+        num_neighbors: default 3, as Garg et al. 2022.
+
+    Returns:
+        (B, N).
+
+    Cost: O(N^2 d) per prompt, and N^2 numbers of memory.
+    """
+    num_points = xs.shape[1]
+    distances = torch.cdist(xs, xs, compute_mode="donot_use_mm_for_euclid_dist")
+    later = torch.ones(num_points, num_points, dtype=torch.bool).triu()
+    nearest, index = distances.masked_fill_(later, torch.inf).topk(min(num_neighbors, num_points), dim=2, largest=False)
+    is_there = nearest.isfinite()
+    near_ys = ys[:, None].expand_as(distances).gather(2, index)
+    return torch.where(is_there, near_ys, 0.0).sum(2) / is_there.sum(2).clamp_(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictor:
+    """A baseline: its name, how it works, and ``predict``, xs (B, N, d) and ys (B, N) to predictions (B, N)."""
+
+    name: str
+    note: str
+    predict: Callable[[Tensor, Tensor], Tensor]
+
+
+def predictors(prompts: Prompts) -> list[Predictor]:
+    """The baselines of a distribution of prompts; ridge regression only where there is noise, whose size it is told."""
+    is_linear = prompts.function == "linear"
+    best = ", the optimal predictor" if is_linear and not prompts.noise_std else ""
+    found = [
+        Predictor(name="zero", note="predicts 0", predict=zero),
+        Predictor(name="averaging", note="w is the mean of y x over the pairs seen", predict=averaging),
+        Predictor(
+            name="least squares",
+            note=f"the linear fit of smallest norm to the pairs seen{best}",
+            predict=least_squares,
+        ),
+    ]
+    if prompts.noise_std:
+        best = ", the optimal predictor" if is_linear else ""
+        found.append(
+            Predictor(
+                name="ridge (noise known)",
+                note=f"the linear fit to the pairs seen with the variance of the noise as its penalty{best}",
+                predict=partial(ridge, noise_std=prompts.noise_std),
+            )
+        )
+    found.append(
+        Predictor(name="3 nearest neighbors", note="the mean y of the 3 nearest x seen", predict=nearest_neighbors)
+    )
+    return found

@@ -1,0 +1,1 @@
+"""Nearest-neighbor search on a sphere."""

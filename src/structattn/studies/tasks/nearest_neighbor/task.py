@@ -1,0 +1,118 @@
+"""Nearest neighbor on the sphere: the cleanest case of the low-rank bottleneck (Amsel et al. 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from structattn.errors import ConfigError
+from structattn.seeds import generator
+from structattn.studies.tasks.base import Baseline, Batch, Split, Task
+from structattn.studies.tasks.nearest_neighbor.model import NearestNeighborModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearestNeighborConfig:
+    """N points and a query uniform on the sphere of radius sqrt(d); the target is the point nearest to the query.
+
+    Args:
+        dim: d.
+        num_points: N.
+        num_heads: heads where the spec does not say otherwise.
+        qk_norm: layer norm of queries and keys. Default ``False``: the points already have one length, and a norm keeps the
+            scores of sharp choices (large) out of reach of a short training.
+        eval_examples: fresh examples of each evaluation.
+
+    Raises:
+        ConfigError: a number below 1 (fewer than 2 points).
+    """
+
+    dim: int = 64
+    num_points: int = 16
+    num_heads: int = 8
+    qk_norm: bool = False
+    eval_examples: int = 8192
+
+    def __post_init__(self) -> None:
+        for name, low in (("dim", 2), ("num_points", 2), ("num_heads", 1), ("eval_examples", 1)):
+            if getattr(self, name) < low:
+                raise ConfigError(f"task.{name} must be at least {low}, got {getattr(self, name)}")
+
+
+class NearestNeighborTask(Task):
+    """Squared error per dimension, 1 = knows nothing (predicting zero), 0 = always finds the point."""
+
+    name = "nearest-neighbor"
+    metric = "nmse"
+    metric_label = "squared error per dimension (1 = knows nothing)"
+    question = (
+        "Can one attention layer find the nearest of some points on a sphere, when each head may only compare them through "
+        "a score of limited rank?"
+    )
+
+    def __init__(self, config: NearestNeighborConfig) -> None:
+        self.config = config
+
+    def data_summary(self) -> dict[str, str]:
+        """The size of an example."""
+        config = self.config
+        return {
+            "data": f"random points on a sphere, {config.num_points} of dimension {config.dim} in an example, drawn anew at each step"
+        }
+
+    def build_model(self, spec: str) -> NearestNeighborModel:
+        """One attention layer over the raw points."""
+        self.check_spec(spec)
+        config = self.config
+        return NearestNeighborModel(
+            spec,
+            dim=config.dim,
+            num_points=config.num_points,
+            num_heads=config.num_heads,
+            qk_norm=config.qk_norm,
+        )
+
+    def _examples(self, rng: torch.Generator, count: int) -> Batch:
+        dim, num = self.config.dim, self.config.num_points
+        x = F.normalize(torch.randn(count, num + 1, dim, generator=rng), dim=-1) * dim**0.5
+        query, points = x[:, 0], x[:, 1:]
+        nearest = torch.einsum("bd,bnd->bn", query, points).argmax(dim=1)
+        return {"query": query, "points": points, "target": points[torch.arange(count), nearest]}
+
+    def batch(self, seed: int, step: int, batch_size: int) -> Batch:
+        """Fresh examples, a function of (seed, step)."""
+        return self._examples(generator(self.name, "train", seed, step), batch_size)
+
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
+        """Mean squared error per dimension."""
+        return F.mse_loss(model(batch["query"], batch["points"]), batch["target"])
+
+    def tokens(self, model: nn.Module, step: int | None = None) -> int:
+        """The points and the query."""
+        return self.config.num_points + 1
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
+        """``nmse`` on examples that training never draws, the same for every model."""
+        rng = generator(self.name, split)
+        device = next(model.parameters()).device
+        total, remaining = 0.0, self.config.eval_examples
+        while remaining:
+            count = min(remaining, 1024)
+            examples = {key: value.to(device) for key, value in self._examples(rng, count).items()}
+            total += float(self.loss(model, examples, 0)) * count
+            remaining -= count
+        return {"nmse": total / self.config.eval_examples}
+
+    def baselines(self) -> list[Baseline]:
+        """Predicting zero, and the best constant weights: the mean of the points."""
+        examples = self._examples(generator(self.name, "test"), self.config.eval_examples)
+        mean = F.mse_loss(examples["points"].mean(dim=1), examples["target"]).item()
+        zero = examples["target"].square().mean().item()
+        return [
+            Baseline(name="zero", metrics={"nmse": zero}, note="predicts the zero vector"),
+            Baseline(name="mean of the points", metrics={"nmse": mean}, note="attends to all points equally"),
+        ]

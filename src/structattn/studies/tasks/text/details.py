@@ -1,0 +1,93 @@
+"""What a language model does with its context: loss by position, and attention by distance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from structattn.layout.levels import LevelLayout
+from structattn.models.language_model import LanguageModel
+
+
+def octaves(length: int) -> list[tuple[int, int]]:
+    """Ranges of 1 ... length that double: (1, 1), (2, 3), (4, 7), ...; the last one takes what is left where that is less than half of the
+    next."""
+    last = (length + length // 3).bit_length() - 1 if length > 1 else 1
+    starts = [2**i for i in range(last)]
+    return [(a, 2 * a - 1) for a in starts[:-1]] + [(starts[-1], length)]
+
+
+def by_octave(values: Tensor, places: Tensor, length: int, weights: Tensor | None = None) -> list[float | None]:
+    """Sums of values over the ``octaves`` of their places, divided by the sums of weights where given.
+
+    Args:
+        values, places, weights: of one shape; places in 1 ... length.
+        length: the largest place.
+
+    Returns:
+        One number per octave; ``None`` where nothing fell into it.
+    """
+    last = torch.tensor([end for _, end in octaves(length)], device=places.device)
+    octave = torch.searchsorted(last, places.flatten())
+    zeros = torch.zeros(len(last), dtype=torch.float64, device=places.device)
+
+    def sums(of: Tensor) -> Tensor:
+        return zeros.index_add(0, octave, of.flatten().double())
+
+    counts = sums(torch.ones_like(values))
+    found = sums(values) / (1 if weights is None else sums(weights))
+    return [float(v) if n else None for v, n in zip(found, counts, strict=True)]
+
+
+def positions_in_documents(documents: Tensor) -> Tensor:
+    """(B, T) numbers of documents to the place of each token in its document within the row, 1 for the first."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.zeros_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - (places * begins).cummax(dim=1).values + 1
+
+
+@torch.no_grad()
+def attention_by_distance(model: LanguageModel, pieces: Sequence[Tensor]) -> list[list[float | None]]:
+    """How much of its attention each layer gives to tokens so far back, a mean over heads and queries.
+
+    Args:
+        model: in eval mode.
+        pieces: (T,) tokens each, of any lengths.
+
+    Returns:
+        For each layer one number per range of distances: itself, then the ``octaves`` of 1 ... the longest piece - 1. They sum to 1.
+    """
+    length = max(map(len, pieces))
+    device = next(model.parameters()).device
+    totals = torch.zeros(len(model.trunk.layers), length, dtype=torch.float64, device=device)
+    calls: dict[int, tuple[Tensor, LevelLayout | None]] = {}
+
+    def note(i: int) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Any]], None]:
+        def noted(_: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+            calls[i] = (inputs[0], options["layout"])
+
+        return noted
+
+    hooks = [
+        block.attention.register_forward_pre_hook(note(i), with_kwargs=True)
+        for i, block in enumerate(model.trunk.layers)
+    ]
+    try:
+        for piece in pieces:
+            model(piece[None].to(device))
+            places = torch.arange(len(piece), device=device)
+            distances = (places[:, None] - places).clamp(min=0).flatten()
+            for i, block in enumerate(model.trunk.layers):
+                states, layout = calls[i]
+                weights = block.attention.weights(states, layout=layout).mean(dim=(0, 1)).double()
+                totals[i].index_add_(0, distances, weights.flatten())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    shares = totals / totals.sum(dim=1, keepdim=True)
+    places = torch.arange(1, length, device=device)
+    return [[float(layer[0]), *(by_octave(layer[1:], places, length - 1) if length > 1 else [])] for layer in shares]

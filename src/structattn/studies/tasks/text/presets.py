@@ -1,0 +1,141 @@
+"""The recipes of language modelling, from a minute on a laptop to the settings of the paper.
+
+Those with budgets or widths use muP and choose the learning rate of each attention, for each kind of positions, by the same sweep at a small
+width. Hours are those of the whole recipe on 2 CPU cores with ``--jobs 2``. None was run on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from structattn.studies.recipe import Preset, Recipe
+from structattn.studies.tasks.text.task import TextConfig
+from structattn.studies.training.config import TrainingConfig
+
+# Learned positions, as in the paper, where part of what MLR gains is that it knows near from far; and RoPE, which knows it as well.
+_POSITIONS = ("learned positions: task.rotary=", "RoPE: task.rotary=low_far")
+_HEAD_DIM = 64
+
+
+def _plain(task: TextConfig, steps: int, batch_size: int, specs: tuple[str, ...]) -> Recipe:
+    return Recipe(
+        task=task,
+        training=TrainingConfig(
+            steps=steps,
+            batch_size=batch_size,
+            learning_rate=3e-3,
+            schedule="cosine",
+            warmup_steps=steps // 20,
+            eval_every=steps // 10,
+            checkpoint_every=steps // 5,
+        ),
+        attention=specs,
+    )
+
+
+_SCALING = Recipe(
+    task=TextConfig(context_length=512, embed_dim=128, num_layers=4, num_heads=2),
+    training=TrainingConfig(
+        steps=1000,
+        batch_size=4,
+        learning_rate=4e-3,
+        schedule="wsd",
+        warmup_steps=100,
+        eval_every=500,
+        checkpoint_every=500,
+        parametrization="mup",
+        base_fan_in=_HEAD_DIM,
+    ),
+    attention=("standard", "window:128", "mlr:32|8|6|4|4|4|4|2", "mlr:16|16|16|16,values=16|16|16|16"),
+    seeds=2,
+    learning_rates=(2e-3, 4e-3, 8e-3, 1.6e-2),
+    sweep_settings=(f"task.embed_dim={_HEAD_DIM}", "task.num_heads=1", "budgets=5e11"),
+    variants=_POSITIONS,
+    widths=(64, 128, 256, 384),
+    budgets=(5e11, 1e12, 2e12),
+)
+
+# Everything that the paper compares or sweeps, and what it leaves open, at head dimension 64.
+_METHODS = (
+    "standard",
+    "window:512",
+    "window:128",
+    "global-window:32|32@128",
+    "[standard,window:128,window:128]",
+    "mlr:32|32",
+    "mlr:48|8|4|4",
+    "mlr:40|16|4|4",
+    "mlr:16|16|16|16",
+    "mlr:16|16|12|8|8|4",
+    "mlr:32|8|6|4|4|4|4|2",
+    "mlr:24|12|8|6|4|4|4|2",
+    "mlr:8|8|8|8|8|8|8|8",
+    "mlr:16|16|16|16,values=16|16|16|16",
+    "mlr-text:32|16|16",
+    "bilinear-mlr:32|16|8|8",
+    "bilinear-btt:1",
+)
+
+
+def _methods() -> Recipe:
+    return replace(
+        _SCALING,
+        attention=(*_METHODS, "bilinear-btt:1+mlr:64|32|16|16"),
+        widths=(128,),
+        budgets=(1e12,),
+        seeds=1,
+        sweep_settings=("budgets=2.5e11",),  # at the same width: levels of a bilinear score share out all of it
+    )
+
+
+def _paper() -> Recipe:
+    """The paper's models and schedule: 6 layers, 1,024 characters, 32 sequences a step for 100,000 steps."""
+    steps = 100_000
+    return replace(
+        _SCALING,
+        task=TextConfig(context_length=1024, embed_dim=384, num_layers=6, num_heads=6),
+        training=TrainingConfig(
+            steps=steps,
+            batch_size=32,
+            micro_batch_size=4,
+            learning_rate=4e-3,
+            warmup_steps=2000,
+            eval_every=1000,
+            checkpoint_every=2500,
+            precision="bf16",
+            parametrization="mup",
+            base_fan_in=_HEAD_DIM,
+            compile=True,
+        ),
+        attention=("standard", "window:512", "window:128", "mlr:16|16|16|16", "mlr:32|8|6|4|4|4|4|2"),
+        widths=(256, 384, 512, 768),
+        budgets=(),
+        sweep_settings=("task.embed_dim=128", "task.num_heads=2", "training.steps=5000"),
+    )
+
+
+_SMOKE = TextConfig(context_length=128, embed_dim=64, num_layers=2, eval_windows=64)
+
+TEXT_PRESETS = {
+    "default": Preset(
+        _plain(TextConfig(), 1000, 16, ("standard", "mlr:8|8|8|8", "mlr:16|8|4|4", "window:64")),
+        "characters, 1 MB of PEPs, 256 of context, 1,000 steps",
+    ),
+    "smoke": Preset(
+        _plain(_SMOKE, 500, 8, ("standard", "mlr:8|4|2|2", "window:32")),
+        "the same text, 128 of context, 500 steps: shows that it trains, not what it learns",
+    ),
+    "scaling": Preset(
+        _SCALING,
+        "four attentions, learned positions and RoPE, widths 64 ... 384, three budgets, 2 seeds; on 2 CPU cores 1.3 hours "
+        "for `--widths 64`, 3.6 for all (measured, in parts)",
+    ),
+    "methods": Preset(
+        _methods(),
+        "18 attentions at width 128 and 1e12 FLOPs, learned positions and RoPE, one seed; about 2 hours on 2 CPU cores (estimated)",
+    ),
+    "paper": Preset(
+        _paper(),
+        "the paper's widths 256 ... 768, 1,024 of context, 100,000 steps; years on a CPU, weeks on a GPU (guessed from the FLOPs)",
+    ),
+}

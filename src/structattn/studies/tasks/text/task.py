@@ -1,0 +1,355 @@
+"""Language modelling: the packaged excerpt, a text file of the user's own, or a prepared corpus."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from structattn.errors import ConfigError, DataError
+from structattn.files import absolute
+from structattn.layers.rotary import Rotary
+from structattn.models.language_model import LanguageModel
+from structattn.seeds import generator
+from structattn.studies.data.corpus import (
+    Characters,
+    Corpus,
+    Document,
+    Source,
+    Tokenizer,
+    Tokens,
+    Windows,
+    is_corpus,
+    text_units,
+)
+from structattn.studies.data.plain_text import is_there
+from structattn.studies.tasks.base import Baseline, Batch, Split, Task
+from structattn.studies.tasks.text.details import attention_by_distance, by_octave, octaves, positions_in_documents
+
+_NONE = -100  # a target that is not scored
+_MOST_COUNTED = 2**25  # tokens of the training text that the baselines count
+_LARGEST_PAIR_TABLE = 1024  # tokens whose pairs are counted
+_LOOKED_AT = 4  # pieces of text whose attention is looked at
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """The text and the model.
+
+    Args:
+        data: the folder of a corpus from ``structattn data prepare text``; or a text file or a file of JSON lines (see ``Source``) of
+            newlines and printable ASCII, whose first 90 % of characters train, the next 5 % validate, the last 5 % test; empty: the packaged
+            excerpt. Made absolute.
+        context_length: T, tokens of a window that predict the one after each.
+        embed_dim, num_layers, num_heads: of the model.
+        rotary: text form of rotary positions (see ``layers.rotary``); empty: learned positions.
+        eval_windows: most windows of each evaluation; fixed, spread evenly over the split, and not overlapping.
+
+    Raises:
+        ConfigError: a number below 1, heads that do not divide the width, or an unknown form of rotary positions.
+    """
+
+    data: str = ""
+    context_length: int = 256
+    embed_dim: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    rotary: str = ""
+    eval_windows: int = 128
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", absolute(self.data))
+        for name in ("context_length", "embed_dim", "num_layers", "num_heads", "eval_windows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"task.{name} must be at least 1, got {getattr(self, name)}")
+        if self.embed_dim % self.num_heads:
+            raise ConfigError(f"task.num_heads must divide embed_dim: got {self.num_heads} and {self.embed_dim}")
+        self.rotary_value()
+
+    def rotary_value(self) -> Rotary | None:
+        """The rotary positions, ``None`` for learned ones."""
+        return Rotary.parse(self.rotary) if self.rotary else None
+
+    def build_model(self, spec: str, tokenizer: Tokenizer) -> LanguageModel:
+        """The model; needs no data, so that it can generate where the text is not."""
+        return LanguageModel(
+            tokenizer.vocab_size,
+            spec,
+            num_layers=self.num_layers,
+            embed_dim=self.embed_dim,
+            num_heads=self.num_heads,
+            context_length=self.context_length,
+            rotary=self.rotary_value(),
+            text_units=text_units(tokenizer),
+        )
+
+
+class TextTask(Task):
+    """Mean cross entropy of the next token over fixed windows, in nats per character (or byte, which counts alike for any tokens).
+
+    Where a window of a corpus holds several documents they are packed: no token attends to another document, positions begin anew in
+    each, and the first token of a document is not predicted from the one before.
+    """
+
+    name = "text"
+    data_field = ("data",)
+    reads_text = True
+    question = "Does a language model get better when near characters are compared in more dimensions than far ones?"
+
+    def __init__(self, config: TextConfig) -> None:
+        self.config = config
+        self.tokenizer, self.splits, self.data_sha256, source = _opened(config.data)
+        unit = "char" if self.tokenizer.unit == "char" else "byte"
+        self.metric = f"nats_per_{unit}"
+        self.metric_label = (
+            "cross entropy of the next character, nats" if unit == "char" else "cross entropy, nats per byte"
+        )
+        self._unit_sizes = torch.from_numpy(self.tokenizer.token_sizes())
+        for name, part in self.splits.items():
+            if part.num_documents == len(part) > 1:
+                raise DataError(
+                    f"{source}: expected documents of more than one token, got {len(part)} of one token for {name}: there is nothing to predict"
+                )
+            if len(part) <= config.context_length:
+                units = {"char": "characters", "byte": "bytes", "token": "tokens"}[self.tokenizer.unit]
+                raise DataError(
+                    f"{source}: expected more than {config.context_length} {units} in each split (task.context_length), got "
+                    f"{len(part)} of {sum(map(len, self.splits.values()))} for {name}. Give a text of at least "
+                    f"{20 * (config.context_length + 1)} {units}, or a shorter context"
+                )
+
+    def data_summary(self) -> dict[str, str]:
+        """The text, its tokens by split, and the context."""
+        return {
+            "data": self.config.data or "a public-domain excerpt, in the package",
+            "tokens": ", ".join(f"{len(tokens):,} {split}" for split, tokens in self.splits.items()),
+            "window": f"{self.config.context_length} tokens of context",
+        }
+
+    def build_model(self, spec: str) -> LanguageModel:
+        """A causal language model over the tokens."""
+        return self.config.build_model(spec, self.tokenizer)
+
+    def record(self) -> dict[str, Any]:
+        """The tokenizer, so that the model can be given text where the corpus is not."""
+        return {"tokenizer": self.tokenizer.description()}
+
+    def batch(self, seed: int, step: int, batch_size: int) -> Batch:
+        """Windows of T + 1 tokens at random places of the training text, a function of (seed, step); where one of them holds several
+        documents, also their numbers."""
+        text, length = self.splits["train"], self.config.context_length + 1
+        starts = torch.randint(
+            len(text) - length + 1, (batch_size,), generator=generator(self.name, "train", seed, step)
+        )
+        return _as_batch(text.windows(starts, length))
+
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
+        """Mean cross entropy of tokens 2 ... T + 1 of each window. Those that begin a document count as 0: the mean over parts of a
+        batch is that of the whole, however documents are spread."""
+        logits, targets = _predictions(model, batch)
+        return F.cross_entropy(logits, targets, ignore_index=_NONE, reduction="sum") / targets.numel()
+
+    def tokens(self, model: nn.Module, step: int | None = None) -> int:
+        """T, the tokens that predict the one after each."""
+        return self.config.context_length
+
+    def eval_windows(self, split: Split) -> Windows:
+        """The windows of a split, of T + 1 tokens, the same for every model."""
+        text, length = self.splits[split], self.config.context_length + 1
+        count = min(self.config.eval_windows, len(text) // length)
+        return text.windows(torch.linspace(0, len(text) - length, count, dtype=torch.float64).long(), length)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
+        """The metric over all predicted tokens of all windows."""
+        device = next(model.parameters()).device
+        scored = ((*_predictions(model, _on(batch, device)),) for batch in self._eval_batches(split))
+        return {self.metric: self._mean(scored)}
+
+    @torch.no_grad()
+    def evaluate_cached(self, model: LanguageModel, split: Split, chunk: int = 64) -> dict[str, float]:
+        """As ``evaluate``, with each document of each window read through the key/value cache: the same number, up to rounding.
+
+        Args:
+            model: in eval mode.
+            split: which text.
+            chunk: tokens per step.
+        """
+        device = next(model.parameters()).device
+        scored = (self._read_cached(model, _pieces(batch), chunk, device) for batch in self._eval_batches(split))
+        return {self.metric: self._mean(scored)}
+
+    def _read_cached(
+        self, model: LanguageModel, pieces: list[Tensor], chunk: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and targets of pieces of text, one a row behind padding."""
+        length = max(map(len, pieces))
+        padding = [length - len(piece) for piece in pieces]
+        tokens = torch.stack([F.pad(piece, (pad, 0)) for piece, pad in zip(pieces, padding, strict=True)]).to(device)
+        caches = model.new_cache(max_length=length, left_padding=padding if any(padding) else None)
+        logits = torch.cat([model(part, caches=caches) for part in tokens[:, :-1].split(chunk, dim=1)], dim=1)
+        is_padding = torch.arange(length - 1, device=device) < torch.tensor(padding, device=device)[:, None]
+        return logits.flatten(0, 1), tokens[:, 1:].masked_fill(is_padding, _NONE).flatten()
+
+    def _eval_batches(self, split: Split) -> Iterator[Batch]:
+        windows = self.eval_windows(split)
+        for tokens, documents in zip(windows.tokens.split(16), windows.documents.split(16), strict=True):
+            yield _as_batch(Windows(tokens, documents))
+
+    def _mean(self, scored: Iterator[tuple[Tensor, Tensor]]) -> float:
+        """Nats per unit over logits and targets."""
+        nats, units = 0.0, 0
+        for logits, targets in scored:
+            nats += float(F.cross_entropy(logits, targets, ignore_index=_NONE, reduction="sum"))
+            units += int(self._unit_sizes[targets[targets != _NONE].cpu()].sum())
+        if not units:
+            raise DataError(
+                "expected text to score, got windows in which every token begins a document: give documents of more than one token, or "
+                "more task.eval_windows"
+            )
+        return nats / units
+
+    @torch.no_grad()
+    def details(self, model: nn.Module) -> dict[str, Any]:
+        """What the model does with its context, on the test windows, by ``octaves`` of 1 ... T.
+
+        Returns:
+            ``loss_by_position``: the metric by the place in the document; ``attention_by_distance``: for each layer the shares of the token
+            itself and of tokens so far back, on four of the longest pieces.
+        """
+        device, length = next(model.parameters()).device, self.config.context_length
+        losses, sizes, places, pieces = [], [], [], []
+        for batch in self._eval_batches("test"):
+            logits, targets = _predictions(model, _on(batch, device))
+            targets = targets.cpu()
+            scored = targets != _NONE
+            losses.append(F.cross_entropy(logits.cpu()[scored], targets[scored], reduction="none"))
+            sizes.append(self._unit_sizes[targets[scored]])
+            documents = batch.get("documents", torch.zeros_like(batch["tokens"]))
+            places.append(positions_in_documents(documents[:, :-1]).flatten()[scored])
+            pieces += [piece[:length] for piece in _pieces(batch)]
+        longest = sorted(pieces, key=len, reverse=True)[:_LOOKED_AT]
+        loss = by_octave(torch.cat(losses), torch.cat(places), length, torch.cat(sizes))
+        return {
+            "octaves": octaves(length),
+            "loss_by_position": loss,
+            "attention_by_distance": attention_by_distance(cast(LanguageModel, model), longest),
+        }
+
+    def baselines(self) -> list[Baseline]:
+        """Frequencies of tokens, and where there are few different ones of pairs, in the training text (its first 2^25 tokens), each
+        count raised by one, on the test windows."""
+        size = self.tokenizer.vocab_size
+        counts_pairs = size <= _LARGEST_PAIR_TABLE
+        single = np.ones(size, dtype=np.int64)
+        pairs = np.ones(size * size if counts_pairs else 0, dtype=np.int64)
+        train = self.splits["train"]
+        end = min(len(train), _MOST_COUNTED)
+        for start in range(0, end, 2**20):
+            part = train.read(start, min(end, start + 2**20 + 1))  # one more, for the pair across the border
+            single += np.bincount(part[: 2**20], minlength=size)
+            if counts_pairs:
+                pairs += np.bincount(part[:-1] * size + part[1:], minlength=size * size)
+        windows = self.eval_windows("test")
+        context, target = windows.tokens[:, :-1], windows.tokens[:, 1:]
+        scored = windows.documents[:, 1:] == windows.documents[:, :-1]
+        units = int(self._unit_sizes[target[scored]].sum())
+
+        def score(logs: Tensor) -> float:
+            return -float(logs[scored].sum()) / units
+
+        frequency = torch.from_numpy(single).double()
+        found = [
+            Baseline(
+                name="unigram",
+                metrics={self.metric: score((frequency / frequency.sum()).log()[target])},
+                note=f"how often each {self.tokenizer.unit} comes",
+            )
+        ]
+        if counts_pairs:
+            table = torch.from_numpy(pairs).double().view(size, size)
+            logs = (table / table.sum(dim=1, keepdim=True)).log()[context, target]
+            note = "how often it comes after the one before"
+            found.append(Baseline(name="bigram", metrics={self.metric: score(logs)}, note=note))
+        return found
+
+
+def _opened(data: str) -> tuple[Tokenizer, dict[str, Tokens], str, str]:
+    """The tokenizer, the splits, their hash, and where they are from, for messages."""
+    if is_corpus(data):
+        corpus = Corpus(Path(data))
+        corpus.verify()
+        return corpus.tokenizer, corpus.splits, corpus.sha256, data
+    documents, source = _read(data)
+    tokenizer = Characters()
+    encoded = [tokenizer.encode(document.text, document.name) for document in documents]
+    tokens, ends = np.concatenate(encoded), np.cumsum([len(part) for part in encoded])
+    sha256 = hashlib.sha256("\0".join(document.text for document in documents).encode()).hexdigest()
+    splits = {}
+    for name, (a, b) in zip(("train", "validation", "test"), pairwise(_edges(len(tokens))), strict=True):
+        borders = [a, *ends[(ends > a) & (ends < b)], b]  # a document at an edge of the splits becomes two
+        splits[name] = Tokens([tokens[a:b]], np.diff(borders))
+    return tokenizer, splits, sha256, source
+
+
+def _edges(length: int) -> tuple[int, int, int, int]:
+    return 0, 9 * length // 10, 19 * length // 20, length
+
+
+def _read(path: str) -> tuple[list[Document], str]:
+    """The documents and where they are from, for messages."""
+    if not path:
+        text = files("structattn.studies.data").joinpath("files", "peps.txt").read_text(encoding="ascii")
+        return [Document(text, "the packaged text")], "the packaged text"
+    if not is_there(path):
+        raise DataError(f"expected a text file or a corpus at {path}, got no such file. Check the path")
+    documents = list(Source(path=path).documents())
+    if not documents:
+        raise DataError(f"{path}: expected text, got an empty file or nothing but spaces. Check how it was written")
+    return documents, path
+
+
+def _as_batch(windows: Windows) -> Batch:
+    """Tokens, and the numbers of the documents where that of a window's end is not that of its beginning."""
+    batch = {"tokens": windows.tokens}
+    if bool((windows.documents[:, 0] != windows.documents[:, -1]).any()):
+        batch["documents"] = windows.documents
+    return batch
+
+
+def _on(batch: Batch, device: torch.device) -> Batch:
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def _predictions(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) and targets (N,) of all tokens of all windows but the first of each; targets that begin a document are ``_NONE``."""
+    tokens, documents = batch["tokens"], batch.get("documents")
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if documents is None:
+        return model(inputs).flatten(0, 1), targets.flatten()
+    changes = documents[:, 1:] != documents[:, :-1]
+    begins = F.pad(changes[:, :-1], (1, 0), value=True).flatten()
+    borders = F.pad(begins.nonzero().flatten(), (0, 1), value=inputs.numel())
+    logits = model(inputs.reshape(1, -1), cu_seqlens=borders)
+    return logits.flatten(0, 1), targets.masked_fill(changes, _NONE).flatten()
+
+
+def _pieces(batch: Batch) -> list[Tensor]:
+    """The documents of the windows, each alone; those of one token have nothing to predict."""
+    tokens, documents = batch["tokens"], batch.get("documents")
+    if documents is None:
+        return list(tokens)
+    found = []
+    for row, numbers in zip(tokens, documents, strict=True):
+        sizes: list[int] = numbers.unique_consecutive(return_counts=True)[1].tolist()
+        found += [piece for piece in row.split(sizes) if len(piece) > 1]
+    return found

@@ -1,0 +1,273 @@
+"""The one training loop: accelerate underneath, exact resume, early stopping, TensorBoard."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+from structattn.checks import MAX_SEED, check_int
+from structattn.errors import ConfigError
+from structattn.progress import progress_bar
+from structattn.studies import interrupt
+from structattn.studies.tasks.base import Task
+from structattn.studies.training.checkpoint import has_checkpoints, load_latest
+from structattn.studies.training.config import TrainingConfig
+from structattn.studies.training.finished import is_finished
+from structattn.studies.training.memory import PeakMemory
+from structattn.studies.training.processes import named_loss
+from structattn.studies.training.run import Run
+from structattn.studies.training.speed import SpeedMeter, matmul_rate, wait_for_device
+from structattn.studies.training.step import train_step
+
+_STEPS_BETWEEN_WAITS = 10  # for the device; where processes wait for each other at every step anyway, it is every step
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """A trained model and how it got there.
+
+    Attributes:
+        model: with the final weights, or with early stopping the best ones. Under FSDP it is sharded: all processes must call it together.
+        history: one entry per validation: step, compute (forward FLOPs of all training examples so far), train_loss (mean since
+            the last one), validation_<metric>.
+        steps: steps that were run.
+        best_step: step of the best validation score.
+        seconds: training and validation, over all sessions of a resumed run.
+        peak_memory_bytes: see ``PeakMemory``; of the last session.
+        speeds: one entry per validation, of the training since the last one without validations and checkpoints: step, seconds,
+            tokens_per_second, mfu and hfu (see ``SpeedMeter``), peak_memory_bytes so far. They differ from one run to the next, unlike
+            ``history``.
+    """
+
+    model: Any
+    history: list[dict[str, float]]
+    steps: int
+    best_step: int
+    seconds: float
+    peak_memory_bytes: int
+    speeds: list[dict[str, float]]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that all processes trained on, per second of training."""
+        return self._mean_speed("tokens_per_second")
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: those of the training steps over what the machine's matrix products could do meanwhile."""
+        return self._mean_speed("mfu")
+
+    def _mean_speed(self, name: str) -> float:
+        seconds = sum(entry["seconds"] for entry in self.speeds)
+        return sum(entry[name] * entry["seconds"] for entry in self.speeds) / seconds if seconds else 0.0
+
+
+def _collect(run: Run, losses: list[Tensor]) -> tuple[float, int]:
+    """Adds the losses of the last steps to the record; the one place that waits for the device, and for the other processes.
+
+    Returns:
+        The newest loss, and the signal that asked a process to stop, 0 if none did: the same in all processes.
+
+    Raises:
+        TrainingDivergedError: a loss is not finite. Nothing was saved since.
+    """
+    progress = run.progress
+    values = run.accelerator.reduce(torch.stack(losses), reduction="mean").tolist()
+    first = progress.step - len(values)
+    losses.clear()
+    for step, value in enumerate(values, start=first):
+        if not math.isfinite(value):
+            raise run.diverged(f"the training loss is {value}", step)
+        progress.loss_sum += value
+        progress.loss_count += 1
+    asked = torch.tensor(float(interrupt.asked() > 0), device=run.accelerator.device)
+    stops = float(run.accelerator.reduce(asked, reduction="sum")) > 0
+    return float(values[-1]), (interrupt.asked() or signal.SIGTERM) if stops else 0
+
+
+def _validate(run: Run, writer: SummaryWriter | None) -> bool:
+    """Scores the model, keeps the best weights; returns whether to stop early."""
+    progress = run.progress
+    run.model.eval()
+    metrics = run.task.evaluate(run.model, "validation")
+    run.model.train()
+    train_loss = progress.loss_sum / max(1, progress.loss_count)
+    entry = {"step": progress.step, "compute": progress.compute, "train_loss": train_loss}
+    progress.loss_sum, progress.loss_count = 0.0, 0
+    progress.history.append(entry | {f"validation_{name}": value for name, value in metrics.items()})
+    if writer is not None:
+        for name, value in metrics.items():
+            writer.add_scalar(f"validation/{name}", value, progress.step)
+    score = metrics[run.task.metric]
+    if score < progress.best_score:
+        progress.best_score, progress.best_step, progress.bad_validations = score, progress.step, 0
+        if run.config.patience is not None:
+            run.keep_best()
+    else:
+        progress.bad_validations += 1
+    return run.config.patience is not None and progress.bad_validations >= run.config.patience
+
+
+def _speed_meter(run: Run) -> SpeedMeter:
+    accelerator = run.accelerator
+    dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
+    # All processes measure at once, so that those that share a machine also share it in the measurement.
+    accelerator.wait_for_everyone()
+    peak = matmul_rate(accelerator.device, dtype) * accelerator.num_processes
+    return SpeedMeter(peak=peak, passes=4 if run.config.activation_checkpointing else 3)
+
+
+def _record_speed(run: Run, meter: SpeedMeter, memory: PeakMemory, writer: SummaryWriter | None) -> None:
+    """One more entry of ``speeds``, of the main process's view, and the same for TensorBoard."""
+    step = run.progress.step
+    speed, peak = meter.read(), memory.peak_bytes()
+    run.progress.speeds.append({"step": step} | speed | {"peak_memory_bytes": peak})
+    if writer is not None:
+        for name in ("tokens_per_second", "mfu", "hfu"):
+            writer.add_scalar(f"speed/{name}", speed[name], step)
+        writer.add_scalar("memory/peak_bytes", peak, step)
+
+
+def _loop(
+    run: Run,
+    show_progress: bool,
+    on_steps: Callable[[int], None],
+    on_evaluation: Callable[[dict[str, float]], None],
+) -> None:
+    progress, config, task = run.progress, run.config, run.task
+    main = run.accelerator.is_main_process
+    writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=progress.step) if main else None
+    meter = _speed_meter(run)
+    memory = PeakMemory()
+    memory.start()
+    before, started = progress.seconds, time.perf_counter()
+    bar = progress_bar(
+        total=config.steps, initial=progress.step, desc=run.spec, unit="step", show=show_progress and main
+    )
+    alone = run.accelerator.num_processes == 1
+    between = 1 if not alone and run.accelerator.device.type == "cpu" else _STEPS_BETWEEN_WAITS
+    run.model.train()
+    on_steps(progress.step)
+    try:
+        stop = False
+        losses: list[Tensor] = []
+        meter.start()
+        while progress.step < config.steps and not stop:
+            flops = config.batch_size * task.flops(run.model, progress.step)
+            progress.compute += flops
+            meter.count(config.batch_size * task.tokens(run.model, progress.step), flops)
+            loss, rate = train_step(run)
+            losses.append(loss)
+            progress.step += 1
+            bar.update()
+            on_steps(1)
+            validates = progress.step % config.eval_every == 0 or progress.step == config.steps
+            saves = progress.step % config.checkpoint_every == 0 and progress.step < config.steps
+            asked = 0
+            if validates or saves or len(losses) >= between or (alone and interrupt.asked()):
+                newest, asked = _collect(run, losses)
+                if writer is not None:
+                    writer.add_scalar("train/loss", newest, progress.step)
+                    writer.add_scalar("train/learning_rate", rate, progress.step)
+                bar.set_postfix(loss=f"{newest:.4f}", refresh=False)
+            saves = saves or (asked > 0 and progress.step < config.steps)
+            if validates or saves:
+                wait_for_device(run.accelerator.device)
+                meter.stop()
+            if validates:
+                _record_speed(run, meter, memory, writer)
+                stop = _validate(run, writer)
+                on_evaluation(progress.history[-1])
+            progress.seconds = before + time.perf_counter() - started
+            if saves and not stop:
+                run.save()
+                if asked:
+                    raise interrupt.Stopped(asked)
+            if validates or saves:
+                meter.start()
+        progress.peak_memory_bytes = memory.peak_bytes()
+        run.finish()
+    finally:
+        bar.close()
+        if writer is not None:
+            writer.close()
+
+
+def train(
+    task: Task,
+    spec: str,
+    config: TrainingConfig,
+    *,
+    seed: int,
+    run_dir: Path,
+    resume: bool = False,
+    show_progress: bool = True,
+    on_steps: Callable[[int], None] | None = None,
+    on_evaluation: Callable[[dict[str, float]], None] | None = None,
+) -> TrainingResult:
+    """Trains the task's model with one attention variant.
+
+    Weights, batches and dropout are functions of (seed, step) alone: a run that is killed at any moment and resumed ends with
+    the same weights, bit for bit on one CPU. Under a launcher (``torchrun``, ``accelerate launch``) all processes train one model.
+
+    Args:
+        task: data, loss and evaluation.
+        spec: attention variant.
+        config: settings.
+        seed: of weights, data order and dropout.
+        run_dir: folder of checkpoints, TensorBoard files, and at the end ``model.safetensors`` and ``run.json``.
+        resume: continue from the last checkpoint there, if there is one; a finished run returns its result at once, and none of its files
+            changes.
+        show_progress: a progress bar on stderr.
+        on_steps: called with the number of steps that are newly done, or need not be done: all calls sum to ``config.steps``.
+        on_evaluation: called with every entry of ``history``, first with those from before an interruption, then with each as it is made.
+
+    Returns:
+        ``TrainingResult``.
+
+    Raises:
+        ConfigError: the seed is not in [0, 2**63), ``run_dir`` holds a run and ``resume`` is off, or the batch does not divide over the processes.
+        CheckpointError: what is there is of other settings, every checkpoint is damaged (of some, a warning names them), or one cannot be written.
+        TrainingDivergedError: the loss or a weight is not finite; the last checkpoint is from before that.
+        Stopped: a process was asked to stop, where ``interrupt`` listens; there is a checkpoint of the last step.
+    """
+    check_int("seed", seed, minimum=0, maximum=MAX_SEED)
+    if not resume and (is_finished(run_dir) or has_checkpoints(run_dir / "checkpoints")):
+        raise ConfigError(f"{run_dir} already holds a run: resume it, or use another folder")
+    run = Run(task, spec, config, seed, run_dir)
+    with named_loss(run.accelerator.process_index, run.accelerator.num_processes):
+        if not run.read_result():
+            run.prepare_training()
+            checkpoint = load_latest(run.checkpoints)
+            if checkpoint is not None:
+                run.restore(checkpoint)
+                if run.progress.finished:
+                    run.write_result()  # it was killed between its last checkpoint and its model files, or they are damaged
+        tell = on_steps or (lambda _: None)
+        tell_evaluation = on_evaluation or (lambda _: None)
+        for entry in run.progress.history:
+            tell_evaluation(entry)
+        if run.progress.finished:
+            tell(run.progress.step)
+        else:
+            with interrupt.at_steps():
+                _loop(run, show_progress, tell, tell_evaluation)
+        tell(config.steps - run.progress.step)
+    return TrainingResult(
+        model=run.model.eval(),
+        history=run.progress.history,
+        steps=run.progress.step,
+        best_step=run.progress.best_step,
+        seconds=run.progress.seconds,
+        peak_memory_bytes=run.progress.peak_memory_bytes,
+        speeds=run.progress.speeds,
+    )

@@ -1,0 +1,294 @@
+"""One run: its model, its optimiser, and what is saved of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, patch_environment
+from torch import Tensor, nn
+
+from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
+from structattn.files import remove_temporary
+from structattn.studies.tasks.base import Task
+from structattn.studies.training import processes, sharding
+from structattn.studies.training.build import build_model, build_optimizer, checkpoint_activations, compiled
+from structattn.studies.training.checkpoint import (
+    Checkpoint,
+    has_checkpoints,
+    latest_checkpoint,
+    load_latest,
+    save_checkpoint,
+)
+from structattn.studies.training.config import WITHOUT_EFFECT, TrainingConfig
+from structattn.studies.training.finished import is_finished, read_finished, write_finished
+
+logger = logging.getLogger(__name__)
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclass
+class Progress:
+    """What changes during a run besides weights and moments; plain data in the checkpoint."""
+
+    step: int = 0
+    history: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    speeds: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    best_score: float = math.inf
+    best_step: int = 0
+    bad_validations: int = 0
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    compute: int = 0
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    finished: bool = False
+
+
+class Run:
+    """The model and the optimiser of a run, over all processes, and their checkpoints.
+
+    The model is whole in every process, with gradients averaged (DDP), or sharded where the launcher asks for FSDP. Checkpoints
+    hold whole tensors either way.
+    """
+
+    def __init__(self, task: Task, spec: str, config: TrainingConfig, seed: int, run_dir: Path) -> None:
+        self.task, self.spec, self.config, self.seed, self.run_dir = task, spec, config, seed, run_dir
+        self.shards = sharding.is_requested()
+        processes.follow_launcher()
+        timeout = InitProcessGroupKwargs(timeout=processes.group_timeout(config.process_timeout))
+        # accelerate would shard on GPUs only, and by the launcher's version of FSDP: it is not told, and ``sharding`` does it.
+        # Without a GPU it joins the processes of a launcher only if it is told to stay on the CPU.
+        with patch_environment(accelerate_use_fsdp="false"):
+            self.accelerator = Accelerator(
+                mixed_precision=config.precision,
+                cpu=not torch.accelerator.is_available(),
+                kwargs_handlers=[timeout],
+            )
+        processes.watch(self.accelerator.process_index, self.accelerator.num_processes, config.process_timeout)
+        if config.batch_size % self.accelerator.num_processes:
+            raise ConfigError(
+                f"training.batch_size must divide by the number of processes: got {config.batch_size} and "
+                f"{self.accelerator.num_processes}"
+            )
+        torch.manual_seed(seed)
+        self.model: nn.Module = build_model(task, spec, config.parametrization)
+        if config.activation_checkpointing:
+            checkpoint_activations(self.model)
+        self.best: dict[str, Tensor] = {}
+        self.progress = Progress()
+        self.settings = json.loads(
+            json.dumps(
+                {
+                    "task": task.name,
+                    "data": task.data_sha256,
+                    "spec": spec,
+                    "seed": seed,
+                    "config": _lasting(dataclasses.asdict(config)),
+                    "task_config": dataclasses.asdict(task.config),  # type: ignore[attr-defined]
+                }
+            )
+        )
+
+    def prepare_evaluation(self) -> None:
+        """Puts the model on the device; sharded, it is shared among the processes."""
+        if self._is_sharded:
+            sharding.shard(self.model, self.accelerator.device)
+        else:
+            self.model = self.accelerator.unwrap_model(self.accelerator.prepare_model(self.model, evaluation_mode=True))
+
+    def prepare_training(self) -> None:
+        """Puts the model on the device, shares it among the processes, and builds its optimiser."""
+        if self._is_sharded:
+            # The parameters are new ones afterwards: the optimiser comes last.
+            self.wrapped: nn.Module = sharding.shard(self.model, self.accelerator.device)
+            self.optimizer = self.accelerator.prepare_optimizer(build_optimizer(self.model, self.config))
+        else:
+            self.wrapped, self.optimizer = self.accelerator.prepare(
+                self.model, build_optimizer(self.model, self.config)
+            )
+            self.model = self.accelerator.unwrap_model(self.wrapped)
+        self.trained = compiled(self.wrapped) if self.config.compile else self.wrapped
+        self.names = {p: name for name, p in self.model.named_parameters()}
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.shards and self.accelerator.num_processes > 1
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    def save(self) -> None:
+        """Writes a checkpoint of the present moment; all processes call it together, the main one writes.
+
+        Raises:
+            TrainingDivergedError: a weight is not finite; nothing is written.
+            CheckpointError: it cannot be written.
+        """
+        self._check_weights()
+        main = self.accelerator.is_main_process
+        moments = {
+            f"{name}/{key}": self.optimizer.optimizer.state[p][key]
+            for p, name in self.names.items()
+            for key in self.optimizer.optimizer.state.get(p, {})
+        }
+        groups = {"model": dict(self.model.state_dict()), "optimizer": moments, "best": self.best}
+        tensors = {name: sharding.whole(group, keep=main) for name, group in groups.items()}
+        if main:
+            state = {"settings": self.settings, "progress": dataclasses.asdict(self.progress)}
+            save_checkpoint(self.checkpoints, self.progress.step, tensors=tensors, state=state)
+        self.accelerator.wait_for_everyone()
+
+    def _check_weights(self) -> None:
+        """A loss may be finite and its gradient not: the weights show it one step before the next loss does."""
+        with torch.no_grad():
+            finite = torch.stack([sharding.own_part(p).isfinite().all() for p in self.model.parameters()]).all()
+        if float(self.accelerator.reduce((~finite).float(), reduction="sum")) > 0:
+            raise self.diverged("a weight is not finite", self.progress.step - 1)
+
+    def diverged(self, what: str, step: int) -> TrainingDivergedError:
+        """The error of a run that went wrong at a step, which names the checkpoint from before it."""
+        last = latest_checkpoint(self.checkpoints)
+        where = "There is no checkpoint from before it" if last is None else f"The checkpoint {last} is from before it"
+        # The loss of the first step is one of weights that no rate has changed.
+        advice = f"try a learning rate below {self.config.learning_rate:g}"
+        if what.startswith("the training loss") and step == 0:
+            advice = "no weight had changed yet: look at the data and at the settings of the task"
+        return TrainingDivergedError(f"{self.spec}: {what} at step {step}; {advice}. {where}")
+
+    def _check_belongs(self, saved: dict[str, Any]) -> None:
+        """Raises ``CheckpointError`` unless the saved settings are those of this run."""
+        # A setting that is newer than the checkpoint had its default value then.
+        config = _default_settings() | _lasting(saved.get("config", {}))
+        data = saved.get("data", self.settings["data"])  # not known to earlier checkpoints
+        if data != self.settings["data"]:
+            raise CheckpointError(
+                f"the data have changed since the run in {self.run_dir} was started: put back what they were, or use another folder"
+            )
+        found = {name: saved.get(name) for name in self.settings} | {"config": config, "data": data}
+        place = self.task.data_path(self.settings["task_config"])
+        if saved.get("data") and place is not None:  # the same data may have been moved
+            found["task_config"] = self.task.with_data_path(found["task_config"], place)
+        _check_settings(found, self.settings, str(self.run_dir))
+
+    def read_result(self) -> bool:
+        """Takes over what a finished run of the same settings left, and changes no file. ``False`` if there is nothing, or only a
+        checkpoint to make it from.
+
+        Raises:
+            CheckpointError: the run is of other settings, or is damaged and has no checkpoint.
+        """
+        if not is_finished(self.run_dir):
+            return False
+        try:
+            found = read_finished(self.run_dir)
+        except CheckpointError as error:
+            if not has_checkpoints(self.checkpoints):
+                raise
+            logger.warning("%s. The run is finished again from its last checkpoint", error)
+            return False
+        progress = found.record.get("progress")
+        if progress is None:  # version 0.1.0 has it in the last checkpoint only
+            checkpoint = load_latest(self.checkpoints)
+            progress = checkpoint and checkpoint.state.get("progress")
+            if not progress or not progress.get("finished"):
+                return False
+        self._check_belongs(found.record)
+        self.prepare_evaluation()
+        self.load(found.weights)
+        self.progress = Progress(**progress)
+        return True
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Puts a checkpoint back; raises ``CheckpointError`` if it belongs to other settings."""
+        self._check_belongs(checkpoint.state.get("settings", {}))
+        self.load(checkpoint.tensors["model"])
+        own = self.model.state_dict()
+        self.best = {
+            name: sharding.kept(sharding.divided_like(value, own[name]))
+            for name, value in checkpoint.tensors["best"].items()
+        }
+        saved = checkpoint.tensors["optimizer"]
+        for p, name in self.names.items():
+            entry = {key: saved[f"{name}/{key}"] for key in _MOMENTS if f"{name}/{key}" in saved}
+            if entry:
+                self.optimizer.optimizer.state[p] = {
+                    key: value if key == "step" else sharding.divided_like(value, p) for key, value in entry.items()
+                }
+        self.progress = Progress(**checkpoint.state["progress"])
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Puts whole weights into the model, sharded or not."""
+        own = self.model.state_dict()
+        divided = {
+            name: sharding.divided_like(value, own[name]) if name in own else value for name, value in weights.items()
+        }
+        try:
+            self.model.load_state_dict(divided, strict=True)
+        except RuntimeError as error:
+            raise CheckpointError(f"the weights in {self.run_dir} are not those of this model: {error}") from error
+
+    def keep_best(self) -> None:
+        """Remembers the present weights as the best."""
+        self.best = {name: sharding.kept(value) for name, value in self.model.state_dict().items()}
+
+    def finish(self) -> None:
+        """Marks the run as finished, loads the best weights, and writes the model and its record."""
+        self.progress.finished = True
+        self.save()
+        self.write_result()
+
+    def write_result(self) -> None:
+        """Loads the best weights and writes the model and its record: after this the run is read and never written."""
+        self.load_best()
+        main = self.accelerator.is_main_process
+        tensors = sharding.whole(dict(self.model.state_dict()), keep=main)
+        if main:
+            record = {
+                **self.settings,
+                "record": self.task.record(),
+                "progress": dataclasses.asdict(self.progress),
+            }
+            for folder in (self.checkpoints, self.run_dir):
+                remove_temporary(folder)  # of saves that were killed: from here on nothing else would
+            write_finished(self.run_dir, record, tensors)
+        self.accelerator.wait_for_everyone()
+
+    def load_best(self) -> None:
+        """Puts the best weights into the model, where early stopping kept them."""
+        if self.best:
+            self.load(self.best)
+
+
+def _default_settings() -> dict[str, Any]:
+    found = {
+        field.name: field.default
+        for field in dataclasses.fields(TrainingConfig)
+        if field.default is not dataclasses.MISSING
+    }
+    return _lasting(json.loads(json.dumps(found)))
+
+
+def _lasting(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a result depends on, which must be the same when a run is resumed."""
+    return {name: value for name, value in config.items() if name not in WITHOUT_EFFECT}
+
+
+def _check_settings(saved: dict[str, Any], current: dict[str, Any], where: str, path: str = "") -> None:
+    for key in sorted(set(saved) | set(current)):
+        old, new = saved.get(key), current.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            _check_settings(old, new, where, f"{path}{key}.")
+        elif old != new:
+            raise CheckpointError(
+                f"the run in {where} was started with {path}{key} = {old!r}, now {new!r}: resume with the same settings, or "
+                "use another folder"
+            )

@@ -1,0 +1,93 @@
+"""One optimiser step: the learning rate, this process's share of the batch, gradients in as many passes as fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from structattn.seeds import derive_seed
+from structattn.studies.tasks.base import Batch
+from structattn.studies.training import sharding
+from structattn.studies.training.config import TrainingConfig
+from structattn.studies.training.run import Run
+
+
+def learning_rate_at(step: int, config: TrainingConfig) -> float:
+    """The learning rate of a step (0-based), a pure function, so that resuming needs no scheduler state."""
+    peak = config.learning_rate
+    if config.schedule == "one-cycle":
+        rise = max(1, round(0.3 * config.steps))
+        if step < rise:
+            return peak * (0.04 + 0.96 * 0.5 * (1 - math.cos(math.pi * step / rise)))
+        done = (step - rise) / max(1, config.steps - rise)
+        return peak * (1e-4 + (1 - 1e-4) * 0.5 * (1 + math.cos(math.pi * done)))
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return peak
+    if config.schedule == "wsd":
+        return peak * min(1.0, (config.steps - step) / max(1, config.steps - round(0.75 * config.steps)))
+    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    return peak * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def train_step(run: Run) -> tuple[Tensor, float]:
+    """One optimiser step; returns the loss, still on its device, and the learning rate."""
+    step, config, accelerator = run.progress.step, run.config, run.accelerator
+    # Dropout is a function of (seed, step) too: no random state has to be stored to resume bit for bit.
+    torch.manual_seed(derive_seed("dropout", run.seed, step, accelerator.process_index))
+    rate = learning_rate_at(step, config)
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate * group["lr_scale"]
+    batch = _own_share(run.task.batch(run.seed, step, config.batch_size), accelerator)
+    run.optimizer.zero_grad(set_to_none=True)
+    loss = _backward(run, batch)
+    if config.gradient_clip is not None:
+        accelerator.clip_grad_norm_(run.wrapped.parameters(), config.gradient_clip)
+    run.optimizer.step()
+    return loss, rate
+
+
+def _own_share(batch: Batch, accelerator: Accelerator) -> Batch:
+    """This process's contiguous share of a batch, on its device."""
+    index, count = accelerator.process_index, accelerator.num_processes
+    share = {key: value.chunk(count)[index] if count > 1 else value for key, value in batch.items()}
+    return {key: value.to(accelerator.device, non_blocking=True) for key, value in share.items()}
+
+
+def _backward(run: Run, batch: Batch) -> Tensor:
+    """Gradients of the mean loss over this process's share of a batch, in as many passes as fit; returns that loss."""
+    count = len(next(iter(batch.values())))
+    size = run.config.micro_batch_size or count
+    parts = [{name: value[i : i + size] for name, value in batch.items()} for i in range(0, count, size)]
+    total = None
+    for part in parts:
+        # Processes exchange gradients once, after the last pass.
+        waits = nullcontext() if part is parts[-1] else _without_exchange(run)
+        with waits:
+            with run.accelerator.autocast():
+                loss = run.task.loss(run.trained, part, run.progress.step)
+            loss = loss * (len(next(iter(part.values()))) / count)
+            run.accelerator.backward(loss)
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None  # a batch has at least one example
+    return total
+
+
+@contextmanager
+def _without_exchange(run: Run) -> Iterator[None]:
+    """Backward passes whose gradients stay in this process."""
+    if not sharding.is_sharded(run.model):
+        with run.accelerator.no_sync(run.wrapped):
+            yield
+        return
+    sharding.exchange_gradients(run.model, False)
+    try:
+        yield
+    finally:
+        sharding.exchange_gradients(run.model, True)

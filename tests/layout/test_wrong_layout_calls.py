@@ -1,0 +1,333 @@
+"""Every wrong argument of layouts, specs, scorings, rotary positions and muP raises one of our errors."""
+
+import pytest
+import torch
+from torch import nn
+
+import structattn as sa
+from structattn import matrices, scoring
+from structattn.layers.block import MLP
+from structattn.layers.scoring_modules import HeadShape
+from structattn.layout.text import Segments, TextLayout, TextUnits
+from structattn.optim import mup
+from structattn.spec.attention import Halving, describe_spec, format_spec
+from structattn.spec.layers import LayerSpecs
+from structattn.testing.wrong_calls import (
+    COUNT,
+    FLAG,
+    INTS,
+    NAME,
+    NAN,
+    NUMBER,
+    SIZE,
+    TENSOR,
+    TEXT,
+    THING,
+    count,
+    faults,
+)
+
+LEVELS = sa.LevelLayout((4, 4), (8, 4))
+FREE = sa.LevelLayout.from_boundaries((4, 4), [((0,), (0, 3)), ((0,), (0, 2, 5))])
+BOTH = sa.GlobalWindowLayout((4, 4), 4)
+SPEC = sa.parse_spec("mlr:4|4")
+SHAPE = HeadShape(embed_dim=8, num_heads=2, num_kv_heads=1)
+PLAIN = sa.Attention(16, 2, scoring=scoring.BTT())
+MATRIX = matrices.BlockTensorTrain(12, 8)
+UNITS = TextUnits.of(["a", "b", " ", "\n"])
+TOKENS = torch.tensor([[0, 1, 2, 3]])
+NO_INTS = (torch.ones(1, 4), torch.ones(1, 4, dtype=torch.bool), torch.ones(4, dtype=torch.int64))
+ROLE = mup.Role(kind="hidden", fan_in=4)
+
+SCORES = {"scaling": (None, *NAME), "rms_cap": (None, *FLAG)}
+COUNTED = {"num_positions": (None, *COUNT), "is_causal": (None, *FLAG)}
+ROW = {"row": (None, *COUNT)}
+
+
+# What is called, arguments that are right, and wrong values of each argument.
+TABLE = {
+    "AttentionSpec": (
+        sa.AttentionSpec,
+        {},
+        {
+            "scoring": (None, "x", scoring.BTT, THING),
+            "layout": ("mlr:4|4", (4, 4), THING),
+            "window": (-3, *SIZE),
+            "num_heads": SIZE,
+        },
+    ),
+    "AttentionSpec.layout_for": (SPEC.layout_for, {"context_length": 8}, {"context_length": (None, *SIZE)}),
+    "AttentionSpec.with_scaling": (SPEC.with_scaling, {"scaling": "mup"}, {"scaling": (None, *NAME)}),
+    "parse_spec": (
+        sa.parse_spec,
+        {"text": "mlr:4|4"},
+        {
+            "text": (
+                *(*TEXT, b"standard", SPEC, "standard+bilinear-btt:1", "bilinear-btt:1+standard", "standard+standard"),
+                *(
+                    "mlr:",
+                    "mlr:4|4@8",
+                    "mlr:4|x",
+                    "window:0",
+                    "window:4+window:4",
+                    "global-window:4|4",
+                    "mlr:4|4,scale=mup",
+                ),
+                *("global-window:4|4@2+window:3", "bilinear-btt", "bilinear-btt:0", "standard:0", "mlr:4|4,scaling=x"),
+                *(
+                    "bilinear-btt:1,scaling=paper",
+                    "standard+",
+                    "+",
+                    "mlr-text:4|4@page",
+                    "bilinear-nope:1",
+                    "window:2,a=1",
+                ),
+            )
+        },
+    ),
+    "LayerSpecs": (LayerSpecs, {"pattern": (SPEC,)}, {"pattern": ((), None, "standard", ("standard",), THING)}),
+    "LayerSpecs.parse": (LayerSpecs.parse, {"text": "standard"}, {"text": (*TEXT, "[]", "[a,b", "[standard,]")}),
+    "LayerSpecs.layers": (LayerSpecs((SPEC, SPEC)).layers, {"num_layers": 2}, {"num_layers": (None, *SIZE[:-1], 1)}),
+    "Halving": (Halving, {"ranks": (4, 4)}, {"ranks": (None, *INTS), "scaling": (None, *NAME), "value_ranks": INTS}),
+    "LevelLayout": (
+        sa.LevelLayout,
+        {"ranks": (4, 4), "block_sizes": (8, 4)},
+        {
+            "ranks": (None, *INTS, (4,), (4, 4, 4)),
+            "block_sizes": (None, *INTS, (8, 3), (4, 8), (8,)),
+            "scaling": (None, *NAME),
+            "value_ranks": (*INTS, (4,)),
+            "boundaries": (3, "x", ((0,), (0, 4))),
+        },
+    ),
+    "LevelLayout.halving": (
+        sa.LevelLayout.halving,
+        {"ranks": (4, 4), "context_length": 8},
+        {
+            "ranks": (None, *INTS),
+            "context_length": (None, *SIZE),
+            "scaling": (None, *NAME),
+            "value_ranks": (*INTS, (4,)),
+        },
+    ),
+    "LevelLayout.from_boundaries": (
+        sa.LevelLayout.from_boundaries,
+        {"ranks": (4, 4), "boundaries": ((0,), (0, 3))},
+        {
+            "ranks": (None, *INTS),
+            "boundaries": (
+                *(
+                    None,
+                    (),
+                    3,
+                    "x",
+                    ((1,), (1, 3)),
+                    ((0,), (1, 3)),
+                    ((0,), (0, 3, 3)),
+                    ((0,), (0, 1.5)),
+                    ((0,), (0, True)),
+                ),
+                *(((0,), (0, 2**62)), ((0, 2), (0, 3)), ((0,), (0,), (0,)), [torch.tensor([0.5])], THING),
+            ),
+        },
+    ),
+    "LevelLayout.score_factors": (LEVELS.score_factors, {}, {"scale": NUMBER}),
+    "LevelLayout.blocks": (
+        LEVELS.blocks,
+        {"level": 2, "positions": torch.arange(4)},
+        {
+            "level": (None, *SIZE, 3),
+            "positions": (None, "x", 1.5, 2**70, torch.ones(3), torch.arange(4).to_sparse()),
+            "rows": (None, *COUNT, torch.ones(4)),
+        },
+    ),
+    "LevelLayout.block_start": (
+        FREE.block_start,
+        {"level": 2, "position": 3},
+        {"level": (*SIZE, 3), "position": COUNT, "row": (*COUNT, 2)},
+    ),
+    "LevelLayout.select_rows": (FREE.select_rows, {"rows": [1, 0]}, {"rows": (None, 3, "x", [2], [-1], [0.5], THING)}),
+    "LevelLayout.shared_levels": (
+        FREE.shared_levels,
+        {"i": 3, "j": 4},
+        {
+            "i": (None, 1.5, True, "x", torch.ones(2), [1], -(2**70)),
+            "j": (None, 1.5, torch.ones(2)),
+            "row": (*COUNT, 2),
+        },
+    ),
+    "LevelLayout.shared_rank": (
+        LEVELS.shared_rank,
+        {"i": 3, "j": 4},
+        {"i": (None, 1.5, True, "x", torch.ones(2)), **ROW},
+    ),
+    "LevelLayout.lengths": (
+        FREE.lengths,
+        {"level": 2, "num_positions": 9},
+        {"level": (*SIZE, 3), "num_positions": (*COUNT, 2**62)},
+    ),
+    "LevelLayout.shared_pairs": (LEVELS.shared_pairs, {"num_positions": 9}, {**COUNTED, **ROW}),
+    "LevelLayout.score_flops": (LEVELS.score_flops, {"num_positions": 9}, {**COUNTED, **ROW}),
+    "LevelLayout.value_flops": (
+        LEVELS.value_flops,
+        {"num_positions": 9, "value_dim": 8},
+        {**COUNTED, **ROW, "value_dim": SIZE},
+    ),
+    "LevelLayout.key_cache_size": (
+        FREE.key_cache_size,
+        {"num_positions": 9},
+        {"num_positions": COUNT, "row": (*COUNT, 2)},
+    ),
+    "LevelLayout.value_cache_size": (
+        LEVELS.value_cache_size,
+        {"num_positions": 9, "value_dim": 8},
+        {"num_positions": COUNT, "value_dim": SIZE},
+    ),
+    "GlobalWindowLayout": (
+        sa.GlobalWindowLayout,
+        {"ranks": (4, 4), "window": 3},
+        {"ranks": (None, *INTS, (4,), (4, 4, 4)), "window": (None, *SIZE), "scaling": (None, *NAME, "paper")},
+    ),
+    "GlobalWindowLayout.score_flops": (
+        BOTH.score_flops,
+        {"num_positions": 9},
+        {"num_positions": SIZE, "is_causal": FLAG},
+    ),
+    "GlobalWindowLayout.key_cache_size": (BOTH.key_cache_size, {"num_positions": 9}, {"num_positions": COUNT}),
+    "TextLayout": (
+        TextLayout,
+        {"ranks": (4, 4)},
+        {
+            "ranks": (None, *INTS, (4,), (4,) * 5),
+            "units": (None, "line", ("page",), ("word", "line"), 3, (3,)),
+            "scaling": (None, *NAME),
+            "value_ranks": (*INTS, (4,)),
+        },
+    ),
+    "TextLayout.at": (
+        TextLayout((4, 4)).at,
+        {"segments": UNITS.segments(TOKENS)},
+        {"segments": (None, "x", Segments(("word",), ()))},
+    ),
+    "TextUnits": (TextUnits, {"marks": b"\1"}, {"marks": (None, "x", 3, [1])}),
+    "TextUnits.of": (TextUnits.of, {"texts": ["a"]}, {"texts": (None, "ab", 3, [1], THING)}),
+    "TextUnits.segments": (
+        UNITS.segments,
+        {"tokens": TOKENS},
+        {
+            "tokens": (*TENSOR, *NO_INTS, torch.tensor([[4]]), torch.tensor([[-1]])),
+            "left_padding": (3, torch.zeros(1), torch.zeros(2).long()),
+            "cu_seqlens": (3, torch.zeros(2), torch.zeros(1).long()),
+            "units": (None, "line", ("page",)),
+        },
+    ),
+    "Rotary": (
+        sa.Rotary,
+        {},
+        {"base": (None, *NUMBER, 1, 0, -1), "split": (None, *NAME), "scaling": ("ntk=4", 4, sa.RotaryScaling, THING)},
+    ),
+    "Rotary.parse": (
+        sa.Rotary.parse,
+        {"text": "low_far"},
+        {"text": (*TEXT, "low_far,base=x", "low_far,base=2,base=3")},
+    ),
+    "Rotary.frequencies": (sa.Rotary().frequencies, {"ranks": (4, 4)}, {"ranks": (None, *INTS)}),
+    "Rotary.build": (sa.Rotary().build, {"ranks": (4, 4)}, {"ranks": (None, *INTS)}),
+    "RotaryScaling": (
+        sa.RotaryScaling,
+        {"kind": "yarn", "factor": 2, "original_length": 8},
+        {"kind": (None, *NAME, "ntk"), "factor": (None, *NUMBER, 0.5, -1), "original_length": (None, *SIZE)},
+    ),
+    "RotaryScaling.parse": (
+        sa.RotaryScaling.parse,
+        {"text": "ntk=4"},
+        {"text": (*TEXT, "ntk", "ntk=0", "yarn=2", "yarn=2@x")},
+    ),
+    "RotaryScaling.apply": (
+        sa.RotaryScaling(kind="ntk", factor=2).apply,
+        {"frequencies": (1.0,)},
+        {"frequencies": (None, "x", ("x",), 3)},
+    ),
+    "scoring.LowRank": (scoring.LowRank, {}, {"rank": SIZE, **SCORES}),
+    "scoring.BTT": (scoring.BTT, {}, {"rank": (None, *SIZE), **SCORES}),
+    "scoring.MLR": (
+        scoring.MLR,
+        {"ranks": (2, 2)},
+        {"ranks": (None, *INTS), "divide_by_levels": (None, *FLAG), **SCORES},
+    ),
+    "scoring.Matrix": (scoring.Matrix, {"matrix": "btt:1"}, {"matrix": (*TEXT, matrices.Dense), **SCORES}),
+    "feature_dim": (
+        lambda kind, **given: kind.feature_dim(**given),
+        {"kind": scoring.LowRank(), "embed_dim": 8, "num_heads": 2},
+        {"embed_dim": (None, *SIZE), "num_heads": (None, *SIZE)},
+    ),
+    "scoring.build": (scoring.BTT().build, {"shape": SHAPE}, {"shape": (None, "x", THING)}),
+    "HeadShape": (
+        HeadShape,
+        {"embed_dim": 8, "num_heads": 2, "num_kv_heads": 1},
+        {"embed_dim": SIZE, "num_heads": (*SIZE, 3), "num_kv_heads": (*SIZE, 3), "norm": FLAG, "bias": FLAG},
+    ),
+    "format_spec": (format_spec, {"spec": SPEC}, {"spec": (None, "standard", 3)}),
+    "describe_spec": (describe_spec, {"text": "standard"}, {"text": (None, 3, SPEC)}),
+    "Role": (
+        mup.Role,
+        {"kind": "hidden"},
+        {"kind": (None, *NAME), "fan_in": (None, *SIZE), "uses": (None, *SIZE), "std": (*NUMBER, 0, -1, 0.1)},
+    ),
+    "Role.learning_rate_scale": (ROLE.learning_rate_scale, {}, {"base_fan_in": (None, *NUMBER, 0, -1)}),
+    "Role.learning_rate": (ROLE.learning_rate, {"base": 0.1}, {"base": (None, *NUMBER, -1), "base_fan_in": NUMBER}),
+    "Role.draw_": (ROLE.draw_, {"parameter": torch.zeros(3)}, {"parameter": (*TENSOR, torch.arange(3))}),
+    "roles_of": (mup.roles_of, {"model": PLAIN}, {"model": (None, "x", nn.Linear(3, 3), [PLAIN], nn.Linear)}),
+    "initialize": (mup.initialize, {"model": MLP(8)}, {"model": (None, "x", nn.Linear(3, 3), [PLAIN])}),
+    "parameter_groups": (
+        mup.parameter_groups,
+        {"model": PLAIN, "learning_rate": 0.1},
+        {
+            "model": (None, "x", nn.Linear(3, 3)),
+            "learning_rate": (None, *NUMBER, 0, -1),
+            "weight_decay": (None, *NUMBER, -1),
+            "base_fan_in": (None, *NUMBER, 0),
+        },
+    ),
+    "adamw": (
+        mup.adamw,
+        {"model": PLAIN, "learning_rate": 0.1},
+        {
+            "model": (None, "x", nn.Linear(3, 3), nn.GELU()),
+            "learning_rate": (None, *NUMBER, 0),
+            "betas": (None, (), (0.9,), (0.9, 1.0), (NAN, 0.9), ("a", "b"), 0.9, (0.9, 0.9, 0.9)),
+            "eps": (None, *NUMBER, -1),
+        },
+    ),
+    "fastest_adamw": (
+        mup.fastest_adamw,
+        {"groups": [{"params": [torch.zeros(1)]}]},
+        {"groups": (None, 3, "x", [3], [{}])},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_wrong_values_raise_our_errors(name) -> None:
+    found = faults(name, TABLE[name])
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_every_public_name_has_wrong_calls() -> None:
+    elsewhere = {
+        "Attention",
+        "LanguageModel",
+        "LevelCache",
+        "Sampling",
+        "StructuredLinear",
+        "replace_linears",
+        "structured_attention",
+    }
+    folders = {"__version__", "cache", "errors", "matrices", "mup", "ops", "scoring"}
+    protocols = {"DeclaresRoles", "DrawsFactors", "ComputesWeight"}
+    public = [*sa.__all__, *(f"scoring.{name}" for name in ("LowRank", "BTT", "MLR", "Matrix"))]
+    public += [
+        name for name, value in vars(mup).items() if getattr(value, "__module__", "") == mup.__name__ and name[0] != "_"
+    ]
+    assert [name for name in public if name not in TABLE and name not in elsewhere | folders | protocols] == []
+    assert count(TABLE) > 500

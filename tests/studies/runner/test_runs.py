@@ -1,0 +1,121 @@
+"""Single runs of a comparison: worker processes, what a killed one leaves behind, and scores that are found once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from structattn.errors import CheckpointError
+from structattn.studies.runner.runs import Job, ScoredJob, train_all
+from structattn.studies.tasks.icl_regression.task import ICLRegressionConfig, ICLRegressionTask
+from structattn.studies.tasks.nearest_neighbor.task import NearestNeighborConfig
+from structattn.studies.training.config import TrainingConfig
+
+_PARENT = """
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+from structattn.studies.runner.runs import begin_worker
+
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=begin_worker, initargs=(1, None))
+    print(pool.submit(os.getpid).result(), flush=True)
+    pool.submit(time.sleep, 600)
+    time.sleep(600)
+"""
+
+
+def _runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    # Who has left but was not yet waited for by its new parent is gone as well.
+    return not (state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
+def test_a_worker_does_not_outlive_its_killed_parent(tmp_path):
+    # A comparison that is begun again would otherwise write to the same folders as the workers of the first.
+    script = tmp_path / "parent.py"
+    script.write_text(_PARENT)
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    assert _runs(worker)
+    parent.kill()
+    parent.wait()
+    until = time.monotonic() + 30
+    while _runs(worker) and time.monotonic() < until:
+        time.sleep(0.1)
+    left = _runs(worker)
+    if left:
+        os.kill(worker, signal.SIGKILL)
+    assert not left
+
+
+def test_the_bar_of_several_runs_counts_steps_also_of_those_that_were_done_before(tmp_path, capsys) -> None:
+    jobs = [
+        Job(
+            task_name="nearest-neighbor",
+            task=NearestNeighborConfig(dim=8, num_points=4, num_heads=2, eval_examples=16),
+            spec="standard",
+            training=TrainingConfig(steps=6, batch_size=2, learning_rate=1e-3, checkpoint_every=2),
+            seed=seed,
+            folder=tmp_path / str(seed),
+        )
+        for seed in range(3)
+    ]
+    told = []
+    jobs[0].run(resume=False, show_progress=False, on_steps=told.append)
+    assert sum(told) == 6
+    train_all(jobs, workers=2, resume=True, show_progress=True)
+    shown = capsys.readouterr().err
+    assert "model 1 of 1, run 3 of 3" in shown
+    assert "18/18" in shown
+
+
+def _scored(folder: Path, seed: int = 0) -> ScoredJob:
+    return ScoredJob(
+        task_name="icl-regression",
+        task=ICLRegressionConfig(dim=2, embed_dim=8, num_layers=1, num_heads=2, eval_prompts=16),
+        spec="standard",
+        training=TrainingConfig(steps=6, batch_size=2, learning_rate=1e-3),
+        seed=seed,
+        folder=folder,
+    )
+
+
+def test_the_process_that_trains_scores_too_and_only_once(tmp_path, monkeypatch) -> None:
+    jobs = [_scored(tmp_path / str(seed), seed) for seed in range(2)]
+    with pytest.raises(CheckpointError, match="--resume"):
+        jobs[0].scores()
+    train_all(jobs, workers=2, resume=False, show_progress=False)
+    found = [job.scores() for job in jobs]
+    task = ICLRegressionTask(jobs[0].task)
+    models = [job.run(resume=True, show_progress=False).model.eval() for job in jobs]
+    assert [scored["metrics"] for scored in found] == [task.evaluate(model, "test") for model in models]
+    assert found[0]["metrics"] != found[1]["metrics"]
+    assert found[0]["details"] == json.loads(json.dumps(task.details(models[0])))
+    assert found[0]["details"]
+    assert not found[1]["details"]
+    with monkeypatch.context() as patched:
+        patched.setattr(ICLRegressionTask, "evaluate", lambda *_: pytest.fail("scored again"))
+        jobs[0].run(resume=True, show_progress=False)
+    assert jobs[0].scores() == found[0]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model_sha256": "0", "metrics": {}, "details": {}}'])
+def test_scores_that_are_damaged_or_of_other_weights_are_found_again(tmp_path, content) -> None:
+    job = _scored(tmp_path)
+    job.run(resume=False, show_progress=False)
+    found = job.scores()
+    (tmp_path / "scores.json").write_text(content)
+    with pytest.raises(CheckpointError, match="scores"):
+        job.scores()
+    job.run(resume=True, show_progress=False)
+    assert job.scores() == found

@@ -1,0 +1,184 @@
+"""Ctrl-C, SIGTERM and killed workers: everything ends soon, nothing new begins, and the line that is printed continues the work."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from structattn.cli import main
+from structattn.errors import TrainingFailedError
+from structattn.studies import interrupt
+from structattn.studies.budget import flops_of
+from structattn.studies.runner.ray_cluster import stopping, trials_stopped
+from structattn.studies.runner.workers import Work, run_all
+
+LONG = [
+    part
+    for change in (
+        *("task.dim=8", "task.num_points=4", "task.num_heads=2", "task.eval_examples=16"),
+        *("training.steps=100000", "training.checkpoint_every=100000", "training.eval_every=100000"),
+    )
+    for part in ("--set", change)
+]
+
+
+def steps(folder: Path) -> list[int]:
+    """Of all checkpoints below a folder."""
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.rglob("step-*"))
+
+
+def until(condition) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def continuation(printed: str) -> list[str]:
+    line = printed.splitlines()[-1]
+    assert line.startswith("structattn: interrupted; continue with: structattn ")
+    return shlex.split(line.partition("continue with: structattn ")[2])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_is_saved_at_the_next_step(number: int, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def send(begun: int) -> None:
+        until(lambda: len(list(Path().rglob("events.out*"))) > begun)
+        time.sleep(0.1)
+        os.kill(os.getpid(), number)
+
+    command = ["train", "nearest-neighbor", "--attention", "standard:1", *LONG]
+    for begun in range(2):
+        sender = threading.Thread(target=send, args=(begun,))
+        sender.start()
+        assert main(command) == 128 + number
+        sender.join()
+        assert len(found := steps(tmp_path)) == begun + 1
+        assert 0 < found[-1] < 100000
+        command = continuation(capsys.readouterr().err)
+        assert command[-3:-1] == ["--out", str(*Path("runs").iterdir())]
+        assert command[-1] == "--resume"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs POSIX signals")
+def test_a_comparison_in_several_processes_ends_soon_and_begins_nothing(tmp_path: Path) -> None:
+    words = ["compare", "nearest-neighbor", "--attention", "standard:1", "--seeds", "4", "--jobs", "2", *LONG]
+    command = [sys.executable, "-m", "structattn.cli", *words, "--out", str(tmp_path / "a b")]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    until(lambda: len(list(tmp_path.rglob("events.out*"))) == 2)
+    sent = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, printed = process.communicate(timeout=60)
+    assert time.monotonic() - sent < 8
+    assert process.returncode == 130
+    assert "Warning" not in printed
+    assert continuation(printed)[-3:] == ["--out", str(tmp_path / "a b"), "--resume"]
+    assert len(list((tmp_path / "a b" / "runs").glob("*/seed-*"))) == 2
+    assert len(steps(tmp_path)) == 2
+
+
+def test_a_worker_that_dies_or_fails_is_one_line_that_names_its_log(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(interrupt.GRACE_S, signal.SIGTERM, 1.2)
+    other = Work(run=partial(time.sleep, 60), name="other", log=tmp_path / "other.log")
+    for run, words in (
+        (partial(int, "x"), "mine: ValueError: invalid literal"),
+        (partial(os._exit, 3), "mine: its process was ended by status 3"),
+        (partial(signal.raise_signal, signal.SIGKILL), "mine: its process was ended by signal SIGKILL: the machine may be"),
+    ):  # fmt: skip
+        work = Work(run=run, name="mine", log=tmp_path / str(len(words)) / "run.log")
+        sent = time.monotonic()
+        with pytest.raises(TrainingFailedError, match=words) as caught:
+            run_all([work, other], workers=2, begin=os.getpid)
+        assert time.monotonic() - sent < 20
+        assert "\n" not in str(caught.value)
+        assert (f"its log is {work.log}" in str(caught.value)) == work.log.exists()
+        if "ValueError" in words:
+            assert "Traceback" in work.log.read_text()
+
+
+def test_a_process_that_comes_to_no_step_ends_nevertheless() -> None:
+    code = (
+        "import signal, sys, threading, time; from structattn import interrupt; interrupt.GRACE_S[signal.SIGTERM] = 0.3\n"
+        "with interrupt.handled(lambda number: print('continue', number, flush=True)), interrupt.at_steps():\n"
+        "    print('ready', flush=True)\n"
+        "    while True: time.sleep(1)"
+    )
+    for numbers, status in (((signal.SIGTERM,), 143), ((signal.SIGINT, signal.SIGINT), 130)):
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "ready\n"
+        sent = time.monotonic()
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.2)
+        assert process.communicate(timeout=30)[0] == f"continue {numbers[0]}\n"
+        assert process.returncode == status
+        assert time.monotonic() - sent < interrupt.GRACE_S[signal.SIGINT]
+
+
+def test_trials_on_other_machines_are_asked_through_a_file(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(interrupt.GRACE_S, signal.SIGTERM, 0.1)
+    stopped = []
+
+    def trial(name: str) -> None:
+        try:
+            with stopping(tmp_path / "stops", name):
+                while True:
+                    interrupt.check()
+                    time.sleep(0.05)
+        except interrupt.Stopped:
+            stopped.append(name)
+
+    thread = threading.Thread(target=trial, args=("1",))
+
+    def interrupted() -> None:
+        with trials_stopped(tmp_path / "stops"):
+            thread.start()
+            until(lambda: (tmp_path / "stops" / "running" / "1").exists())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not list((tmp_path / "stops" / "running").iterdir())  # it was waited for
+    thread.join()
+    trial("2")  # nothing new begins
+    assert stopped == ["1", "2"]
+    with trials_stopped(tmp_path / "stops"), stopping(tmp_path / "stops", "3"):
+        interrupt.check()  # a sweep that is resumed
+
+
+def test_what_it_takes_is_said_before_it_begins(tmp_path: Path, capsys) -> None:
+    few = ["--set", "training.steps=2", "--set", "training.checkpoint_every=9", "--set", "task.eval_examples=16"]
+    command = ["compare", "nearest-neighbor", "--attention", "standard:1", "--out", str(tmp_path / "o")]
+    for more, words in (
+        (["--seeds", "1000000"], "1,000,000 runs of 1,000 steps"),
+        (["--seeds", "2", "--set", "training.steps=0"], "training.steps"),
+    ):
+        assert main([*command, *more]) == 2
+        assert words in capsys.readouterr().err
+    assert main([*command, "--seeds", "2", *few]) == 0
+    said = capsys.readouterr().err.splitlines()  # no terminal: no line is written over
+    assert said[0] == f"structattn: writing to {tmp_path / 'o'} (2 runs of 2 steps)"
+    assert said[1].startswith("model 1 of 1, run 1 of 2:   0% 0/4 ")
+    assert said[-1].startswith("table: baselines: 100% 2/2 ")
+    assert len(said) <= 8
+
+
+def test_billions_of_steps_are_counted_at_once() -> None:
+    class Growing:
+        def flops(self, model, step=None):
+            return 10 if step is None or step >= 3 else step
+
+    assert [flops_of(Growing(), None, steps) for steps in (0, 2, 5)] == [0, 1, 23]
+    assert flops_of(Growing(), None, 10**15) == 10 * 10**15 - 27

@@ -36,9 +36,9 @@ HOURS = [f"2020-01-01 {h:02d}:00:00" for h in range(6)]
 
 
 def test_packaged_file_is_unmodified():
-    data = files("structattn.studies.tasks").joinpath("data", "ETTh1.csv").read_bytes()
+    data = files("structattn.studies.data").joinpath("files", "ETTh1.csv").read_bytes()
     assert hashlib.sha256(data).hexdigest() == SHA256
-    assert b"NoDerivatives" in files("structattn.studies.tasks").joinpath("data", "ETTh1-LICENSE").read_bytes()
+    assert b"NoDerivatives" in files("structattn.studies.data").joinpath("files", "ETTh1-LICENSE").read_bytes()
 
 
 def test_packaged_series():

@@ -6,10 +6,16 @@ import functools
 import sys
 import threading
 import time
-from typing import Any, TextIO
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO, TypeVar
 
 LOG_INTERVAL_S = 60.0
+_SOON_S = 0.5  # what is done sooner needs no bar
 _LOG_SHAPE = "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+
+
+Part = TypeVar("Part")
 
 
 class _Lines:
@@ -55,6 +61,40 @@ def progress_bar(*, show: bool, **options: Any) -> Any:
     elif not options.get("leave", True):
         options["delay"] = LOG_INTERVAL_S  # a short one leaves nothing
     return tqdm(file=_Lines(sys.stderr), mininterval=LOG_INTERVAL_S, maxinterval=LOG_INTERVAL_S, **options)
+
+
+_inside = False
+
+
+@contextmanager
+def inner_bars() -> Iterator[None]:
+    """Inside, ``counted`` and ``doing`` show what they do: for the command line, whose reader waits."""
+    global _inside
+    before, _inside = _inside, True
+    try:
+        yield
+    finally:
+        _inside = before
+
+
+def counted(parts: Sequence[Part], text: str) -> Iterator[Part]:
+    """The parts of work that may take minutes, one after the other, below ``inner_bars`` with a bar that is removed at the end.
+
+    Args:
+        parts: what is done.
+        text: what it is.
+    """
+    with progress_bar(total=len(parts), desc=text, leave=False, delay=_SOON_S, show=_inside) as bar:
+        for part in parts:
+            yield part
+            bar.update()
+
+
+@contextmanager
+def doing(text: str) -> Iterator[None]:
+    """Below ``inner_bars``, a line on a terminal while something is done that has no parts; it is removed at the end."""
+    with progress_bar(desc=text, leave=False, bar_format="{desc} ...", show=_inside):
+        yield
 
 
 def say(bar: Any, text: str) -> None:

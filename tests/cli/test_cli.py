@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import io
 import json
 import re
 import subprocess
@@ -12,9 +13,11 @@ from typing import get_args
 
 import pytest
 
+from structattn import progress
 from structattn.cli import commands, main
 from structattn.errors import ConfigError
 from structattn.studies.settings import apply_overrides, from_plain, to_plain
+from structattn.studies.tasks.forecast.task import ForecastConfig, ForecastTask
 from structattn.studies.tasks.registry import TASKS, recipe_for
 from structattn.studies.training.checkpoint import latest_checkpoint, load_checkpoint
 
@@ -130,6 +133,33 @@ def test_train_then_evaluate(tmp_path: Path, capsys) -> None:
     weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
     assert main(["evaluate", str(run)]) == 2
     assert "damaged" in capsys.readouterr().err
+
+
+def test_what_takes_long_is_shown_while_it_is_done(tmp_path: Path, capsys, monkeypatch) -> None:
+    """Reading the data, scoring, and the baselines of a comparison; a caller of the library sees nothing of it."""
+    monkeypatch.setattr(progress, "_SOON_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    arguments = ["compare", "forecast", "--preset", "smoke", "--attention", "standard", "--out", str(tmp_path / "a")]
+    assert main([*arguments, *small("forecast")]) == 0
+    shown = terminal.getvalue()
+    for text in (
+        "reading ETTh1",
+        "scoring the validation windows",
+        "scoring the test windows",
+        "ridge regression, fit",
+        "last value, test",
+    ):
+        assert text in shown
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    ForecastTask(ForecastConfig(look_back=32, horizon=8)).baselines()
+    assert terminal.getvalue() == ""
+
+
+class Terminal(io.StringIO):
+    """Of standard error."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:

@@ -37,6 +37,7 @@ from structattn.cli.failures import close_output, in_one_line, open_standard_str
 from structattn.cli.parsing import parse
 from structattn.cli.session import Session
 from structattn.errors import ConfigError, MissingDependencyError
+from structattn.progress import inner_bars
 from structattn.studies import interrupt
 
 
@@ -411,7 +412,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     session = Session(arguments)
     try:
-        with interrupt.handled(session.ended):
+        with interrupt.handled(session.ended), inner_bars():
             _run(arguments, session)
         sys.stdout.flush()
     except BrokenPipeError:

@@ -7,6 +7,7 @@ import torch
 from structattn.errors import ConfigError, ShapeError
 from structattn.studies.data.series import Series, WindowedSeries
 from structattn.studies.data.series_file import read_series
+from structattn.studies.tasks.forecast import baselines as baselines_module
 from structattn.studies.tasks.forecast.baselines import PENALTIES, forecast_baselines, forecast_metrics
 
 KNOWN = {96: (0.0693, 0.0715, 0.0530), 192: (0.0920, 0.0916, 0.0690), 336: (0.1133, 0.1108, 0.0809)}
@@ -90,3 +91,18 @@ def test_mistakes():
         forecast_metrics(torch.zeros(2, 4), torch.zeros(2, 3), data)
     with pytest.raises(ShapeError, match="non-empty"):
         forecast_metrics(torch.zeros(0, 4), torch.zeros(0, 4), data)
+
+
+def test_windows_are_taken_in_chunks_with_the_same_scores(monkeypatch) -> None:
+    data = WindowedSeries(read_series(None, "date", "OT"), look_back=24, horizon=4)
+    whole = forecast_baselines(data, 24)
+    monkeypatch.setattr(baselines_module, "CHUNK", 500)
+    for row, expected in zip(forecast_baselines(data, 24), whole, strict=True):
+        assert row.baseline.note == expected.baseline.note
+        assert row.baseline.metrics == pytest.approx(expected.baseline.metrics, rel=1e-9)
+        assert row.baseline.validation == pytest.approx(expected.baseline.validation, rel=1e-9)
+        assert row.error_by_lead == pytest.approx(expected.error_by_lead, rel=1e-9)
+    forecast, truth = torch.randn(2, 1300, 4)
+    chunked = forecast_metrics(forecast, truth, data)
+    assert chunked["mse"] == pytest.approx(float((forecast - truth).double().square().mean()), rel=1e-6)
+    assert chunked["mae"] == pytest.approx(float((forecast - truth).double().abs().mean()), rel=1e-6)

@@ -96,6 +96,24 @@ def _read(path: Path | None, time: str, choose: Callable[[Table], list[str]]) ->
 
 
 def _parse_values(cells: list[str], column: str, source: str) -> Floats:
+    values = _plain_numbers(cells)
+    if values is None:
+        values = _any_numbers(cells, column, source)
+    check_scale(values, lambda i: f"{source}: row {row_of(i)} of the file, column {column!r}")
+    return values
+
+
+def _plain_numbers(cells: list[str]) -> Floats | None:
+    """The numbers, at once, where every cell is one; Python reads an underscore as part of a number, and a file does not mean it."""
+    try:
+        values = np.fromiter(map(float, cells), np.float64, len(cells))
+    except ValueError:
+        return None
+    return values if np.isfinite(values).all() and "_" not in "".join(cells) else None
+
+
+def _any_numbers(cells: list[str], column: str, source: str) -> Floats:
+    """The numbers cell by cell, so that the first wrong one is named."""
     values = np.full(len(cells), np.nan)
     missing: list[int] = []
     for i, cell in enumerate(cells):
@@ -118,7 +136,6 @@ def _parse_values(cells: list[str], column: str, source: str) -> Floats:
             f"empty, NaN or infinite cells, the first one in row {row_of(missing[0])} of the file. Fill them "
             "in (for example by interpolation) or keep a stretch without them."
         )
-    check_scale(values, lambda i: f"{source}: row {row_of(i)} of the file, column {column!r}")
     return values
 
 
@@ -156,7 +173,7 @@ def _parse_times(cells: list[str], column: str, source: str) -> Times:
             )
         parsed = complete[0]
     for problem, cell in (("a time without a date", _CLOCK), ("a time zone in some rows and none in others", _ZONE)):
-        has = [cell.search(text) is not None for text in cells]
+        has = [found is not None for found in map(cell.search, cells)]
         if (any(has) and not all(has)) or (has[0] and cell is _CLOCK):
             i = has.index(not has[0]) if not all(has) else 0
             raise DataError(

@@ -16,6 +16,7 @@ from structattn.errors import DataError, MissingDependencyError, nearest_name
 from structattn.studies.data.plain_text import open_text
 
 _SEPARATORS = (",", ";", "\t", "|")
+_LONGEST_HEADER = 2**20
 _DECIMALS = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
 
@@ -149,9 +150,10 @@ def _text(path: Path | None) -> str:
 def _header(text: str, time: str) -> tuple[str, list[str]]:
     """The separator with which the first row has the time column, and most names; and those names."""
     found = []
+    begin = text[:_LONGEST_HEADER]  # a copy of a large file for each separator would take long
     for separator in _SEPARATORS:
         try:
-            names = next(csv.reader(io.StringIO(text), delimiter=separator, skipinitialspace=True), [])
+            names = next(csv.reader(io.StringIO(begin), delimiter=separator, skipinitialspace=True), [])
         except csv.Error:  # a cell that is too long
             continue
         found.append((separator, [name.strip() for name in names]))

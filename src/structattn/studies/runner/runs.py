@@ -122,11 +122,8 @@ class ScoredJob(Job):
         if self._kept() is not None:
             return
         result.model.eval()
-        found = {
-            "model_sha256": self._weights(),
-            "metrics": task.evaluate(result.model, "test"),
-            "details": task.details(result.model) if self.seed == 0 else {},
-        }
+        metrics, details = task.scores(result.model, with_details=self.seed == 0)
+        found = {"model_sha256": self._weights(), "metrics": metrics, "details": details}
         write_atomic(self.folder / _SCORES, signed(found))
 
     def scores(self) -> dict[str, Any]:

@@ -147,6 +147,10 @@ class Task(ABC):
         """What the task's own figures need from a trained model (lists and numbers only); empty by default."""
         return {}
 
+    def scores(self, model: nn.Module, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any]]:
+        """``evaluate`` on the test split, and ``details`` if they are asked for; a task whose two need the same work does it once."""
+        return self.evaluate(model, "test"), self.details(model) if with_details else {}
+
     def axis_labels(self) -> dict[str, str]:
         """What a ``value`` and a ``step`` of the data are, in words for figures; empty by default."""
         return {}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from structattn.checks import check_int
 from structattn.errors import ConfigError
 from structattn.files import absolute
+from structattn.progress import counted
 from structattn.seeds import derive_seed, generator, seeded
 from structattn.studies.data.series import Series, WindowedSeries
 from structattn.studies.data.series_file import read_series
@@ -336,7 +337,7 @@ class ChronosTask(Task):
                     quantile_levels=list(QUANTILES),
                     num_samples=self.config.num_samples,
                 )[0]
-                for part in context.split(16)
+                for part in counted(context.split(16), "forecasts of the test series")
             ]
         quantiles = torch.cat(parts)
         return quantiles, quantiles[..., QUANTILES.index(0.5)]

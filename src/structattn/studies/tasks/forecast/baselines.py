@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from structattn.errors import ConfigError, ShapeError
+from structattn.progress import counted
 from structattn.studies.data.series import SeriesSplit, WindowedSeries
 from structattn.studies.tasks.base import Baseline
 
 PENALTIES = (1e-6, 1.0, 10.0, 100.0, 1000.0, 10000.0)
-_CHUNK = 65536
+CHUNK = 16384  # windows that are copied at the same time: views of a long series would be large as copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,15 @@ def forecast_metrics(forecast: Tensor, truth: Tensor, data: WindowedSeries) -> d
             f"expected forecast and truth of one non-empty shape (n, horizon), got {tuple(forecast.shape)} "
             f"and {tuple(truth.shape)}. Give one forecast for each window."
         )
-    error = forecast.detach().double() - truth.detach().double()
-    mse = float(error.square().mean())
-    mae = float(error.abs().mean())
+    squared = absolute = 0.0
+    for a, b in zip(forecast.detach().split(CHUNK), truth.detach().split(CHUNK), strict=True):
+        error = a.double() - b.double()
+        squared += float(error.square().sum())
+        absolute += float(error.abs().sum())
+    return _errors(squared / truth.numel(), absolute / truth.numel(), data)
+
+
+def _errors(mse: float, mae: float, data: WindowedSeries) -> dict[str, float]:
     return {"mse": mse, "mae": mae, "mse_units": mse * data.std**2, "mae_units": mae * data.std}
 
 
@@ -101,14 +108,28 @@ def _windows(data: WindowedSeries, split: SeriesSplit) -> tuple[Tensor, Tensor]:
 
 
 def _score(name: str, method: Callable[[Tensor], Tensor], data: WindowedSeries, note: str) -> BaselineForecast:
-    X, truth = _windows(data, "test")
-    forecast = method(X)
-    metrics = forecast_metrics(forecast, truth, data)
-    by_lead = [float(e) for e in (forecast - truth).square().mean(0)]
-    X, truth = _windows(data, "validation")
-    validation = float((method(X) - truth).square().mean())
-    baseline = Baseline(name=name, metrics=metrics, note=note, validation=validation)
-    return BaselineForecast(baseline=baseline, error_by_lead=by_lead)
+    squared, absolute = _mean_errors(method, data, "test", name)
+    validation, _ = _mean_errors(method, data, "validation", name)
+    metrics = _errors(float(squared.mean()), float(absolute.mean()), data)
+    baseline = Baseline(name=name, metrics=metrics, note=note, validation=float(validation.mean()))
+    return BaselineForecast(baseline=baseline, error_by_lead=squared.tolist())
+
+
+def _mean_errors(
+    method: Callable[[Tensor], Tensor], data: WindowedSeries, split: SeriesSplit, name: str
+) -> tuple[Tensor, Tensor]:
+    """Squared and absolute errors of each step ahead, (horizon,), means over the windows of a split."""
+    squared, absolute = torch.zeros(2, data.horizon, dtype=torch.float64)
+    for X, truth in _chunks(data, split, f"{name}, {split}"):
+        error = method(X) - truth
+        squared += error.square().sum(0)
+        absolute += error.abs().sum(0)
+    return squared / len(data.starts(split)), absolute / len(data.starts(split))
+
+
+def _chunks(data: WindowedSeries, split: SeriesSplit, text: str) -> Iterator[tuple[Tensor, Tensor]]:
+    X, Y = _windows(data, split)
+    return counted(list(zip(X.split(CHUNK), Y.split(CHUNK), strict=True)), text)
 
 
 def _features(X: Tensor) -> Tensor:
@@ -121,11 +142,10 @@ def _predict(weights: Tensor, X: Tensor) -> Tensor:
 
 def _fit_ridge(data: WindowedSeries) -> tuple[Tensor, float]:
     """The weights ``(look_back + 1, horizon)`` and the penalty with the lowest validation error."""
-    X, Y = _windows(data, "train")
     size = data.look_back + 1
-    gram = X.new_zeros(size, size)
-    moment = X.new_zeros(size, data.horizon)
-    for x, y in zip(torch.split(X, _CHUNK), torch.split(Y, _CHUNK), strict=True):  # the views would be large as copies
+    gram = torch.zeros(size, size, dtype=torch.float64)
+    moment = torch.zeros(size, data.horizon, dtype=torch.float64)
+    for x, y in _chunks(data, "train", "ridge regression, fit"):
         features = _features(x)
         gram += features.T @ features
         moment += features.T @ (y - x[:, -1:])
@@ -133,12 +153,11 @@ def _fit_ridge(data: WindowedSeries) -> tuple[Tensor, float]:
     eigenvalues, vectors = torch.linalg.eigh(gram)
     eigenvalues = eigenvalues.clamp_min(0.0)
     rotated = vectors.T @ moment
-    X, Y = _windows(data, "validation")
-    best: tuple[float, float, Tensor] | None = None
-    for penalty in PENALTIES:
-        weights = vectors @ (rotated / (eigenvalues + penalty)[:, None])
-        error = float((_predict(weights, X) - Y).square().mean())
-        if best is None or error < best[0]:
-            best = (error, penalty, weights)
-    assert best is not None
-    return best[2], best[1]
+    tried = [vectors @ (rotated / (eigenvalues + penalty)[:, None]) for penalty in PENALTIES]
+    errors = [0.0] * len(tried)
+    for x, y in _chunks(data, "validation", "ridge regression, penalty"):
+        features, target = _features(x), y - x[:, -1:]
+        for i, weights in enumerate(tried):
+            errors[i] += float((features @ weights - target).square().sum())
+    best = min(range(len(tried)), key=errors.__getitem__)
+    return tried[best], PENALTIES[best]

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from structattn.errors import ConfigError
 from structattn.files import absolute
 from structattn.models.forecaster import Forecaster
+from structattn.progress import counted, doing
 from structattn.seeds import derive_seed
 from structattn.studies.data.series import usual_season
 from structattn.studies.data.series_file import read_columns
 from structattn.studies.tasks.base import Baseline, Batch, Split, Task
 from structattn.studies.tasks.forecast.baseline_models import PeerForecaster, PeerSpec
-from structattn.studies.tasks.forecast.baselines import BaselineForecast
+from structattn.studies.tasks.forecast.baselines import CHUNK, BaselineForecast
 from structattn.studies.tasks.forecast.channels import WindowedChannels
 
 INTERVAL = 0.8  # the share of truths that the intervals of examples are meant to hold
@@ -117,7 +118,8 @@ class ForecastTask(Task):
     def __init__(self, config: ForecastConfig) -> None:
         self.config = config
         path = None if config.data.path is None else Path(config.data.path)
-        series = read_columns(path, config.data.time, config.data.target)
+        with doing(f"reading {'ETTh1' if path is None else path}"):
+            series = read_columns(path, config.data.time, config.data.target)
         self.data_sha256 = hashlib.sha256(b"".join(one.values.tobytes() for one in series)).hexdigest()
         self.data = WindowedChannels(series, config.look_back, config.horizon)
         self._windows = {split: self.data.windows(split) for split in ("train", "validation", "test")}
@@ -198,7 +200,8 @@ class ForecastTask(Task):
     def _forecast(self, model: nn.Module, split: Split) -> tuple[Tensor, Tensor]:
         inputs, targets = self._windows[split]
         device = next(model.parameters()).device
-        parts = [model(chunk.to(device)).cpu() for chunk in inputs.split(max(1, 512 // inputs.shape[1]))]
+        chunks = inputs.split(max(1, 512 // inputs.shape[1]))
+        parts = [model(chunk.to(device)).cpu() for chunk in counted(chunks, f"scoring the {split} windows")]
         return torch.cat(parts), targets
 
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
@@ -225,6 +228,11 @@ class ForecastTask(Task):
         """``error_by_lead`` by the name of the baseline."""
         return {row.baseline.name: {"error_by_lead": row.error_by_lead} for row in self.baseline_forecasts}
 
+    def scores(self, model: nn.Module, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any]]:
+        """See ``Task``: both are of the same forecasts, which are made once."""
+        forecast, truth = self._forecast(model, "test")
+        return self.data.metrics(forecast, truth), self._details(model, forecast, truth) if with_details else {}
+
     def details(self, model: nn.Module) -> dict[str, Any]:
         """What the figures show.
 
@@ -233,7 +241,9 @@ class ForecastTask(Task):
         each column and lead time (split conformal). ``error_by_lead``; ``error_by_column`` where there are several; ``train_windows``, the
         windows of an epoch.
         """
-        forecast, truth = self._forecast(model, "test")
+        return self._details(model, *self._forecast(model, "test"))
+
+    def _details(self, model: nn.Module, forecast: Tensor, truth: Tensor) -> dict[str, Any]:
         width = _conformal_width(*self._forecast(model, "validation"))
         inputs, _ = self._windows["test"]
         count = inputs.shape[0]
@@ -252,21 +262,27 @@ class ForecastTask(Task):
             start = str(times[0].astype("datetime64[m]")).replace("T", " ")
             words = {"start": start, "label": self.axis_labels()["value"]}
             examples.append({name: channel.to_units(values).tolist() for name, values in shown.items()} | words)
-        squared = (forecast.double() - truth.double()).square()
+        squared = _mean_squares(forecast, truth)
         found = {
             "examples": examples,
             "interval": INTERVAL,
-            "coverage": float(((forecast - truth).abs() <= width).double().mean()),
-            "error_by_lead": squared.mean(dim=(0, 1)).tolist(),
+            "coverage": int(((forecast - truth).abs() <= width).sum()) / truth.numel(),
+            "error_by_lead": squared.mean(0).tolist(),
             "train_windows": self._windows["train"][0].shape[0],
         }
         if len(self.data.channels) > 1:
-            found["error_by_column"] = dict(zip(self.data.names, squared.mean(dim=(0, 2)).tolist(), strict=True))
+            found["error_by_column"] = dict(zip(self.data.names, squared.mean(1).tolist(), strict=True))
         return found
+
+
+def _mean_squares(forecast: Tensor, truth: Tensor) -> Tensor:
+    """(channels, horizon): the mean squared error over the windows, in float64 without a copy of all of them."""
+    chunks = zip(forecast.split(CHUNK), truth.split(CHUNK), strict=True)
+    return torch.stack([(a.double() - b.double()).square().sum(0) for a, b in chunks]).sum(0) / forecast.shape[0]
 
 
 def _conformal_width(forecast: Tensor, truth: Tensor) -> Tensor:
     """(channels, horizon): how far from the forecast an interval reaches that holds ``INTERVAL`` of such errors."""
-    errors = (forecast - truth).abs().sort(dim=0).values
+    errors = (forecast - truth).abs()
     count = errors.shape[0]
-    return errors[min(count - 1, math.ceil(INTERVAL * (count + 1)) - 1)]
+    return errors.kthvalue(min(count, math.ceil(INTERVAL * (count + 1))), dim=0).values

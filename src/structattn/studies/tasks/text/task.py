@@ -19,6 +19,7 @@ from structattn.errors import ConfigError, DataError
 from structattn.files import absolute
 from structattn.layers.rotary import Rotary
 from structattn.models.language_model import LanguageModel
+from structattn.progress import counted
 from structattn.seeds import generator
 from structattn.studies.data.corpus import (
     Characters,
@@ -202,7 +203,8 @@ class TextTask(Task):
 
     def _eval_batches(self, split: Split) -> Iterator[Batch]:
         windows = self.eval_windows(split)
-        for tokens, documents in zip(windows.tokens.split(16), windows.documents.split(16), strict=True):
+        parts = list(zip(windows.tokens.split(16), windows.documents.split(16), strict=True))
+        for tokens, documents in counted(parts, f"scoring the {split} windows"):
             yield _as_batch(Windows(tokens, documents))
 
     def _mean(self, scored: Iterator[tuple[Tensor, Tensor]]) -> float:

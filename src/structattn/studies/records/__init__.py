@@ -1,0 +1,21 @@
+"""Results as typed records: what is written at the end of a run or a comparison, and all that a report reads."""
+
+from structattn.studies.records.common import FORMAT_VERSION, Hardware, Json
+from structattn.studies.records.comparison import BaselineRow, Choice, ComparisonRecord, Row, read_comparison
+from structattn.studies.records.run import ModelCosts, Progress, RunRecord, ScoreRecord, read_run
+
+__all__ = [
+    "FORMAT_VERSION",
+    "BaselineRow",
+    "Choice",
+    "ComparisonRecord",
+    "Hardware",
+    "Json",
+    "ModelCosts",
+    "Progress",
+    "Row",
+    "RunRecord",
+    "ScoreRecord",
+    "read_comparison",
+    "read_run",
+]

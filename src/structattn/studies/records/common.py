@@ -1,0 +1,67 @@
+"""What every record shares: the machine and the versions that a result depends on, reading a file, refusing a newer format."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from structattn.errors import CheckpointError
+from structattn.studies.records.typed import read_as
+
+Json = dict[str, Any]  # what a task or a user decides: settings, and what a task's own figures need
+FORMAT_VERSION = 2  # 1: before records had a version
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The machine of a run, as far as a timing depends on it.
+
+    Attributes:
+        cpu, device: names of the processor and of the accelerator, or ``"cpu"``.
+        cores, threads: of the machine, and those that PyTorch uses.
+        memory_gib: physical memory.
+    """
+
+    cpu: str
+    cores: int | None
+    threads: int | None = None
+    memory_gib: float | None
+    device: str
+
+
+def read_versioned(kind: type[T], data: object, where: str) -> T:
+    """A record of any format that this version knows: fields that an older one lacks get their defaults.
+
+    Raises:
+        CheckpointError: it was written by a newer version, or a field is wrong (see ``read_as``).
+    """
+    if not isinstance(data, dict):
+        return read_as(kind, data, where)
+    version = data.get("format_version", 1)
+    if version not in range(1, FORMAT_VERSION + 1):
+        raise CheckpointError(
+            f"{where}: expected format version {FORMAT_VERSION} or older, got {version!r}: it was written by another version of structattn"
+        )
+    return read_as(kind, {**data, "format_version": FORMAT_VERSION}, where)
+
+
+def read_file(kind: type[T], path: Path) -> T:
+    """The record of a JSON file.
+
+    Raises:
+        CheckpointError: the file is missing or no JSON, or as ``read_versioned``.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return read_versioned(kind, data, str(path))
+
+
+def to_json(record: Any) -> str:
+    """A record as the text of its file."""
+    return json.dumps(dataclasses.asdict(record), indent=1)

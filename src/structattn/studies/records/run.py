@@ -1,0 +1,129 @@
+"""The record of a finished run, ``run.json``, and of its scores on the test split, ``scores.json``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from structattn.studies.records.common import FORMAT_VERSION, Json, read_versioned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a run did.
+
+    Attributes:
+        step: optimizer steps that were run.
+        best_step: that of the lowest validation score.
+        history: one entry per validation: step, compute (forward FLOPs of all training examples so far), train_loss (mean since the last
+            one), validation_<metric>.
+        speeds: one entry per validation, of the training since the last one: step, seconds, tokens_per_second, mfu and hfu,
+            peak_memory_bytes so far. They differ from one run to the next, unlike ``history``.
+        seconds: training and validation, over all sessions of a resumed run.
+        peak_memory_bytes: of the last session.
+        compute: forward FLOPs of all training examples.
+    """
+
+    step: int
+    best_step: int
+    history: tuple[dict[str, float], ...]
+    speeds: tuple[dict[str, float], ...]
+    seconds: float
+    peak_memory_bytes: int
+    compute: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that all processes trained on, per second of training."""
+        return self._mean_speed("tokens_per_second")
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: those of the training steps over what the machine's matrix products could do meanwhile."""
+        return self._mean_speed("mfu")
+
+    def _mean_speed(self, name: str) -> float:
+        seconds = sum(entry["seconds"] for entry in self.speeds)
+        return sum(entry[name] * entry["seconds"] for entry in self.speeds) / seconds if seconds else 0.0
+
+    def final_validation_score(self, metric: str, patience: int | None) -> float:
+        """The validation score of the weights that the run ends with: the best ones under early stopping, else the last; infinite if it is
+        not finite."""
+        entries = [e for e in self.history if patience is None or e["step"] == self.best_step]
+        score = entries[-1][f"validation_{metric}"] if entries else math.inf
+        return float(score) if math.isfinite(score) else math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCosts:
+    """What a model costs, counted on its structure.
+
+    Attributes:
+        num_params: trainable parameters.
+        flops_per_example: forward FLOPs of one example, 2 per multiply-add.
+        rank: the largest rank that the bilinear form of one head can have, where the model says it.
+    """
+
+    num_params: int
+    flops_per_example: int
+    rank: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A finished run: ``run.json``, written once, after the weights.
+
+    Attributes:
+        task, spec, seed: what was trained.
+        data: SHA-256 of the data that the task read; empty where it makes its own.
+        config, task_config: settings of the training and of the task.
+        record: what a trained model needs besides settings and weights (see ``Task.record``).
+        progress: what the run did; ``None`` in a record of version 0.1.0, which has it in the last checkpoint.
+        model: what the model costs; ``None`` in a record of format 1.
+        model_sha256: of ``model.safetensors``.
+    """
+
+    format_version: int = FORMAT_VERSION
+    task: str
+    data: str = ""
+    spec: str
+    seed: int
+    config: Json
+    task_config: Json
+    record: Json = field(default_factory=dict)
+    progress: Progress | None = None
+    model: ModelCosts | None = None
+    model_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRecord:
+    """The scores of a finished run on the test split: ``scores.json``, written once.
+
+    Attributes:
+        model_sha256: of the weights that were scored.
+        metrics: by name.
+        details: what the task's own figures need (see ``Task.details``); empty but for the first seed.
+    """
+
+    model_sha256: str
+    metrics: dict[str, float]
+    details: Json
+
+
+def read_run(data: dict[str, Any], where: str) -> RunRecord:
+    """The record of a run from the data of any version.
+
+    Raises:
+        CheckpointError: see ``read_versioned``.
+    """
+    progress = data.get("progress")
+    if data.get("format_version", 1) == 1 and isinstance(progress, dict):
+        data = {**data, "progress": without_state(progress)}
+    return read_versioned(RunRecord, data, where)
+
+
+def without_state(progress: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint knows of the progress of a run, without what only matters while it runs."""
+    return {own.name: progress[own.name] for own in fields(Progress) if own.name in progress}

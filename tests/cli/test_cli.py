@@ -18,7 +18,7 @@ from structattn.cli import commands, main
 from structattn.errors import ConfigError
 from structattn.studies.settings import apply_overrides, from_plain, to_plain
 from structattn.studies.tasks.forecast.task import ForecastConfig, ForecastTask
-from structattn.studies.tasks.registry import TASKS, recipe_for
+from structattn.studies.tasks.registry import TASKS, presets_of, recipe_for
 from structattn.studies.training.checkpoint import latest_checkpoint, load_checkpoint
 
 SMALL = {
@@ -358,12 +358,12 @@ def test_plan_compares_specs_and_names_what_is_wrong(capsys) -> None:
 
 
 def test_every_task_has_a_smoke_preset() -> None:
-    assert all("smoke" in entry.presets for entry in TASKS.values())
+    assert all("smoke" in presets_of(task) for task in TASKS)
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_settings_survive_plain_data(task: str) -> None:
-    for name in TASKS[task].presets:
+    for name in presets_of(task):
         config = recipe_for(task, name).task
         assert from_plain(type(config), json.loads(json.dumps(to_plain(config)))) == config
 

@@ -58,17 +58,17 @@ def _num_processes() -> int:
 def _recipe(command: Compare | Train | Sweep) -> Any:
     """The preset's recipe with the settings of the command line."""
     from structattn.studies.settings import apply_overrides
-    from structattn.studies.tasks.registry import TASKS, recipe_for, task_entry
+    from structattn.studies.tasks.registry import TASKS, recipe_for, task_class
 
     overrides = list(command.set)
-    settings = task_entry(command.task).data
+    settings = task_class(command.task).data_options
     for name, value in (("data", command.data), ("time", command.time), ("target", command.target)):
         if value is None:
             continue
         if name not in settings:
-            tasks = ", ".join(task for task, entry in TASKS.items() if name in entry.data)
+            tasks = ", ".join(task for task in TASKS if name in task_class(task).data_options)
             raise ConfigError(f"--{name} belongs to {tasks}, not to {command.task}")
-        overrides.append(f"{settings[name]}={value}")
+        overrides.append(f"task.{settings[name]}={value}")
     recipe = apply_overrides(recipe_for(command.task, command.preset), tuple(overrides))
     if not isinstance(command, Compare):  # one run has no use for what else a recipe holds
         for text in command.set:
@@ -123,7 +123,7 @@ def _train(command: Train, session: Session) -> None:
     from structattn.studies.folders import Owner, check_owner, opened
     from structattn.studies.old_folders import run_record
     from structattn.studies.settings import to_plain
-    from structattn.studies.tasks.registry import task_entry
+    from structattn.studies.tasks.registry import task_class
     from structattn.studies.training.build import empty_model
     from structattn.studies.training.finished import is_finished
     from structattn.studies.training.loop import train
@@ -132,7 +132,7 @@ def _train(command: Train, session: Session) -> None:
         raise ConfigError("the processes of a launcher share one folder: give --out")
     recipe = _recipe(command)
     check_int("--seed", command.seed, minimum=0, maximum=MAX_SEED)
-    task = task_entry(command.task).make(recipe.task)
+    task = task_class(command.task)(recipe.task)
     settings = {
         "attention": command.attention,
         "seed": command.seed,

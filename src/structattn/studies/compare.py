@@ -293,7 +293,7 @@ def compare(
     """Trains every attention spec of a recipe and writes ``results.json``, figures (PNG, SVG) and ``report.html``.
 
     Args:
-        task_name: see ``recipes.TASKS``.
+        task_name: see ``tasks.registry.TASKS``.
         recipe: settings.
         out: output folder, created; each run has a folder below ``runs/``. Default: see ``folders.opened``.
         preset: its name, for the record.

@@ -17,7 +17,7 @@ from structattn.studies.data.corpus import Tokenizer, tokenizer_from
 from structattn.studies.data.plain_text import is_there
 from structattn.studies.settings import from_plain
 from structattn.studies.tasks.base import Task
-from structattn.studies.tasks.registry import task_entry
+from structattn.studies.tasks.registry import task_class
 from structattn.studies.tasks.text.task import TextConfig, TextTask
 from structattn.studies.training.build import spec_for
 from structattn.studies.training.finished import read_finished, read_record
@@ -92,19 +92,19 @@ def load_run(folder: Path, data_path: Path | None = None) -> Run:
     found = read_finished(folder)
     data = found.record
     with _reading(folder):
-        entry = task_entry(data["task"])
+        kind = task_class(data["task"])
         config = data["task_config"]
-        before = entry.make.data_path(config)
+        before = kind.data_path(config)
     if data_path is not None:
         if before is None:
             raise ConfigError(f"the run in {folder} was trained on data of the package: leave --data out")
-        config = entry.make.with_data_path(config, str(data_path))
+        config = kind.with_data_path(config, str(data_path))
     elif before is not None and not is_there(before):
         raise DataError(
             f"the run in {folder} was trained on {before}, which is not there: put it back, or name its new place with --data"
         )
     with _reading(folder):
-        task = entry.make(from_plain(entry.config, config))
+        task = kind(from_plain(kind.config_class, config))
         if data.get("data", task.data_sha256) != task.data_sha256:
             raise DataError(
                 f"the data have changed since the run in {folder} was trained, so that a score would mean nothing: put back what they were, or "

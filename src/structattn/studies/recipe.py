@@ -9,15 +9,9 @@ from typing import Any, Literal
 
 from structattn.errors import ConfigError
 from structattn.studies.settings import apply_overrides
-from structattn.studies.tasks.chronos.task import ChronosConfig
-from structattn.studies.tasks.forecast.task import ForecastConfig
-from structattn.studies.tasks.icl_regression.task import ICLRegressionConfig
-from structattn.studies.tasks.nearest_neighbor.task import NearestNeighborConfig
-from structattn.studies.tasks.text.task import TextConfig
 from structattn.studies.training.config import TrainingConfig
 
 MOST_RUNS = 100_000
-TaskConfig = NearestNeighborConfig | ForecastConfig | ICLRegressionConfig | TextConfig | ChronosConfig
 
 
 # The settings that a point of a grid has of its own.
@@ -39,7 +33,7 @@ class Recipe:
     """Everything that a comparison needs, so that it can be repeated.
 
     Args:
-        task: settings of data and model.
+        task: settings of data and model, a ``Task.config_class``.
         training: settings of one run, the same for every variant.
         attention: specs to compare.
         seeds: runs per variant, with seeds 0 ... seeds - 1.
@@ -63,7 +57,7 @@ class Recipe:
             together with budgets, or of what a variant sets.
     """
 
-    task: TaskConfig
+    task: Any
     training: TrainingConfig
     attention: tuple[str, ...]
     seeds: int = 1

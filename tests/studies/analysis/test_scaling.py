@@ -16,7 +16,7 @@ from structattn.studies.compare import _training
 from structattn.studies.data.corpus import Characters
 from structattn.studies.report.scaling import format_scaling, scaling_verdict
 from structattn.studies.settings import apply_overrides
-from structattn.studies.tasks.registry import TASKS, recipe_for
+from structattn.studies.tasks.registry import presets_of, recipe_for
 from structattn.studies.training.build import spec_for
 
 BUDGETS = (1e12, 2e12, 4e12, 8e12, 16e12)
@@ -208,7 +208,7 @@ def test_a_budget_of_any_size_is_counted_at_once(spec: str) -> None:
     assert training.warmup_steps == 100
 
 
-@pytest.mark.parametrize("preset", TASKS["text"].presets)
+@pytest.mark.parametrize("preset", presets_of("text"))
 def test_every_preset_has_models_that_fit(preset: str) -> None:
     recipe = recipe_for("text", preset)
     point = recipe.points()[-1]

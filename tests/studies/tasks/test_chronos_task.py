@@ -238,11 +238,11 @@ def version(name):
 importlib.metadata.version = version
 from structattn.errors import MissingDependencyError
 from structattn.studies.listings import presets
-from structattn.studies.tasks.registry import recipe_for, task_entry
+from structattn.studies.tasks.registry import recipe_for, task_class
 assert "chronos" in presets()
 assert "transformers" not in sys.modules
 try:
-    task_entry("chronos").make(recipe_for("chronos", "small").task)
+    task_class("chronos")(recipe_for("chronos", "small").task)
 except MissingDependencyError as error:
     assert "structattn[chronos]" in str(error), error
 else:

@@ -11,7 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from structattn.studies.settings import apply_overrides
-from structattn.studies.tasks.registry import TASKS, recipe_for, task_entry
+from structattn.studies.tasks.registry import TASKS, recipe_for, task_class
 from structattn.studies.tasks.text.task import TextConfig, TextTask
 from structattn.studies.training import loop
 from structattn.studies.training.config import TrainingConfig
@@ -101,13 +101,13 @@ SMALL = {
 def test_tasks_know_their_tokens(name: str) -> None:
     overrides, tokens = SMALL[name]
     recipe = apply_overrides(recipe_for(name, "default"), overrides)
-    task = task_entry(name).make(recipe.task)
+    task = task_class(name)(recipe.task)
     assert task.tokens(task.build_model("standard")) == tokens
 
 
 def test_a_curriculum_has_fewer_tokens_at_first() -> None:
     recipe = apply_overrides(recipe_for("icl-regression", "default"), ("task.dim=4", "task.num_points=16"))
     curriculum = dataclasses.replace(recipe.task.curriculum, start_points=8, interval=5, end_step=10)
-    task = task_entry("icl-regression").make(dataclasses.replace(recipe.task, curriculum=curriculum))
+    task = task_class("icl-regression")(dataclasses.replace(recipe.task, curriculum=curriculum))
     model = task.build_model("standard")
     assert [task.tokens(model, step) for step in (0, 5, 10)] == [16, 24, 32]

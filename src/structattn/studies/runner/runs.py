@@ -37,7 +37,7 @@ class Job:
     """One model to train.
 
     Args:
-        task_name: see ``recipes.TASKS``.
+        task_name: see ``tasks.registry.TASKS``.
         task: its settings.
         spec: attention variant.
         training: settings of the run.

@@ -15,7 +15,7 @@ from structattn.studies.recipe import MOST_RUNS
 from structattn.studies.runner.runs import Job
 from structattn.studies.settings import apply_overrides, full_name, to_plain
 from structattn.studies.sweep.space import ATTENTION, Parameter, RunSettings, Value, parse_parameters
-from structattn.studies.tasks.registry import task_entry
+from structattn.studies.tasks.registry import task_class
 
 REDUCTION = 4  # of ASHA: of the trials that reach a rung, the best quarter goes on
 _RECORD: dict[str, Any] = {
@@ -36,7 +36,7 @@ class SweepPlan:
     """What a sweep searches, and how.
 
     Args:
-        task_name: see ``recipes.TASKS``.
+        task_name: see ``tasks.registry.TASKS``.
         settings: of every run, but for the parameters.
         params: what is varied, as texts (see ``sweep_space``).
         trials: how many runs, all sessions together.
@@ -78,7 +78,7 @@ class SweepPlan:
             raise ConfigError(f"a sweep has at most {MOST_RUNS:,} trials, got {self.trials:,}")
         if self.scheduler not in ("asha", "none"):
             raise ConfigError(f"scheduler: {self.scheduler!r} is not asha or none")
-        check_spec = task_entry(self.task_name).make.check_spec
+        check_spec = task_class(self.task_name).check_spec
         object.__setattr__(self, "parameters", parse_parameters(self.params, self.settings, check_spec))
         swept = {parameter.name for parameter in self.parameters}
         fixed = {full_name(change.partition("=")[0].strip()) for change in self.changes}

@@ -39,22 +39,28 @@ class Task(ABC):
 
     Attributes:
         name: the word used on the command line.
+        config_class: of ``config``, a frozen dataclass: the settings, which have default values.
         metric: the key of ``evaluate`` that ranks methods and stops training early.
         metric_label: the metric in words with its unit, for axes and table heads.
         question: what the comparison answers, one sentence for the report.
         data_sha256: of the data that the task reads, so that a run does not go on with others; empty where it makes its own.
-        data_field: the names, from the outside in, of the field of ``config`` that holds the absolute path of a user's own data; empty
-            where there is none. The data are known by their digest: they may be moved.
+        data_options: for tasks that read the user's data, the setting of each option of the command line, such as
+            ``{"data": "data.path", "time": "data.time"}``. ``data`` is an absolute path. The data are identified by their digest, so they
+            may be moved.
         reads_text: whether its models know the parts of a text, which are the levels of ``mlr-text``.
     """
 
     name: ClassVar[str]
-    data_field: ClassVar[tuple[str, ...]] = ()
+    config_class: ClassVar[type[Any]]
+    data_options: ClassVar[dict[str, str]] = {}
     reads_text: ClassVar[bool] = False
     metric: str
     metric_label: str
     question: ClassVar[str]
     data_sha256: str = ""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     @classmethod
     def check_spec(cls, spec: str) -> None:
@@ -72,21 +78,24 @@ class Task(ABC):
     @classmethod
     def data_path(cls, config: dict[str, Any]) -> str | None:
         """Where the data of a task with these settings, as plain data, are; ``None`` for the task's own."""
+        if "data" not in cls.data_options:
+            return None
         value: Any = config
-        for name in cls.data_field:
+        for name in cls.data_options["data"].split("."):
             value = value[name]
-        return value if cls.data_field and value else None
+        return value or None
 
     @classmethod
     def with_data_path(cls, config: dict[str, Any], path: str | None) -> dict[str, Any]:
         """The same settings, as plain data, with the data at another place."""
-        if not cls.data_field:
+        if "data" not in cls.data_options:
             return config
         found = copy.deepcopy(config)
+        *sections, field = cls.data_options["data"].split(".")
         inner = found
-        for name in cls.data_field[:-1]:
+        for name in sections:
             inner = inner[name]
-        inner[cls.data_field[-1]] = path
+        inner[field] = path
         return found
 
     @classmethod

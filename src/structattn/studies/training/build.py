@@ -35,7 +35,7 @@ def empty_model(task: Task, spec: str, parametrization: Parametrization) -> nn.M
     Raises:
         ConfigError: the spec does not fit, or the parameters need more memory than this machine has.
     """
-    layers = getattr(task.config, "num_layers", 1)  # type: ignore[attr-defined]
+    layers = getattr(task.config, "num_layers", 1)
     if layers > _MOST_LAYERS:
         raise ConfigError(f"task.num_layers must be at most {_MOST_LAYERS:,}, got {layers:,}")
     try:

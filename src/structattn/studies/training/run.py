@@ -92,7 +92,7 @@ class Run:
                     "spec": spec,
                     "seed": seed,
                     "config": _lasting(dataclasses.asdict(config)),
-                    "task_config": dataclasses.asdict(task.config),  # type: ignore[attr-defined]
+                    "task_config": dataclasses.asdict(task.config),
                 }
             )
         )

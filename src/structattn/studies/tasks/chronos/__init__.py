@@ -1,1 +1,11 @@
-"""Chronos forecasters with structured attention."""
+"""Chronos: a T5 with structured self-attention forecasts time series as sequences of tokens.
+
+Trained from scratch or fine-tuned from a checkpoint, on synthetic series and on ETTh1; needs the extra ``chronos``.
+"""
+
+from structattn.studies.tasks.chronos.presets import PRESETS
+from structattn.studies.tasks.chronos.task import ChronosTask
+
+__all__ = ["PRESETS", "TASK"]
+
+TASK = ChronosTask

@@ -24,7 +24,7 @@ _SMALL = Recipe(
     attention=("standard", "mlr:8|4|2|2", "window:24"),
 )
 
-CHRONOS_PRESETS = {
+PRESETS = {
     "default": Preset(
         _SMALL,
         "a T5 of 0.3 million parameters from scratch, 24 hours ahead from 96, 400 steps, one seed; 3.5 minutes on 2 CPU cores (measured)",

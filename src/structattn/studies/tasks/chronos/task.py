@@ -8,7 +8,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -166,13 +166,14 @@ class ChronosTask(Task):
     """
 
     name = "chronos"
-    data_field = ("checkpoint",)
+    config_class = ChronosConfig
+    data_options: ClassVar[dict[str, str]] = {"data": "checkpoint"}
     metric = "nats_per_token"
     metric_label = "cross entropy of the next token, nats"
     question = "Does structured self-attention help a Chronos T5 to forecast series that it never saw?"
 
     def __init__(self, config: ChronosConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self._bridge = _chronos()
         self._start = self._load() if config.checkpoint else None
         self.tokenizer = self._bridge.tokenizer_of(self.t5_config)

@@ -1,1 +1,11 @@
-"""Forecasting of time series."""
+"""Forecasting: a patch transformer forecasts columns of a time series.
+
+On the packaged ETTh1 or a CSV file, against simple methods and the models of neuralforecast.
+"""
+
+from structattn.studies.tasks.forecast.presets import PRESETS
+from structattn.studies.tasks.forecast.task import ForecastTask
+
+__all__ = ["PRESETS", "TASK"]
+
+TASK = ForecastTask

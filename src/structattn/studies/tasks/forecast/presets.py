@@ -71,7 +71,7 @@ _PAPER = Recipe(
     search=("steps=200: training.steps=200", "steps=1000: training.steps=1000"),
 )
 
-FORECAST_PRESETS = {
+PRESETS = {
     "default": Preset(_DEMO, "ETTh1 OT, 336 to 96, three seeds"),
     "demo": Preset(replace(_DEMO, seeds=1), "the same with one seed"),
     "ett": Preset(

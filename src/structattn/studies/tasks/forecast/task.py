@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -108,7 +108,8 @@ class ForecastTask(Task):
     """
 
     name = "forecast"
-    data_field = ("data", "path")
+    config_class = ForecastConfig
+    data_options: ClassVar[dict[str, str]] = {"data": "data.path", "time": "data.time", "target": "data.target"}
     metric = "mse"
     metric_label = "mean squared error, scaled target"
     question = (
@@ -116,7 +117,7 @@ class ForecastTask(Task):
     )
 
     def __init__(self, config: ForecastConfig) -> None:
-        self.config = config
+        super().__init__(config)
         path = None if config.data.path is None else Path(config.data.path)
         with doing(f"reading {'ETTh1' if path is None else path}"):
             series = read_columns(path, config.data.time, config.data.target)

@@ -1,1 +1,8 @@
-"""Learning a function from examples in the context."""
+"""In-context regression: a transformer learns to learn a random function from the examples in its prompt (Garg et al. 2022)."""
+
+from structattn.studies.tasks.icl_regression.presets import PRESETS
+from structattn.studies.tasks.icl_regression.task import ICLRegressionTask
+
+__all__ = ["PRESETS", "TASK"]
+
+TASK = ICLRegressionTask

@@ -119,7 +119,7 @@ def _paper(dim: int) -> Recipe:
     )
 
 
-ICL_PRESETS = {
+PRESETS = {
     "default": Preset(_smoke(), "the same as smoke"),
     "smoke": Preset(_smoke(), "d = 4, 600 steps: shows that it trains, not what it learns; 72 seconds on 2 CPU cores"),
     "bottleneck": Preset(

@@ -175,12 +175,12 @@ class ICLRegressionTask(Task):
     """
 
     name = "icl-regression"
+    config_class = ICLRegressionConfig
     metric = "last_point_error"
     metric_label = "squared error at the last point, over that of predicting 0 (1 = knows nothing)"
     question = "Which score structures let a transformer learn a function from the examples in its context?"
 
-    def __init__(self, config: ICLRegressionConfig) -> None:
-        self.config = config
+    config: ICLRegressionConfig
 
     def data_summary(self) -> dict[str, str]:
         """The size of a prompt."""

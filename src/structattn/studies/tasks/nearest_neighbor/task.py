@@ -46,6 +46,7 @@ class NearestNeighborTask(Task):
     """Squared error per dimension, 1 = knows nothing (predicting zero), 0 = always finds the point."""
 
     name = "nearest-neighbor"
+    config_class = NearestNeighborConfig
     metric = "nmse"
     metric_label = "squared error per dimension (1 = knows nothing)"
     question = (
@@ -53,8 +54,7 @@ class NearestNeighborTask(Task):
         "a score of limited rank?"
     )
 
-    def __init__(self, config: NearestNeighborConfig) -> None:
-        self.config = config
+    config: NearestNeighborConfig
 
     def data_summary(self) -> dict[str, str]:
         """The size of an example."""

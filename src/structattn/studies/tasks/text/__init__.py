@@ -1,1 +1,11 @@
-"""Language modelling."""
+"""Language modelling: a causal transformer predicts the next character or token of a text.
+
+On a packaged excerpt, a text file, or a corpus of ``structattn data prepare text``.
+"""
+
+from structattn.studies.tasks.text.presets import PRESETS
+from structattn.studies.tasks.text.task import TextTask
+
+__all__ = ["PRESETS", "TASK"]
+
+TASK = TextTask

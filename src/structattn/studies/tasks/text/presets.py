@@ -116,7 +116,7 @@ def _paper() -> Recipe:
 
 _SMOKE = TextConfig(context_length=128, embed_dim=64, num_layers=2, eval_windows=64)
 
-TEXT_PRESETS = {
+PRESETS = {
     "default": Preset(
         _plain(TextConfig(), 1000, 16, ("standard", "mlr:8|8|8|8", "mlr:16|8|4|4", "window:64")),
         "characters, 1 MB of PEPs, 256 of context, 1,000 steps",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -102,12 +102,13 @@ class TextTask(Task):
     """
 
     name = "text"
-    data_field = ("data",)
+    config_class = TextConfig
+    data_options: ClassVar[dict[str, str]] = {"data": "data"}
     reads_text = True
     question = "Does a language model get better when near characters are compared in more dimensions than far ones?"
 
     def __init__(self, config: TextConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self.tokenizer, self.splits, self.data_sha256, source = _opened(config.data)
         unit = "char" if self.tokenizer.unit == "char" else "byte"
         self.metric = f"nats_per_{unit}"

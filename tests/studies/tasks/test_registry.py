@@ -1,0 +1,79 @@
+"""Tasks by name: one from outside the package works in every command, and nothing but its folder knows its name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from structattn.cli import main
+from structattn.errors import ConfigError
+from structattn.studies.tasks.registry import TASKS, recipe_for, register_task, task_class
+
+
+@pytest.fixture
+def mean() -> Iterator[str]:
+    """A task outside of the package, registered by its import; forgotten after the test."""
+    import mean_task
+
+    yield mean_task.TASK.name
+    forget()
+
+
+def forget() -> None:
+    TASKS.pop("mean", None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mean_task"]:
+        del sys.modules[name]
+
+
+def test_a_task_from_outside_works_in_every_command(mean: str, tmp_path: Path, capsys) -> None:
+    def printed(*words: str) -> str:
+        assert main(list(words)) == 0
+        return capsys.readouterr().out
+
+    assert "4 points of dimension 8" in printed("presets")
+    assert "task.num_points" in printed("settings", mean)
+    run, compared = str(tmp_path / "run"), tmp_path / "compared"
+    trained = printed("train", mean, "--attention", "mlr:2|2", "--set", "task.num_points=6", "--out", run)
+    assert trained.splitlines()[0] in printed("evaluate", run)
+    printed("compare", mean, "--preset", "smoke", "--out", str(compared))
+    results = json.loads((compared / "results.json").read_text())
+    assert (results["task"], [row["spec"] for row in results["rows"]]) == ("mean", ["standard", "mlr:2|2"])
+    assert "Can attention average?" in (compared / "report.html").read_text()
+
+
+def test_a_worker_knows_the_task_of_the_settings_that_it_gets(mean: str) -> None:
+    settings = pickle.dumps(recipe_for(mean, "default"))
+    forget()  # as in a new process
+    assert mean not in TASKS
+    pickle.loads(settings)
+    assert task_class(mean).name == mean
+
+
+def test_a_name_is_given_once() -> None:
+    register_task("text", TASKS["text"])  # again: a package may be imported twice
+    with pytest.raises(ConfigError, match=r"the task 'text' is that of structattn.studies.tasks.text: choose another"):
+        register_task("text", "mean_task")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_has_the_name_of_the_registry_and_a_documentation_string(name: str) -> None:
+    task = task_class(name)
+    assert task.name == name
+    assert len(sys.modules[TASKS[name]].__doc__ or "") > 40
+    for option, setting in task.data_options.items():
+        assert option in ("data", "time", "target")
+        value = task.config_class()
+        for field in setting.split("."):
+            value = getattr(value, field)
+
+
+def test_the_names_are_known_before_anything_heavy_is_imported() -> None:
+    code = "import sys; from structattn.studies.tasks.registry import TASKS; print(len(TASKS), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == [str(len(TASKS)), "False"], done.stderr

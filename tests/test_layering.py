@@ -12,6 +12,7 @@ FLOORS = {
     "errors": 0,
     "checks": 1,
     "files": 2,
+    "memory": 2,
     "seeds": 2,
     "progress": 2,
     "layout": 3,

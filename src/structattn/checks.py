@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import UnionType
 from typing import Any
 
@@ -15,7 +18,20 @@ from structattn.errors import ConfigError, ShapeError, nearest_name
 
 MAX_SIZE = 2**31 - 1  # of one dimension: more is a mistake, and no memory holds it
 MAX_SEED = 2**63 - 1  # what a generator of torch takes
+MAX_SCALE = 1e20  # of scores: far above it float32 holds no product with one, and softmax has long been a maximum
 MAX_LENGTH = 2**40  # of positions, which some layouts count in int64 together with a row
+_LONGEST_NAME = 255  # bytes of a file name: no common file system has longer ones
+INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # those that torch computes with
+
+
+def shortened(text: str, longest: int = 200) -> str:
+    """The beginning of a text that is too long for a message."""
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def quoted(value: object, longest: int = 200) -> str:
+    """A wrong value as Python writes it, so that every letter can be printed; only its beginning where it is long."""
+    return shortened(repr(value), longest)
 
 
 def describe(value: object) -> str:
@@ -27,15 +43,14 @@ def describe(value: object) -> str:
     if value is None:
         return "None"
     if isinstance(value, Tensor):
-        if value.is_nested:  # of the older kind it has no shape, and asking for it fails
-            return "a nested Tensor"
+        if value.is_nested or is_lazy(value):  # it has no shape, and asking for it fails
+            return "a nested Tensor" if value.is_nested else "a parameter that has no shape yet"
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     kind = type(value).__name__
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, str | int | float | complex | tuple | list | dict | set | bytes):
-        text = repr(value)
-        return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
+        return f"{quoted(value, 60)} ({kind})"
     return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
 
 
@@ -111,6 +126,13 @@ def check_number(
         )
 
 
+def check_scale(name: str, value: Any) -> None:
+    """Raises ``ConfigError`` unless ``value`` is a number that others can be multiplied by and stay finite in float32."""
+    check_number(name, value)
+    if not -MAX_SCALE <= value <= MAX_SCALE:
+        raise ConfigError(f"{name} must be from {-MAX_SCALE} to {MAX_SCALE}, got {describe(value)}")
+
+
 def check_bool(name: str, value: Any) -> None:
     """Raises ``ConfigError`` unless ``value`` is ``True`` or ``False``."""
     if not isinstance(value, bool | torch.SymBool):
@@ -123,7 +145,7 @@ def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
     if not isinstance(value, str):
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, known))}, got {describe(value)}")
     if value not in known:
-        raise ConfigError(f"unknown {name} {value!r}: {nearest_name(value, known)}")
+        raise ConfigError(f"unknown {name} {quoted(value)}: {nearest_name(value, known)}")
 
 
 def check_type(
@@ -137,6 +159,17 @@ def check_type(
     """
     if not isinstance(value, kinds):
         raise ConfigError(f"{name} must be {expected}, got {describe(value)}{'; ' + remedy if remedy else ''}")
+
+
+def check_path(name: str, value: Any) -> Path:
+    """The path; raises ``ConfigError`` unless it is the text or ``Path`` of a name that a file can have."""
+    name_bytes = b""
+    if isinstance(value, str | Path) and "\0" not in str(value):
+        with contextlib.suppress(UnicodeEncodeError):  # a lone surrogate
+            name_bytes = os.fsencode(Path(value).name)
+    if not 1 <= len(name_bytes) <= _LONGEST_NAME:
+        raise ConfigError(f"{name} must be the name of a file or folder, or a Path, got {describe(value)}")
+    return Path(value)
 
 
 def check_tensor(name: str, value: Any) -> None:
@@ -183,9 +216,8 @@ def is_autocast(value: Tensor) -> bool:
 def check_int_tensor(name: str, value: Any, shape: tuple[int | None, ...]) -> None:
     """Raises ``ShapeError`` unless ``value`` is a tensor of ints of that shape, in which ``None`` is any size."""
     check_tensor(name, value)
-    is_int = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
     fits = value.dim() == len(shape) and all(b in (None, a) for a, b in zip(value.shape, shape, strict=True))
-    if not (is_int and fits):
+    if not (fits and value.dtype in INT_DTYPES):
         wanted = ", ".join("any" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "")
         raise ShapeError(
             f"{name} must be ints (such as torch.int64) of shape ({wanted}), got {value.dtype} of shape {tuple(value.shape)}"
@@ -212,7 +244,9 @@ def check_device(name: str, value: Any) -> torch.device:
         torch.empty(0, device=device)
     except (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{name} must be a device of this machine, got {describe(value)}: {reason}") from None
+        raise ConfigError(
+            f"{name} must be a device of this machine, got {describe(value)}: {shortened(reason)}"
+        ) from None
     return device
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from structattn.checks import check_device, check_type, describe
-from structattn.errors import CheckpointError, ConfigError
+from structattn.checks import check_device, check_path
+from structattn.errors import CheckpointError
 from structattn.files import write_atomic
 from structattn.layout.levels import GlobalWindowLayout, Layout, LevelLayout
 from structattn.layout.text import TextHistory, TextUnits
@@ -44,13 +44,6 @@ def _digest(record: str, tensors: dict[str, Tensor]) -> str:
     return hashlib.sha256(record.encode() + save_tensors(tensors)).hexdigest()
 
 
-def _path(path: str | Path) -> Path:
-    check_type("path", path, (str, Path), "a file name or a Path")
-    if not Path(path).name or "\0" in str(path):
-        raise ConfigError(f"path must be a file name or a Path, got {describe(str(path))}")
-    return Path(path)
-
-
 State = tuple[dict[str, Any], dict[str, Tensor]]
 
 
@@ -61,7 +54,7 @@ def save(path: str | Path, layers: Sequence[tuple[State, Layout | None]], text: 
         ConfigError: the path is none.
         CheckpointError: it cannot be written; a file that was there is untouched, and no folder is made.
     """
-    path = _path(path)
+    path = check_path("path", path)
     if not path.parent.is_dir():
         raise CheckpointError(
             f"cannot write the cache {path}: there is no folder {path.parent}; make it, or correct the path"
@@ -91,7 +84,7 @@ def load(
         ConfigError: the path or the device is none.
         CheckpointError: the file is missing, truncated, changed, or not a cache.
     """
-    path = _path(path)
+    path = check_path("path", path)
     device = None if device is None else check_device("device", device)
     try:
         with safe_open(str(path), framework="pt") as file:

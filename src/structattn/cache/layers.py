@@ -18,6 +18,7 @@ from structattn.cache.undo import all_or_nothing
 from structattn.checks import check_size, check_type, describe
 from structattn.errors import CacheError, ConfigError
 from structattn.layout.text import TextHistory
+from structattn.memory import check_memory
 
 
 class LayerCaches(Sequence[LevelCache]):
@@ -148,6 +149,7 @@ class LayerCaches(Sequence[LevelCache]):
         """Every row ``repeats`` times; see ``LevelCache.repeat_interleave``."""
         check_size("repeats", repeats)
         if self.batch_size is not None:
+            check_memory(f"{repeats} copies of the rows", repeats * (self.nbytes + 64 * self.batch_size), torch.uint8)
             self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def save(self, path: str | Path) -> None:

@@ -16,11 +16,13 @@ from structattn.cache import decode, files, fused
 from structattn.cache.contents import Contents, Shape
 from structattn.cache.latent import Latent
 from structattn.checks import (
+    INT_DTYPES,
     MAX_LENGTH,
     MAX_SIZE,
     check_choice,
     check_int,
-    check_number,
+    check_int_tensor,
+    check_scale,
     check_size,
     check_tensor,
     check_type,
@@ -30,13 +32,13 @@ from structattn.checks import (
 from structattn.errors import CacheError, ConfigError, ShapeError
 from structattn.layout.levels import GlobalWindowLayout, Layout, LevelLayout
 from structattn.layout.text import TextLayout
+from structattn.memory import check_memory
 from structattn.ops import Backend, structured_attention
 from structattn.ops.checks import autocasted, check_tensors, taken_dtype, without_autocast
 
 # So many new tokens at once are decoded one run after the other; more are computed as a stretch of a sequence.
 _FEW_TOKENS = 16
 PAGE_SIZE = 1024  # tokens
-_INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class LevelCache:
@@ -171,6 +173,7 @@ class LevelCache:
             int64 (count,), or (B, count) with left padding, negative in the padding.
         """
         check_int("count", count, minimum=0, maximum=MAX_SIZE)
+        check_memory(f"{count} positions", count * (self.batch_size or 1), torch.int64)
         steps = torch.arange(self.length, self.length + count)
         return steps if self._padding is None else steps - torch.tensor(self._padding)[:, None]
 
@@ -221,7 +224,7 @@ class LevelCache:
     ) -> Tensor:
         check_choice("backend", backend, get_args(Backend))
         if scale is not None:
-            check_number("scale", scale)
+            check_scale("scale", scale)
         check_tensor("q", q)
         contents = self._checked(q, k, v, layout)
         q, k, v = autocasted(q, k, v)
@@ -355,11 +358,13 @@ class LevelCache:
             device=k.device,
         )
         if layout is not None and self.text is None:
-            raise ConfigError(f"the layout of this cache is always {self.layout}: leave layout at None, got {layout}")
+            raise ConfigError(
+                f"the layout of this cache is always {self.layout}: leave layout at None, got {describe(layout)}"
+            )
         if self.text is not None:
             if layout is None or not self.text.fits(layout):
                 raise ConfigError(
-                    f"a cache with {self.text} needs its levels with the segments that the tokens see: got {layout}"
+                    f"a cache with {self.text} needs its levels with the segments that the tokens see: got {describe(layout)}"
                 )
             if len(layout.boundaries or ()) != found.batch:
                 raise ShapeError(
@@ -469,7 +474,7 @@ class LevelCache:
             ShapeError: it is not of that shape, or an index is out of range.
         """
         check_tensor("indices", indices)
-        if indices.dim() != 1 or indices.dtype not in _INTS or not len(indices) or indices.is_meta:
+        if indices.dim() != 1 or indices.dtype not in INT_DTYPES or not len(indices) or indices.is_meta:
             raise ShapeError(
                 f"indices must be a 1-dimensional int tensor, not on the meta device, got {indices.dtype} {tuple(indices.shape)}"
             )
@@ -493,6 +498,7 @@ class LevelCache:
         """Every row ``repeats`` times, one behind the other."""
         check_size("repeats", repeats)
         if self.batch_size is not None:
+            check_memory(f"{repeats} copies of the rows", repeats * (self.nbytes + 64 * self.batch_size), torch.uint8)
             self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -599,10 +605,9 @@ def _facts(latent: Latent) -> tuple[int, int, bool]:
 
 
 def _padding(given: Tensor | Sequence[int]) -> tuple[int, ...]:
-    has_numbers = (
-        isinstance(given, Tensor) and not given.is_nested and given.layout == torch.strided and not given.is_meta
-    )
-    values = given.tolist() if isinstance(given, Tensor) and has_numbers else given
+    if isinstance(given, Tensor):
+        check_int_tensor("left_padding", given, (None,))
+    values = given.tolist() if isinstance(given, Tensor) and not given.is_meta else given
     fits = isinstance(values, list | tuple) and values and all(is_int(x) and 0 <= x <= MAX_LENGTH for x in values)
     if not fits:
         raise ConfigError(f"left_padding needs one int of at least 0 per batch row, got {describe(given)}")

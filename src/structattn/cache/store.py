@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from structattn.errors import CacheError
+from structattn.memory import free_memory
 
 # Slots on a GPU: rows that begin at 16 bytes can be loaded 16 bytes at a time, in any dtype.
 _ALIGNMENT = 16
@@ -196,11 +196,11 @@ class Store:
 
 
 def _check_memory(like: Tensor, nbytes: int) -> None:
-    """Raises ``CacheError`` for more memory than this machine has: taking it would end the process, and with it all work."""
-    if like.device.type == "cpu" and hasattr(os, "sysconf"):
-        most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if nbytes > most:
+    """Raises ``CacheError`` for more memory than this machine has left: taking it would end the process, and with it all work."""
+    if like.device.type == "cpu" and nbytes > 2**28:  # for less it is not worth asking
+        free = free_memory()
+        if free is not None and nbytes > free:
             raise CacheError(
-                f"the cache would take {nbytes:,} bytes for one level of one layer, and this machine has {most:,}: give a smaller "
+                f"the cache would take {nbytes:,} bytes for one level of one layer, and this machine has {free:,} left: give a smaller "
                 "max_length or page_size, or leave them at their defaults, with which memory grows with the tokens"
             )

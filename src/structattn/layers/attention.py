@@ -38,6 +38,7 @@ from structattn.layout.levels import (
     visible_pairs_per_level,
 )
 from structattn.layout.text import TextLayout
+from structattn.memory import check_memory
 from structattn.ops import Backend, structured_attention
 from structattn.ops.checks import taken_dtype
 from structattn.optim.mup import Role
@@ -181,6 +182,7 @@ class Attention(nn.Module):
         self.scoring = scoring.build(shape)
         ranks = self.scoring.level_sizes if layout is None else layout.ranks
         self.rotary = rotary.build(ranks) if isinstance(rotary, Rotary) else rotary
+        check_memory(f"the projections of an Attention of embed_dim {embed_dim}", 2 * embed_dim * embed_dim)
         self.value_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         for linear in (self.value_proj, self.out_proj):
@@ -372,10 +374,12 @@ class Attention(nn.Module):
         if isinstance(self.layout, TextLayout):
             if not self.layout.fits(layout):
                 raise ConfigError(
-                    f"a module with {self.layout} needs the layout of each text, layout.at(text_units.segments(tokens)): got {layout}"
+                    f"a module with {self.layout} needs the layout of each text, layout.at(text_units.segments(tokens)): got {_named(layout)}"
                 )
         elif layout is not None:
-            raise ConfigError(f"the layout of this module is always {self.layout}: leave layout at None, got {layout}")
+            raise ConfigError(
+                f"the layout of this module is always {self.layout}: leave layout at None, got {_named(layout)}"
+            )
         return self._known_layout if layout is None else layout
 
     @property
@@ -521,6 +525,11 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         """The layout and the window, for ``repr``."""
         return f"layout={self.layout}, window={self.window}, is_causal={self.is_causal}"
+
+
+def _named(layout: object) -> str:
+    """A layout of a call, or whatever else was given, for a message."""
+    return str(layout) if isinstance(layout, LevelLayout) else describe(layout)
 
 
 def _has_levels_of(cache: LevelCache, other: Layout | TextLayout | None) -> bool:

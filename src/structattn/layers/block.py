@@ -11,6 +11,7 @@ from structattn.checks import check_bool, check_like, check_number, check_size, 
 from structattn.errors import ShapeError
 from structattn.layers.attention import Attention, check_states
 from structattn.layout.levels import LevelLayout
+from structattn.memory import check_memory
 from structattn.optim.mup import Role
 
 
@@ -32,6 +33,7 @@ class MLP(nn.Module):
             check_size(name, size)
         check_bool("bias", bias)
         check_number("dropout", dropout, minimum=0, maximum=1)
+        check_memory(f"the layers of an MLP of embed_dim {embed_dim} and ratio {ratio}", 2 * ratio * embed_dim**2)
         self.up = nn.Linear(embed_dim, ratio * embed_dim, bias=bias)
         self.down = nn.Linear(ratio * embed_dim, embed_dim, bias=bias)
         self.activation = nn.GELU()

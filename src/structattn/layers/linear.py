@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from structattn.checks import check_bool, check_device, check_int, check_tensor, check_type, describe
+from structattn.checks import check_bool, check_device, check_size, check_tensor, check_type, describe, quoted
 from structattn.errors import ConfigError, ShapeError
 from structattn.matrices import Structure, StructuredMatrix
 from structattn.optim.mup import Role
@@ -98,8 +98,8 @@ class StructuredLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_int("in_features", in_features, minimum=1)
-        check_int("out_features", out_features, minimum=1)
+        check_size("in_features", in_features)
+        check_size("out_features", out_features)
         check_bool("bias", bias)
         device = None if device is None else check_device("device", device)
         if isinstance(structure, StructuredMatrix):
@@ -113,7 +113,7 @@ class StructuredLinear(nn.Module):
         else:
             self.matrix = Structure.of(structure).build(out_features, in_features)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"StructuredLinear: dtype must be a floating torch.dtype, got {dtype!r}")
+            raise ConfigError(f"StructuredLinear: dtype must be a floating torch.dtype, got {describe(dtype)}")
         self.in_features = in_features
         self.out_features = out_features
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
@@ -204,7 +204,7 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
     check_type("model", model, nn.Module, "a torch.nn.Module")
     if not callable(rule) or isinstance(rule, type | nn.Module):
         raise ConfigError(
-            f"the rule is called with every nn.Linear, got {describe(rule)}; for all layers: lambda layer: {rule!r}"
+            f"the rule is called with every nn.Linear, got {describe(rule)}; for all layers: lambda layer: {quoted(rule)}"
         )
     owners: dict[int, set[int]] = {}
     for module in model.modules():

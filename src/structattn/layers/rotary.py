@@ -12,7 +12,17 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from structattn.checks import MAX_LENGTH, check_choice, check_number, check_size, check_tensor, check_type, describe
+from structattn.checks import (
+    INT_DTYPES,
+    MAX_LENGTH,
+    check_choice,
+    check_number,
+    check_size,
+    check_tensor,
+    check_type,
+    describe,
+    quoted,
+)
 from structattn.errors import ConfigError, ShapeError, nearest_name
 from structattn.layout.partition import positive_ints
 
@@ -23,6 +33,7 @@ SCALING_KINDS: tuple[ScalingKind, ...] = get_args(ScalingKind)
 
 _FORM = "SPLIT[,base=B][,linear=S | ,ntk=S | ,yarn=S@LENGTH], such as low_far,base=500000,ntk=4"
 _DEFAULT_BASE = 10_000.0
+_MOST_DIMS = 2**20  # of a level: its frequencies are written out one by one
 # YaRN's bounds, in turns within the original length: below the first interpolated fully, above the second not at all.
 _FEW_TURNS, _MANY_TURNS = 1.0, 32.0
 
@@ -68,7 +79,7 @@ class RotaryScaling:
         length = self.original_length
         if self.kind != "yarn":
             if length is not None:
-                raise ConfigError(f"{self.kind} scaling has no original_length: leave it at None, got {length!r}")
+                raise ConfigError(f"{self.kind} scaling has no original_length: leave it at None, got {quoted(length)}")
         else:
             check_size("the original_length of yarn scaling, the context length of training,", length, MAX_LENGTH)
 
@@ -84,9 +95,11 @@ class RotaryScaling:
             if known == kind:
                 factor, at, length = rest.partition("@")
                 if at and not re.fullmatch("[0-9]{1,18}", length):
-                    raise ConfigError(f"rotary scaling {text!r}: expected a whole number behind @, got {length!r}")
+                    raise ConfigError(
+                        f"rotary scaling {quoted(text)}: expected a whole number behind @, got {quoted(length)}"
+                    )
                 return cls(kind=known, factor=_read_number(factor, text), original_length=int(length) if at else None)
-        raise ConfigError(f"rotary scaling {text!r}: {nearest_name(kind, SCALING_KINDS)}")
+        raise ConfigError(f"rotary scaling {quoted(text)}: {nearest_name(kind, SCALING_KINDS)}")
 
     def __str__(self) -> str:
         length = "" if self.original_length is None else f"@{self.original_length}"
@@ -184,7 +197,7 @@ class Rotary:
         for option in options:
             key, _, value = option.partition("=")
             if key != "base" and key not in SCALING_KINDS:
-                raise _fail(text, f"unknown option {key!r}: {nearest_name(key, ('base', *SCALING_KINDS))}")
+                raise _fail(text, f"unknown option {quoted(key)}: {nearest_name(key, ('base', *SCALING_KINDS))}")
             field = "base" if key == "base" else "scaling"
             if field in fields:
                 raise _fail(text, f"the {field} is given twice")
@@ -207,7 +220,7 @@ class Rotary:
         Raises:
             ConfigError: a rank is not a positive int.
         """
-        pairs = [rank // 2 for rank in positive_ints(ranks, "ranks")]
+        pairs = [rank // 2 for rank in positive_ints(ranks, "ranks", _MOST_DIMS)]
         levels = range(len(pairs))
         if self.split == "per_level":
             return tuple(self._range(count) for count in pairs)
@@ -259,7 +272,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         check_type("rotary", rotary, Rotary, "a Rotary", "Rotary.parse reads text")
         self.rotary = rotary
-        self.ranks = positive_ints(ranks, "ranks")
+        self.ranks = positive_ints(ranks, "ranks", _MOST_DIMS)
         self.head_dim = sum(self.ranks)
         self.frequencies = rotary.frequencies(self.ranks)
         self._amplitude = 1.0 if rotary.scaling is None else rotary.scaling.amplitude
@@ -327,7 +340,7 @@ class RotaryEmbedding(nn.Module):
             raise ShapeError(
                 f"x, positions and this module need one device: they are on {x.device}, {positions.device} and {self.turns.device}"
             )
-        if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        if positions.dtype not in INT_DTYPES:
             raise ShapeError(f"positions must be of an integer dtype, such as torch.int64; got {positions.dtype}")
         cos, sin = self._cos_sin(positions, torch.float64 if x.dtype == torch.float64 else torch.float32)
         return (x * cos + self._partner(x) * sin).to(x.dtype)
@@ -355,7 +368,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def _fail(text: str, problem: str) -> ConfigError:
-    return ConfigError(f"rotary {text!r}: {problem}. The form is {_FORM}")
+    return ConfigError(f"rotary {quoted(text)}: {problem}. The form is {_FORM}")
 
 
 def _text(text: object, what: str) -> str:
@@ -367,7 +380,7 @@ def _text(text: object, what: str) -> str:
 def _read_number(text: str, whole: str) -> float:
     # `float` alone reads too much: nan, infinity, 1_000.
     if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?", text):
-        raise _fail(whole, f"expected a number, such as 4 or 1.5, got {text!r}")
+        raise _fail(whole, f"expected a number, such as 4 or 1.5, got {quoted(text)}")
     return float(text)
 
 

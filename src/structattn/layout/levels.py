@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from structattn.checks import (
+    INT_DTYPES,
     MAX_LENGTH,
     check_bool,
     check_choice,
     check_int,
-    check_number,
+    check_scale,
     check_size,
     check_tensor,
     describe,
@@ -202,7 +203,7 @@ class LevelLayout:
         per_rank = tuple(1 / rank for rank in self.ranks)
         ones = (1.0,) * self.num_levels
         if scale is not None:
-            check_number("scale", scale)
+            check_scale("scale", scale)
             scale = (
                 float(scale) if isinstance(scale, int) else scale
             )  # an int may be larger than any that a tensor takes
@@ -461,7 +462,7 @@ Layout = LevelLayout | GlobalWindowLayout
 
 def _positions(name: str, value: object) -> Tensor:
     """Positions as a tensor, from an int or an int tensor."""
-    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
+    if isinstance(value, Tensor) and value.dtype in INT_DTYPES:
         check_tensor(name, value)
         return value
     if not is_int(value) or not -(2**62) <= value <= 2**62:  # type: ignore[operator]

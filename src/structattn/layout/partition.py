@@ -56,7 +56,7 @@ def checked_boundaries(ranks: tuple[int, ...], boundaries: object) -> Boundaries
         if isinstance(levels, tuple | list) and len(levels) == len(ranks) - 1:
             levels = ((0,), *levels)  # level 1, which is global, was left out
         if not isinstance(levels, tuple | list) or len(levels) != len(ranks):
-            count = len(levels) if isinstance(levels, tuple | list) else repr(levels)
+            count = len(levels) if isinstance(levels, tuple | list) else describe(levels)
             raise ConfigError(f"boundaries{where} need one entry per level: expected {len(ranks)}, got {count}")
         row = tuple(_starts(starts, f"level {n}{where}") for n, starts in enumerate(levels, start=1))
         if row[0] != (0,):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from structattn.checks import check_choice, check_int_tensor, check_sequences, check_type, describe
+from structattn.checks import check_choice, check_int_tensor, check_sequences, check_tensor, check_type, describe
 from structattn.errors import ConfigError, ShapeError
 from structattn.layout.levels import LevelLayout, Scaling
 from structattn.layout.partition import positive_ints
@@ -171,7 +171,8 @@ class TextUnits:
         Raises:
             ShapeError: an id is out of range.
         """
-        check_int_tensor("tokens", tokens, (None,) * tokens.dim() if isinstance(tokens, Tensor) else ())
+        check_tensor("tokens", tokens)
+        check_int_tensor("tokens", tokens, (None,) * tokens.dim())
         if tokens.is_meta:
             raise ShapeError(
                 "tokens are on the meta device and have no numbers, which the parts of a text are read from"

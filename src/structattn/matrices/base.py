@@ -29,9 +29,11 @@ from structattn.checks import (
     check_tensor,
     check_type,
     holds,
+    quoted,
 )
 from structattn.errors import ConfigError, ShapeError
 from structattn.matrices.feature_major import to_columns, to_rows
+from structattn.memory import check_memory
 from structattn.optim.mup import Role
 
 Order = Literal["factored", "formed_left", "formed_right"]
@@ -96,6 +98,11 @@ class StructuredMatrix(nn.Module, ABC):
         self.num_cols = num_cols
         self.batch_shape = check_sizes(f"{type(self).__name__} batch_shape", batch_shape)
 
+    def _empty(self, *shape: int) -> nn.Parameter:
+        """A new factor without numbers."""
+        check_memory(f"the factors of a {self.num_rows} x {self.num_cols} {type(self).__name__}", math.prod(shape))
+        return nn.Parameter(torch.empty(*shape))
+
     @property
     @abstractmethod
     def options(self) -> dict[str, Any]:
@@ -159,7 +166,7 @@ class StructuredMatrix(nn.Module, ABC):
         for name, fan_in in fan_ins.items():
             if name not in self.product_fan_ins:
                 raise ConfigError(
-                    f"{type(self).__name__} has no factor {name!r}; it has {', '.join(self.product_fan_ins)}"
+                    f"{type(self).__name__} has no factor {quoted(name)}; it has {', '.join(self.product_fan_ins)}"
                 )
             check_size(f"fan-in of {name}", fan_in)
         return fan_ins

@@ -13,6 +13,7 @@ from structattn.checks import check_size, check_sizes
 from structattn.errors import ConfigError
 from structattn.matrices.factored import FactoredMatrix
 from structattn.matrices.feature_major import written_columns
+from structattn.memory import check_memory
 
 _LARGEST_PRIME = 7
 
@@ -28,6 +29,16 @@ def prime_factors(size: int) -> list[int]:
     return [*factors, size] if size > 1 else factors
 
 
+def _smooth_numbers(limit: int) -> list[int]:
+    """All numbers up to a limit without a prime factor above the largest one, in no order; there are few."""
+    found = [1]
+    for prime in (2, 3, 5, _LARGEST_PRIME):
+        for n in found:  # it grows
+            if n * prime <= limit:
+                found.append(n * prime)
+    return found
+
+
 def default_radices(num_rows: int, num_cols: int, owner: str = "Butterfly") -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Row and column radices of equal number: prime factors, with ones where the shorter list would narrow the product.
 
@@ -36,8 +47,8 @@ def default_radices(num_rows: int, num_cols: int, owner: str = "Butterfly") -> t
     """
     for size in (num_rows, num_cols):
         if max(prime_factors(size), default=1) > _LARGEST_PRIME:
-            low = next(n for n in range(size, 0, -1) if max(prime_factors(n), default=1) <= _LARGEST_PRIME)
-            high = next(n for n in range(size, 2 * size + 1) if max(prime_factors(n), default=1) <= _LARGEST_PRIME)
+            known = _smooth_numbers(2 * size)
+            low, high = max(n for n in known if n < size), min(n for n in known if n > size)
             raise ConfigError(
                 f"{owner}: the prime factors of a size must be at most {_LARGEST_PRIME}, got {size} = "
                 f"{' * '.join(map(str, prime_factors(size)))}; the nearest sizes that work are {low} and {high}"
@@ -116,12 +127,12 @@ class Butterfly(FactoredMatrix):
             (math.prod(cols[:t]), math.prod(rows[t + 1 :]), rows[t] * ranks[t], cols[t] * ranks[t + 1])
             for t in range(len(rows))
         ]
-        self.left = nn.ParameterList(
-            nn.Parameter(torch.empty(*self.batch_shape, *grid)) for grid in self._grid[: self.split]
+        copies = math.prod(self.batch_shape)
+        check_memory(
+            f"the stages of a {num_rows} x {num_cols} Butterfly", copies * sum(math.prod(grid) for grid in self._grid)
         )
-        self.right = nn.ParameterList(
-            nn.Parameter(torch.empty(*self.right_batch_shape, *grid)) for grid in self._grid[self.split :]
-        )
+        self.left = nn.ParameterList(self._empty(*self.batch_shape, *grid) for grid in self._grid[: self.split])
+        self.right = nn.ParameterList(self._empty(*self.right_batch_shape, *grid) for grid in self._grid[self.split :])
         self.reset_parameters()
 
     @torch.no_grad()

@@ -46,7 +46,7 @@ class Dense(StructuredMatrix):
 
     def __init__(self, num_rows: int, num_cols: int, *, batch_shape: Sequence[int] = ()) -> None:
         super().__init__(num_rows, num_cols, batch_shape=batch_shape)
-        self.weight = nn.Parameter(torch.empty(*self.batch_shape, num_rows, num_cols))
+        self.weight = self._empty(*self.batch_shape, num_rows, num_cols)
         self.reset_parameters()
 
     def _matmul(self, x: Tensor) -> Tensor:
@@ -114,8 +114,8 @@ class LowRank(FactoredMatrix):
         )
         check_size("LowRank rank", rank)
         self.rank = rank
-        self.left = nn.Parameter(torch.empty(*self.batch_shape, num_rows, rank))
-        self.right = nn.Parameter(torch.empty(*self.right_batch_shape, num_cols, rank))
+        self.left = self._empty(*self.batch_shape, num_rows, rank)
+        self.right = self._empty(*self.right_batch_shape, num_cols, rank)
         self.reset_parameters()
 
     @property
@@ -229,8 +229,8 @@ class Kronecker(FactoredMatrix):
         (a, b), (c, d) = self.row_dims, self.col_dims
         self.inner_first = num_cols * b + num_rows * c <= num_cols * a + num_rows * d
         first, last = self.right_batch_shape, self.batch_shape
-        self.outer = nn.Parameter(torch.empty(*(last if self.inner_first else first), a, c))
-        self.inner = nn.Parameter(torch.empty(*(first if self.inner_first else last), b, d))
+        self.outer = self._empty(*(last if self.inner_first else first), a, c)
+        self.inner = self._empty(*(first if self.inner_first else last), b, d)
         self.reset_parameters()
 
     @property

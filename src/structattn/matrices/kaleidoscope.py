@@ -12,6 +12,8 @@ from structattn.checks import check_size
 from structattn.matrices.butterfly import Butterfly, default_radices
 from structattn.matrices.factored import FactoredMatrix
 
+_MOST_PAIRS = 1024  # of butterflies, which are modules of their own
+
 
 class Kaleidoscope(FactoredMatrix):
     """M = A_1 B_1ᵀ ... A_w B_wᵀ with Butterfly matrices A_i, B_i of rank 1: the class (BB*)^w.
@@ -52,7 +54,7 @@ class Kaleidoscope(FactoredMatrix):
         super().__init__(
             num_rows, num_cols, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
         )
-        check_size("Kaleidoscope width", width)
+        check_size("Kaleidoscope width", width, _MOST_PAIRS)
         self.width = width
         self.inner_size = max(num_rows, num_cols) if inner_size is None else inner_size
         check_size("Kaleidoscope inner_size", self.inner_size)

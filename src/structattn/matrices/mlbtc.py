@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from structattn.checks import describe
 from structattn.errors import ConfigError
 from structattn.matrices.base import StructuredMatrix, without_autocast
 from structattn.matrices.embedding import block_terms
@@ -46,7 +47,7 @@ class MLBTC(BlockTermSum):
         rms_cap: bool = False,
     ) -> None:
         if not isinstance(terms, tuple | list) or not all(isinstance(term, BlockTerm) for term in terms) or not terms:
-            raise ConfigError(f"MLBTC: terms must be one or more BlockTerm, got {terms!r}")
+            raise ConfigError(f"MLBTC: terms must be one or more BlockTerm, got {describe(terms)}")
         super().__init__(
             num_rows,
             num_cols,

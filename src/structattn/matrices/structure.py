@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from structattn.checks import check_bool, check_choice, check_sizes, check_type, describe
+from structattn.checks import check_bool, check_choice, check_sizes, check_type, describe, quoted
 from structattn.errors import ConfigError, nearest_name
 from structattn.matrices.base import StructuredMatrix
 from structattn.matrices.btt import BlockTensorTrain, Monarch
@@ -43,13 +43,13 @@ class Family:
 
 def _number(text: str) -> int:
     if not re.fullmatch("[1-9][0-9]*", text):
-        raise ConfigError(f"expected a positive whole number, got {text!r}")
+        raise ConfigError(f"expected a positive whole number, got {quoted(text)}")
     return int(text)
 
 
 def _nothing(text: str) -> dict[str, Any]:
     if text:
-        raise ConfigError(f"this structure has no number, got {text!r}")
+        raise ConfigError(f"this structure has no number, got {quoted(text)}")
     return {}
 
 
@@ -70,7 +70,7 @@ def _blocks(text: str) -> dict[str, Any]:
         return {}
     parts = text.split("x")
     if len(parts) != 2:
-        raise ConfigError(f"expected two numbers of blocks, such as 16x16, got {text!r}")
+        raise ConfigError(f"expected two numbers of blocks, such as 16x16, got {quoted(text)}")
     return {"num_blocks": (_number(parts[0]), _number(parts[1]))}
 
 
@@ -80,7 +80,7 @@ def _terms(text: str) -> dict[str, Any]:
         found = re.fullmatch("([1-9][0-9]*)x([1-9][0-9]*)x([1-9][0-9]*)(s?)", part)
         if found is None:
             raise ConfigError(
-                f"expected terms BxCxF, with an s behind for the stride permutation, such as 1x1x8|16x16x256s, got {part!r}"
+                f"expected terms BxCxF, with an s behind for the stride permutation, such as 1x1x8|16x16x256s, got {quoted(part)}"
             )
         kind = "stride" if found[4] else "identity"
         terms.append(
@@ -220,12 +220,12 @@ class Structure:
         if not isinstance(pairs, tuple | list) or not all(
             isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
         ):
-            raise ConfigError(f"the options of a Structure are pairs of a name and a value, got {pairs!r}")
+            raise ConfigError(f"the options of a Structure are pairs of a name and a value, got {describe(pairs)}")
         arguments = inspect.signature(FAMILIES[self.family].matrix).parameters
         known = {name: p for name, p in arguments.items() if name not in _SHARED}
         for name, _ in pairs:
             if name not in known:
-                raise ConfigError(f"{self.family} has no option {name!r}: {nearest_name(str(name), known)}")
+                raise ConfigError(f"{self.family} has no option {quoted(name)}: {nearest_name(str(name), known)}")
         given = [name for name, _ in pairs]
         missing = [name for name, p in known.items() if p.default is p.empty and name not in given]
         if missing or len(set(given)) != len(given):
@@ -245,14 +245,16 @@ class Structure:
         check_type("a structure", text, str, "text such as 'btt:1'")
         name, colon, rest = text.strip().partition(":")
         if name not in FAMILIES:
-            raise ConfigError(f"structure {text!r}: unknown family {name!r}: {nearest_name(name, FAMILIES)}")
+            raise ConfigError(
+                f"structure {quoted(text)}: unknown family {quoted(name)}: {nearest_name(name, FAMILIES)}"
+            )
         try:
             options = FAMILIES[name].read(rest)
             if colon and not rest:  # of a form whose value may be left out, with its colon
                 raise ConfigError("expected a value after the colon, got nothing")
             return cls(name, tuple(options.items()))
         except ConfigError as error:
-            raise ConfigError(f"structure {text!r}: {error}. The form is {FAMILIES[name].syntax}") from None
+            raise ConfigError(f"structure {quoted(text)}: {error}. The form is {FAMILIES[name].syntax}") from None
 
     @classmethod
     def of(cls, value: Structure | str) -> Structure:

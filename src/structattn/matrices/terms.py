@@ -239,8 +239,8 @@ class BlockTermSum(FactoredMatrix):
         left, right = [], []
         for term in self.terms:
             b, c, inner = term.left_blocks, term.right_blocks, term.inner_dim
-            left.append(nn.Parameter(torch.empty(*self.batch_shape, b, self.num_rows // b, inner // b)))
-            right.append(nn.Parameter(torch.empty(*self.right_batch_shape, c, self.num_cols // c, inner // c)))
+            left.append(self._empty(*self.batch_shape, b, self.num_rows // b, inner // b))
+            right.append(self._empty(*self.right_batch_shape, c, self.num_cols // c, inner // c))
         return left, right
 
     @abstractmethod

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from structattn.checks import MAX_SIZE, check_bool, check_int, check_like, check_size, check_tensor
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.rotary import Rotary
+from structattn.memory import check_memory
 from structattn.models.transformer import Transformer
 from structattn.optim.mup import Role
 
@@ -100,6 +101,11 @@ class Forecaster(nn.Module):
         self.head_tokens = self.num_tokens if head_tokens is None else head_tokens
         if not 1 <= self.head_tokens <= self.num_tokens:
             raise ConfigError(f"head_tokens must be from 1 to the {self.num_tokens} tokens, got {head_tokens}")
+        inputs = (2 + num_historic + num_future) * patch_length + num_static + num_future
+        outputs = self.head_tokens * horizon * (num_outputs or 1)
+        check_memory(
+            f"the first and last layers of a Forecaster of embed_dim {embed_dim}", (inputs + outputs) * embed_dim
+        )
         self.embed = nn.Linear(patch_length, embed_dim)
         self.trunk = Transformer(
             spec,

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from structattn.checks import check_like, check_number, check_size, check_tensor
+from structattn.checks import MAX_SCALE, check_like, check_number, check_size, check_tensor
 from structattn.errors import ShapeError
+from structattn.memory import check_memory
 from structattn.models.transformer import Transformer
 from structattn.optim.mup import Role
 
@@ -45,10 +46,11 @@ class ICLRegressor(nn.Module):
         for name, size in (("dim", dim), ("num_points", num_points), ("embed_dim", embed_dim)):
             check_size(name, size)
         if read_in_std is not None:
-            check_number("read_in_std", read_in_std, minimum=0)
+            check_number("read_in_std", read_in_std, minimum=0, maximum=MAX_SCALE)
         self.dim = dim
         self.num_points = num_points
         self._flops: dict[int, int] = {}
+        check_memory(f"the input projections from {dim} to embed_dim {embed_dim}", dim * embed_dim)
         self.read_in = nn.Linear(dim, embed_dim, bias=False)
         self.read_in_std = 1 / math.sqrt(dim) if read_in_std is None else read_in_std
         nn.init.normal_(self.read_in.weight, std=self.read_in_std)

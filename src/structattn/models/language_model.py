@@ -10,10 +10,21 @@ from torch import Tensor, nn
 
 from structattn.cache import PAGE_SIZE, LayerCaches
 from structattn.cache.layers import guarded
-from structattn.checks import check_bool, check_int, check_size, check_tensor, check_type, describe, is_int
+from structattn.checks import (
+    MAX_LENGTH,
+    MAX_SEED,
+    check_bool,
+    check_int,
+    check_size,
+    check_tensor,
+    check_type,
+    describe,
+    is_int,
+)
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.rotary import Rotary
 from structattn.layout.text import TextHistory, TextUnits
+from structattn.memory import check_memory
 from structattn.models.prompts import Prompts, PromptTokens
 from structattn.models.sampling import GREEDY, RowSampler, Sampling
 from structattn.models.transformer import Transformer
@@ -68,6 +79,7 @@ class LanguageModel(nn.Module):
         self.vocab_size = vocab_size
         self.text_units = text_units
         self.context_length = context_length
+        check_memory(f"the embeddings of {vocab_size} tokens of embed_dim {embed_dim}", 2 * vocab_size * embed_dim)
         self.embedding = nn.Embedding(vocab_size, embed_dim)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.trunk = Transformer(
@@ -204,7 +216,7 @@ class LanguageModel(nn.Module):
             max_new_tokens: most new tokens per prompt.
             sampling: how tokens are chosen. Default: greedily.
             stop_tokens: a prompt ends with the first of these that it produces. Default: none.
-            seed: of ``sampling``. Default ``None``: drawn from torch's global generator.
+            seed: of ``sampling``, from 0 to 2**63 - 1. Default ``None``: drawn from torch's global generator.
             use_cache: ``False`` computes the whole sequence anew for each token: much slower, and there to check the cache.
             prefill_chunk: prompts are read in pieces of so many tokens, which bounds the memory of a long prompt. Default
                 ``None``: in one piece.
@@ -254,13 +266,13 @@ class LanguageModel(nn.Module):
             An iterator over steps, each a list with the new token of every prompt, ``None`` where it has ended before.
         """
         batch = Prompts.read(prompts, self.vocab_size)
-        check_int("max_new_tokens", max_new_tokens, minimum=1)
+        check_size("max_new_tokens", max_new_tokens, MAX_LENGTH)
         if prefill_chunk is not None:
             check_size("prefill_chunk", prefill_chunk)
         check_type("sampling", sampling, Sampling, "a Sampling", "such as Sampling.greedy() or Sampling(top_k=40)")
         check_bool("use_cache", use_cache)
         if seed is not None:
-            check_int("seed", seed)
+            check_int("seed", seed, minimum=0, maximum=MAX_SEED)
         stops = self._stops(stop_tokens)
         if caches is not None:
             check_type("caches", caches, LayerCaches, "LayerCaches, as new_cache() makes them, or None")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from structattn.checks import check_tensor
+from structattn.checks import check_tensor, quoted
 from structattn.errors import ConfigError, ShapeError
 
 PromptTokens = Tensor | Sequence[Sequence[int] | Tensor]
@@ -47,19 +47,21 @@ class Prompts:
             raise ShapeError(f"prompts: {expected}, got a tensor of shape {tuple(prompts.shape)}")
         given: Any = prompts.tolist() if isinstance(prompts, Tensor) else prompts  # what a user gives may be anything
         if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-            raise ShapeError(f"prompts: {expected}, got {given!r}; text needs to be encoded")
+            raise ShapeError(f"prompts: {expected}, got {quoted(given)}; text needs to be encoded")
         rows = []
         for number, prompt in enumerate(given):
             row: Any = prompt.tolist() if isinstance(prompt, Tensor) else prompt
             if isinstance(row, str) or not isinstance(row, Sequence):
-                raise ShapeError(f"prompts: {expected}, got {prompt!r} for prompt {number}; put one prompt into a list")
+                raise ShapeError(
+                    f"prompts: {expected}, got {quoted(prompt)} for prompt {number}; put one prompt into a list"
+                )
             if not row:
                 raise ShapeError(
                     f"prompt {number} is empty: give at least one token, such as the one that starts a text"
                 )
             for token in row:
                 if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                    raise ConfigError(f"prompt {number}: token ids are ints in [0, {vocab_size}), got {token!r}")
+                    raise ConfigError(f"prompt {number}: token ids are ints in [0, {vocab_size}), got {quoted(token)}")
             rows.append(tuple(row))
         return cls(tuple(rows))
 

@@ -82,7 +82,7 @@ class Sampling:
         if self.is_greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         # The largest becomes 0 before the division, which a tiny temperature would otherwise take to infinity.
-        p = ((logits - logits.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
+        p = ((logits - logits.amax(-1, keepdim=True)) / float(self.temperature)).softmax(-1)
         if self.top_k is None and self.top_p is None:
             return p
         ordered, places = p.sort(dim=-1, descending=True, stable=True)

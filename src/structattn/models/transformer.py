@@ -12,18 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from structattn.cache import PAGE_SIZE, LayerCaches
 from structattn.cache.layers import guarded
-from structattn.checks import MAX_LENGTH, check_number, check_sequences, check_size, check_type, describe
+from structattn.checks import MAX_LENGTH, check_bool, check_number, check_sequences, check_size, check_type, describe
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention import Attention, check_states
 from structattn.layers.block import TransformerBlock
 from structattn.layers.rotary import Rotary
 from structattn.layout.levels import MAX_COUNTED, LevelLayout
 from structattn.layout.text import UNITS, Segments, TextLayout, Unit
+from structattn.memory import check_memory
 from structattn.optim.mup import Role
 from structattn.spec.attention import AttentionSpec
-from structattn.spec.layers import LayerSpecs
-
-MAX_LAYERS = 2**16
+from structattn.spec.layers import MAX_LAYERS, LayerSpecs
 
 
 class Transformer(nn.Module):
@@ -79,6 +78,7 @@ class Transformer(nn.Module):
             check_size(name, size)
         check_size("context_length", context_length, MAX_LENGTH)
         check_number("dropout", dropout, minimum=0, below=1)
+        check_bool("reads_text", reads_text)
         check_type(
             "rotary",
             rotary,
@@ -95,6 +95,10 @@ class Transformer(nn.Module):
         self.activation_checkpointing = False
         self.position: nn.Parameter | None = None
         if rotary is None:
+            check_memory(
+                f"learned positions for a context_length of {context_length} and embed_dim {embed_dim}",
+                context_length * embed_dim,
+            )
             self.position = nn.Parameter(torch.empty(context_length, embed_dim))
             nn.init.normal_(self.position, std=0.02)
         self.dropout = nn.Dropout(dropout)
@@ -161,6 +165,10 @@ class Transformer(nn.Module):
         else:
             self.check_caches(caches)
         check_type("segments", segments, Segments | None, "the Segments of TextUnits, or None")
+        if caches is not None and caches.batch_size not in (None, x.shape[0]):
+            raise ShapeError(
+                f"the caches are of {caches.batch_size} rows, and x has {x.shape[0]}: they need to be equal"
+            )
         if caches is not None and left_padding is not None:
             raise ConfigError("left padding belongs to the caches: give it to new_cache(), and leave it at None here")
         if caches is not None and cu_seqlens is not None:
@@ -234,6 +242,7 @@ class Transformer(nn.Module):
 
     def check_caches(self, caches: LayerCaches) -> None:
         """Raises ``ConfigError`` for caches of another model, and ``CacheError`` where layers hold different tokens."""
+        check_type("caches", caches, LayerCaches, "LayerCaches, as new_cache() makes them")
         if len(caches) != len(self.blocks):
             raise ConfigError(
                 f"the model has {len(self.blocks)} layers, the caches are of {len(caches)}: use new_cache()"

@@ -15,6 +15,7 @@ from structattn.checks import (
     MAX_LENGTH,
     check_bool,
     check_number,
+    check_scale,
     check_size,
     check_tensor,
     check_type,
@@ -151,7 +152,7 @@ def check_options(layout: Any, is_causal: Any, scale: Any, window: Any, dropout_
     check_bool("is_causal", is_causal)
     check_bool("return_lse", return_lse)
     if scale is not None:
-        check_number("scale", scale)
+        check_scale("scale", scale)
     if window is not None:
         check_size("window", window, MAX_LENGTH)
     check_number("dropout_p", dropout_p, minimum=0, below=1)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeGuard, get_args
 import torch
 from torch import nn
 
-from structattn.checks import check_choice, check_number, check_size, check_type, describe
+from structattn.checks import MAX_SCALE, check_choice, check_number, check_size, check_type, describe, quoted
 from structattn.errors import ConfigError, ShapeError
 
 RoleKind = Literal["embedding", "hidden", "factor", "output", "norm", "gain", "bias"]
@@ -70,7 +70,7 @@ class Role:
         if self.uses != 1 and self.kind not in _WITH_FAN_IN:
             raise ConfigError(f"a role of kind {self.kind!r} has no uses: leave it at 1, got {self.uses}")
         if self.std is not None:
-            check_number("std", self.std, above=0)
+            check_number("std", self.std, above=0, maximum=MAX_SCALE)
             if self.kind != "embedding":
                 raise ConfigError(f"only an embedding takes a std: got {self.std!r} for {self.kind!r}")
 
@@ -98,7 +98,9 @@ class Role:
     def learning_rate(self, base: float, base_fan_in: int = BASE_FAN_IN) -> float:
         """The learning rate under AdamW."""
         check_number("base", base, minimum=0)
-        return base * self.learning_rate_scale(base_fan_in)
+        rate = base * self.learning_rate_scale(base_fan_in)
+        check_number(f"the learning rate, {base} scaled for a fan-in of {self.fan_in},", rate)
+        return rate
 
     @torch.no_grad()
     def draw_(self, parameter: torch.Tensor) -> None:
@@ -107,12 +109,15 @@ class Role:
             raise ShapeError(f"parameter must be a torch.Tensor, got {describe(parameter)}")
         if not (parameter.is_floating_point() or parameter.is_complex()):
             raise ShapeError(f"parameter must be floating point, got {parameter.dtype}")
-        if self.kind in ("norm", "gain"):
-            parameter.fill_(1.0)
-        elif self.init_std:
-            parameter.normal_(std=self.init_std)
-        else:
-            parameter.zero_()
+        try:
+            if self.kind in ("norm", "gain"):
+                parameter.fill_(1.0)
+            elif self.init_std:
+                parameter.normal_(std=self.init_std)
+            else:
+                parameter.zero_()
+        except (RuntimeError, ValueError) as error:  # sparse, nested, expanded, of 8 bits, or without a shape yet
+            raise ShapeError(f"parameter cannot be drawn in place: {str(error).partition(chr(10))[0]}") from error
 
 
 class DeclaresRoles(Protocol):
@@ -231,7 +236,7 @@ def _resolved(model: nn.Module) -> dict[int, Role]:
                     f"{', '.join(own for own, _ in module.named_parameters()) or 'no parameters'}"
                 ) from error
             if not isinstance(role, Role):
-                raise ConfigError(f"{type(module).__name__} must declare a Role for {name!r}, got {role!r}")
+                raise ConfigError(f"{type(module).__name__} must declare a Role for {name!r}, got {quoted(role)}")
             for own, (parameter, found) in meant.items():
                 full = f"{path}.{own}" if path else own
                 claims.setdefault(id(parameter), []).append(_Claim(found, module, full))
@@ -352,6 +357,7 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             role = roles[name]
+            role.learning_rate(learning_rate, base_fan_in)  # checks that it is finite
             groups.setdefault((role.learning_rate_scale(base_fan_in), role.decays), []).append(parameter)
     return [
         {

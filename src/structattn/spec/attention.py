@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
-from structattn.checks import MAX_LENGTH, check_choice, check_size, check_type
+from structattn.checks import MAX_LENGTH, check_choice, check_size, check_type, quoted
 from structattn.errors import ConfigError, nearest_name
 from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
 from structattn.layers.scoring_modules import ScoreScaling
@@ -159,7 +159,7 @@ def _fail(term: str, problem: str) -> ConfigError:
     help_text = (
         f"Written {form.syntax}, such as {form.example}" if form else "structattn specs lists every form; + joins terms"
     )
-    return ConfigError(f"attention spec {term!r}: {problem}. {help_text}")
+    return ConfigError(f"attention spec {quoted(term)}: {problem}. {help_text}")
 
 
 def describe_spec(text: str) -> str:
@@ -187,7 +187,7 @@ def _in_words(term: str) -> str:
 
 def _int(text: str, term: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
-        raise _fail(term, f"expected a positive whole number, got {text[:20]!r}")
+        raise _fail(term, f"expected a positive whole number, got {quoted(text[:20])}")
     return int(text)
 
 
@@ -197,7 +197,7 @@ def _ints(text: str, term: str) -> tuple[int, ...]:
 
 def _bool(text: str, term: str) -> bool:
     if text not in ("true", "false"):
-        raise _fail(term, f"expected true or false, got {text!r}")
+        raise _fail(term, f"expected true or false, got {quoted(text)}")
     return text == "true"
 
 
@@ -205,7 +205,7 @@ def _scoring_options(options: dict[str, str], term: str, allowed: tuple[str, ...
     out: dict[str, Any] = {}
     for key, value in options.items():
         if key not in allowed:
-            raise _fail(term, f"unknown option {key!r}: {nearest_name(key, allowed)}")
+            raise _fail(term, f"unknown option {quoted(key)}: {nearest_name(key, allowed)}")
         if key == "rank":
             out[key] = _int(value, term)
         elif key == "scaling":
@@ -218,12 +218,12 @@ def _scoring_options(options: dict[str, str], term: str, allowed: tuple[str, ...
 def _layout_scaling(options: dict[str, str], term: str) -> Scaling:
     unknown = set(options) - {"scaling"}
     if unknown:
-        raise _fail(term, f"unknown option {sorted(unknown)[0]!r}: known: 'scaling', 'values'")
+        raise _fail(term, f"unknown option {quoted(sorted(unknown)[0])}: known: 'scaling', 'values'")
     text = options.get("scaling", "variance")
     for scaling in SCALINGS:
         if scaling == text:
             return scaling
-    raise _fail(term, f"scaling must be one of {', '.join(SCALINGS)}, got {text!r}")
+    raise _fail(term, f"scaling must be one of {', '.join(SCALINGS)}, got {quoted(text)}")
 
 
 def _standard(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
@@ -272,14 +272,14 @@ def _mlr_text(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
     for name in names.split("|") if at else ():
         found = [unit for unit in UNITS if unit == name]
         if not found:
-            raise _fail(term, f"unknown unit {name!r}: {nearest_name(name, UNITS)}")
+            raise _fail(term, f"unknown unit {quoted(name)}: {nearest_name(name, UNITS)}")
         units += found
     return {"layout": TextLayout(_ints(ranks, term), tuple(units), scaling, values)}
 
 
 def _no_options(options: dict[str, str], term: str) -> None:
     if options:
-        raise _fail(term, f"this form has no options, got {sorted(options)[0]!r}")
+        raise _fail(term, f"this form has no options, got {quoted(sorted(options)[0])}")
 
 
 def _window(args: str, options: dict[str, str], term: str) -> dict[str, Any]:
@@ -323,19 +323,19 @@ def parse_spec(text: str) -> AttentionSpec:
     check_type("an attention spec", text, str, "text such as 'standard' or 'mlr:32|16|8|8'")
     if text.lstrip().startswith("["):
         raise ConfigError(
-            f"attention spec {text!r} is a list, one spec per layer: give it to a whole model, or one of its specs to one layer"
+            f"attention spec {quoted(text)} is a list, one spec per layer: give it to a whole model, or one of its specs to one layer"
         )
     fields: dict[str, Any] = {}
     for term in text.strip().split("+"):
         head, *option_texts = term.strip().split(",")
         name, colon, args = head.partition(":")
         if name not in _PARSERS:
-            raise _fail(text, f"unknown form {name!r}: {nearest_name(name, FORMS)}")
+            raise _fail(text, f"unknown form {quoted(name)}: {nearest_name(name, FORMS)}")
         options: dict[str, str] = {}
         for option in option_texts:
             key, equals, value = option.partition("=")
             if not equals or key in options:
-                raise _fail(term, f"options are written once, as key=value, got {option!r}")
+                raise _fail(term, f"options are written once, as key=value, got {quoted(option)}")
             options[key] = value
         found = _PARSERS[name](args, options, term)
         if colon and not args:  # of a form whose value may be left out, with its colon

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from structattn.checks import check_size, check_type
+from structattn.checks import check_size, check_type, quoted
 from structattn.errors import ConfigError
 from structattn.layers.scoring_modules import ScoreScaling
 from structattn.spec.attention import AttentionSpec, SpecForm, describe_spec, parse_spec
 
+MAX_LAYERS = 2**16
 FORM = SpecForm(
     "[SPEC,SPEC,...]",
     "[standard,window:128,window:128]",
@@ -80,12 +81,12 @@ class LayerSpecs:
         inner = bare[1:-1]
         if not bare.endswith("]") or len(bare) < 2 or "[" in inner or "]" in inner:
             raise ConfigError(
-                f"attention specs {text!r}: a list is written in one pair of brackets, such as {FORM.example}"
+                f"attention specs {quoted(text)}: a list is written in one pair of brackets, such as {FORM.example}"
             )
         specs = split_specs(inner)
         if not all(specs):
             raise ConfigError(
-                f"attention specs {text!r}: expected a spec before and after every comma, such as {FORM.example}"
+                f"attention specs {quoted(text)}: expected a spec before and after every comma, such as {FORM.example}"
             )
         return cls(tuple(map(parse_spec, specs)))
 
@@ -98,7 +99,7 @@ class LayerSpecs:
         Raises:
             ConfigError: there are more specs than layers, so that some would not be used.
         """
-        check_size("num_layers", num_layers)
+        check_size("num_layers", num_layers, MAX_LAYERS)
         if len(self.pattern) > num_layers:
             raise ConfigError(
                 f"attention specs {self}: {len(self.pattern)} specs for {num_layers} layers, so that some would not be used: give "

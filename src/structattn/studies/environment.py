@@ -12,7 +12,7 @@ import numpy
 import torch
 
 import structattn
-from structattn.studies.training.memory import physical_memory
+from structattn.memory import physical_memory
 
 
 def hardware() -> dict[str, Any]:

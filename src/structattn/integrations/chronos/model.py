@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, T5Config, T5ForConditionalGeneration
 
-from structattn.checks import check_int
+from structattn.checks import check_int, quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.chronos.attention import IMPLEMENTATION, VARIANT
 from structattn.integrations.transformers.loading import OwnModel, describe, own_record
@@ -46,10 +46,10 @@ class T5Structure:
         for stack, count in layers.items():
             length, specs = given[f"{stack}_length"], given[stack]
             if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-                raise ConfigError(f"config.structattn['{stack}_length'] must be a positive int, got {length!r}")
+                raise ConfigError(f"config.structattn['{stack}_length'] must be a positive int, got {quoted(length)}")
             if not isinstance(specs, list | tuple) or len(specs) != count:
                 raise ConfigError(
-                    f"config.structattn['{stack}'] needs one spec for each of {count} layers, got {specs!r}"
+                    f"config.structattn['{stack}'] needs one spec for each of {count} layers, got {quoted(specs)}"
                 )
             for spec in specs:
                 check_fits(trained_spec(spec).layout_for(length), config.d_kv, config.d_kv)  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ class StructAttnT5ForConditionalGeneration(OwnModel, T5ForConditionalGeneration)
         asked = config._attn_implementation
         if asked not in (None, IMPLEMENTATION):
             raise ConfigError(
-                f"the attention of {type(self).__name__} is given by its config, and not by attn_implementation={asked!r}: leave it away"
+                f"the attention of {type(self).__name__} is given by its config, and not by attn_implementation={quoted(asked)}: leave it away"
             )
         config._attn_implementation = IMPLEMENTATION
         super().__init__(config)

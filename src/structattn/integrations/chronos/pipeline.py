@@ -11,7 +11,7 @@ from chronos.chronos import ChronosModel, ChronosTokenizer
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from structattn.checks import check_int, check_number, check_type
+from structattn.checks import check_int, check_number, check_type, quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.chronos.model import (
     StructAttnT5Config,
@@ -36,8 +36,8 @@ def _checked_settings(config: PreTrainedConfig) -> ChronosConfig:
     is_tokenizer = isinstance(tokenizer, type) and issubclass(tokenizer, ChronosTokenizer)
     if settings.get("model_type") != "seq2seq" or not is_tokenizer:
         raise ConfigError(
-            f"expected a seq2seq Chronos model with one of its tokenizers, got model_type {settings.get('model_type')!r} and "
-            f"tokenizer_class {settings.get('tokenizer_class')!r}"
+            f"expected a seq2seq Chronos model with one of its tokenizers, got model_type {quoted(settings.get('model_type'))} and "
+            f"tokenizer_class {quoted(settings.get('tokenizer_class'))}"
         )
     for name in ("context_length", "prediction_length", "n_tokens"):
         check_int(f"chronos_config.{name}", settings.get(name), minimum=1)
@@ -93,7 +93,7 @@ def new_config(
     check_int("num_tokens", num_tokens, minimum=8)  # padding, end of series, and bins
     check_number("dropout", dropout, minimum=0, below=1)
     if not isinstance(limits, tuple | list) or len(limits) != 2:
-        raise ConfigError(f"limits must be two numbers, the lowest and the highest, got {limits!r}")
+        raise ConfigError(f"limits must be two numbers, the lowest and the highest, got {quoted(limits)}")
     low, high = limits
     for limit in limits:
         check_number("limits", limit)

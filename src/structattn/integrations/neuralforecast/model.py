@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from structattn.checks import check_int, describe
+from structattn.checks import check_int, describe, quoted
 from structattn.errors import ConfigError, MissingDependencyError
 from structattn.layers.rotary import Rotary
 from structattn.models.forecaster import Forecaster
@@ -168,7 +168,7 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
             **trainer_kwargs,
         )
         if not isinstance(attention, str):
-            raise ConfigError(f"attention must be a spec such as 'mlr:8|4|2|2', got {attention!r}")
+            raise ConfigError(f"attention must be a spec such as 'mlr:8|4|2|2', got {quoted(attention)}")
         if exclude_insample_y and not self.hist_exog_list + self.futr_exog_list + self.stat_exog_list:
             raise ConfigError(
                 "exclude_insample_y leaves the model nothing to read: name covariates in hist_exog_list, futr_exog_list or stat_exog_list"

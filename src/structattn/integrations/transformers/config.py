@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from structattn.checks import check_bool, check_int, check_number
+from structattn.checks import check_bool, check_int, check_number, quoted
 from structattn.errors import ConfigError
 from structattn.layers.rotary import Rotary
 from structattn.layout.text import TextLayout
@@ -98,7 +98,7 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
         for spec in self.layer_specs:
             if isinstance(parse_spec(spec).layout, TextLayout):
                 raise ConfigError(
-                    f"attention spec {spec!r} has the parts of a text as levels, and a StructAttnConfig does not know which tokens "
+                    f"attention spec {quoted(spec)} has the parts of a text as levels, and a StructAttnConfig does not know which tokens "
                     "end lines: train a structattn.LanguageModel, or give blocks (mlr)"
                 )
         if self.rotary is not None:
@@ -121,7 +121,7 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
         if isinstance(given, str):
             return LayerSpecs.parse(given).texts(self.num_hidden_layers)
         if not isinstance(given, list | tuple) or not all(isinstance(spec, str) for spec in given):
-            raise ConfigError(f"attention must be a text or a list of texts, got {given!r}")
+            raise ConfigError(f"attention must be a text or a list of texts, got {quoted(given)}")
         if len(given) != self.num_hidden_layers:
             raise ConfigError(
                 f"attention needs one spec, or one per layer: expected {self.num_hidden_layers}, got {len(given)}"

@@ -18,6 +18,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
+from structattn.checks import quoted
 from structattn.errors import ConfigError
 
 _NAMES: set[str] = set()
@@ -33,7 +34,7 @@ def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any])
 
 def _refuse(model: PreTrainedModel, name: str) -> None:
     raise ConfigError(
-        f"{type(model).__name__} does not run its attention through transformers' AttentionInterface, so attn_implementation={name!r} "
+        f"{type(model).__name__} does not run its attention through transformers' AttentionInterface, so attn_implementation={quoted(name)} "
         "would have no effect: use a model that does, such as Llama, Qwen3, Mistral or GPT-2"
     )
 

@@ -64,6 +64,13 @@ def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
         raise ConfigError(f"attention_mask must be a tensor of shape (batch, tokens), got {describe(mask)}")
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[0] != batch:
         raise ShapeError(f"attention_mask must have a row for each of {batch}, got shape {tuple(mask.shape)}")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        check_tensor("attention_mask", mask)
+        if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not ((mask == 0) | (mask == 1)).all():
+            raise ConfigError(
+                "attention_mask must hold 1 where a token is real and 0 where it is padding, got other numbers: a mask that is added to "
+                "the scores is written (mask == 0).long()"
+            )
     remedy = "use level_cache(model) or leave it away"
     check_type(
         "past_key_values", given.get("past_key_values"), (Cache, type(None)), "a transformers.Cache or None", remedy

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from structattn.checks import quoted
 from structattn.errors import CacheError, ConfigError, nearest_name
 from structattn.integrations.transformers.cache import LevelCacheLayer, PendingStates
 from structattn.integrations.transformers.effect import register
@@ -56,7 +57,7 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in _HARMLESS and value is not None and value is not False:
             raise ConfigError(
-                f"structured attention does not know the argument {name!r} of this model's attention (attention sinks, a soft cap, a "
+                f"structured attention does not know the argument {quoted(name)} of this model's attention (attention sinks, a soft cap, a "
                 "position bias, returned attention weights and paged caches are not supported): leaving it out would change the "
                 "result silently"
             )
@@ -271,7 +272,7 @@ def register_attention(
     """
     value = trained_spec(spec)
     if backend not in get_args(Backend):
-        raise ConfigError(f"unknown backend {backend!r}: {nearest_name(str(backend), get_args(Backend))}")
+        raise ConfigError(f"unknown backend {quoted(backend)}: {nearest_name(str(backend), get_args(Backend))}")
     runs: tuple[slice, ...] = ()
     if rotary_split is not None:
         check_split(rotary_split)
@@ -282,13 +283,13 @@ def register_attention(
     if not isinstance(name, str) or not name.isidentifier() or "flash" in name or "paged" in name:
         raise ConfigError(
             f"the name of an attention implementation is a plain word without 'flash' and 'paged', which transformers reads, got "
-            f"{name!r}"
+            f"{quoted(name)}"
         )
     attention = RegisteredAttention(spec=value, context_length=context_length, runs=runs, backend=backend)
     known = AttentionInterface().get(name) if name != "eager" else "transformers"
     if known is not None and known != attention:
         raise ConfigError(
-            f"the attention implementation {name!r} is registered already, as {known!r}: choose another name"
+            f"the attention implementation {quoted(name)} is registered already, as {quoted(known)}: choose another name"
         )
     register(name, attention, structured_mask)
     return name

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
+from structattn.checks import quoted
 from structattn.errors import CheckpointError, ConfigError, nearest_name
 from structattn.integrations.transformers.cache import guarded, own_layer
 
@@ -116,7 +117,7 @@ class OwnModel:
         own = self.config._attn_implementation  # type: ignore[attr-defined]
         if attn_implementation != own:
             raise ConfigError(
-                f"the attention of {type(self).__name__} is given by its config, and not by attn_implementation={attn_implementation!r}: "
+                f"the attention of {type(self).__name__} is given by its config, and not by attn_implementation={quoted(attn_implementation)}: "
                 "leave it away"
             )
 
@@ -155,13 +156,15 @@ def own_record(config: PreTrainedConfig, names: list[str]) -> dict[str, Any]:
     given = getattr(config, "structattn", None)
     if not isinstance(given, dict):
         raise ConfigError(
-            f"the config of a {config.model_type} model needs the entry 'structattn' with {', '.join(names)}, got {given!r}: "
+            f"the config of a {config.model_type} model needs the entry 'structattn' with {', '.join(names)}, got {quoted(given)}: "
             "structurize() and save_pretrained write it"
         )
     for name in given:
         if name not in names:
-            raise ConfigError(f"config.structattn has an unknown entry {name!r}: {nearest_name(str(name), names)}")
+            raise ConfigError(
+                f"config.structattn has an unknown entry {quoted(name)}: {nearest_name(str(name), names)}"
+            )
     for name in names:
         if name not in given:
-            raise ConfigError(f"config.structattn has no entry {name!r}; it needs {', '.join(names)}")
+            raise ConfigError(f"config.structattn has no entry {quoted(name)}; it needs {', '.join(names)}")
     return given

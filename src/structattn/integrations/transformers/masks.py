@@ -50,6 +50,8 @@ _HOLES = (
     "it guesses padding wherever the padding token stands"
 )
 
+_EMPTY = "the attention mask is zero everywhere, which hides every token: it is 1 where a token is real"
+
 
 def read_padding(attention_mask: Tensor | None, num_queries: int, num_keys: int) -> LeftPadding | None:
     """The left padding that a padding mask stands for.
@@ -84,6 +86,7 @@ def read_padding(attention_mask: Tensor | None, num_queries: int, num_keys: int)
             f"{attention_mask.shape[1]}"
         )
     real = attention_mask != 0
+    is_empty = ~real.any()
     left = (real.cumsum(dim=1) == 0).sum(dim=1)
     end = left + real.sum(dim=1)
     steps = torch.arange(num_keys, device=real.device)
@@ -92,8 +95,11 @@ def read_padding(attention_mask: Tensor | None, num_queries: int, num_keys: int)
         whole = whole & (end == num_keys)
     if torch.compiler.is_compiling():
         torch._assert_async(whole.all(), _HOLES)
+        torch._assert_async(~is_empty, _EMPTY)
         return LeftPadding(left, None)
-    counts, fine = torch.stack([left, whole.long()]).tolist()
+    counts, fine, empty = torch.stack([left, whole.long(), is_empty.long().expand_as(left)]).tolist()
+    if any(empty):
+        raise ConfigError(_EMPTY)
     if not all(fine):
         raise ConfigError(_HOLES)
     return LeftPadding(left, tuple(counts)) if any(counts) else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Literal, get_args
 
+from structattn.checks import quoted
 from structattn.errors import ConfigError, nearest_name
 from structattn.layers.rotary import Rotary
 from structattn.layout.levels import Layout, LevelLayout
@@ -32,7 +33,7 @@ def check_split(split: object) -> RotarySplit:
             "rotary_split 'per_level' gives every level frequencies of its own, but a trained model keeps those that it was trained "
             "with: use 'low_far' or 'interleaved'"
         )
-    raise ConfigError(f"unknown rotary_split {split!r}: {nearest_name(str(split), ROTARY_SPLITS)}")
+    raise ConfigError(f"unknown rotary_split {quoted(split)}: {nearest_name(str(split), ROTARY_SPLITS)}")
 
 
 def level_pairs(ranks: tuple[int, ...], split: RotarySplit) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from structattn.checks import check_type, describe, is_int
+from structattn.checks import check_type, describe, is_int, quoted
 from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.transformers.attention import (
     OLD_ORDER,
@@ -68,13 +68,13 @@ class StructureRecord:
         given = own_record(config, list(cls.__dataclass_fields__))
         specs, length, split = (given[name] for name in ("specs", "context_length", "rotary_split"))
         if not isinstance(specs, list | tuple) or not all(isinstance(spec, str | None) for spec in specs):
-            raise ConfigError(f"config.structattn['specs'] must be a list of specs or nulls, got {specs!r}")
+            raise ConfigError(f"config.structattn['specs'] must be a list of specs or nulls, got {quoted(specs)}")
         if len(specs) != config.num_hidden_layers:
             raise ConfigError(
                 f"config.structattn['specs'] needs one entry per layer: expected {config.num_hidden_layers}, got {len(specs)}"
             )
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ConfigError(f"config.structattn['context_length'] must be a positive int, got {length!r}")
+            raise ConfigError(f"config.structattn['context_length'] must be a positive int, got {quoted(length)}")
         for spec in specs:
             if spec is not None:
                 trained_spec(spec).layout_for(length)
@@ -105,7 +105,7 @@ class StructurizedModel(OwnModel):
         asked = config._attn_implementation
         if asked not in (None, IMPLEMENTATION):
             raise ConfigError(
-                f"the attention of {type(self).__name__} is given by its config, and not by attn_implementation={asked!r}: leave it away"
+                f"the attention of {type(self).__name__} is given by its config, and not by attn_implementation={quoted(asked)}: leave it away"
             )
         config._attn_implementation = IMPLEMENTATION
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
@@ -149,7 +149,7 @@ def _structured(module: torch.nn.Module, record: StructureRecord) -> StructuredA
     has_rotary = issubclass(kind, RotaryStructuredAttention)
     if has_rotary != (record.rotary_split is not None):
         raise ConfigError(
-            f"config.structattn['rotary_split'] is {record.rotary_split!r}, but {name} has {'' if has_rotary else 'no '}rotary positions"
+            f"config.structattn['rotary_split'] is {quoted(record.rotary_split)}, but {name} has {'' if has_rotary else 'no '}rotary positions"
         )
     if not module.is_causal:
         raise ConfigError(
@@ -320,7 +320,7 @@ def _check_rotary(model: Any) -> None:
     kind = getattr(rotary, "rope_type", None)
     if kind not in _STATIC_ROPE:
         raise ConfigError(
-            f"rope_type {kind!r} changes the frequencies with the length of the text, and cached keys would keep those of their time; "
+            f"rope_type {quoted(kind)} changes the frequencies with the length of the text, and cached keys would keep those of their time; "
             f"supported: {', '.join(_STATIC_ROPE)}"
         )
     assert rotary is not None
@@ -354,7 +354,7 @@ def load_structurized(path: str | Path, **options: Any) -> Any:
         raise
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{str(path)!r} is neither a folder with the config.json of a model nor the name of one on the hub: {error}"
+            f"{quoted(str(path))} is neither a folder with the config.json of a model nor the name of one on the hub: {error}"
         ) from error
     names = config.architectures or []
     for own in STRUCTURIZED_MODELS.values():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from structattn.checks import quoted
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.masks import Sequences
 from structattn.layers.scoring import LowRank
@@ -23,19 +24,19 @@ def trained_spec(spec: str | AttentionSpec) -> AttentionSpec:
         ConfigError: it asks for a scoring or a number of heads, which need other weights; or is not a spec.
     """
     if not isinstance(spec, str | AttentionSpec):
-        raise ConfigError(f"an attention spec is a text such as 'mlr:32|16|16' or an AttentionSpec, got {spec!r}")
+        raise ConfigError(f"an attention spec is a text such as 'mlr:32|16|16' or an AttentionSpec, got {quoted(spec)}")
     value = parse_spec(spec) if isinstance(spec, str) else spec
     if value.scoring != LowRank() or value.num_heads is not None:
         what = (
             "a bilinear scoring" if not isinstance(value.scoring, LowRank) else "a number of heads, a rank or a scaling"
         )
         raise ConfigError(
-            f"attention spec {str(value)!r} asks for {what}, which cannot keep trained query and key weights: give a layout "
+            f"attention spec {quoted(str(value))} asks for {what}, which cannot keep trained query and key weights: give a layout "
             "(mlr, global-window) and a window alone, or train a StructAttnForCausalLM from scratch"
         )
     if isinstance(value.layout, TextLayout):
         raise ConfigError(
-            f"attention spec {str(value)!r} has the parts of a text as levels, and transformers does not tell a model which tokens end "
+            f"attention spec {quoted(str(value))} has the parts of a text as levels, and transformers does not tell a model which tokens end "
             "lines: train a structattn.LanguageModel, or give blocks (mlr)"
         )
     return value

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from structattn.checks import check_bool, check_int
+from structattn.checks import MAX_SEED, check_bool, check_int
 from structattn.errors import ConfigError, DataError, ShapeError
 from structattn.matrices.base import StructuredMatrix
 from structattn.matrices.butterfly import Butterfly
@@ -107,7 +107,7 @@ def fit(
     dense = as_matrix(dense)
     if refine is not None:
         check_int("refine", refine, minimum=0)
-    check_int("seed", seed, minimum=0)
+    check_int("seed", seed, minimum=0, maximum=MAX_SEED)
     check_bool("progress", progress)
     with workspace(seed):
         target = check_dense(dense)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from structattn.checks import check_int
+from structattn.checks import MAX_SEED, check_int
 from structattn.errors import CheckpointError, ConfigError
 from structattn.files import write_atomic
 from structattn.matrices import Fit, Structure, allocate_ranks, fit
@@ -148,7 +148,7 @@ def fit_matrices(
         raise ConfigError(f"give at least one matrix, and each once; got {', '.join(names) or 'none'}")
     if len({"".join(text.split()) for text in structures}) != len(structures):
         raise ConfigError(f"structures must be unique, got {', '.join(structures)}")
-    check_int("seed", seed, minimum=0)
+    check_int("seed", seed, minimum=0, maximum=MAX_SEED)
     if refine is not None:
         check_int("refine", refine, minimum=0)
     plans = []

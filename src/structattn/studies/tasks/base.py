@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
 
+from structattn.checks import quoted
 from structattn.errors import ConfigError
 from structattn.layout.text import TextLayout
 from structattn.spec.layers import LayerSpecs
@@ -72,7 +73,7 @@ class Task(ABC):
         specs = LayerSpecs.parse(spec)
         if not cls.reads_text and any(isinstance(one.layout, TextLayout) for one in specs.pattern):
             raise ConfigError(
-                f"{spec!r} has the parts of a text as levels, and {cls.name} has no text: use it with the task text"
+                f"{quoted(spec)} has the parts of a text as levels, and {cls.name} has no text: use it with the task text"
             )
 
     @classmethod

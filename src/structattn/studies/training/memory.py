@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import resource
 import sys
 from pathlib import Path
 
 import torch
-
-
-def physical_memory() -> int | None:
-    """Bytes of memory of this machine, ``None`` where the system does not say."""
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
 
 
 class PeakMemory:

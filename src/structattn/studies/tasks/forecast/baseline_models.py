@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from structattn.checks import quoted
 from structattn.errors import ConfigError, MissingDependencyError, nearest_name
 
 _PREFIX = "peer:"
@@ -70,7 +71,7 @@ class PeerSpec:
         name, *texts = spec.removeprefix(_PREFIX).split(",")
         if name not in _PEERS:
             raise ConfigError(
-                f"{spec!r}: expected a forecaster after {_PREFIX}, got {name!r}: {nearest_name(name, _PEERS)}"
+                f"{quoted(spec)}: expected a forecaster after {_PREFIX}, got {quoted(name)}: {nearest_name(name, _PEERS)}"
             )
         settings = []
         for text in texts:
@@ -80,7 +81,9 @@ class PeerSpec:
             except (ValueError, SyntaxError):
                 equals = ""
             if not equals:
-                raise ConfigError(f"{spec!r}: expected setting=value with a Python number, text or list, got {text!r}")
+                raise ConfigError(
+                    f"{quoted(spec)}: expected setting=value with a Python number, text or list, got {quoted(text)}"
+                )
         return cls(name, tuple(settings))
 
 
@@ -125,7 +128,9 @@ class PeerForecaster(nn.Module):
             name for name, one in inspect.signature(kind).parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD
         ]
         if unknown := [name for name in arguments if name not in known]:
-            raise ConfigError(f"peer:{spec.name} has no setting {unknown[0]!r}: {nearest_name(unknown[0], known)}")
+            raise ConfigError(
+                f"peer:{spec.name} has no setting {quoted(unknown[0])}: {nearest_name(unknown[0], known)}"
+            )
         with _own_seed():
             try:
                 # It sets the global seed to its own, which is therefore that of the run.

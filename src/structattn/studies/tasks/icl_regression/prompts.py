@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from structattn.checks import quoted
 from structattn.errors import ConfigError, nearest_name
 
 FunctionName = Literal["linear", "sparse-linear", "relu-network", "decision-tree"]
@@ -201,7 +202,9 @@ class Prompts:
 
     def __post_init__(self) -> None:
         if self.function not in FUNCTIONS:
-            raise ConfigError(f"task.prompts.function is {self.function!r}: {nearest_name(self.function, FUNCTIONS)}")
+            raise ConfigError(
+                f"task.prompts.function is {quoted(self.function)}: {nearest_name(self.function, FUNCTIONS)}"
+            )
         for name in ("sparsity", "hidden_units", "depth"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"task.prompts.{name} must be at least 1, got {getattr(self, name)}")
@@ -258,4 +261,4 @@ def check_noise(value: float, name: str) -> None:
 def check_covariates(value: str, name: str) -> None:
     """Raises ``ConfigError`` if it is not the name of a distribution of x."""
     if value not in COVARIATES:
-        raise ConfigError(f"{name} is {value!r}: {nearest_name(value, COVARIATES)}")
+        raise ConfigError(f"{name} is {quoted(value)}: {nearest_name(value, COVARIATES)}")

@@ -1,4 +1,4 @@
-# `make demo` and `make test` each create .venv if it is missing, install what they need, and run.
+# `make demo`, `make test` and `make docs` each create .venv if it is missing, install what they need, and run.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,11 +7,11 @@ INPUTS := pyproject.toml constraints.txt
 # One process per core, each with one thread: most tests are far too small for more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(VENV)/.installed-train
 	$(BIN)/structattn compare nearest-neighbor --preset demo
-	$(BIN)/structattn compare forecast --preset demo
+	$(BIN)/structattn compare text --preset demo
 
 # The integration with Hugging Face is tested with the newest transformers that its extra allows, and with the oldest.
 test: $(VENV)/.installed-dev $(OLDEST)/.installed lint
@@ -22,6 +22,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, in site/: strict, and without network.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # Debian ships python3 without ensurepip unless python3-venv is installed: then pip installs itself from outside.
 $(BIN)/python:
@@ -37,10 +41,14 @@ $(VENV)/.installed-dev: $(BIN)/python $(INPUTS)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@ $(VENV)/.installed-train
 
+$(VENV)/.installed-docs: $(BIN)/python $(INPUTS)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
+	@touch $@
+
 $(OLDEST)/.installed: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install -q --upgrade --target $(OLDEST) httpx
 	$(BIN)/python -m pip install -q --upgrade --target $(OLDEST) --no-deps transformers==5.17.0 "huggingface_hub<2"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,8 @@
-"""The examples of the README and the docs run, and their numbers are the code's."""
+"""Every Python snippet of the README and the docs runs by itself, and what it prints is on its page."""
 
 import re
+from functools import partial
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -9,52 +11,71 @@ import torch
 import structattn as sa
 from structattn.spec.attention import FORMS
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# A snippet that this file must not run has a comment with the reason in the line before it.
+SNIPPET = re.compile(r"(?:<!-- not run here: (?P<reason>[^>]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_the_example_runs(capsys) -> None:
-    names: dict[str, object] = {}
-    for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL):
-        exec(compile(code, "README.md", "exec"), names)
-    shapes, saved, levels, cached, generated, fitted = capsys.readouterr().out.splitlines()
-    assert shapes.startswith("torch.Size([2, 100, 256])")
-    assert 0.3 < float(saved) < 1
-    assert levels.startswith("torch.Size([1, 4, 100, 64]) torch.Size([1, 4, 100, 64]) reference: 40000 scores are few")
-    assert cached.startswith("20 109 LayerCaches(2 layers, length=109, nbytes=")
-    assert generated == "torch.Size([1, 8])"
-    assert fitted.startswith("torch.Size([3, 64]) 2048 0.")
-    assert fitted.endswith("block coordinate descent, L-BFGS")
+def names(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
-def test_the_table_of_variants_is_what_the_code_counts() -> None:
+def snippets(page: Path) -> list[tuple[int, str]]:
+    """The line and the code of every snippet that runs here."""
+    text = page.read_text()
+    found = [m for m in SNIPPET.finditer(text) if m["reason"] is None]
+    return [(text.count("\n", 0, m.start("code")), m["code"]) for m in found]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=names)
+def test_snippets_run_by_themselves(page, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text()
+    for line, code in snippets(page):
+        printed = StringIO()  # what the snippet prints, without the progress bars of other packages
+        torch.manual_seed(0)
+        fresh = {"__name__": "__main__", "print": partial(print, file=printed)}
+        exec(compile("\n" * line + code, str(page), "exec"), fresh)
+        for shown in printed.getvalue().splitlines():
+            assert shown in text, f"the snippet of {names(page)} at line {line} printed {shown!r}, which the page does not show"
+
+
+def test_snippets_are_found() -> None:
+    assert len(snippets(ROOT / "README.md")) == 1
+    for name in ("concepts", "tutorials/choose-a-structure", "tutorials/shrink-a-cache", "inference", "family", "mup"):
+        assert snippets(ROOT / "docs" / f"{name}.md"), name
+    everything = "".join(page.read_text() for page in PAGES)
+    assert everything.count("```python") == len(SNIPPET.findall(everything))
+
+
+def test_the_readme_is_short_enough_to_read() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 120
+
+
+def test_the_table_of_specs_is_what_the_code_counts() -> None:
+    page = (ROOT / "docs" / "specs.md").read_text()
     for form in FORMS.values():
         with torch.device("meta"):
             layer = sa.Attention.from_spec(form.example, embed_dim=256, num_heads=4, context_length=1024)
         cost, params = layer.cost(1024), sum(p.numel() for p in layer.parameters())
         spec = form.example.replace("|", "\\|")
         row = f"| `{spec}` | {params:,} | {cost.flops / 1e6:,.0f} | {cost.key_cache_numbers:,} | {form.meaning} |"
-        assert row in README
+        assert row in page
 
 
-def test_the_two_commands_exist() -> None:
-    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
-    for target in re.findall(r"^make (\w+)", README, flags=re.MULTILINE):
+def test_the_commands_of_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^make (\w+)|`make (\w+)`", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert len(targets) >= 3
+    for target in (first or second for first, second in targets):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize(("name", "count"), [("family", 11), ("fitting", 3), ("inference", 4), ("mup", 3)])
-def test_pages_print_what_they_show(name, count, capsys) -> None:
-    page = (Path(__file__).parent.parent / "docs" / f"{name}.md").read_text()
-    names: dict[str, object] = {}
-    for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
-        exec(compile(code, f"{name}.md", "exec"), names)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == count
-    assert all(line in page for line in lines)
-
-
 def test_pages_link_to_files_that_are_there() -> None:
-    root = Path(__file__).parent.parent
-    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for page in PAGES:
+        text = page.read_text()
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) + re.findall(r"^\[\w+\]: (\S+)$", text, re.MULTILINE):
+            assert (page.parent / target).exists(), f"{names(page)} links to {target}"

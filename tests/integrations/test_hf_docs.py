@@ -22,15 +22,19 @@ def test_the_examples_run(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", tiny)
     monkeypatch.chdir(tmp_path)
     ids = tokens(2, 9)
-    values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    encoding = transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: lambda text, return_tensors: encoding)
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(examples) == 3
+    values: dict = {}
     exec(examples[0], values)
     assert type(values["model"]) is StructAttnForCausalLM
     assert values["model"](ids).logits.shape == (2, 9, 1000)
+    values = {}
     exec(examples[1], values)
     assert type(values["model"]).__name__ == "StructAttnQwen3ForCausalLM"
     shown = json.loads("{" + re.search(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)[1] + "}")["structattn"]
     assert values["model"].config.structattn == shown | {"specs": ["mlr:64|32|32"] * 2}
+    values = {}
     exec(examples[2], values)
     assert values["text"].shape[0] == 2

@@ -35,7 +35,9 @@ def _slices(ax: Axes) -> None:
         ax.text(left + rank / 2, -0.12, f"level {level + 1}", ha="center", va="top", size=8.5)
         left += rank
     ax.set(xlim=(0, left), ylim=(-0.6, 1.05))
-    ax.set_title("1   mlr:32|16|8|8 cuts each query and key (64 dimensions) into slices, one for each level", loc="left")
+    ax.set_title(
+        "1   mlr:32|16|8|8 cuts each query and key (64 dimensions) into slices, one for each level", loc="left"
+    )
 
 
 def _blocks(ax: Axes) -> None:

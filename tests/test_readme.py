@@ -10,11 +10,14 @@ import torch
 
 import structattn as sa
 from structattn.spec.attention import FORMS
+from structattn.studies.tasks.registry import recipe_for
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A snippet that this file must not run has a comment with the reason in the line before it.
-SNIPPET = re.compile(r"(?:<!-- not run here: (?P<reason>[^>]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+SNIPPET = re.compile(
+    r"(?:<!-- not run here: (?P<reason>[^>]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 def names(page: Path) -> str:
@@ -38,7 +41,9 @@ def test_snippets_run_by_themselves(page, monkeypatch, tmp_path) -> None:
         fresh = {"__name__": "__main__", "print": partial(print, file=printed)}
         exec(compile("\n" * line + code, str(page), "exec"), fresh)
         for shown in printed.getvalue().splitlines():
-            assert shown in text, f"the snippet of {names(page)} at line {line} printed {shown!r}, which the page does not show"
+            assert shown in text, (
+                f"the snippet of {names(page)} at line {line} printed {shown!r}, which the page does not show"
+            )
 
 
 def test_snippets_are_found() -> None:
@@ -72,10 +77,16 @@ def test_the_commands_of_the_readme_exist() -> None:
     assert len(targets) >= 3
     for target in (first or second for first, second in targets):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
+    demo = re.findall(r"structattn compare (\S+) --preset (\S+)", makefile)
+    assert len(demo) == 2
+    for task, preset in demo:
+        assert len(recipe_for(task, preset).attention) >= 2
 
 
 def test_pages_link_to_files_that_are_there() -> None:
     for page in PAGES:
-        text = page.read_text()
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) + re.findall(r"^\[\w+\]: (\S+)$", text, re.MULTILINE):
+        text = re.sub(r"^```.*?^```$|`[^`]+`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) + re.findall(
+            r"^\[\w+\]: (\S+)$", text, re.MULTILINE
+        ):
             assert (page.parent / target).exists(), f"{names(page)} links to {target}"

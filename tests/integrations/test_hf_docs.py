@@ -23,7 +23,9 @@ def test_the_examples_run(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     ids = tokens(2, 9)
     encoding = transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: lambda text, return_tensors: encoding)
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda name: lambda text, return_tensors: encoding
+    )
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(examples) == 3
     values: dict = {}

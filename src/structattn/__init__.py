@@ -13,6 +13,8 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from structattn import text_forms
+
 if TYPE_CHECKING:
     from structattn import cache, errors, matrices, ops
     from structattn.cache import LevelCache
@@ -32,6 +34,8 @@ try:
     __version__ = version("structattn")
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+source"
+
+text_forms.fill_with(lambda: importlib.import_module(f"{__name__}.spec"))
 
 # The module that defines each public name, and the modules that are public themselves.
 _HOMES = {

@@ -8,9 +8,10 @@ import structattn as sa
 from structattn import matrices, scoring
 from structattn.layers.block import MLP
 from structattn.layers.scoring_modules import HeadShape
+from structattn.layout.halving import Halving
 from structattn.layout.text import Segments, TextLayout, TextUnits
 from structattn.optim import mup
-from structattn.spec.attention import Halving, describe_spec, format_spec
+from structattn.spec.attention import describe_spec, format_spec
 from structattn.spec.layers import LayerSpecs
 from structattn.testing.wrong_calls import (
     COUNT,

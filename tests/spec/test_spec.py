@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 import structattn as sa
 from structattn.errors import ConfigError
-from structattn.spec.attention import FORMS, Halving, describe_spec
+from structattn.layout.halving import Halving
+from structattn.spec.attention import FORMS, describe_spec
 from structattn.spec.layers import LayerSpecs
 from structattn.studies.training.build import spec_for
 
@@ -87,14 +88,14 @@ def test_a_wrong_number_shows_the_one_form_concerned(name: str) -> None:
         ("mlr-text:4|4@lines", "unknown unit 'lines': .*did you mean 'line'"),
         ("mlr-text:4|4|4@line|paragraph", "from the largest to the smallest"),
         ("mlr-text:8", "2 to 4 ranks"),
-        ("mlr-text:4|4,scaling=x", "scaling must be one of"),
+        ("mlr-text:4|4,scaling=x", "unknown scaling 'x'"),
         ("global-window:4@8", "two ranks"),
         ("bilinear-btt:1+bilinear-mlr:4|4", "two terms give the scoring"),
         ("global-window:4|4@8+window:3", "own window"),
         ("standard:2+bilinear-btt:1", "two terms give the scoring"),
         ("standard+bilinear-btt:1", "two terms give the scoring"),
         ("bilinear-btt:1+standard", "two terms give the scoring"),
-        ("mlr:4|4,scaling=papr", "scaling must be one of"),
+        ("mlr:4|4,scaling=papr", "did you mean 'paper'"),
         ("bilinear-btt:1,rms=true", "unknown option 'rms'"),
         ("standard,rms_cap", "key=value"),
         ("", "unknown form ''"),

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, arange, cat, eye, nn
 
+from structattn import text_forms
 from structattn.cache import PAGE_SIZE, LevelCache
 from structattn.cache.levels import parts_of, value_levels, widest
 from structattn.cache.undo import all_or_nothing
@@ -29,6 +30,7 @@ from structattn.layers.latent import ScoringLatent
 from structattn.layers.rotary import Rotary
 from structattn.layers.scoring import LowRank, Scoring, check_scoring
 from structattn.layers.scoring_modules import HeadShape
+from structattn.layers.variant import AttentionSpec
 from structattn.layout.levels import (
     MAX_COUNTED,
     GlobalWindowLayout,
@@ -42,7 +44,6 @@ from structattn.memory import check_memory
 from structattn.ops import Backend, structured_attention
 from structattn.ops.checks import taken_dtype
 from structattn.optim.mup import Role
-from structattn.spec.attention import AttentionSpec, parse_spec
 
 _FROM_TEXT = (
     "give a LevelLayout, such as LevelLayout.halving((32, 16, 8, 8), 1024), or use Attention.from_spec for text"
@@ -214,7 +215,7 @@ class Attention(nn.Module):
         Raises:
             ConfigError: the spec is unknown or does not fit the sizes.
         """
-        value = spec if isinstance(spec, AttentionSpec) else parse_spec(spec)
+        value = spec if isinstance(spec, AttentionSpec) else text_forms.read(AttentionSpec, spec)
         check_size("num_heads", num_heads)
         check_size("context_length", context_length, MAX_LENGTH)
         if value.num_heads is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,6 +11,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
+from structattn import text_forms
 from structattn.checks import (
     INT_DTYPES,
     MAX_LENGTH,
@@ -20,10 +20,9 @@ from structattn.checks import (
     check_size,
     check_tensor,
     check_type,
-    describe,
     quoted,
 )
-from structattn.errors import ConfigError, ShapeError, nearest_name
+from structattn.errors import ConfigError, ShapeError
 from structattn.layout.partition import positive_ints
 
 Split = Literal["low_far", "interleaved", "per_level"]
@@ -31,7 +30,6 @@ ScalingKind = Literal["linear", "ntk", "yarn"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 SCALING_KINDS: tuple[ScalingKind, ...] = get_args(ScalingKind)
 
-_FORM = "SPLIT[,base=B][,linear=S | ,ntk=S | ,yarn=S@LENGTH], such as low_far,base=500000,ntk=4"
 _DEFAULT_BASE = 10_000.0
 _MOST_DIMS = 2**20  # of a level: its frequencies are written out one by one
 # YaRN's bounds, in turns within the original length: below the first interpolated fully, above the second not at all.
@@ -90,20 +88,10 @@ class RotaryScaling:
         Raises:
             ConfigError: another form, or as the class.
         """
-        kind, _, rest = _text(text, "a rotary scaling, such as 'ntk=4'").strip().partition("=")
-        for known in SCALING_KINDS:
-            if known == kind:
-                factor, at, length = rest.partition("@")
-                if at and not re.fullmatch("[0-9]{1,18}", length):
-                    raise ConfigError(
-                        f"rotary scaling {quoted(text)}: expected a whole number behind @, got {quoted(length)}"
-                    )
-                return cls(kind=known, factor=_read_number(factor, text), original_length=int(length) if at else None)
-        raise ConfigError(f"rotary scaling {quoted(text)}: {nearest_name(kind, SCALING_KINDS)}")
+        return text_forms.read(cls, text)
 
     def __str__(self) -> str:
-        length = "" if self.original_length is None else f"@{self.original_length}"
-        return f"{self.kind}={_write_number(self.factor)}{length}"
+        return text_forms.write(self)
 
     @property
     def amplitude(self) -> float:
@@ -192,21 +180,10 @@ class Rotary:
         Raises:
             ConfigError: an unknown split or option, an option given twice, or as the class.
         """
-        name, *options = (part.strip() for part in _text(text, "Rotary, such as 'low_far'").split(","))
-        fields: dict[str, Any] = {"split": name}
-        for option in options:
-            key, _, value = option.partition("=")
-            if key != "base" and key not in SCALING_KINDS:
-                raise _fail(text, f"unknown option {quoted(key)}: {nearest_name(key, ('base', *SCALING_KINDS))}")
-            field = "base" if key == "base" else "scaling"
-            if field in fields:
-                raise _fail(text, f"the {field} is given twice")
-            fields[field] = _read_number(value, text) if field == "base" else RotaryScaling.parse(option)
-        return cls(**fields)
+        return text_forms.read(cls, text)
 
     def __str__(self) -> str:
-        base = "" if self.base == _DEFAULT_BASE else f",base={_write_number(self.base)}"
-        return f"{self.split}{base}" + ("" if self.scaling is None else f",{self.scaling}")
+        return text_forms.write(self)
 
     def frequencies(self, ranks: Sequence[int]) -> tuple[tuple[float, ...], ...]:
         """The frequencies of each level, level 1 first, in radians per position, from fast to slow.
@@ -365,24 +342,3 @@ class RotaryEmbedding(nn.Module):
     def extra_repr(self) -> str:
         """The text form and the ranks, for ``repr``."""
         return f"{self.rotary}, ranks={'|'.join(map(str, self.ranks))}"
-
-
-def _fail(text: str, problem: str) -> ConfigError:
-    return ConfigError(f"rotary {quoted(text)}: {problem}. The form is {_FORM}")
-
-
-def _text(text: object, what: str) -> str:
-    if not isinstance(text, str):
-        raise ConfigError(f"expected the text of {what}, got {describe(text)}")
-    return text
-
-
-def _read_number(text: str, whole: str) -> float:
-    # `float` alone reads too much: nan, infinity, 1_000.
-    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?", text):
-        raise _fail(whole, f"expected a number, such as 4 or 1.5, got {quoted(text)}")
-    return float(text)
-
-
-def _write_number(value: float) -> str:
-    return str(int(value)) if value.is_integer() and value < 1e16 else repr(value)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from structattn.checks import check_bool, check_choice, check_sizes, check_type, describe, quoted
+from structattn import text_forms
+from structattn.checks import check_bool, check_choice, check_sizes, describe, quoted
 from structattn.errors import ConfigError, nearest_name
 from structattn.matrices.base import StructuredMatrix
 from structattn.matrices.btt import BlockTensorTrain, Monarch
@@ -19,170 +19,66 @@ from structattn.matrices.factored import FactoredMatrix
 from structattn.matrices.kaleidoscope import Kaleidoscope
 from structattn.matrices.mlbtc import MLBTC
 from structattn.matrices.mlr import MultiLevelLowRank
-from structattn.matrices.terms import BlockTerm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family of the text form.
+    """One family of structured matrices.
 
     Attributes:
         matrix: the class.
-        syntax, example, meaning: for help texts and error messages.
-        read: the text behind the colon (empty if there is none) to the arguments of the class.
-        write: the arguments to that text.
+        syntax, example: of its text form (``structattn.spec.structure``), for help texts and error messages.
+        meaning: in words.
     """
 
     matrix: type[StructuredMatrix]
     syntax: str
     example: str
     meaning: str
-    read: Callable[[str], dict[str, Any]]
-    write: Callable[[Mapping[str, Any]], str]
-
-
-def _number(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]*", text):
-        raise ConfigError(f"expected a positive whole number, got {quoted(text)}")
-    return int(text)
-
-
-def _nothing(text: str) -> dict[str, Any]:
-    if text:
-        raise ConfigError(f"this structure has no number, got {quoted(text)}")
-    return {}
-
-
-def _rank(text: str) -> dict[str, Any]:
-    return {"rank": _number(text)}
-
-
-def _optional(name: str) -> Callable[[str], dict[str, Any]]:
-    return lambda text: {name: _number(text)} if text else {}
-
-
-def _ranks(text: str) -> dict[str, Any]:
-    return {"ranks": tuple(_number(part) for part in text.split("|"))}
-
-
-def _blocks(text: str) -> dict[str, Any]:
-    if not text:
-        return {}
-    parts = text.split("x")
-    if len(parts) != 2:
-        raise ConfigError(f"expected two numbers of blocks, such as 16x16, got {quoted(text)}")
-    return {"num_blocks": (_number(parts[0]), _number(parts[1]))}
-
-
-def _terms(text: str) -> dict[str, Any]:
-    terms = []
-    for part in text.split("|"):
-        found = re.fullmatch("([1-9][0-9]*)x([1-9][0-9]*)x([1-9][0-9]*)(s?)", part)
-        if found is None:
-            raise ConfigError(
-                f"expected terms BxCxF, with an s behind for the stride permutation, such as 1x1x8|16x16x256s, got {quoted(part)}"
-            )
-        kind = "stride" if found[4] else "identity"
-        terms.append(
-            BlockTerm(
-                left_blocks=int(found[1]),
-                right_blocks=int(found[2]),
-                inner_dim=int(found[3]),
-                left_permutation=kind,  # type: ignore[arg-type]
-                right_permutation=kind,  # type: ignore[arg-type]
-            )
-        )
-    return {"terms": tuple(terms)}
-
-
-def _write_terms(options: Mapping[str, Any]) -> str:
-    parts = []
-    for term in options["terms"]:
-        kinds = {term.left_permutation, term.right_permutation}
-        if kinds not in ({"identity"}, {"stride"}):
-            raise ConfigError("MLBTC terms with mixed or free permutations have no text form: use the object itself")
-        stride = "s" if kinds == {"stride"} else ""
-        parts.append(f"{term.left_blocks}x{term.right_blocks}x{term.inner_dim}{stride}")
-    return "|".join(parts)
-
-
-def _write(name: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda options: str(options[name]) if name in options else ""
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "dense": Family(
-            matrix=Dense,
-            syntax="dense",
-            example="dense",
-            meaning="a dense matrix",
-            read=_nothing,
-            write=lambda options: "",
-        ),
+        "dense": Family(matrix=Dense, syntax="dense", example="dense", meaning="a dense matrix"),
         "lowrank": Family(
-            matrix=LowRank,
-            syntax="lowrank:R",
-            example="lowrank:64",
-            meaning="low rank, R columns in each factor",
-            read=_rank,
-            write=_write("rank"),
+            matrix=LowRank, syntax="lowrank:R", example="lowrank:64", meaning="low rank, R columns in each factor"
         ),
         "mlr": Family(
             matrix=MultiLevelLowRank,
             syntax="mlr:R|R|...",
             example="mlr:16|8|4|4",
             meaning="multi-level low rank, one rank per level, 2^(l-1) blocks at level l",
-            read=_ranks,
-            write=lambda options: "|".join(map(str, options["ranks"])),
         ),
-        "btt": Family(
-            matrix=BlockTensorTrain,
-            syntax="btt:S",
-            example="btt:1",
-            meaning="block tensor train of rank S",
-            read=_rank,
-            write=_write("rank"),
-        ),
+        "btt": Family(matrix=BlockTensorTrain, syntax="btt:S", example="btt:1", meaning="block tensor train of rank S"),
         "kronecker": Family(
             matrix=Kronecker,
             syntax="kronecker",
             example="kronecker",
             meaning="Kronecker product of two matrices of about the root of the size",
-            read=_nothing,
-            write=lambda options: "",
         ),
         "monarch": Family(
             matrix=Monarch,
             syntax="monarch[:BxC]",
             example="monarch",
             meaning="Monarch with B left and C right blocks, about the root of the size by default",
-            read=_blocks,
-            write=lambda options: "x".join(map(str, options.get("num_blocks", ()))),
         ),
         "butterfly": Family(
             matrix=Butterfly,
             syntax="butterfly[:S]",
             example="butterfly",
             meaning="butterfly of rank S (1 by default), one stage per prime factor of the size",
-            read=_optional("rank"),
-            write=_write("rank"),
         ),
         "kaleidoscope": Family(
             matrix=Kaleidoscope,
             syntax="kaleidoscope[:W]",
             example="kaleidoscope",
             meaning="W products of a butterfly and a transposed butterfly (1 by default)",
-            read=_optional("width"),
-            write=_write("width"),
         ),
         "mlbtc": Family(
             matrix=MLBTC,
             syntax="mlbtc:BxCxF[s]|...",
             example="mlbtc:1x1x16|16x16x256s",
             meaning="sum of block terms with B left and C right blocks and inner dimension F; s: stride permutation",
-            read=_terms,
-            write=_write_terms,
         ),
     }
 )
@@ -240,21 +136,9 @@ class Structure:
         """Reads the text form, ``family`` or ``family:numbers``; ``Structure.parse(str(s)) == s``.
 
         Raises:
-            ConfigError: an unknown family or wrong numbers; the message names the form.
+            ConfigError: an unknown family or wrong numbers; the message shows the form.
         """
-        check_type("a structure", text, str, "text such as 'btt:1'")
-        name, colon, rest = text.strip().partition(":")
-        if name not in FAMILIES:
-            raise ConfigError(
-                f"structure {quoted(text)}: unknown family {quoted(name)}: {nearest_name(name, FAMILIES)}"
-            )
-        try:
-            options = FAMILIES[name].read(rest)
-            if colon and not rest:  # of a form whose value may be left out, with its colon
-                raise ConfigError("expected a value after the colon, got nothing")
-            return cls(name, tuple(options.items()))
-        except ConfigError as error:
-            raise ConfigError(f"structure {quoted(text)}: {error}. The form is {FAMILIES[name].syntax}") from None
+        return text_forms.read(cls, text)
 
     @classmethod
     def of(cls, value: Structure | str) -> Structure:
@@ -294,10 +178,4 @@ class Structure:
 
     def __str__(self) -> str:
         """The text form; raises ``ConfigError`` for options that it cannot say."""
-        numbers = FAMILIES[self.family].write(dict(self.options))
-        text = f"{self.family}:{numbers}" if numbers else self.family
-        if Structure.parse(text) != self:
-            raise ConfigError(
-                f"{self.family} with the options {dict(self.options)} has no text form: use the object itself"
-            )
-        return text
+        return text_forms.write(self)

@@ -1,5 +1,18 @@
-"""The text form of attention variants, such as ``mlr:32|16|8|8+window:512``."""
+"""Text forms and the objects that they are of, such as ``mlr:32|16|8|8+window:512``; importing it fills ``text_forms``."""
 
-from structattn.spec.attention import AttentionSpec, parse_spec
+from structattn import text_forms
+from structattn.layers.rotary import Rotary, RotaryScaling
+from structattn.layers.variant import AttentionSpec
+from structattn.matrices import Structure
+from structattn.spec import rotary
+from structattn.spec.attention import format_spec, parse_spec
+from structattn.spec.structure import format_structure, parse_structure
 
 __all__ = ["AttentionSpec", "parse_spec"]
+
+text_forms.register(AttentionSpec, text_forms.TextForm(read=parse_spec, write=format_spec))
+text_forms.register(Structure, text_forms.TextForm(read=parse_structure, write=format_structure))
+text_forms.register(Rotary, text_forms.TextForm(read=rotary.parse_rotary, write=rotary.format_rotary))
+text_forms.register(
+    RotaryScaling, text_forms.TextForm(read=rotary.parse_rotary_scaling, write=rotary.format_rotary_scaling)
+)

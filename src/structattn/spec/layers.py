@@ -7,33 +7,23 @@ A comma in the brackets ends a spec, unless an option ``key=value`` follows it, 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from structattn.checks import check_size, check_type, quoted
+from structattn.checks import check_size, check_type
 from structattn.errors import ConfigError
 from structattn.layers.scoring_modules import ScoreScaling
-from structattn.spec.attention import AttentionSpec, SpecForm, describe_spec, parse_spec
+from structattn.layers.variant import AttentionSpec
+from structattn.spec.attention import describe_spec, parse_spec
+from structattn.spec.grammar import Form, reading, split_specs
 
 MAX_LAYERS = 2**16
-FORM = SpecForm(
-    "[SPEC,SPEC,...]",
-    "[standard,window:128,window:128]",
-    "one spec per layer, from the first on; after the last the list begins again",
+FORM = Form(
+    syntax="[SPEC,SPEC,...]",
+    example="[standard,window:128,window:128]",
+    meaning="one spec per layer, from the first on; after the last the list begins again",
 )
-_BORDER = re.compile(r",(?!\s*\w+=)(?![^\[]*\])")  # a comma that no option follows, outside of brackets
-
-
-def split_specs(text: str) -> list[str]:
-    """The specs of a list with commas, each as text: a comma inside brackets, or before an option ``key=value``, is part of a spec.
-
-    Example:
-        >>> split_specs("standard,mlr:8|8,values=8|8,[standard,window:64]")
-        ['standard', 'mlr:8|8,values=8|8', '[standard,window:64]']
-    """
-    return [spec.strip() for spec in _BORDER.split(text)]
 
 
 @dataclass(frozen=True)
@@ -79,15 +69,12 @@ class LayerSpecs:
         if not bare.startswith("["):
             return cls((parse_spec(bare),))
         inner = bare[1:-1]
-        if not bare.endswith("]") or len(bare) < 2 or "[" in inner or "]" in inner:
-            raise ConfigError(
-                f"attention specs {quoted(text)}: a list is written in one pair of brackets, such as {FORM.example}"
-            )
-        specs = split_specs(inner)
-        if not all(specs):
-            raise ConfigError(
-                f"attention specs {quoted(text)}: expected a spec before and after every comma, such as {FORM.example}"
-            )
+        with reading("attention specs", text, FORM.help):
+            if not bare.endswith("]") or len(bare) < 2 or "[" in inner or "]" in inner:
+                raise ConfigError("a list is written in one pair of brackets")
+            specs = split_specs(inner)
+            if not all(specs):
+                raise ConfigError("expected a spec before and after every comma")
         return cls(tuple(map(parse_spec, specs)))
 
     def __str__(self) -> str:

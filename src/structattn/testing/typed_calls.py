@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import structattn as sa
+from structattn.layout.halving import Halving
 from structattn.layout.text import TextLayout, TextUnits
-from structattn.spec.attention import Halving
 from structattn.spec.layers import LayerSpecs
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from structattn.cli import main
 from structattn.errors import ConfigError
-from structattn.spec.layers import split_specs
+from structattn.spec.grammar import split_specs
 from structattn.studies.folders import Owner
 from structattn.studies.runner import ray_cluster
 from structattn.studies.runner.runs import kept_score

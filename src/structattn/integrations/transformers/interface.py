@@ -23,8 +23,9 @@ from structattn.integrations.transformers.rotary_order import (
 )
 from structattn.integrations.transformers.rotation import check_rotation
 from structattn.integrations.transformers.variant import Variant, trained_spec
+from structattn.layers.variant import AttentionSpec
+from structattn.layout.halving import Halving
 from structattn.ops import Backend
-from structattn.spec.attention import AttentionSpec, Halving
 
 # What may come along with a call and changes no score. `is_causal` and `sliding_window` are looked at.
 _HARMLESS = frozenset(

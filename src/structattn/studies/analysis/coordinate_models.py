@@ -16,13 +16,14 @@ from structattn.checks import check_int
 from structattn.errors import ConfigError
 from structattn.layers.attention import Attention
 from structattn.layers.scoring import MLR
+from structattn.layers.variant import AttentionSpec
+from structattn.layout.halving import Halving
 from structattn.layout.levels import GlobalWindowLayout, LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.ops import reference
 from structattn.optim import mup
 from structattn.seeds import generator, seeded
-from structattn.spec.attention import AttentionSpec, Halving
 from structattn.spec.layers import LayerSpecs
 
 Parametrization = Literal["mup", "standard"]

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from structattn.errors import ConfigError, nearest_name
-from structattn.spec.layers import LayerSpecs, split_specs
+from structattn.spec.grammar import split_specs
+from structattn.spec.layers import LayerSpecs
 from structattn.studies.settings import convert, full_name
 from structattn.studies.training.config import TrainingConfig
 

@@ -1,0 +1,69 @@
+"""An attention variant as a value: a scoring, a layout and a window."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import get_args
+
+from structattn import text_forms
+from structattn.checks import MAX_LENGTH, check_choice, check_size, check_type
+from structattn.errors import ConfigError
+from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
+from structattn.layers.scoring_modules import ScoreScaling
+from structattn.layout.halving import Halving
+from structattn.layout.levels import GlobalWindowLayout, LevelLayout
+from structattn.layout.text import TextLayout
+
+Form = LowRank | BTT | MLR | Matrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """An attention variant as a value: what ``parse_spec`` reads and ``str`` writes.
+
+    Args:
+        scoring: structure of M. Default: standard low rank.
+        layout: structure of the score matrix; ``None`` is plain.
+        window: sliding window in positions, ``None`` for none.
+        num_heads: overrides the model's number of heads (``standard:1``); ``None`` keeps it.
+    """
+
+    scoring: Form = field(default_factory=LowRank)
+    layout: LevelLayout | GlobalWindowLayout | Halving | TextLayout | None = None
+    window: int | None = None
+    num_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        check_type("scoring", self.scoring, Form, "a scoring.LowRank, BTT, MLR or Matrix", "parse_spec reads text")
+        layouts = LevelLayout | GlobalWindowLayout | Halving | TextLayout | None
+        check_type("layout", self.layout, layouts, "a layout or None", "parse_spec reads text")
+        if self.window is not None:
+            check_size("window", self.window, MAX_LENGTH)
+            if isinstance(self.layout, GlobalWindowLayout):
+                raise ConfigError("a global-window layout has its own window: leave window at None")
+        if self.num_heads is not None:
+            check_size("num_heads", self.num_heads)
+
+    def layout_for(self, context_length: int) -> LevelLayout | GlobalWindowLayout | TextLayout | None:
+        """The layout for a model of that context length (in positions)."""
+        return self.layout.resolve(context_length) if isinstance(self.layout, Halving) else self.layout
+
+    def with_scaling(self, scaling: ScoreScaling) -> AttentionSpec:
+        """The same variant with another scaling of its scores, as muP needs it (``"mup"``), where it had the default.
+
+        A scaling that was chosen (``"paper"``, say) stays. With a layout it is the layout's that counts.
+
+        Args:
+            scaling: ``"variance"`` or ``"mup"``.
+        """
+        check_choice("scaling", scaling, get_args(ScoreScaling))
+        layout, scoring = self.layout, self.scoring
+        if layout is not None and layout.scaling == "variance":
+            return dataclasses.replace(self, layout=dataclasses.replace(layout, scaling=scaling))
+        if layout is None and scoring.scaling == "variance":
+            return dataclasses.replace(self, scoring=dataclasses.replace(scoring, scaling=scaling))
+        return self
+
+    def __str__(self) -> str:
+        return text_forms.write(self)

@@ -1,0 +1,60 @@
+"""The text form of rotary positions: ``low_far``, ``interleaved,base=500000,ntk=4``; and of their scaling: ``yarn=4@8192``."""
+
+from __future__ import annotations
+
+from structattn.checks import check_type
+from structattn.errors import ConfigError
+from structattn.layers.rotary import SCALING_KINDS, Rotary, RotaryScaling
+from structattn.spec.grammar import assignment, number, one_of, read_options, reading, whole, word
+
+_FORM = "Written SPLIT[,base=B][,linear=S | ,ntk=S | ,yarn=S@LENGTH], such as low_far,base=500000,ntk=4"
+_SCALING_FORM = "Written linear=S, ntk=S or yarn=S@LENGTH, such as ntk=4"
+
+
+def parse_rotary_scaling(text: str) -> RotaryScaling:
+    """Reads ``linear=S``, ``ntk=S`` or ``yarn=S@LENGTH``.
+
+    Raises:
+        ConfigError: another form, or as ``RotaryScaling``.
+    """
+    check_type("a rotary scaling", text, str, "text such as 'ntk=4'")
+    with reading("rotary scaling", text, _SCALING_FORM):
+        return _scaling(*assignment(text))
+
+
+def _scaling(kind: str, value: str) -> RotaryScaling:
+    factor, at, length = value.partition("@")
+    return RotaryScaling(
+        kind=one_of("rotary scaling", SCALING_KINDS)(kind),
+        factor=number(factor),
+        original_length=whole(length) if at else None,
+    )
+
+
+def parse_rotary(text: str) -> Rotary:
+    """Reads ``SPLIT[,base=B][,linear=S | ,ntk=S | ,yarn=S@LENGTH]``.
+
+    Raises:
+        ConfigError: an unknown split or option, an option that is given twice, or as ``Rotary``.
+    """
+    check_type("Rotary", text, str, "text such as 'low_far'")
+    with reading("rotary", text, _FORM):
+        split, *texts = (part.strip() for part in text.split(","))
+        options = read_options(texts, {"base": number, **dict.fromkeys(SCALING_KINDS, str)})
+        base = options.pop("base", Rotary.base)
+        if len(options) > 1:
+            raise ConfigError("the scaling is given twice")
+        scalings = [_scaling(kind, value) for kind, value in options.items()]
+        return Rotary(base=base, split=split, scaling=scalings[0] if scalings else None)  # type: ignore[arg-type]
+
+
+def format_rotary_scaling(scaling: RotaryScaling) -> str:
+    """The text form; see ``parse_rotary_scaling``."""
+    length = "" if scaling.original_length is None else f"@{scaling.original_length}"
+    return f"{scaling.kind}={word(scaling.factor)}{length}"
+
+
+def format_rotary(rotary: Rotary) -> str:
+    """The text form; see ``parse_rotary``."""
+    base = "" if rotary.base == Rotary.base else f",base={word(rotary.base)}"
+    return f"{rotary.split}{base}" + ("" if rotary.scaling is None else f",{rotary.scaling}")

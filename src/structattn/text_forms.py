@@ -1,0 +1,60 @@
+"""The table of text forms. Values of the lower floors are read from text and written as text through it, so that they import no parser.
+
+``spec`` fills the table when it is imported; ``structattn/__init__`` says how, since it is above all floors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextForm:
+    """How values of one type are read from text and written as text; ``read(write(value)) == value``."""
+
+    read: Callable[[str], Any]
+    write: Callable[[Any], str]
+
+
+_FORMS: dict[type, TextForm] = {}
+_fillers: list[Callable[[], object]] = []
+
+
+def fill_with(filler: Callable[[], object]) -> None:
+    """Says what to call at the first use of the table, so that the parsers are not imported before."""
+    _fillers.append(filler)
+
+
+def register(kind: type, form: TextForm) -> None:
+    """Adds the text form of a type."""
+    _FORMS[kind] = form
+
+
+def _form(kind: type) -> TextForm:
+    if kind not in _FORMS:
+        for filler in _fillers:
+            filler()
+    return _FORMS[kind]
+
+
+def read(kind: type[Value], text: str) -> Value:
+    """The value of that type that a text is the form of.
+
+    Raises:
+        ConfigError: the text is none; the message shows the form concerned.
+    """
+    value: Value = _form(kind).read(text)
+    return value
+
+
+def write(value: object) -> str:
+    """The text form of a value.
+
+    Raises:
+        ConfigError: this value has none.
+    """
+    return _form(type(value)).write(value)

@@ -44,7 +44,10 @@ def test_a_task_from_outside_works_in_every_command(mean: str, tmp_path: Path, c
     printed("compare", mean, "--preset", "smoke", "--out", str(compared))
     results = json.loads((compared / "results.json").read_text())
     assert (results["task"], [row["spec"] for row in results["rows"]]) == ("mean", ["standard", "mlr:2|2"])
-    assert "Can attention average?" in (compared / "report.html").read_text()
+    assert (compared / "figures" / "error-by-coordinate.png").exists()
+    page = (compared / "report.html").read_text()
+    for words in ("Can attention average?", "Error by coordinate.", "The largest error of a coordinate", "1.25"):
+        assert words in page
 
 
 def test_a_worker_knows_the_task_of_the_settings_that_it_gets(mean: str) -> None:

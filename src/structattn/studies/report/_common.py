@@ -8,6 +8,7 @@ from typing import Any
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
+Table = tuple[list[str], list[list[str]]]  # the header, and the cells of each line
 
 DASH = "\N{EN DASH}"
 

@@ -18,6 +18,7 @@ from structattn.studies.report._common import (
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", "-.", ":")
+SHAPES = "osD^vP*"
 GREY = "#666666"
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -141,16 +142,6 @@ def curve(results: Results, row: Row, key: str = "step") -> tuple[list[float], l
     return sorted(found), [found[step] for step in sorted(found)]
 
 
-def dimension(config: Any) -> float | None:
-    """The dimension of the task, looked for in the settings under its usual names."""
-    if not isinstance(config, dict):
-        return None
-    for key in ("dimension", "dim", "d", "num_dims"):
-        if (value := finite(config.get(key))) is not None:
-            return value
-    return next((d for child in config.values() if (d := dimension(child)) is not None), None)
-
-
 def baselines_in_view(results: Results, values: Sequence[float]) -> tuple[list[tuple[float, str]], str]:
     """The baselines near enough to the attentions' scores to share an axis, and words about the others."""
     shown, away = [], ""
@@ -169,3 +160,9 @@ def row_style(results: Results, row: Row) -> dict[str, Any]:
     """Colour and dashes of a row: the same in every figure, and told apart without colour past seven rows."""
     index = next(i for i, r in enumerate(results["rows"]) if r is row)
     return {"color": OKABE_ITO[index % 7], "linestyle": LINES[index // 7 % 4]}
+
+
+def spec_style(specs: Sequence[str], spec: str) -> dict[str, Any]:
+    """Colour, dashes and marker of a spec among others: the same in every figure of a page."""
+    index = specs.index(spec)
+    return {"color": OKABE_ITO[index % 7], "linestyle": LINES[index // 7 % 4], "marker": SHAPES[index % 7]}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from structattn.files import write_atomic
 from structattn.studies.report._common import Results, Row, baseline_score, ranked_rows, score_of
 from structattn.studies.report.table import baseline_cells, header, row_cells, verdict
+from structattn.studies.tasks.registry import tables_of
 
 if TYPE_CHECKING:
     from structattn.studies.report.figures import Figure
@@ -84,6 +85,7 @@ def write_report(results: Results, figures: Iterable[Figure], path: Path) -> Pat
         f"<h2>Results</h2>{_table(results)}",
         f'<p class="dim">Score: {escaped(results["metric"])}, {escaped(results["metric_label"])}; '
         "lower is better. ★ marks the best attention; the bars show the score on one linear scale.</p>",
+        *task_tables(results),
         f"<h2>Figures</h2>{shown}" if shown else "",
         repeat_html(results),
         _notes(results),
@@ -169,6 +171,12 @@ def table_html(header: Iterable[str], lines: Iterable[list[str]]) -> str:
         for line in lines
     )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def task_tables(results: Results) -> list[str]:
+    """The tables that the task adds, each below its title."""
+    made = {title: make(results) for title, make in tables_of(results["task"]).items()}
+    return [f'<p class="dim">{escaped(title)}</p>{table_html(*table)}' for title, table in made.items() if table]
 
 
 def figure_html(figure: Figure, index: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from structattn.studies.report._common import (
     other_metrics,
     score_of,
 )
-from structattn.studies.report.html import escaped, figure_html, repeat_html, table_html, write_page
+from structattn.studies.report.html import escaped, figure_html, repeat_html, table_html, task_tables, write_page
 
 if TYPE_CHECKING:
     from structattn.studies.report.figures import Figure
@@ -166,16 +166,6 @@ def _matrix(results: Results, choice: Row) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def _columns(results: Results, choice: Row) -> tuple[list[str], list[list[str]]] | None:
-    """The error of each column of the data, where there are several."""
-    rows = [results["rows"][i] for i in choice["rows"]]
-    errors = [(row["spec"], row["details"].get("error_by_column")) for row in rows]
-    if not all(found for _, found in errors):
-        return None
-    names: Sequence[str] = list(errors[0][1])
-    return ["method", *names], [[spec, *(fmt_score(found[name]) for name in names)] for spec, found in errors]
-
-
 def write_search_report(results: Results, figures: Iterable[Figure], path: Path) -> Path:
     """Writes the self-contained page: verdict, the chosen rows, figures, every setting, how to repeat it."""
     title = f"Methods compared, each with its best settings: {results['task']}"
@@ -202,9 +192,7 @@ def write_search_report(results: Results, figures: Iterable[Figure], path: Path)
                 '<p class="dim">Differences from the lowest, at the chosen settings:</p>',
                 table_html(["method", "above the lowest", "critical difference"], gaps),
             ]
-        columns = _columns(results, choice)
-        if columns is not None:
-            body += ['<p class="dim">Error of each column, at the chosen setting:</p>', table_html(*columns)]
+        body += task_tables(group_results(results, choice))
     trials = len(searched_settings(results)) * max(1, len(rates))
     body += [
         repeat_html(results),

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import functools
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from structattn.errors import ConfigError, nearest_name
 
 if TYPE_CHECKING:  # the command line lists the names without importing PyTorch
+    from collections.abc import Callable
+
     from structattn.studies.recipe import Preset, Recipe
+    from structattn.studies.report._common import Results, Table
+    from structattn.studies.report.figures.canvas import Drawing
     from structattn.studies.tasks.base import Task
 
 # The package of each task, imported at its first use. It has a documentation string, ``TASK``, a subclass of ``Task``, and ``PRESETS``, the
-# ``Preset`` by name, among them "default" and "smoke".
+# ``Preset`` by name, among them "default" and "smoke". What a report adds for it is in its module ``figures``, if there is one: ``FIGURES``
+# and ``TABLES``.
 TASKS: dict[str, str] = {
     "nearest-neighbor": "structattn.studies.tasks.nearest_neighbor",
     "forecast": "structattn.studies.tasks.forecast",
@@ -56,6 +62,24 @@ def presets_of(name: str) -> dict[str, Preset]:
     """The presets of a task by name; raises ``ConfigError`` with the nearest name of a task."""
     found: dict[str, Preset] = _package(name).PRESETS
     return found
+
+
+def _report(name: str, part: str) -> dict[str, Any]:
+    """What the module ``figures`` of a task holds; nothing where there is none, such as for results of a task that is not installed."""
+    if name not in TASKS or find_spec(f"{TASKS[name]}.figures") is None:
+        return {}
+    found: dict[str, Any] = getattr(import_module(f"{TASKS[name]}.figures"), part, {})
+    return found
+
+
+def figures_of(name: str) -> dict[str, Callable[[Results], Drawing | None]]:
+    """What draws the figures of a task, by file name, each from the results of a comparison; needs matplotlib."""
+    return _report(name, "FIGURES")
+
+
+def tables_of(name: str) -> dict[str, Callable[[Results], Table | None]]:
+    """What makes the tables that a task adds to a report, by title, each from the results of a comparison."""
+    return _report(name, "TABLES")
 
 
 def recipe_for(task: str, preset: str) -> Recipe:

@@ -37,7 +37,8 @@ class Figure:
     alt: str
 
 
-Drawing = tuple[MplFigure, str, str]
+Drawing = tuple[MplFigure, str, str]  # with its caption and a description for readers who do not see it
+MOST_COLUMNS = 4  # panels side by side
 
 
 def write_figure(name: str, draw: Callable[[], Drawing | None], folder: Path) -> Figure | None:
@@ -71,6 +72,18 @@ def new_canvas(height: float, width: float = 7.2) -> MplFigure:
     figure = MplFigure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
+
+
+def panel_grid(count: int, height: float, columns: int = 2) -> tuple[MplFigure, list[Axes]]:
+    """A figure of ``count`` panels with one vertical axis, in rows of ``height`` inches and at most ``columns`` panels."""
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure = new_canvas(height * rows + 0.6, max(5.4, (3.9 if columns < MOST_COLUMNS else 3.1) * columns))
+    axes: Any = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    panels = list(axes.flat)
+    for spare in panels[count:]:
+        spare.set_visible(False)
+    return figure, panels[:count]
 
 
 def log_axis(ax: Axes, which: str) -> None:
@@ -123,3 +136,16 @@ def point_labels(figure: MplFigure, ax: Axes, points: Sequence[tuple[float, floa
             name, (x, y), (8 * side, dy), textcoords="offset points", fontsize=8, color=colour, va="center",
             ha=("center", "left", "right")[side], arrowprops=leader if abs(dy) > 12 else None,
         ).set_in_layout(False)  # fmt: skip
+
+
+def shared_legend(figure: MplFigure, panels: Sequence[Axes]) -> None:
+    """One legend above all panels, each label once."""
+    found: dict[str, Any] = {}
+    for ax in panels:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    longest = max(map(len, found), default=0)
+    columns = max(1, min(4, int(90 / (longest + 8))))
+    figure.legend(
+        list(found.values()), list(found), loc="outside upper center", ncols=columns, frameon=False, fontsize=8
+    )

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import (
     FixedLocator,
     FuncFormatter,
@@ -20,12 +19,18 @@ from matplotlib.ticker import (
 )
 
 from structattn.studies.report._common import Results, Row, fmt_flops
-from structattn.studies.report._plotting import GREY, LINES, OKABE_ITO
-from structattn.studies.report.figures.canvas import Drawing, Figure, new_canvas, write_figure
+from structattn.studies.report._plotting import GREY, OKABE_ITO, spec_style
+from structattn.studies.report.figures.canvas import (
+    MOST_COLUMNS,
+    Drawing,
+    Figure,
+    new_canvas,
+    panel_grid,
+    shared_legend,
+    write_figure,
+)
 from structattn.studies.report.scaling import mean_loss, series_of, settings_of
-
-_SHAPES = "osD^vP*"
-_MOST_COLUMNS = 4
+from structattn.studies.tasks.registry import figures_of
 
 
 def draw_scaling(results: Results, folder: Path) -> list[Figure]:
@@ -41,10 +46,10 @@ def draw_scaling(results: Results, folder: Path) -> list[Figure]:
         ("loss-against-compute-by-width", _widths),
         ("isoflop", _isoflop),
         ("ablation", _ablation),
-        ("loss-by-position", functools.partial(_by_octave, key="loss_by_position")),
-        ("attention-by-distance", functools.partial(_by_octave, key="attention_by_distance")),
     ]
     drawn = [write_figure(name, functools.partial(draw, results), folder) for name, draw in plans]
+    for name, draw in figures_of(results["task"]).items():
+        drawn.append(write_figure(name, functools.partial(_of_largest, results, draw), folder))
     return [figure for figure in drawn if figure is not None]
 
 
@@ -53,25 +58,12 @@ def _specs(results: Results) -> list[str]:
 
 
 def _style(results: Results, spec: str) -> dict[str, Any]:
-    """Colour, dashes and marker of a spec: the same in every figure."""
-    index = _specs(results).index(spec)
-    return {"color": OKABE_ITO[index % 7], "linestyle": LINES[index // 7 % 4], "marker": _SHAPES[index % 7]}
-
-
-def _grid(count: int, height: float, columns: int = 2) -> tuple[MplFigure, list[Axes]]:
-    columns = min(columns, count)
-    rows = -(-count // columns)
-    figure = new_canvas(height * rows + 0.6, max(5.4, (3.9 if columns < _MOST_COLUMNS else 3.1) * columns))
-    axes: Any = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    panels = list(axes.flat)
-    for spare in panels[count:]:
-        spare.set_visible(False)
-    return figure, panels[:count]
+    return spec_style(_specs(results), spec)
 
 
 def _columns(members: int) -> int:
     """Columns of panels that belong together in groups of so many: a group is a row where it fits in one."""
-    return members if 1 < members <= _MOST_COLUMNS else 3
+    return members if 1 < members <= MOST_COLUMNS else 3
 
 
 def _log_x(ax: Axes, values: Sequence[float]) -> None:
@@ -86,18 +78,6 @@ def _log_x(ax: Axes, values: Sequence[float]) -> None:
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.tick_params(axis="x", labelsize=7.5)
-
-
-def _key(figure: MplFigure, panels: Sequence[Axes]) -> None:
-    found: dict[str, Any] = {}
-    for ax in panels:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    longest = max(map(len, found), default=0)
-    columns = max(1, min(4, int(90 / (longest + 8))))
-    figure.legend(
-        list(found.values()), list(found), loc="outside upper center", ncols=columns, frameon=False, fontsize=8
-    )
 
 
 def _draw_law(ax: Axes, law: Row, style: dict[str, Any], label: str) -> None:
@@ -124,14 +104,14 @@ def _seeds(results: Results) -> str:
 
 def _frontiers(results: Results) -> Drawing | None:
     settings = settings_of(results)
-    figure, panels = _grid(len(settings), 3.4)
+    figure, panels = panel_grid(len(settings), 3.4)
     for ax, setting in zip(panels, settings, strict=True):
         for series in series_of(results, setting):
             _draw_law(ax, series["frontier"], _style(results, series["spec"]), series["spec"])
         ax.set_title(setting or "", fontsize=9, loc="left")
         _finish(results, ax, [p["compute"] for s in series_of(results, setting) for p in s["frontier"]["points"]])
     _label_left(results, panels)
-    _key(figure, panels)
+    shared_legend(figure, panels)
     caption = f"Loss against training compute at the best width of every budget ({_seeds(results)}); lines are fitted power laws."
     return figure, caption, "Loss against compute, a line per attention."
 
@@ -154,7 +134,7 @@ def _widths(results: Results) -> Drawing | None:
         return None
     settings = settings_of(results)
     panels_of = [(setting, width) for setting in settings for width in widths]
-    figure, panels = _grid(len(panels_of), 2.5, columns=_columns(len(widths)))
+    figure, panels = panel_grid(len(panels_of), 2.5, columns=_columns(len(widths)))
     for ax, (setting, width) in zip(panels, panels_of, strict=True):
         for series in series_of(results, setting):
             law = next((law for law in series["widths"] if law["width"] == width), None)
@@ -163,7 +143,7 @@ def _widths(results: Results) -> Drawing | None:
         ax.set_title(f"{setting}, E = {width}" if setting else f"E = {width}", fontsize=9, loc="left")
         _finish(results, ax, [row["compute"] for row in results["rows"]])
     _label_left(results, panels)
-    _key(figure, panels)
+    shared_legend(figure, panels)
     return figure, f"Loss against training compute at each width ({_seeds(results)}).", "Loss by width and compute."
 
 
@@ -174,7 +154,7 @@ def _isoflop(results: Results) -> Drawing | None:
         return None
     budgets = sorted({row["budget"] for row in results["rows"]})
     shades = [OKABE_ITO[0]] if len(budgets) == 1 else None
-    figure, panels = _grid(len(series), 2.3, columns=_columns(len(_specs(results))))
+    figure, panels = panel_grid(len(series), 2.3, columns=_columns(len(_specs(results))))
     for ax, one in zip(panels, series, strict=True):
         for index, budget in enumerate(budgets):
             points = [p for law in one["widths"] for p in law["points"] if p["budget"] == budget]
@@ -190,7 +170,7 @@ def _isoflop(results: Results) -> Drawing | None:
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e6:.3g}M"))
         ax.set_xlabel("parameters")
     _label_left(results, panels)
-    _key(figure, panels)
+    shared_legend(figure, panels)
     return figure, "Loss against the size of the model, a curve per budget (IsoFLOP).", "IsoFLOP curves."
 
 
@@ -263,6 +243,15 @@ def _ablation(results: Results) -> Drawing | None:
     return figure, caption, "Losses at the largest budget."
 
 
+def _of_largest(results: Results, draw: Callable[[Results], Drawing | None]) -> Drawing | None:
+    """A figure of the task, of the models of the largest budget at their best widths."""
+    drawing = draw({**results, "rows": [{**row, "variant": row["setting"]} for row in _at_largest(results)]})
+    if drawing is None:
+        return None
+    figure, caption, alt = drawing
+    return figure, f"{caption} Models of the largest budget.", alt
+
+
 def _at_largest(results: Results) -> list[Row]:
     """For each series the row of the largest budget at the best width."""
     found = []
@@ -271,48 +260,3 @@ def _at_largest(results: Results) -> list[Row]:
         places = (series["setting"], series["spec"], point["width"], point["budget"])
         found.append(next(r for r in results["rows"] if (r["setting"], r["spec"], r["width"], r["budget"]) == places))
     return found
-
-
-def _by_octave(results: Results, key: str) -> Drawing | None:
-    rows = [row for row in _at_largest(results) if (row.get("details") or {}).get(key)]
-    if not rows:
-        return None
-    settings = settings_of(results)
-    figure, panels = _grid(len(settings), 3.2)
-    longest = max(row["details"]["octaves"][-1][1] for row in rows)
-    by_distance = key == "attention_by_distance"
-    for ax, setting in zip(panels, settings, strict=True):
-        for row in rows:
-            if row["setting"] != setting:
-                continue
-            values = row["details"][key]
-            if by_distance:  # the mean over the layers
-                layers = [[0.0 if v is None else v for v in layer] for layer in values]
-                values = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
-            places = (
-                [0.5, *(a for a, _ in row["details"]["octaves"])]
-                if by_distance
-                else [a for a, _ in row["details"]["octaves"]]
-            )
-            pairs = [(x, y) for x, y in zip(places, values, strict=False) if y is not None]
-            ax.plot(*zip(*pairs, strict=True), ms=4, lw=1.3, label=row["spec"], **_style(results, row["spec"]))
-        ax.set_xscale("log", base=2)
-        marks = [2**i for i in range(longest.bit_length())]
-        ax.xaxis.set_major_locator(FixedLocator([0.5, *marks] if by_distance else marks))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value == 0.5 else f"{value:g}"))
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.tick_params(axis="x", labelsize=7.5)
-        ax.set_title(setting or "", fontsize=9, loc="left")
-        ax.set_xlabel(
-            "distance to the key, up to twice as far" if by_distance else "tokens of context, up to twice as many"
-        )
-    label = "share of attention, mean over layers" if by_distance else f"test {results['metric']}"
-    for ax in panels[:: max(1, min(2, len(panels)))]:
-        ax.set_ylabel(label)
-    _key(figure, panels)
-    if by_distance:
-        caption = (
-            "How far back attention reaches: the share of all attention by distance, models of the largest budget."
-        )
-        return figure, caption, "Attention by distance."
-    return figure, "Loss against the context that a token has, models of the largest budget.", "Loss by position."

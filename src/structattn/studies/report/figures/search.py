@@ -13,8 +13,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from structattn.studies.report._common import Results, Row, baseline_score, score_of
 from structattn.studies.report._plotting import GREY, LINES, OKABE_ITO
 from structattn.studies.report.figures.canvas import Drawing, Figure, new_canvas, write_figure
-from structattn.studies.report.figures.forecast import by_lead_figure, examples_figure
 from structattn.studies.report.search import group_results, searched_settings
+from structattn.studies.tasks.registry import figures_of
 
 _SHAPES = "osD^vP*"
 
@@ -27,12 +27,11 @@ def draw_search(results: Results, folder: Path) -> list[Figure]:
         folder: where the files go; made when missing.
     """
     drawn = [write_figure("error-against-setting", functools.partial(_against_setting, results), folder)]
-    if results["task"] == "forecast":
-        for index, choice in enumerate(results["search"]):
-            own, place = group_results(results, choice), choice["group"]
-            for name, draw in (("examples", examples_figure), ("error-by-lead", by_lead_figure)):
-                drawing = functools.partial(_of_group, own, place, draw)
-                drawn.append(write_figure(f"{name}-{index + 1}" if index else name, drawing, folder))
+    for index, choice in enumerate(results["search"]):
+        own, place = group_results(results, choice), choice["group"]
+        for name, draw in figures_of(results["task"]).items():
+            drawing = functools.partial(_of_group, own, place, draw)
+            drawn.append(write_figure(f"{name}-{index + 1}" if index else name, drawing, folder))
     return [figure for figure in drawn if figure is not None]
 
 

@@ -1,4 +1,4 @@
-"""Figures of forecasts: examples with intervals, and the error by lead time."""
+"""Examples of forecasts with their intervals, for every task that forecasts."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import math
 from matplotlib.ticker import MultipleLocator
 
 from structattn.studies.report._common import Results, ranked_rows, standard_row
-from structattn.studies.report._plotting import GREY, lowest, row_style
-from structattn.studies.report.figures.by_position import by_position
+from structattn.studies.report._plotting import GREY, row_style
 from structattn.studies.report.figures.canvas import Drawing, new_canvas
 
 
-def _axis_labels(results: Results) -> dict[str, str]:
+def axis_labels(results: Results) -> dict[str, str]:
     """What a value and a step of the series are, in words: the task says, or they stay nameless."""
     return {"value": "value", "step": "steps"} | dict(results.get("axis_labels", {}))
 
 
 def examples_figure(results: Results) -> Drawing | None:
     """Forecasts of the best row and of standard attention against what came, with the intervals of the best."""
-    labels_of = _axis_labels(results)
+    labels_of = axis_labels(results)
     ranked, standard = ranked_rows(results), standard_row(results)
     shown = [row for row in ranked[:1] if (row.get("details") or {}).get("examples")]
     if standard is not None and standard not in shown and (standard.get("details") or {}).get("examples"):
@@ -62,10 +61,3 @@ def examples_figure(results: Results) -> Drawing | None:
     if "shaded" in details:
         caption += f" Shaded: {details['shaded']}."
     return figure, caption, f"History, truth and forecasts of {names} in {count} panels."
-
-
-def by_lead_figure(results: Results) -> Drawing | None:
-    """Error against how far ahead."""
-    figure = by_position(results, "error_by_lead", f"{_axis_labels(results)['step']} ahead")
-    caption = "Error against how far ahead the forecast looks; baselines in grey."
-    return None if figure is None else (figure, caption, f"Error by forecast lead{lowest(results)}.")

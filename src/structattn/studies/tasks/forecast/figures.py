@@ -1,0 +1,29 @@
+"""What a report shows of forecasts: examples, the error by lead time, and the error of each column."""
+
+from __future__ import annotations
+
+from structattn.studies.report._common import Results, Table, fmt_score, row_name
+from structattn.studies.report._plotting import lowest
+from structattn.studies.report.figures.by_position import by_position
+from structattn.studies.report.figures.canvas import Drawing
+from structattn.studies.report.figures.examples import axis_labels, examples_figure
+
+
+def error_by_lead(results: Results) -> Drawing | None:
+    """Error against how far ahead."""
+    figure = by_position(results, "error_by_lead", f"{axis_labels(results)['step']} ahead")
+    caption = "Error against how far ahead the forecast looks; baselines in grey."
+    return None if figure is None else (figure, caption, f"Error by forecast lead{lowest(results)}.")
+
+
+def error_by_column(results: Results) -> Table | None:
+    """The error of each column of the data, where there are several."""
+    errors = {row_name(row): (row.get("details") or {}).get("error_by_column") or {} for row in results["rows"]}
+    names = list(dict.fromkeys(name for found in errors.values() for name in found))
+    if not names:
+        return None
+    return ["method", *names], [[name, *(fmt_score(found.get(one)) for one in names)] for name, found in errors.items()]
+
+
+FIGURES = {"examples": examples_figure, "error-by-lead": error_by_lead}
+TABLES = {"Error of each column": error_by_column}

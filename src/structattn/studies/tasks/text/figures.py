@@ -1,0 +1,69 @@
+"""What language models do with their context: loss by position, and attention by distance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from structattn.studies.report._common import Results, Row
+from structattn.studies.report._plotting import spec_style
+from structattn.studies.report.figures.canvas import Drawing, panel_grid, shared_legend
+
+_SAME = 0.5  # where a logarithmic axis shows the token itself, at distance 0
+
+
+def loss_by_position(results: Results) -> Drawing | None:
+    """Loss against the tokens of context, a line per attention variant, a panel for each setting."""
+    label = f"test {results['metric']}"
+    figure = _panels(results, "loss_by_position", "tokens of context, up to twice as many", label)
+    return None if figure is None else (figure, "Loss against the context that a token has.", "Loss by position.")
+
+
+def attention_by_distance(results: Results) -> Drawing | None:
+    """The share of attention against how far back it reaches."""
+    label = "share of attention, mean over layers"
+    figure = _panels(results, "attention_by_distance", "distance to the key, up to twice as far", label)
+    caption = "How far back attention reaches: the share of all attention by distance."
+    return None if figure is None else (figure, caption, "Attention by distance.")
+
+
+def _panels(results: Results, key: str, xlabel: str, ylabel: str) -> Any:
+    rows = [row for row in results["rows"] if (row.get("details") or {}).get(key)]
+    if not rows:
+        return None
+    specs = list(dict.fromkeys(row["spec"] for row in rows))
+    variants = list(dict.fromkeys(row.get("variant") for row in rows))
+    figure, panels = panel_grid(len(variants), 3.2)
+    longest = max(row["details"]["octaves"][-1][1] for row in rows)
+    marks = [float(2**i) for i in range(longest.bit_length())]
+    for ax, variant in zip(panels, variants, strict=True):
+        for row in rows:
+            if row.get("variant") == variant:
+                ax.plot(*_line(row, key), ms=4, lw=1.3, label=row["spec"], **spec_style(specs, row["spec"]))
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_locator(FixedLocator([_SAME, *marks] if key == "attention_by_distance" else marks))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value == _SAME else f"{value:g}"))
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.tick_params(axis="x", labelsize=7.5)
+        ax.set_title(variant or "", fontsize=9, loc="left")
+        ax.set_xlabel(xlabel)
+    for ax in panels[::2]:
+        ax.set_ylabel(ylabel)
+    shared_legend(figure, panels)
+    return figure
+
+
+def _line(row: Row, key: str) -> tuple[list[float], list[float]]:
+    """Where the octaves begin, and the values there; of attention by distance the mean over the layers, with the token itself first."""
+    places = [float(first) for first, _ in row["details"]["octaves"]]
+    values = row["details"][key]
+    if key == "attention_by_distance":
+        places = [_SAME, *places]
+        layers = [[0.0 if v is None else v for v in layer] for layer in values]
+        values = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
+    pairs = [(x, y) for x, y in zip(places, values, strict=False) if y is not None]
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+FIGURES = {"loss-by-position": loss_by_position, "attention-by-distance": attention_by_distance}

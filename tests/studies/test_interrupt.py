@@ -110,7 +110,7 @@ def test_a_worker_that_dies_or_fails_is_one_line_that_names_its_log(tmp_path: Pa
 
 def test_a_process_that_comes_to_no_step_ends_nevertheless() -> None:
     code = (
-        "import signal, sys, threading, time; from structattn import interrupt; interrupt.GRACE_S[signal.SIGTERM] = 0.3\n"
+        "import signal, sys, threading, time; from structattn.studies import interrupt; interrupt.GRACE_S[signal.SIGTERM] = 0.3\n"
         "with interrupt.handled(lambda number: print('continue', number, flush=True)), interrupt.at_steps():\n"
         "    print('ready', flush=True)\n"
         "    while True: time.sleep(1)"

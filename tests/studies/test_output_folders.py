@@ -11,6 +11,7 @@ from structattn.errors import ConfigError
 from structattn.studies.folders import OWNER, Owner, opened
 from structattn.studies.settings import to_plain
 from structattn.studies.tasks.registry import recipe_for
+from structattn.studies.training import loop
 
 SMALL = [
     part
@@ -100,6 +101,55 @@ def test_a_run_is_continued_as_what_it_was_begun(tmp_path: Path, capsys, monkeyp
     # A mistake that is found late leaves no folder behind.
     assert main(["train", "nearest-neighbor", *SMALL, "--attention", "mlr:3|3"]) == 2
     assert len(list(Path("runs").iterdir())) == 2
+
+
+def test_data_are_known_by_their_content_and_not_by_their_place(tmp_path: Path, capsys) -> None:
+    rows = [f"2020-01-{day:02d} {hour:02d}:00,{day * 0.3 + hour % 5}" for day in range(1, 21) for hour in range(24)]
+    (tmp_path / "a.csv").write_text("\n".join(["date,OT", *rows]))
+    (tmp_path / "moved.csv").write_text("\n".join(["date,OT", *rows]))
+    (tmp_path / "other.csv").write_text("\n".join(["date,OT", *rows[:-1], rows[-1] + "5"]))
+    sizes = (
+        "task.look_back=24",
+        "task.horizon=4",
+        "task.embed_dim=8",
+        "task.num_heads=1",
+        "task.num_layers=1",
+        "task.patch_length=8",
+    )
+    steps = ("training.steps=2", "training.batch_size=2", "training.eval_every=2", "training.warmup_steps=0")
+    changes = [part for change in (*sizes, *steps) for part in ("--set", change)]
+    for command in ("train", "compare"):
+        call = [command, "forecast", "--attention", "standard", *changes, "--out", str(tmp_path / command)]
+        seeds = ["--seeds", "1"] if command == "compare" else []
+        assert main([*call, *seeds, "--data", str(tmp_path / "a.csv")]) == 0
+        capsys.readouterr()
+        assert main([*call, *seeds, "--data", str(tmp_path / "moved.csv"), "--resume"]) == 0
+        if command == "train":
+            assert "writing to" not in capsys.readouterr().err  # it is finished, and only read
+        assert main([*call, *seeds, "--data", str(tmp_path / "other.csv"), "--resume"]) == 2
+        assert "was begun with content of the data = " in said(capsys)
+
+
+def test_a_fault_inside_of_training_leaves_nothing(tmp_path: Path, capsys, monkeypatch) -> None:
+    def wrong(*_: object) -> None:
+        raise ConfigError("these do not fit together")
+
+    monkeypatch.setattr(loop, "train_step", wrong)
+    assert main([*TRAIN, "--out", str(tmp_path / "new")]) == 2
+    assert "these do not fit together" in said(capsys)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["--out", "bad\udcff"], ["--attention=bad\udcff"], ["--set", "training.steps=\udcff"]]
+)
+def test_what_is_no_utf_8_is_named_before_anything_is_done(
+    words: list[str], tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*TRAIN, *words]) == 2
+    assert f"{words[0].partition('=')[0]}: expected text in UTF-8" in said(capsys)
+    assert not list(tmp_path.iterdir())
 
 
 OWN = Owner(command="train", task="t", settings={"a": 1})

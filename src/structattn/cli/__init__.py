@@ -136,14 +136,15 @@ def _train(command: Train, session: Session) -> None:
     settings = {
         "attention": command.attention,
         "seed": command.seed,
-        "task": to_plain(recipe.task),
+        **task.identity(to_plain(recipe.task)),
         "training": to_plain(recipe.training),
     }
     free = ("training.process_timeout",)
     owner = Owner(command="train", task=command.task, settings=settings, free=free)
     empty_model(task, command.attention, recipe.training.parametrization)  # a size that fits no machine is named first
     place: AbstractContextManager[Path] = opened(command.out, owner, resume=command.resume, record=run_record)
-    if command.resume and command.out is not None and is_finished(command.out):
+    finished = command.resume and command.out is not None and is_finished(command.out)
+    if finished and command.out is not None:
         check_owner(command.out, owner, resume=True, record=run_record)
         place = nullcontext(command.out)  # a finished run is only read: its folder may be one that cannot be written
     with place as out:
@@ -154,7 +155,7 @@ def _train(command: Train, session: Session) -> None:
             seed=command.seed,
             run_dir=out,
             resume=command.resume,
-            on_steps=lambda _: session.began(out, f"{recipe.training.steps:,} steps"),
+            on_steps=None if finished else lambda _: session.began(out, f"{recipe.training.steps:,} steps"),
         )
         # Every process of a launcher evaluates, since each may hold a part of the model, and one speaks for all.
         metrics = task.evaluate(result.model, "test")

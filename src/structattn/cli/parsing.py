@@ -88,6 +88,7 @@ def parse(arguments: Sequence[str]) -> Command:
     Raises:
         ConfigError: an unknown command or option (the nearest is named), a missing or wrong value.
     """
+    _check_encoding(arguments)
     words = [word for word in arguments[:2] if not word.startswith("-")]
     name = next((name for name in (" ".join(words), *words[:1]) if name in COMMANDS), None)
     if name is not None and list(arguments[: len(name.split())]) == name.split():
@@ -105,6 +106,20 @@ def parse(arguments: Sequence[str]) -> Command:
     raise ConfigError(
         f"expected a command, its options behind it{got}: one of {', '.join(group or COMMANDS)}; structattn --help says what they do"
     )
+
+
+def _check_encoding(arguments: Sequence[str]) -> None:
+    """Bytes that are no UTF-8 come as halves of surrogate pairs, which no record, report or log can hold: better here than after training."""
+    for before, word in zip(("", *arguments), arguments, strict=False):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            option, equals, value = word.partition("=")
+            if not (option.startswith("--") and equals):
+                option, value = before if before.startswith("--") else "the argument", word
+            raise ConfigError(
+                f"{option}: expected text in UTF-8, got {value!r}, with other bytes in it. Rename the file, or write it in UTF-8"
+            ) from None
 
 
 def _print_help(commands: dict[str, type[Command]]) -> None:

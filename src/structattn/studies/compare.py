@@ -327,7 +327,12 @@ def compare(
         _check_models(part.point.recipe, task)
         _check_models(part.point.swept, shared_task(task_name, part.point.swept.task))
     _check_steps(parts)
-    owner = Owner(command="compare", task=task_name, settings=to_plain(recipe), free=_FREE)
+    owner = Owner(
+        command="compare",
+        task=task_name,
+        settings={**to_plain(recipe), **tasks[0].identity(to_plain(recipe.task))},
+        free=_FREE,
+    )
     known = functools.partial(comparison_record, task=task_name)
     with opened(out, owner, resume=resume, record=known, on_open=on_open) as folder:
         placed = [dataclasses.replace(part, out=folder) for part in parts]

@@ -482,9 +482,15 @@ def test_a_data_set_is_streamed(monkeypatch) -> None:
 
 def test_a_split_without_documents_is_an_error(tmp_path) -> None:
     folder = folder_of(tmp_path, ["only one document"])
-    with pytest.raises(DataError, match="got 1 in all and none for"):
+    with pytest.raises(DataError, match="got 1 in all, and none for"):
         prepare(config_of(folder), tmp_path / "corpus", show_progress=False)
     assert not (tmp_path / "corpus" / "manifest.json").exists()
+
+
+def test_equal_documents_are_named_as_such(tmp_path) -> None:
+    folder = folder_of(tmp_path, ["one and the same"] * 30)
+    with pytest.raises(DataError, match="got 30, but only 1 different, and equal ones are in one split, and none for"):
+        prepare(config_of(folder), tmp_path / "corpus", show_progress=False)
 
 
 def test_unknown_characters(tmp_path) -> None:

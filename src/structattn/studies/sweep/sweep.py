@@ -84,9 +84,9 @@ def sweep(
 
     shared_task.cache_clear()  # the data may have changed since another sweep
     task = shared_task(plan.task_name, plan.settings.task)
-    owner = Owner(
-        command="sweep", task=plan.task_name, settings=plan.identity(), free=("settings.training.process_timeout",)
-    )
+    identity = plan.identity()
+    identity["settings"] |= task.identity(identity["settings"]["task"])
+    owner = Owner(command="sweep", task=plan.task_name, settings=identity, free=("settings.training.process_timeout",))
     with opened(plan.folder, owner, resume=resume, record=sweep_record, on_open=on_open) as folder:
         plan = dataclasses.replace(plan, folder=folder.resolve())  # workers have other working folders
         journal = Journal(folder)

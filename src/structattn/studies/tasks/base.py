@@ -99,6 +99,17 @@ class Task(ABC):
         inner[field] = path
         return found
 
+    def identity(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What an output folder records of the task: its settings, as plain data, and its data by their digest, wherever they are."""
+        found = copy.deepcopy(config)
+        if "data" in self.data_options:
+            *sections, field = self.data_options["data"].split(".")
+            inner = found
+            for name in sections:
+                inner = inner[name]
+            del inner[field]
+        return {"task": found, "content of the data": self.data_sha256[:12]}
+
     @classmethod
     def describe_spec(cls, spec: str) -> str:
         """What a text that ``check_spec`` accepts means, in words, for tables and reports."""

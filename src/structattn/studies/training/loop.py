@@ -94,7 +94,33 @@ def _collect(run: Run, losses: list[Tensor]) -> tuple[float, int]:
     return float(values[-1]), (interrupt.asked() or signal.SIGTERM) if stops else 0
 
 
-def _validate(run: Run, writer: SummaryWriter | None) -> bool:
+class _Board:
+    """The curves of a run for TensorBoard: begun with the first number, so that a run that fails before it leaves nothing behind.
+
+    Args:
+        folder: where they are; ``None`` in all processes but the main one.
+        step: from which earlier numbers, of a session that was killed, do not count.
+    """
+
+    def __init__(self, folder: Path | None, step: int) -> None:
+        self._folder, self._step = folder, step
+        self._writer: SummaryWriter | None = None
+
+    def add(self, name: str, value: float, step: int) -> None:
+        """One more point of a curve."""
+        if self._folder is None:
+            return
+        if self._writer is None:
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._step)
+        self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _validate(run: Run, board: _Board) -> bool:
     """Scores the model, keeps the best weights; returns whether to stop early."""
     progress = run.progress
     run.model.eval()
@@ -104,9 +130,8 @@ def _validate(run: Run, writer: SummaryWriter | None) -> bool:
     entry = {"step": progress.step, "compute": progress.compute, "train_loss": train_loss}
     progress.loss_sum, progress.loss_count = 0.0, 0
     progress.history.append(entry | {f"validation_{name}": value for name, value in metrics.items()})
-    if writer is not None:
-        for name, value in metrics.items():
-            writer.add_scalar(f"validation/{name}", value, progress.step)
+    for name, value in metrics.items():
+        board.add(f"validation/{name}", value, progress.step)
     score = metrics[run.task.metric]
     if score < progress.best_score:
         progress.best_score, progress.best_step, progress.bad_validations = score, progress.step, 0
@@ -126,15 +151,14 @@ def _speed_meter(run: Run) -> SpeedMeter:
     return SpeedMeter(peak=peak, passes=4 if run.config.activation_checkpointing else 3)
 
 
-def _record_speed(run: Run, meter: SpeedMeter, memory: PeakMemory, writer: SummaryWriter | None) -> None:
+def _record_speed(run: Run, meter: SpeedMeter, memory: PeakMemory, board: _Board) -> None:
     """One more entry of ``speeds``, of the main process's view, and the same for TensorBoard."""
     step = run.progress.step
     speed, peak = meter.read(), memory.peak_bytes()
     run.progress.speeds.append({"step": step} | speed | {"peak_memory_bytes": peak})
-    if writer is not None:
-        for name in ("tokens_per_second", "mfu", "hfu"):
-            writer.add_scalar(f"speed/{name}", speed[name], step)
-        writer.add_scalar("memory/peak_bytes", peak, step)
+    for name in ("tokens_per_second", "mfu", "hfu"):
+        board.add(f"speed/{name}", speed[name], step)
+    board.add("memory/peak_bytes", peak, step)
 
 
 def _loop(
@@ -145,7 +169,7 @@ def _loop(
 ) -> None:
     progress, config, task = run.progress, run.config, run.task
     main = run.accelerator.is_main_process
-    writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=progress.step) if main else None
+    board = _Board(run.run_dir / "tensorboard" if main else None, progress.step)
     meter = _speed_meter(run)
     memory = PeakMemory()
     memory.start()
@@ -175,17 +199,16 @@ def _loop(
             asked = 0
             if validates or saves or len(losses) >= between or (alone and interrupt.asked()):
                 newest, asked = _collect(run, losses)
-                if writer is not None:
-                    writer.add_scalar("train/loss", newest, progress.step)
-                    writer.add_scalar("train/learning_rate", rate, progress.step)
+                board.add("train/loss", newest, progress.step)
+                board.add("train/learning_rate", rate, progress.step)
                 bar.set_postfix(loss=f"{newest:.4f}", refresh=False)
             saves = saves or (asked > 0 and progress.step < config.steps)
             if validates or saves:
                 wait_for_device(run.accelerator.device)
                 meter.stop()
             if validates:
-                _record_speed(run, meter, memory, writer)
-                stop = _validate(run, writer)
+                _record_speed(run, meter, memory, board)
+                stop = _validate(run, board)
                 on_evaluation(progress.history[-1])
             progress.seconds = before + time.perf_counter() - started
             if saves and not stop:
@@ -198,8 +221,7 @@ def _loop(
         run.finish()
     finally:
         bar.close()
-        if writer is not None:
-            writer.close()
+        board.close()
 
 
 def train(

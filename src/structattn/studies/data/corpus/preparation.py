@@ -28,6 +28,7 @@ from structattn.studies.folders import OF_EVERY_FOLDER, Owner, opened
 
 _PROGRESS = "progress.json"
 _RECORD = ("settings", "files", "tokenizer", "documents", "characters", "splits")
+_FEW = 1000
 _LARGEST_VOCABULARY = 2**24
 # The names of all files that a corpus has, and of those that are not whole yet.
 _OWN = re.compile(
@@ -202,7 +203,7 @@ def prepare(
         out: the folder, made when missing.
         resume: continue what was begun there; a finished corpus of the same settings is returned at once, also where its source is gone.
         show_progress: a progress bar on stderr.
-        on_open: is told the folder before anything is read.
+        on_open: is told the folder before anything is read, unless it holds the finished corpus.
 
     Returns:
         The manifest.
@@ -216,17 +217,20 @@ def prepare(
     """
     settings = _settings(config)
     owner = Owner(command="data prepare", task="text", settings=settings)
-    with opened(out, owner, resume=resume, record=_recorded_settings, on_open=on_open):
-        return _prepared(config, out, settings, show_progress)
+    with opened(out, owner, resume=resume, record=_recorded_settings):
+        return _prepared(config, out, settings, show_progress, on_open or (lambda _: None))
 
 
-def _prepared(config: PrepareConfig, out: Path, settings: dict[str, Any], show_progress: bool) -> dict[str, Any]:
+def _prepared(
+    config: PrepareConfig, out: Path, settings: dict[str, Any], show_progress: bool, on_open: Callable[[Path], None]
+) -> dict[str, Any]:
     """The manifest of the corpus that is in a folder, or that is made there."""
     progress = _begun(out)
     if progress is not None and (out / MANIFEST).exists():
         if Path(config.source.path).exists():
             _check_files(out, progress, _Survey.of(config.source))
         return Corpus(out).manifest
+    on_open(out)
     survey = _Survey.of(config.source)
     if progress is not None:
         _check_files(out, progress, survey)
@@ -376,11 +380,27 @@ def _training_texts(config: PrepareConfig) -> Iterator[str]:
                 return
 
 
+def _few_different(source: Source) -> int | None:
+    """How many different texts there are, ``None`` if they are many."""
+    found: set[bytes] = set()
+    for document in source.documents():
+        found.add(hashlib.sha256(document.text.encode("utf-8", errors="surrogatepass")).digest())
+        if len(found) > _FEW:
+            return None
+    return len(found)
+
+
 def _check_splits(manifest: dict[str, Any], config: PrepareConfig) -> None:
     count = manifest["documents"]
     for name in SPLITS:
         if not manifest["splits"][name]["tokens"]:
+            few = _few_different(config.source)
+            same = (
+                f", but only {few} different, and equal ones are in one split"
+                if few is not None and few < count
+                else " in all"
+            )
             raise DataError(
-                f"{config.source.path}: expected documents for each split, got {count} in all and none for {name}. Give more "
+                f"{config.source.path}: expected documents for each split, got {count}{same}, and none for {name}. Give more "
                 "documents (--document-start cuts a file into several), or larger shares"
             )

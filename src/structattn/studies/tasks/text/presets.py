@@ -125,7 +125,7 @@ PRESETS = {
     ),
     "demo": Preset(
         replace(_DEMO, training=replace(_DEMO.training, learning_rate=6e-3), seeds=2),
-        "the same text, 128 of context, 700 steps, two seeds: levels against standard attention, two minutes on 2 CPU cores",
+        "the same text, 128 of context, 700 steps, two seeds: levels against standard attention; about three minutes on 2 CPU cores",
     ),
     "smoke": Preset(
         _plain(_SMOKE, 500, 8, ("standard", "mlr:8|4|2|2", "window:32")),

@@ -29,6 +29,27 @@ CASES = [
     if layout != "global-window" or option not in ("window", "scale", "lse")
 ]
 MODELS = list(product(["standard", "mlr:4|4", "bilinear-btt:1", "global-window:4|4@5"], ["plain", "padding", "packed"]))
+MODULES = {
+    "plain": {},
+    "grouped heads": {"num_kv_heads": 2},
+    "btt": {"scoring": sa.scoring.BTT()},
+    "btt levels": {"scoring": sa.scoring.BTT(), "layout": sa.LevelLayout((16, 16), (16, 8))},
+    "mlr": {"scoring": sa.scoring.MLR(ranks=(4, 4))},
+    **{layout: {"layout": LAYOUTS[layout]} for layout in LAYOUTS if layout != "none"},
+    "rotary": {"rotary": sa.Rotary()},
+    "levels rotary": {"layout": LAYOUTS["levels"], "rotary": sa.Rotary()},
+    "no norm": {"qk_norm": False},
+    "window": {"window": 3},
+    "levels window": {"layout": LAYOUTS["levels"], "window": 5},
+    "dropout": {"dropout": 0.3},
+    "levels dropout": {"layout": LAYOUTS["levels"], "dropout": 0.3},
+    "levels not causal": {"layout": LAYOUTS["levels"], "is_causal": False},
+    "global-window not causal": {"layout": LAYOUTS["global-window"], "is_causal": False},
+    "biases": {"bias": True},
+    **{f"plain {backend}": {"backend": backend} for backend in BACKENDS[1:]},
+    **{f"levels {backend}": {"layout": LAYOUTS["levels"], "backend": backend} for backend in BACKENDS[1:]},
+}
+ATTENTIONS = list(product(MODULES, ["plain", "padding", "packed"]))
 ALL = bool(os.environ.get("STRUCTATTN_ALL_PROGRAMS"))
 SIZES = [(3, 23), (2, 40), (4, 9), (2, 64), (3, 300)] if ALL else [(3, 23), (2, 40)]
 
@@ -72,6 +93,28 @@ def extra_of(option, batch, length):
         yield torch.arange(batch) % 3
     if option == "packed":
         yield torch.tensor([0, length // 3, length])
+
+
+class Attention(torch.nn.Module):
+    """The module, with large weights so that every pair counts."""
+
+    def __init__(self, kind, option):
+        super().__init__()
+        self.attention, self.option = sa.Attention(32, 4, **MODULES[kind]), option
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x, extra=None):
+        name = {"padding": "left_padding", "packed": "cu_seqlens"}.get(self.option)
+        return self.attention(x, **({} if name is None else {name: extra}))
+
+    def inputs(self, batch, length):
+        batch = 1 if self.option == "packed" else batch
+        return torch.randn(batch, length, 32), *extra_of(self.option, batch, length)
+
+    def shapes(self, batch, length):
+        batch = None if self.option == "packed" else batch
+        return {0: batch, 1: length}, *{"padding": ({0: batch},), "packed": ({},)}.get(self.option, ())
 
 
 class Model(torch.nn.Module):
@@ -136,7 +179,7 @@ def exported(module):
 
 @pytest.mark.parametrize(
     ("layout", "option", "backend"),
-    CASES if ALL else [("levels", "bias", "blocked"), ("global-window", "plain", "auto")],
+    CASES if ALL else [("levels", "bias", "blocked")],
 )
 def test_compiled_op_takes_other_lengths_as_one_program(layout, option, backend) -> None:
     module = Op(layout, option, backend)
@@ -146,10 +189,23 @@ def test_compiled_op_takes_other_lengths_as_one_program(layout, option, backend)
 
 @pytest.mark.parametrize(
     ("layout", "option", "backend"),
-    CASES if ALL else [("none", "plain", "auto"), ("levels", "bias", "auto"), ("global-window", "padding", "auto")],
+    CASES if ALL else [("none", "plain", "auto"), ("levels", "bias", "auto")],
 )
 def test_exported_op(layout, option, backend) -> None:
     module = Op(layout, option, backend)
+    check(module, exported(module))
+
+
+@pytest.mark.parametrize(("kind", "option"), ATTENTIONS if ALL else [("global-window", "plain")])
+def test_compiled_attention(kind, option) -> None:
+    module = Attention(kind, option)
+    with torch._dynamo.config.patch(error_on_recompile=not ALL):
+        check(module, compiled(module))
+
+
+@pytest.mark.parametrize(("kind", "option"), ATTENTIONS if ALL else [("global-window", "padding")])
+def test_exported_attention(kind, option) -> None:
+    module = Attention(kind, option)
     check(module, exported(module))
 
 

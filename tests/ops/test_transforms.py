@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
 from torch.autograd.functional import hessian, hvp
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
@@ -161,6 +162,38 @@ def test_compiled_and_exported_programs_refuse_forward_mode() -> None:
             return jvp(lambda x: sa.structured_attention(x, k, v, LEVELS, backend=backend), (x,), (x,))[1]
 
         assert_close(torch.compile(tangent, backend="aot_eager")(q), tangent(q))
+
+
+@pytest.mark.parametrize(("layout", "backend"), [(None, "auto"), (LEVELS, "blocked")])
+def test_second_derivatives_of_a_compiled_program(layout, backend) -> None:
+    q, k, v = make(4)
+
+    def function(q):
+        return sa.structured_attention(q, k, v, layout, backend=backend)
+
+    torch.compiler.reset()
+    found = []
+    for call in (torch.compile(function, backend="eager", fullgraph=True), function):
+        x = q.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(call(x).square().sum() + x.square().sum(), x, create_graph=True)
+        found += torch.autograd.grad(gradient.square().sum(), x)
+    assert_close(found[0], found[1], gradient=True)
+
+
+def test_transforms_are_compiled_as_the_definition(monkeypatch) -> None:
+    q, k, v = make(4)
+
+    def compiled(backend, **options):
+        torch.compiler.reset()
+        gradient = grad(lambda x: sa.structured_attention(x, k, v, LEVELS, backend=backend).square().sum())
+        return torch.compile(gradient, backend="eager", **options)
+
+    expected = grad(lambda x: sa.structured_attention(x, k, v, LEVELS, backend="reference").square().sum())(q)
+    monkeypatch.setattr("structattn.ops.attention._DENSE_BATCH_SCORES", 0)
+    assert_close(compiled("auto", fullgraph=True)(q), expected, gradient=True)
+    assert_close(compiled("blocked")(q), expected, gradient=True)
+    with pytest.raises(Unsupported, match="cannot be compiled inside of a transform"):
+        compiled("blocked", fullgraph=True)(q)
 
 
 @pytest.mark.parametrize("backend", ["auto", "blocked"])

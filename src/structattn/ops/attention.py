@@ -163,7 +163,9 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tu
     The reason is not made here, since a compiler that puts a length into text fixes the program to this length.
     """
     scores = _num_scores(q, k)
-    if (transformed := derivatives.transforms_are_active()) and holds(scores <= _DENSE_BATCH_SCORES):
+    transformed = derivatives.transforms_are_active()
+    # A compiler can trace no other backend inside of a transform.
+    if transformed and (torch.compiler.is_compiling() or holds(scores <= _DENSE_BATCH_SCORES)):
         return (
             "reference",
             lambda: f"{scores} scores inside of a transform of functions, which the definition takes at every order",

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
+from structattn.errors import DerivativeError
 from structattn.layout.levels import SCALINGS, LevelLayout, visible_pairs_per_level
 from structattn.layout.partition import Boundaries
 from structattn.ops import derivatives
@@ -212,7 +213,7 @@ class _Forward(torch.autograd.Function):
         return result
 
     setup_context = staticmethod(_setup_forward)
-    backward = staticmethod(_gradients)
+    backward = staticmethod(torch.compiler.disable(_gradients))  # else a compiler takes it from a transform that it left
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
@@ -237,6 +238,7 @@ class _Backward(torch.autograd.Function):
     setup_context = staticmethod(_setup_backward)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, ...]:
         function, inputs = _gradient_function(ctx)
         dx = _filled(outer, inputs[2:])
@@ -311,12 +313,6 @@ def _backward_flops(
     return _flops(q, k, v, options[_NUM_TENSORS:], (3, 2))
 
 
-# A compiler cannot trace transforms through it: it leaves them to be run as they are.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _transformable(*arguments: Any) -> Any:
-    return _Forward.apply(*arguments)  # type: ignore[no-untyped-call]
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Runs a fast backend, differentiably.
 
@@ -327,8 +323,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tupl
 
     Returns:
         out (B, H, T, V) and lse (B, H, T). First gradients are the backend's; further derivatives see ``derivatives``.
+
+    Raises:
+        DerivativeError: a transform of ``torch.func`` is being compiled. Without ``fullgraph`` it is run as it is instead.
     """
-    is_traced = torch.compiler.is_compiling() and not derivatives.transforms_are_active()
-    run = torch.ops.structattn.attention if is_traced else _transformable
+    is_traced = torch.compiler.is_compiling()
+    if is_traced and derivatives.transforms_are_active():
+        raise DerivativeError(
+            f"backend {backend!r} cannot be compiled inside of a transform of torch.func (grad, vjp, jvp, vmap): use "
+            "backend='auto' or 'reference', or compile without fullgraph"
+        )
+    run = torch.ops.structattn.attention if is_traced else _Forward.apply
     result: tuple[Tensor, Tensor] = run(q, k, v, *_flat(call, backend))
     return result

@@ -74,9 +74,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> Tens
     Cost: 2 B H T S (D + V) FLOPs, hidden pairs included; one tensor of B H T S numbers, kept for the gradient.
     """
     batch, heads, groups = q.shape[0], q.shape[1], k.shape[1]
-    factor: float | None = scale
-    if torch.compiler.is_compiling():  # a number may be symbolic there, which no autograd function takes
-        q, factor = q * scale, None
     mask = _mask(q.shape[2], k.shape[2], call, q)
     if groups < heads:  # the queries of a group stand one after another: one longer product for each
         q = q.unflatten(1, (groups, -1)).flatten(2, 3)
@@ -86,10 +83,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> Tens
         heads_first = groups > 1 and k.transpose(0, 1).is_contiguous()
     else:
         heads_first = groups > 1 and k.stride(1) > k.stride(0)
-    results: tuple[Tensor, Tensor] = _ShortAttention.apply(  # type: ignore[no-untyped-call]
-        *(_flat(x, heads_first) for x in (q, k, v)), mask, factor
-    )
-    out = results[0]
+    q, k, v = (_flat(x, heads_first) for x in (q, k, v))
+    if torch.compiler.is_compiling():
+        out = _traced(q, k, v, mask, scale)
+    else:
+        out = _ShortAttention.apply(q, k, v, mask, scale)[0]  # type: ignore[no-untyped-call]
     out = out.unflatten(0, (groups, batch)).transpose(0, 1) if heads_first else out.unflatten(0, (batch, groups))
     return out if groups == heads else out.unflatten(2, (heads // groups, -1)).flatten(1, 2)
 
@@ -131,21 +129,23 @@ def _times(weights: Tensor, x: Tensor, scale: float | None = None) -> Tensor:
     return _product(weights, x, scale)
 
 
+def _traced(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The output of ``_ShortAttention`` for a compiler, which plans memory itself and may lose second derivatives of a function."""
+    scores = torch.bmm(q * scale, k.transpose(1, 2))
+    return _times((scores if mask is None else scores + mask).softmax(-1), v)
+
+
 class _ShortAttention(torch.autograd.Function):
-    """(N, T, D), (N, S, D), (N, S, V), (T, S) or ``None``, scale or ``None``: the output (N, T, V), and the weights (N, T, S).
+    """(N, T, D), (N, S, D), (N, S, V), (T, S) or ``None``, scale: the output (N, T, V), and the weights (N, T, S).
 
     The gradient needs the weights; that they are an output, with a gradient, is what makes the gradient differentiable.
     """
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         columns = k.transpose(1, 2)
-        if scale is None:  # a compiler plans the memory itself, and fuses what is between products
-            scores = torch.bmm(q, columns)
-            weights = (scores if mask is None else scores + mask).softmax(-1)
-        else:
-            scores = _product(q, columns, scale) if mask is None else torch.baddbmm(mask, q, columns, alpha=scale)
-            weights = torch.softmax(scores, -1, out=scores)
+        scores = _product(q, columns, scale) if mask is None else torch.baddbmm(mask, q, columns, alpha=scale)
+        weights = torch.softmax(scores, -1, out=scores)
         return _times(weights, v), weights
 
     @staticmethod
@@ -164,7 +164,7 @@ class _ShortAttention(torch.autograd.Function):
             d_v = _times(weights.transpose(1, 2), d_out)
         if d_weights is None:
             return (None,) * 5
-        if d_given is not None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if d_given is not None or torch.is_grad_enabled():
             d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
         else:
             d_scores = torch.ops.aten._softmax_backward_data.out(

@@ -213,7 +213,7 @@ class _Forward(torch.autograd.Function):
         return result
 
     setup_context = staticmethod(_setup_forward)
-    backward = staticmethod(torch.compiler.disable(_gradients))  # else a compiler takes it from a transform that it left
+    backward = staticmethod(torch.compiler.disable(_gradients))  # else compiled within a transform that is not
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
@@ -238,7 +238,7 @@ class _Backward(torch.autograd.Function):
     setup_context = staticmethod(_setup_backward)
 
     @staticmethod
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, ...]:
         function, inputs = _gradient_function(ctx)
         dx = _filled(outer, inputs[2:])
@@ -333,6 +333,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tupl
             f"backend {backend!r} cannot be compiled inside of a transform of torch.func (grad, vjp, jvp, vmap): use "
             "backend='auto' or 'reference', or compile without fullgraph"
         )
-    run = torch.ops.structattn.attention if is_traced else _Forward.apply
+    run: Any = torch.ops.structattn.attention if is_traced else _Forward.apply
     result: tuple[Tensor, Tensor] = run(q, k, v, *_flat(call, backend))
     return result

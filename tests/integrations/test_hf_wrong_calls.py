@@ -27,6 +27,9 @@ def own(**options):
     return StructAttnForCausalLM(StructAttnConfig(**OPTIONS | {"attention": "mlr:4|4"} | options)).eval()
 
 
+PLAIN_OWN = own()
+
+
 def register(**options):
     return register_attention(**{"spec": "mlr:4|4", "name": "wrong"} | options)
 
@@ -35,6 +38,7 @@ def change(model=PLAIN, **options):
     return structurize(copy.deepcopy(model), **{"spec": "mlr:4|4"} | options)
 
 
+PATHS = ("\ud800", "a\0b", "z" * 5000, b"x", None, 3, "")
 INTS = (0, -1, True, 1.5, "8", [8])
 BOOLS = ("no", 1, None)
 NUMBERS = (-0.1, float("nan"), float("inf"), True, "0.1", None, [0.1])
@@ -52,7 +56,14 @@ TABLE = [
     (register, "name", (None, 7, "", "eager", "sdpa", "flash_attention_2", "a-b", [], "structurized")),
     (register, "context_length", INTS),
     (register, "rotary_split", ("low", 1, ["low_far"])),
-    (register, "backend", (None, 7, "fast", ["auto"])),
+    (register, "backend", (None, 7, "fast", ["auto"], torch.ones(2), "z" * 5000)),
+    (load_structurized, "path", PATHS),
+    (StructAttnForCausalLM.from_pretrained, "pretrained_model_name_or_path", (*PATHS, "/nonexistent")),
+    (PLAIN_OWN.save_pretrained, "save_directory", PATHS),
+    (LevelCacheLayer().batch_select_indices, "indices", (None, 3, [0])),
+    *((lambda **o: StructAttnForCausalLM(StructAttnConfig(**OPTIONS | {"attention": "standard"} | o)), name, (2**40, 2**31 - 1)) for name in ("vocab_size", "intermediate_size")),
+    (own, "dtype", ("nope", "\ud800")),
+    (own, "id2label", (3, "x", [1])),
     (level_cache, "model", NO_MODELS),
     *((call, name, INTS) for call in (LevelCacheLayer, lambda **o: level_cache(PLAIN, **o)) for name in ("max_length", "page_size")),
     *((own, name, INTS) for name in (*OPTIONS, "max_position_embeddings", "num_key_value_heads", "intermediate_size")),
@@ -77,28 +88,81 @@ def test_wrong_arguments(call, name, values, monkeypatch) -> None:
 
 LONGS = torch.ones(1, 5, dtype=torch.int64)
 INPUTS = {
-    "input_ids": (None, 7, "x", [1, 2], IDS[0], IDS.double(), IDS[:, :0], IDS[None], IDS + 50, IDS - 50),
-    "attention_mask": (7, "x", [[1] * 5], LONGS[0], LONGS[:, :4], LONGS.expand(2, 5), torch.ones(1, 1, 5, 5)),
-    "position_ids": (7, "x", [0, 1], LONGS[0], LONGS[:, :4], LONGS.expand(3, 1, 5), LONGS * 0.5),
+    "input_ids": (
+        None,
+        7,
+        "x",
+        [1, 2],
+        IDS[0],
+        IDS.double(),
+        IDS.short(),
+        IDS.to(torch.uint64),
+        IDS[:0],
+        IDS[:, :0],
+        IDS[None],
+        IDS + 50,
+        IDS - 50,
+    ),
+    "attention_mask": (
+        7,
+        "x",
+        [[1] * 5],
+        LONGS[0],
+        LONGS[:, :4],
+        LONGS.expand(2, 5),
+        torch.ones(1, 1, 5, 5),
+        {},
+        {"a": 1},
+        LONGS * 0,
+        LONGS * float("nan"),
+        LONGS * 2,
+        LONGS.log(),
+        LONGS.to("meta"),
+        LONGS.to_sparse(),
+    ),
+    "position_ids": (
+        7,
+        "x",
+        [0, 1],
+        LONGS[0],
+        LONGS[:, :4],
+        LONGS.expand(3, 1, 5),
+        LONGS * 0.5,
+        LONGS.to(torch.uint16),
+        LONGS.to("meta"),
+    ),
     "past_key_values": (7, "x", [], (), ((IDS, IDS),), PLAIN.config),
     "use_cache": ("no", 3),
     "inputs_embeds": (7, "x", torch.ones(5, 32), torch.ones(1, 5, 31), torch.ones(1, 5, 32)),  # the last beside tokens
 }
 HEAD = {
-    "labels": (7, "x", LONGS[:, :4], LONGS * 0.5, LONGS * 60, LONGS * -3),
-    "logits_to_keep": (-1, "x", 1.5, True),
+    "labels": (7, "x", LONGS[:, :4], LONGS * 0.5, LONGS * 60, LONGS * -3, LONGS.int(), LONGS.to(torch.uint16)),
+    "logits_to_keep": (-1, "x", 1.5, True, torch.ones(2), [1]),
 }
 
 
 @pytest.mark.parametrize("kind", ["own", "structurized"])
 def test_wrong_inputs(kind) -> None:
     model = own() if kind == "own" else change()
-    for name, values in (INPUTS | HEAD if kind == "own" else INPUTS).items():
+    for name, values in (INPUTS | HEAD).items():
         for value in values:
             with pytest.raises(StructAttnError):
                 model(**{"input_ids": IDS, name: value})
-    for embeds in INPUTS["inputs_embeds"][:-1]:
+    for wrong in (*([None] if kind == "own" else []), 7, "x", [1], IDS[0], IDS.double(), IDS[:, :0], IDS + 50):
+        with pytest.raises(StructAttnError):
+            model.generate(wrong, max_new_tokens=1)
+    for mask in (LONGS * 0, LONGS * float("nan"), "x"):
+        with pytest.raises(StructAttnError):
+            model.generate(IDS, attention_mask=mask, max_new_tokens=1, pad_token_id=0)
+    for embeds in (*INPUTS["inputs_embeds"][:-1], torch.ones(1, 5, 32).long()):
         with pytest.raises(StructAttnError):
             model(inputs_embeds=embeds)
     assert model(inputs_embeds=torch.ones(1, 5, 32)).logits.isfinite().all()
     assert model(IDS.int(), LONGS.bool(), position_ids=torch.arange(5)[None], use_cache=False).logits.isfinite().all()
+
+
+def test_a_mask_of_zeros_is_refused_where_attention_is_registered() -> None:
+    model = copy.deepcopy(PLAIN)
+    model.set_attn_implementation(register_attention("mlr:4|4", name="zeros"))
+    with pytest.raises(StructAttnError, match="zero everywhere"):
+        model(IDS, attention_mask=LONGS * 0)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from structattn.cache import PAGE_SIZE, LevelCache
-from structattn.checks import check_int, check_type
+from structattn.checks import check_int, check_tensor, check_type
 from structattn.errors import CacheError
 from structattn.integrations.transformers.variant import Variant
 
@@ -300,6 +300,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows, given as ints or as a bool mask."""
+        check_tensor("indices", indices)
         self._recording = None
         if self.level_cache is not None:
             self.level_cache.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)

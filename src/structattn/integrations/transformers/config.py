@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from structattn.checks import check_bool, check_int, check_number, quoted
+from structattn.checks import check_bool, check_int, check_number, check_size, quoted, shortened
 from structattn.errors import ConfigError
 from structattn.layers.rotary import Rotary
 from structattn.layout.text import TextLayout
@@ -79,7 +79,7 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
     def __post_init__(self, **kwargs: Any) -> None:
         for name in _SIZES:
             if getattr(self, name) is not None or name not in _OPTIONAL_SIZES:
-                check_int(name, getattr(self, name), minimum=1)
+                check_size(name, getattr(self, name))
         for name in ("attention_dropout", "hidden_dropout"):
             check_number(name, getattr(self, name), minimum=0, below=1)
         for name in ("rms_norm_eps", "initializer_range"):
@@ -103,7 +103,12 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
                 )
         if self.rotary is not None:
             Rotary.parse(self.rotary)
-        super().__post_init__(**kwargs)
+        try:
+            super().__post_init__(**kwargs)
+        except (AttributeError, TypeError) as error:  # of transformers, for its own fields, such as dtype and id2label
+            raise ConfigError(
+                f"transformers cannot use a field of this config: {shortened(ascii(str(error)))}"
+            ) from error
 
     @property
     def layer_specs(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from structattn.checks import check_bool, check_int, check_tensor, check_type, describe
+from structattn.checks import INT_DTYPES, check_bool, check_int, check_int_tensor, check_tensor, check_type, describe
 from structattn.errors import ConfigError, ShapeError
+from structattn.integrations.transformers.masks import StructuredMask
 
 
 def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,7 +23,13 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def checked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check_inputs(self.config, {**dict(zip(names, args, strict=False)), **kwargs})
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        check_inputs(self.config, given)
+        if "logits_to_keep" in names:  # a causal language model
+            check_keep(given.get("logits_to_keep", 0))
+            if given.get("labels") is not None:
+                tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+                check_labels(given["labels"], tokens.shape[:2], self.config.vocab_size)
         return forward(self, *args, **kwargs)
 
     return checked_forward
@@ -41,31 +48,37 @@ def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
     if (ids is None) == (embeds is None):
         raise ConfigError(f"give either input_ids or inputs_embeds, got {'neither' if ids is None else 'both'}")
     if ids is not None:
-        _check_ints("input_ids", ids, "(batch, tokens)")
+        _check_ints("input_ids", ids, (torch.int32, torch.int64))
         _check_range("input_ids", ids, 0, config.vocab_size)
     else:
         check_tensor("inputs_embeds", embeds)
-        if embeds.dim() != 3 or embeds.shape[2] != config.hidden_size or embeds.shape[1] == 0:
+        is_float = embeds.is_floating_point() and embeds.element_size() > 1
+        if not is_float or embeds.dim() != 3 or embeds.shape[2] != config.hidden_size or 0 in embeds.shape:
             raise ShapeError(
-                f"inputs_embeds must be of shape (batch, tokens, {config.hidden_size}) with at least one token, got {tuple(embeds.shape)}"
+                f"inputs_embeds must be floating point (of 16, 32 or 64 bits) of shape (batch, tokens, {config.hidden_size}) with at least one token, got {embeds.dtype} of shape {tuple(embeds.shape)}"
             )
-    batch, length = (ids if embeds is None else embeds).shape[:2]
+    tokens = ids if embeds is None else embeds
+    batch, length = tokens.shape[:2]
     if positions is not None:
         if isinstance(positions, Tensor) and positions.dim() > 2:
             raise ConfigError(
                 f"structured attention knows positions of shape (batch, tokens), got {tuple(positions.shape)}: positions along several axes "
                 "(images, video) are not supported"
             )
-        _check_ints("position_ids", positions, "(batch, tokens)")
+        _check_ints("position_ids", positions, INT_DTYPES)
+        _check_numbers("position_ids", positions, tokens)
         if positions.shape[0] not in (1, batch) or positions.shape[1] != length:
             raise ShapeError(f"position_ids must be of shape (1 or {batch}, {length}), got {tuple(positions.shape)}")
     mask = given.get("attention_mask")
-    if isinstance(mask, str | int | float | list | tuple):
+    made = tuple(mask.values()) if isinstance(mask, dict) else (mask,)  # transformers makes one for each kind of layer
+    if not made or not all(isinstance(one, Tensor | StructuredMask | None) for one in made):
         raise ConfigError(f"attention_mask must be a tensor of shape (batch, tokens), got {describe(mask)}")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[0] != batch:
-        raise ShapeError(f"attention_mask must have a row for each of {batch}, got shape {tuple(mask.shape)}")
-    if isinstance(mask, Tensor) and mask.dim() == 2:
+    if isinstance(mask, Tensor):
         check_tensor("attention_mask", mask)
+        _check_numbers("attention_mask", mask, tokens)
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        if mask.shape[0] != batch:
+            raise ShapeError(f"attention_mask must have a row for each of {batch}, got shape {tuple(mask.shape)}")
         if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not ((mask == 0) | (mask == 1)).all():
             raise ConfigError(
                 "attention_mask must hold 1 where a token is real and 0 where it is padding, got other numbers: a mask that is added to "
@@ -79,25 +92,34 @@ def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
         check_bool("use_cache", given["use_cache"])
 
 
-def check_labels(labels: Any, logits: Tensor, vocab_size: int) -> None:
+def check_labels(labels: Any, shape: Sequence[int], vocab_size: int) -> None:
     """Raises ``ShapeError`` or ``ConfigError`` unless labels are tokens, or -100, one for each position."""
-    _check_ints("labels", labels, "(batch, tokens)")
-    if labels.shape != logits.shape[:2]:
-        raise ShapeError(f"labels must be of shape {tuple(logits.shape[:2])}, got {tuple(labels.shape)}")
+    _check_ints("labels", labels, (torch.int64,))
+    if labels.shape != shape:
+        raise ShapeError(f"labels must be of shape {tuple(shape)}, got {tuple(labels.shape)}")
     _check_range("labels", labels.where(labels != -100, 0), 0, vocab_size)
 
 
 def check_keep(logits_to_keep: Any) -> None:
     """Raises ``ConfigError`` unless ``logits_to_keep`` is an int of at least 0 or a tensor of positions."""
-    if not isinstance(logits_to_keep, Tensor):
+    if isinstance(logits_to_keep, Tensor):
+        check_int_tensor("logits_to_keep", logits_to_keep, (None,))
+    else:
         check_int("logits_to_keep", logits_to_keep, minimum=0)
 
 
-def _check_ints(name: str, x: Any, shape: str) -> None:
+def _check_ints(name: str, x: Any, dtypes: tuple[torch.dtype, ...]) -> None:
     check_tensor(name, x)
-    if x.dim() != 2 or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool or x.shape[1] == 0:
+    if x.dim() != 2 or x.dtype not in dtypes or 0 in x.shape:
         raise ShapeError(
-            f"{name} must be an int tensor of shape {shape} with at least one token, got {x.dtype} of shape {tuple(x.shape)}"
+            f"{name} must be {dtypes[-1]} of shape (batch, tokens) with at least one token, got {x.dtype} of shape {tuple(x.shape)}"
+        )
+
+
+def _check_numbers(name: str, x: Tensor, tokens: Tensor) -> None:
+    if x.is_meta and not tokens.is_meta:
+        raise ShapeError(
+            f"{name} is on the meta device, where tensors have no numbers, and the tokens on {tokens.device}"
         )
 
 

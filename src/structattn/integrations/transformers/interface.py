@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from structattn.checks import quoted
-from structattn.errors import CacheError, ConfigError, nearest_name
+from structattn.checks import check_choice, quoted
+from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers.cache import LevelCacheLayer, PendingStates
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.masks import StructuredMask, structured_mask
@@ -272,8 +272,7 @@ def register_attention(
             something else to transformers.
     """
     value = trained_spec(spec)
-    if backend not in get_args(Backend):
-        raise ConfigError(f"unknown backend {quoted(backend)}: {nearest_name(str(backend), get_args(Backend))}")
+    check_choice("backend", backend, get_args(Backend))
     runs: tuple[slice, ...] = ()
     if rotary_split is not None:
         check_split(rotary_split)

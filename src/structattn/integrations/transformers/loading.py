@@ -13,9 +13,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
-from structattn.checks import quoted
+from structattn.checks import check_path, quoted
 from structattn.errors import CheckpointError, ConfigError, nearest_name
 from structattn.integrations.transformers.cache import guarded, own_layer
+from structattn.integrations.transformers.inputs import check_inputs
 
 
 def check_safe(path: object, arguments: dict[str, Any]) -> None:
@@ -79,7 +80,8 @@ class OwnModel:
             CheckpointError: the weights are missing, damaged or a pickle, or are not those of this structure.
             ConfigError: the structure in ``config.json`` is missing or does not fit.
         """
-        check_safe(pretrained_model_name_or_path, kwargs)
+        check_path("pretrained_model_name_or_path", pretrained_model_name_or_path)
+        given = dict(kwargs)
         with_info = kwargs.pop("output_loading_info", False)
         other_shapes = kwargs.pop("ignore_mismatched_sizes", False)
         # transformers' own error for shapes does not say which: they are looked at below.
@@ -90,7 +92,12 @@ class OwnModel:
             "ignore_mismatched_sizes": True,
         }
         try:
+            check_safe(pretrained_model_name_or_path, given)
             model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+        except OSError as error:
+            raise CheckpointError(
+                f"{pretrained_model_name_or_path} is neither a folder with a model nor the name of one on the hub: {error}"
+            ) from error
         except SafetensorError as error:
             raise CheckpointError(f"the weights in {pretrained_model_name_or_path} are damaged: {error}") from error
         if info["mismatched_keys"] and not other_shapes:
@@ -100,6 +107,28 @@ class OwnModel:
             raise CheckpointError(f"the weights have other shapes than config.json asks for: {describe(wrong)}")
         model.check_loaded(info)
         return (model, info) if with_info else model
+
+    def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """``GenerationMixin.generate``, which reads its inputs before a model does.
+
+        Raises:
+            ConfigError, ShapeError: they are missing, or see ``check_inputs``.
+        """
+        ids = kwargs.get("input_ids") if inputs is None else inputs
+        if ids is not None:
+            check_inputs(self.config, {"input_ids": ids, "attention_mask": kwargs.get("attention_mask")})  # type: ignore[attr-defined]
+        elif (
+            not args
+            and not {"inputs_embeds", "generation_config", "bos_token_id"} & set(kwargs)
+            and self.generation_config.bos_token_id is None  # type: ignore[attr-defined]
+        ):
+            raise ConfigError("generate needs inputs: the token ids of the prompts, (batch, tokens)")
+        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """``PreTrainedModel.save_pretrained``; raises ``ConfigError`` for what is no name of a folder."""
+        check_path("save_directory", save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A call of the model: if it fails, no layer of ``past_key_values`` keeps its tokens."""

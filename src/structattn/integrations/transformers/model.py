@@ -22,6 +22,7 @@ from structattn.integrations.transformers.loading import OwnModel, describe
 from structattn.integrations.transformers.masks import Sequences, StructuredMask, read_padding
 from structattn.layers.attention import Attention
 from structattn.layers.rotary import Rotary, RotaryEmbedding
+from structattn.memory import check_memory
 from structattn.optim.mup import Role
 
 
@@ -36,6 +37,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, width: int, hidden: int, std: float) -> None:
         super().__init__()
+        check_memory(f"the layers of an MLP of hidden_size {width} and intermediate_size {hidden}", 3 * width * hidden)
         self.gate_proj = nn.Linear(width, hidden, bias=False)
         self.up_proj = nn.Linear(width, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, width, bias=False)
@@ -159,9 +161,14 @@ class StructAttnModel(StructAttnPreTrainedModel):
         check_type("config", config, StructAttnConfig, "a StructAttnConfig")
         super().__init__(config)
         width = config.hidden_size
+        check_memory(
+            f"the embeddings for vocab_size {config.vocab_size} and hidden_size {width}", config.vocab_size * width
+        )
         self.embed_tokens = nn.Embedding(config.vocab_size, width, config.pad_token_id)
         self.position = None
         if config.rotary is None:
+            length = config.max_position_embeddings
+            check_memory(f"positions for max_position_embeddings {length} and hidden_size {width}", length * width)
             self.position = nn.Parameter(torch.empty(config.max_position_embeddings, width))
             nn.init.normal_(self.position, std=config.initializer_range)
         nn.init.normal_(self.embed_tokens.weight, std=config.initializer_range)
@@ -350,7 +357,7 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
         logits = self.lm_head(x[:, keep])
         loss = None
         if labels is not None:
-            check_labels(labels, x, self.config.vocab_size)
+            check_labels(labels, x.shape[:2], self.config.vocab_size)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         result = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Literal, get_args
 
-from structattn.checks import quoted
+from structattn.checks import check_type, quoted
 from structattn.errors import ConfigError, nearest_name
 from structattn.layers.rotary import Rotary
 from structattn.layout.levels import Layout, LevelLayout
@@ -25,6 +25,7 @@ def check_split(split: object) -> RotarySplit:
     Raises:
         ConfigError: it is not; the message says why for ``per_level``.
     """
+    check_type("rotary_split", split, str, f"one of {', '.join(ROTARY_SPLITS)}")
     for known in ROTARY_SPLITS:
         if split == known:
             return known

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from structattn.checks import check_type, describe, is_int, quoted
+from structattn.checks import check_path, check_type, describe, is_int, quoted, shortened
 from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.transformers.attention import (
     OLD_ORDER,
@@ -297,7 +297,7 @@ def _chosen(layers: Sequence[int] | None, count: int) -> list[int]:
         if not is_int(layer) or not 0 <= layer < count:
             raise ConfigError(f"layers must be ints from 0 to {count - 1}, got {describe(layer)}")
     if len(set(layers)) != len(layers) or not layers:
-        raise ConfigError(f"layers must name at least one layer, each once, got {list(layers)}")
+        raise ConfigError(f"layers must name at least one layer, each once, got {describe(layers)}")
     return list(layers)
 
 
@@ -347,14 +347,14 @@ def load_structurized(path: str | Path, **options: Any) -> Any:
         ConfigError: there is no such folder, or it holds another kind of model.
         CheckpointError: see ``OwnModel.from_pretrained``.
     """
-    check_type("path", path, (str, Path), "a folder or a name on the hub")
+    check_path("path", path)
     try:
         config = AutoConfig.from_pretrained(path)
     except StructAttnError:
         raise
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{quoted(str(path))} is neither a folder with the config.json of a model nor the name of one on the hub: {error}"
+            f"{quoted(str(path))} is neither a folder with the config.json of a model nor the name of one on the hub: {shortened(str(error))}"
         ) from error
     names = config.architectures or []
     for own in STRUCTURIZED_MODELS.values():

@@ -201,10 +201,10 @@ def _sweep(command: Sweep, session: Session) -> None:
 
 def _evaluate(command: Evaluate) -> None:
     _require_extra()
-    from structattn.studies.evaluate import evaluate_cached, load_run
+    from structattn.studies.evaluate import load_run
 
     run = load_run(command.run, command.data)
-    cached = evaluate_cached(run) if command.cache else {}
+    cached = run.task.evaluate_cached(run.model, "test") if command.cache else {}
     print(f"{run.task.name}  {run.spec}  seed {run.seed}")
     metrics = run.task.evaluate(run.model, "test")
     _print_metrics(metrics)

@@ -13,15 +13,16 @@ except ImportError as error:  # the library itself needs torch alone
         f"structattn: the command line needs the extra 'train': pip install 'structattn[train]' ({error})"
     ) from error
 
+from structattn.studies.tasks.registry import TASKS
 
-TaskName = Annotated[str, tyro.conf.arg(metavar="TASK")]
+# The names are those of the registry, which imports no task for them.
+TaskName = Annotated[str, tyro.conf.arg(metavar="TASK", help=f"One of {', '.join(TASKS)}.")]
 RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskCommand:
     task: tyro.conf.Positional[TaskName]
-    """nearest-neighbor, forecast, icl-regression, text or chronos."""
     preset: str = "default"
     """Named settings of the task (see `structattn presets`)."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -369,7 +370,6 @@ class Settings:
     """
 
     task: tyro.conf.Positional[TaskName]
-    """nearest-neighbor, forecast, icl-regression, text or chronos."""
     preset: str = "default"
     """The preset whose values are shown (see `structattn presets`)."""
 

@@ -1,4 +1,4 @@
-"""Read a finished run back: its task, its model with the trained weights; score a language model through its cache."""
+"""Read a finished run back: its task, and its model with the trained weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from structattn.errors import CheckpointError, ConfigError, DataError
 from structattn.models.language_model import LanguageModel
-from structattn.studies.data.corpus import Tokenizer, tokenizer_from
+from structattn.studies.data.corpus import Tokenizer
 from structattn.studies.data.plain_text import is_there
 from structattn.studies.settings import from_plain
-from structattn.studies.tasks.base import Task
+from structattn.studies.tasks.base import Task, TextModel
 from structattn.studies.tasks.registry import task_class
-from structattn.studies.tasks.text.task import TextConfig, TextTask
 from structattn.studies.training.build import spec_for
 from structattn.studies.training.finished import read_finished, read_record
 
@@ -117,51 +116,35 @@ def load_run(folder: Path, data_path: Path | None = None) -> Run:
 
 
 def load_language_model(folder: Path) -> LanguageModel:
-    """The model of a finished run of the text task, in eval mode; the text that it was trained on is not needed.
+    """The model of a finished run of language modelling, in eval mode; the text that it was trained on is not needed.
 
     Raises:
         CheckpointError: as ``load_run``.
-        ConfigError: the run is of another task.
+        ConfigError: the run is of a task whose models generate no text.
     """
     found = read_finished(folder)
-    data = found.record
-    if data.get("task") != TextTask.name:
-        raise ConfigError(
-            f"{folder} is a run of {data.get('task')}, which is no language model: train one with 'structattn train text'"
-        )
+    model, spec = _text_model(folder, found.record), _built_spec(found.record)
     with _reading(folder):
-        config, spec, tokenizer = from_plain(TextConfig, data["task_config"]), _built_spec(data), _tokenizer(data)
-        _check_size(folder, data, found.weights, lambda: config.build_model(spec, tokenizer))
-        model = config.build_model(spec, tokenizer)
-        model.load_state_dict(found.weights, strict=True)
-        return model.eval()
+        _check_size(folder, found.record, found.weights, lambda: model.build(spec))
+        trained = model.build(spec)
+        trained.load_state_dict(found.weights, strict=True)
+        return trained.eval()
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a finished run of the text task.
+    """The tokenizer of a finished run of language modelling.
 
     Raises:
         CheckpointError, ConfigError: as ``load_language_model``.
     """
-    data = read_record(folder)
+    return _text_model(folder, read_record(folder)).tokenizer
+
+
+def _text_model(folder: Path, data: dict[str, Any]) -> TextModel:
     with _reading(folder):
-        return _tokenizer(data)
-
-
-def _tokenizer(data: dict[str, Any]) -> Tokenizer:
-    """That of a run; runs from before there was a choice are of characters."""
-    return tokenizer_from(data.get("record", {}).get("tokenizer", {"kind": "chars"}))
-
-
-def evaluate_cached(run: Run) -> dict[str, float]:
-    """The test scores of a language model whose windows are read through its key/value cache.
-
-    Raises:
-        ConfigError: the run is of another task.
-    """
-    if not isinstance(run.task, TextTask) or not isinstance(run.model, LanguageModel):
+        found = task_class(data["task"]).text_model(data["task_config"], data.get("record", {}))
+    if found is None:
         raise ConfigError(
-            f"--cache reads text through the key/value cache of a language model; {run.task.name} has none: evaluate it without, "
-            "or train one with 'structattn train text'"
+            f"{folder} is a run of {data['task']}, which is no language model: train one with 'structattn train text'"
         )
-    return run.task.evaluate_cached(run.model, "test")
+    return found

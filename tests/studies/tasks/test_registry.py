@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pickle
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import structattn
 from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.studies.tasks.registry import TASKS, recipe_for, register_task, task_class
@@ -62,6 +64,38 @@ def test_a_name_is_given_once() -> None:
     register_task("text", TASKS["text"])  # again: a package may be imported twice
     with pytest.raises(ConfigError, match=r"the task 'text' is that of structattn.studies.tasks.text: choose another"):
         register_task("text", "mean_task")
+
+
+# Constants that are the name of a task and mean something else, by file.
+OTHER_MEANINGS = {
+    ("cli/commands.py", "text"),  # data prepare text: of what a corpus is; plan text: which kind of model
+    ("studies/data/corpus/preparation.py", "text"),  # the same, in the owner of a folder
+    ("studies/data/corpus/documents.py", "text"),  # the usual name of a field
+    ("studies/data/plain_text.py", "text"),  # what a file should hold, in messages
+    ("studies/settings.py", "text"),  # a type, in words
+    ("studies/report/figures/examples.py", "forecast"),  # a field of an example
+    ("studies/tasks/chronos/task.py", "forecast"),  # the same, and a word of a seed
+}
+
+
+def test_no_file_outside_of_its_folder_knows_a_task() -> None:
+    root, found = Path(structattn.__file__).parent, set()
+    for path in [*root.glob("studies/**/*.py"), *root.glob("cli/**/*.py")]:
+        place = path.relative_to(root)
+        own = place.parts[2] if place.match("studies/tasks/*/*.py") else ""
+        if place.as_posix() == "studies/tasks/registry.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and node.value in TASKS and node.value.replace("-", "_") != own:
+                found.add((place.as_posix(), node.value))
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                names = [alias.name for alias in node.names]
+                for name in [f"{getattr(node, 'module', None) or ''}.{name}".lstrip(".") for name in names]:
+                    folder = name.removeprefix("structattn.studies.tasks.").partition(".")[0]
+                    assert folder == name.partition(".")[0] or folder in ("base", "registry", own), (
+                        f"{place} imports {name}"
+                    )
+    assert found == OTHER_MEANINGS
 
 
 @pytest.mark.parametrize("name", TASKS)

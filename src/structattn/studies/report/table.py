@@ -20,8 +20,7 @@ from structattn.studies.report._common import (
     score_of,
     standard_row,
 )
-
-_KNOWS_NOTHING = "1 = knows nothing"
+from structattn.studies.tasks.registry import TASKS, task_class
 
 
 def header(results: Results) -> list[str]:
@@ -121,8 +120,11 @@ def _verdict(results: Results) -> str:
     sentences = [_lead(results, ranked)]
     best_score = score_of(ranked[0])
     assert best_score is not None
-    if _KNOWS_NOTHING in str(results["metric_label"]) and best_score > 0.95:
-        sentences.append("No attention got clearly below 1, where nothing is known: none of them learned the task.")
+    no_skill = task_class(results["task"]).no_skill_score if results["task"] in TASKS else None
+    if no_skill is not None and best_score > 0.95 * no_skill:
+        sentences.append(
+            f"No attention got clearly below {no_skill:g}, where nothing is known: none of them learned the task."
+        )
     sentences.extend(_baseline_sentence(results, best_score))
     return " ".join(sentences)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from structattn.checks import quoted
 from structattn.errors import ConfigError
 from structattn.layout.text import TextLayout
+from structattn.models.language_model import LanguageModel
 from structattn.spec.layers import LayerSpecs
+from structattn.studies.data.corpus import Tokenizer
 
 Batch = dict[str, Tensor]
 Split = Literal["validation", "test"]
@@ -35,6 +38,19 @@ class Baseline:
     validation: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextModel:
+    """A language model that can be built without the data that it was trained on.
+
+    Args:
+        tokenizer: of its texts.
+        build: makes the model, with new weights, from the spec of its attention.
+    """
+
+    tokenizer: Tokenizer
+    build: Callable[[str], LanguageModel]
+
+
 class Task(ABC):
     """Data, loss and evaluation of one experiment. Lower scores are better, always.
 
@@ -49,12 +65,14 @@ class Task(ABC):
             ``{"data": "data.path", "time": "data.time"}``. ``data`` is an absolute path. The data are identified by their digest, so they
             may be moved.
         reads_text: whether its models know the parts of a text, which are the levels of ``mlr-text``.
+        no_skill_score: the score of a model that has learned nothing, where that is the same for all data; ``None`` where it is not.
     """
 
     name: ClassVar[str]
     config_class: ClassVar[type[Any]]
     data_options: ClassVar[dict[str, str]] = {}
     reads_text: ClassVar[bool] = False
+    no_skill_score: ClassVar[float | None] = None
     metric: str
     metric_label: str
     question: ClassVar[str]
@@ -155,6 +173,27 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
         """Scores on held-out examples, the same for every model; contains ``metric``. ``model`` is in eval mode."""
+
+    def evaluate_cached(self, model: nn.Module, split: Split) -> dict[str, float]:
+        """As ``evaluate``, with the inputs read through the key/value cache of a language model.
+
+        Raises:
+            ConfigError: the models of this task have no such cache.
+        """
+        raise ConfigError(
+            f"--cache reads text through the key/value cache of a language model; {self.name} has none: evaluate it without, or "
+            "train one with 'structattn train text'"
+        )
+
+    @classmethod
+    def text_model(cls, config: dict[str, Any], record: dict[str, Any]) -> TextModel | None:
+        """The language model of a finished run; ``None`` for tasks whose models generate no text.
+
+        Args:
+            config: the settings of the task, as plain data.
+            record: what ``record`` returned.
+        """
+        return None
 
     @abstractmethod
     def baselines(self) -> list[Baseline]:

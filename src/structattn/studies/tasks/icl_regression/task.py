@@ -178,6 +178,7 @@ class ICLRegressionTask(Task):
     config_class = ICLRegressionConfig
     metric = "last_point_error"
     metric_label = "squared error at the last point, over that of predicting 0 (1 = knows nothing)"
+    no_skill_score = 1.0
     question = "Which score structures let a transformer learn a function from the examples in its context?"
 
     config: ICLRegressionConfig

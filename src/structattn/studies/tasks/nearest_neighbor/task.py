@@ -49,6 +49,7 @@ class NearestNeighborTask(Task):
     config_class = NearestNeighborConfig
     metric = "nmse"
     metric_label = "squared error per dimension (1 = knows nothing)"
+    no_skill_score = 1.0
     question = (
         "Can one attention layer find the nearest of some points on a sphere, when each head may only compare them through "
         "a score of limited rank?"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -31,9 +32,11 @@ from structattn.studies.data.corpus import (
     Windows,
     is_corpus,
     text_units,
+    tokenizer_from,
 )
 from structattn.studies.data.plain_text import is_there
-from structattn.studies.tasks.base import Baseline, Batch, Split, Task
+from structattn.studies.settings import from_plain
+from structattn.studies.tasks.base import Baseline, Batch, Split, Task, TextModel
 from structattn.studies.tasks.text.details import attention_by_distance, by_octave, octaves, positions_in_documents
 
 _NONE = -100  # a target that is not scored
@@ -141,6 +144,13 @@ class TextTask(Task):
         """A causal language model over the tokens."""
         return self.config.build_model(spec, self.tokenizer)
 
+    @classmethod
+    def text_model(cls, config: dict[str, Any], record: dict[str, Any]) -> TextModel:
+        """See ``Task``; runs of before there was a choice of tokenizers are of characters."""
+        tokenizer = tokenizer_from(record.get("tokenizer", {"kind": "chars"}))
+        settings = from_plain(TextConfig, config)
+        return TextModel(tokenizer=tokenizer, build=partial(settings.build_model, tokenizer=tokenizer))
+
     def record(self) -> dict[str, Any]:
         """The tokenizer, so that the model can be given text where the corpus is not."""
         return {"tokenizer": self.tokenizer.description()}
@@ -178,7 +188,7 @@ class TextTask(Task):
         return {self.metric: self._mean(scored)}
 
     @torch.no_grad()
-    def evaluate_cached(self, model: LanguageModel, split: Split, chunk: int = 64) -> dict[str, float]:
+    def evaluate_cached(self, model: nn.Module, split: Split, chunk: int = 64) -> dict[str, float]:
         """As ``evaluate``, with each document of each window read through the key/value cache: the same number, up to rounding.
 
         Args:
@@ -187,7 +197,8 @@ class TextTask(Task):
             chunk: tokens per step.
         """
         device = next(model.parameters()).device
-        scored = (self._read_cached(model, _pieces(batch), chunk, device) for batch in self._eval_batches(split))
+        own = cast(LanguageModel, model)
+        scored = (self._read_cached(own, _pieces(batch), chunk, device) for batch in self._eval_batches(split))
         return {self.metric: self._mean(scored)}
 
     def _read_cached(

@@ -227,6 +227,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["--version", "x"], "unknown command 'x'"),
         (["compare", "forecast", "--seeds", "two"], "--seeds: expected a whole number, got 'two'"),
         (["compare", "forecast", "--seeds", "1_0"], "--seeds: expected a whole number, got '1_0'"),
+        (["train", "forecast", "--set", "training.steps=1_0"], "training.steps: expected int, got '1_0'"),
         (["compare", "text", "--widths", "64", "x"], "--widths: expected a whole number, got 'x'"),
         (["compare", "text", "--attention", "--seeds", "2"], "--attention: expected a text, or several"),
         (["compare", "forecast", "--attention", "standard", " standard"], "every attention spec once"),

@@ -46,7 +46,9 @@ def _value(word: str, kind: Any) -> Any:
     if kind is Path and not word.strip():
         raise ValueError(f"expected {expected}, got an empty text")
     try:
-        if kind in (int, float) and ("_" in word or not word.isascii()):  # Python reads 1_0 as 10, and digits of every script
+        if kind in (int, float) and (
+            "_" in word or not word.isascii()
+        ):  # Python reads 1_0 as 10, and digits of every script
             raise ValueError
         return kind(word)
     except ValueError:

@@ -45,6 +45,10 @@ def convert(text: str, kind: Any, name: str) -> Any:
             raise ConfigError(f"{name}: expected true or false, got {text!r}")
         return text.lower() == "true"
     try:
+        if kind in (int, float) and (
+            "_" in text or not text.isascii()
+        ):  # Python reads 1_0 as 10, and digits of every script
+            raise ValueError
         value = kind(text)
     except ValueError as error:
         raise ConfigError(f"{name}: expected {kind.__name__}, got {text!r}") from error

@@ -20,7 +20,7 @@ from structattn.spec.layers import LayerSpecs
 from structattn.studies.data.corpus import Bytes, text_units
 from structattn.studies.environment import hardware, versions
 from structattn.studies.settings import fields_of
-from structattn.studies.tasks.registry import TASKS, presets_of, recipe_for
+from structattn.studies.tasks.registry import TASKS, about, presets_of, recipe_for
 
 
 def structures() -> str:
@@ -89,12 +89,12 @@ def mup_roles(spec: str, width: int, num_heads: int) -> str:
 
 
 def presets() -> str:
-    """The presets of every task, one per line: name, number of attention variants, what it is for."""
+    """Every task and its presets, one per line: name, number of attention variants, what it is for."""
     found = {task: presets_of(task) for task in TASKS}
     width = max(len(name) for presets in found.values() for name in presets)
     lines: list[str] = []
     for task, presets in found.items():
-        lines += ["", task] if lines else [task]
+        lines += [*([""] if lines else []), f"{task}: {about(task)}"]
         lines += [
             f"  {name:<{width}}  {len(preset.recipe.attention):>2} specs  {preset.about}"
             for name, preset in presets.items()

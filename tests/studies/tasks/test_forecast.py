@@ -1,4 +1,4 @@
-"""The forecasting task: one column and several, ours and peers, on the same windows."""
+"""The forecasting task: one column and several, ours and baseline models, on the same windows."""
 
 import random
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 
 from structattn.errors import ConfigError, DataError
 from structattn.studies.data.series_file import read_columns
-from structattn.studies.tasks.forecast.baseline_models import PeerForecaster, PeerSpec
+from structattn.studies.tasks.forecast.baseline_models import BaselineModel, BaselineModelSpec
 from structattn.studies.tasks.forecast.channels import WindowedChannels
 from structattn.studies.tasks.forecast.task import (
     INTERVAL,
@@ -22,7 +22,7 @@ from structattn.studies.tasks.forecast.task import (
 from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.loop import train
 
-PEERS = ["peer:DLinear", "peer:NHITS", "peer:PatchTST", "peer:iTransformer"]
+BASELINE_MODELS = ["peer:DLinear", "peer:NHITS", "peer:PatchTST", "peer:iTransformer"]
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +111,8 @@ def test_details_have_intervals_around_the_forecast(table):
     assert "error_by_column" not in details
 
 
-@pytest.mark.parametrize("spec", PEERS)
-def test_peers_take_our_windows(table, spec):
+@pytest.mark.parametrize("spec", BASELINE_MODELS)
+def test_baseline_models_take_our_windows(table, spec):
     task = make(table)
     task.check_spec(spec)
     torch.manual_seed(3)
@@ -129,7 +129,7 @@ def test_peers_take_our_windows(table, spec):
 
 
 @pytest.mark.parametrize("spec", ["peer:DLinear", "peer:PatchTST,n_heads=2"])
-def test_peers_are_drawn_from_the_seed_of_the_run(table, spec):
+def test_baseline_models_are_drawn_from_the_seed_of_the_run(table, spec):
     task = make(table)
 
     def weights(seed):
@@ -142,7 +142,7 @@ def test_peers_are_drawn_from_the_seed_of_the_run(table, spec):
     assert random.getstate() == state
 
 
-def test_a_peer_is_trained_and_resumed_as_ours_are(table, tmp_path):
+def test_a_baseline_model_is_trained_and_resumed_as_ours_are(table, tmp_path):
     task = make(table)
     config = TrainingConfig(steps=6, batch_size=8, learning_rate=1e-3, eval_every=2, patience=5, checkpoint_every=2)
     whole = train(task, "peer:PatchTST", config, seed=0, run_dir=tmp_path / "run", show_progress=False)
@@ -159,9 +159,9 @@ def test_a_peer_is_trained_and_resumed_as_ours_are(table, tmp_path):
         ("peer:DLinear,window=x y", "expected setting=value"),
     ],
 )
-def test_peers_that_are_not(spec, message):
+def test_unknown_baseline_models(spec, message):
     with pytest.raises(ConfigError, match=message):
-        PeerSpec.parse(spec)
+        BaselineModelSpec.parse(spec)
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,13 @@ def test_peers_that_are_not(spec, message):
         ("peer:PatchTST,n_heads=3", "does not take these settings"),
     ],
 )
-def test_settings_that_a_peer_does_not_take(spec, message):
+def test_settings_that_a_baseline_model_does_not_take(spec, message):
     with pytest.raises(ConfigError, match=message):
-        PeerForecaster(PeerSpec.parse(spec), look_back=48, horizon=12, num_channels=1)
+        BaselineModel(BaselineModelSpec.parse(spec), look_back=48, horizon=12, num_channels=1)
 
 
-def test_attention_specs_are_no_peers(table):
-    assert PeerSpec.parse("mlr:8|8") is None
+def test_attention_specs_are_no_baseline_models(table):
+    assert BaselineModelSpec.parse("mlr:8|8") is None
     with pytest.raises(ConfigError):
         make(table, "a").check_spec("mlr:")
     with pytest.raises(DataError, match="a target column 'A', got a file without it"):

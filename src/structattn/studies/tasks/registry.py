@@ -82,6 +82,11 @@ def tables_of(name: str) -> dict[str, Callable[[Results], Table | None]]:
     return _report(name, "TABLES")
 
 
+def about(name: str) -> str:
+    """What a task is: the first sentence of its package's documentation string."""
+    return str(_package(name).__doc__).partition("\n")[0]
+
+
 def recipe_for(task: str, preset: str) -> Recipe:
     """The recipe of a preset; raises ``ConfigError`` with the nearest name."""
     presets = presets_of(task)

@@ -1,4 +1,7 @@
-"""The mean of points: a task outside of the package, as a user would write it. Importing it registers it."""
+"""The mean of points: a task outside of the package, as a user would write it.
+
+Importing it registers it.
+"""
 
 from mean_task.presets import PRESETS
 from mean_task.task import MeanTask

@@ -1,4 +1,4 @@
-"""Chronos: a T5 with structured self-attention forecasts time series as sequences of tokens.
+"""A Chronos T5 with structured self-attention forecasts time series as sequences of tokens.
 
 Trained from scratch or fine-tuned from a checkpoint, on synthetic series and on ETTh1; needs the extra ``chronos``.
 """

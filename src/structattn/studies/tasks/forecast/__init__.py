@@ -1,4 +1,4 @@
-"""Forecasting: a patch transformer forecasts columns of a time series.
+"""A patch transformer forecasts columns of a time series.
 
 On the packaged ETTh1 or a CSV file, against simple methods and the models of neuralforecast.
 """

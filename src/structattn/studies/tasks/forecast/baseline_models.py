@@ -1,4 +1,4 @@
-"""The forecasters that people use today, from neuralforecast, as plain modules: what ours are compared with, under one protocol."""
+"""Baseline models: forecasters of neuralforecast as plain modules, trained by our loop and scored on the same windows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PREFIX = "peer:"
 
 
 @dataclass(frozen=True)
-class _Peer:
+class _Known:
     """A forecaster of neuralforecast.
 
     Args:
@@ -37,19 +37,19 @@ class _Peer:
     mixes_channels: bool = False
 
 
-_PEERS = {
-    "DLinear": _Peer({"moving_avg_window": 25}),
-    "NHITS": _Peer({}),
-    "PatchTST": _Peer(
+_MODELS = {
+    "DLinear": _Known({"moving_avg_window": 25}),
+    "NHITS": _Known({}),
+    "PatchTST": _Known(
         {"hidden_size": 16, "n_heads": 4, "linear_hidden_size": 128, "encoder_layers": 3, "dropout": 0.3, "fc_dropout": 0.3}
     ),
-    "iTransformer": _Peer({"hidden_size": 256, "n_heads": 8, "e_layers": 2, "d_ff": 256}, mixes_channels=True),
+    "iTransformer": _Known({"hidden_size": 256, "n_heads": 8, "e_layers": 2, "d_ff": 256}, mixes_channels=True),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class PeerSpec:
-    """A peer in one line, such as ``peer:PatchTST`` or ``peer:PatchTST,hidden_size=32,dropout=0.1``.
+class BaselineModelSpec:
+    """A baseline model in one line, such as ``peer:PatchTST`` or ``peer:PatchTST,hidden_size=32,dropout=0.1``.
 
     Args:
         name: DLinear, NHITS, PatchTST or iTransformer.
@@ -60,8 +60,8 @@ class PeerSpec:
     settings: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def parse(cls, spec: str) -> PeerSpec | None:
-        """The peer that a text names; ``None`` for a text that names none, such as an attention spec.
+    def parse(cls, spec: str) -> BaselineModelSpec | None:
+        """The baseline model that a text names; ``None`` for another text, such as an attention spec.
 
         Raises:
             ConfigError: an unknown name, or a setting that is not ``name=value``.
@@ -69,9 +69,9 @@ class PeerSpec:
         if not spec.startswith(_PREFIX):
             return None
         name, *texts = spec.removeprefix(_PREFIX).split(",")
-        if name not in _PEERS:
+        if name not in _MODELS:
             raise ConfigError(
-                f"{quoted(spec)}: expected a forecaster after {_PREFIX}, got {quoted(name)}: {nearest_name(name, _PEERS)}"
+                f"{quoted(spec)}: expected a forecaster after {_PREFIX}, got {quoted(name)}: {nearest_name(name, _MODELS)}"
             )
         settings = []
         for text in texts:
@@ -87,7 +87,7 @@ class PeerSpec:
         return cls(name, tuple(settings))
 
 
-class PeerForecaster(nn.Module):
+class BaselineModel(nn.Module):
     """The network of a model of neuralforecast, trained by our loop on our windows instead of by its own.
 
     Args:
@@ -108,7 +108,7 @@ class PeerForecaster(nn.Module):
 
     num_tokens = 1
 
-    def __init__(self, spec: PeerSpec, *, look_back: int, horizon: int, num_channels: int) -> None:
+    def __init__(self, spec: BaselineModelSpec, *, look_back: int, horizon: int, num_channels: int) -> None:
         super().__init__()
         try:
             models = import_module("neuralforecast.models")
@@ -116,11 +116,17 @@ class PeerForecaster(nn.Module):
             raise MissingDependencyError(
                 f"peer:{spec.name} is a model of neuralforecast, which is not installed: pip install 'structattn[forecast]' ({error})"
             ) from error
-        peer = _PEERS[spec.name]
-        self.mixes_channels, self.num_channels, self.look_back = peer.mixes_channels, num_channels, look_back
+        known_model = _MODELS[spec.name]
+        self.mixes_channels = known_model.mixes_channels
+        self.num_channels, self.look_back = num_channels, look_back
         self._flops: int | None = None
-        arguments: dict[str, Any] = {"h": horizon, "input_size": look_back, **peer.settings, **dict(spec.settings)}
-        if peer.mixes_channels:
+        arguments: dict[str, Any] = {
+            "h": horizon,
+            "input_size": look_back,
+            **known_model.settings,
+            **dict(spec.settings),
+        }
+        if known_model.mixes_channels:
             arguments["n_series"] = num_channels
         kind = getattr(models, spec.name)
         # What its class does not know, it would hand on to a trainer that is not used here.

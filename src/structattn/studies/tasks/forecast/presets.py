@@ -1,4 +1,4 @@
-"""The recipes of forecasting: a demo, the comparison with today's forecasters under one protocol, and the settings of the paper.
+"""The presets of forecasting: a demo, a comparison with neuralforecast's models under one protocol, and the settings of the paper.
 
 Hours are those of the whole recipe on 2 CPU cores with ``--jobs 2``. None was run on a GPU.
 """
@@ -30,7 +30,7 @@ _DEMO = Recipe(
     seeds=3,
 )
 
-_PEERS = ("peer:PatchTST", "peer:iTransformer", "peer:DLinear", "peer:NHITS")
+_BASELINE_MODELS = ("peer:PatchTST", "peer:iTransformer", "peer:DLinear", "peer:NHITS")
 _HORIZONS = (96, 192, 336)
 _LOOK_BACKS = (96, 336, 512, 1024, 2048)
 
@@ -45,7 +45,7 @@ _ETT = Recipe(
     training=replace(
         _TRAINING, steps=1280, batch_size=64, warmup_steps=64, eval_every=128, checkpoint_every=512, patience=3
     ),
-    attention=("standard", "mlr:8|4|2|2", "window:8", "bilinear-btt:1+mlr:16|8|4|4", *_PEERS),
+    attention=("standard", "mlr:8|4|2|2", "window:8", "bilinear-btt:1+mlr:16|8|4|4", *_BASELINE_MODELS),
     seeds=3,
     learning_rates=(2e-4, 1e-3, 5e-3),
     variants=(
@@ -56,11 +56,11 @@ _ETT = Recipe(
 )
 _SHORT = replace(
     _ETT,
-    attention=("standard", "mlr:8|4|2|2", *_PEERS),
+    attention=("standard", "mlr:8|4|2|2", *_BASELINE_MODELS),
     variants=tuple(f"h = {horizon}: task.horizon={horizon}" for horizon in (96, 336)),
     search=_look_backs((96, 336, 1024)),
 )
-# The paper's tokens are single steps. What it does not say is the look-back: here twice the number that its horizons begin with.
+# The paper's tokens are single steps. It does not state the look-back: here it is twice the shortest horizon.
 _PAPER = Recipe(
     task=ForecastConfig(look_back=192, patch_length=1, stride=1, embed_dim=512, num_layers=2, num_heads=8, dropout=0.1),
     training=replace(_TRAINING, steps=1000, batch_size=32, warmup_steps=0, eval_every=50, patience=None),
@@ -72,23 +72,28 @@ _PAPER = Recipe(
 )
 
 PRESETS = {
-    "default": Preset(_DEMO, "ETTh1 OT, 336 to 96, three seeds"),
-    "demo": Preset(replace(_DEMO, seeds=1), "the same with one seed"),
+    "default": Preset(
+        _DEMO, "oil temperature of ETTh1, 96 hours ahead from 336, four variants, 640 steps, three seeds"
+    ),
+    "demo": Preset(
+        replace(_DEMO, seeds=1), "oil temperature of ETTh1, 96 hours ahead from 336, four variants, 640 steps, one seed"
+    ),
     "ett": Preset(
         _ETT,
-        "four attentions and PatchTST, iTransformer, DLinear, NHITS; horizons 96, 192, 336; one column and all; look-backs 96 ... 2,048; "
-        "3 seeds: 1,200 runs, days on a CPU (estimated)",
+        "ETTh1: four variants against PatchTST, iTransformer, DLinear and NHITS, each with its best look-back of 96 ... 2,048; horizons 96, "
+        "192, 336; one column and all; three seeds: 1,200 runs, days on a CPU (estimated)",
     ),
     "smoke": Preset(
         replace(_DEMO, attention=_DEMO.attention[:2], seeds=1, training=replace(_TRAINING, steps=64, warmup_steps=8)),
-        "ETTh1 OT, 336 to 96, two variants and 64 steps: shows that it trains, not what it learns",
+        "oil temperature of ETTh1, 96 hours ahead from 336, two variants, 64 steps: tests that training runs, too short to compare",
     ),
     "ett-short": Preset(
         _SHORT,
-        "the same for one column: two attentions and the four, horizons 96 and 336, look-backs 96, 336, 1,024; 34 minutes for horizon 96 (measured)",
+        "oil temperature of ETTh1: two variants against PatchTST, iTransformer, DLinear and NHITS, each with its best look-back of 96, 336, "
+        "1,024; horizons 96 and 336; three seeds; 34 minutes for horizon 96 (measured)",
     ),
     "paper": Preset(
         _PAPER,
-        "2 layers of width 512, 8 heads, steps as tokens, 200 or 1,000 iterations, horizons 96, 192, 336; a day on a CPU (estimated)",
+        "the paper's model: 2 layers of width 512, 8 heads, one token per step, 200 or 1,000 iterations, horizons 96, 192, 336; a day on a CPU (estimated)",
     ),
 }

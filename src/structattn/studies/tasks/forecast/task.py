@@ -21,7 +21,7 @@ from structattn.seeds import derive_seed
 from structattn.studies.data.series import usual_season
 from structattn.studies.data.series_file import read_columns
 from structattn.studies.tasks.base import Baseline, Batch, Split, Task
-from structattn.studies.tasks.forecast.baseline_models import PeerForecaster, PeerSpec
+from structattn.studies.tasks.forecast.baseline_models import BaselineModel, BaselineModelSpec
 from structattn.studies.tasks.forecast.baselines import CHUNK, BaselineForecast
 from structattn.studies.tasks.forecast.channels import WindowedChannels
 
@@ -103,8 +103,8 @@ class ForecastConfig:
 class ForecastTask(Task):
     """Mean squared and absolute error over all test windows, on the scaled target and in its own units; means over the columns.
 
-    Models are ``Forecaster`` with an attention spec, which sees one column at a time, or with ``peer:NAME`` a forecaster of
-    neuralforecast (see ``PeerSpec``).
+    Models are ``Forecaster`` with an attention spec, which sees one column at a time, or with ``peer:NAME`` a baseline
+    model of neuralforecast (see ``BaselineModelSpec``).
     """
 
     name = "forecast"
@@ -127,17 +127,17 @@ class ForecastTask(Task):
 
     @classmethod
     def check_spec(cls, spec: str) -> None:
-        """Attention specs, and peers."""
-        if PeerSpec.parse(spec) is None:
+        """Attention specs, and baseline models."""
+        if BaselineModelSpec.parse(spec) is None:
             super().check_spec(spec)
 
     @classmethod
     def describe_spec(cls, spec: str) -> str:
-        """Attention specs, and peers."""
-        peer = PeerSpec.parse(spec)
+        """Attention specs, and baseline models."""
+        model = BaselineModelSpec.parse(spec)
         return (
             super().describe_spec(spec)
-            if peer is None
+            if model is None
             else f"the baseline model {spec.partition(':')[2]} of neuralforecast"
         )
 
@@ -153,13 +153,13 @@ class ForecastTask(Task):
             "windows": ", ".join(f"{count:,} {split}" for split, count in counts.items()),
         }
 
-    def build_model(self, spec: str) -> Forecaster | PeerForecaster:
-        """A patch transformer, or a peer."""
+    def build_model(self, spec: str) -> Forecaster | BaselineModel:
+        """A patch transformer, or a baseline model."""
         config = self.config
-        peer = PeerSpec.parse(spec)
-        if peer is not None:
-            return PeerForecaster(
-                peer, look_back=config.look_back, horizon=config.horizon, num_channels=len(self.data.channels)
+        model = BaselineModelSpec.parse(spec)
+        if model is not None:
+            return BaselineModel(
+                model, look_back=config.look_back, horizon=config.horizon, num_channels=len(self.data.channels)
             )
         return Forecaster(
             spec,
@@ -194,8 +194,8 @@ class ForecastTask(Task):
         return len(self.data.channels) * super().flops(model, step)
 
     def tokens(self, model: nn.Module, step: int | None = None) -> int:
-        """The patches of a window with all its columns; for a peer, which may have no tokens, the columns."""
-        return len(self.data.channels) * cast(Forecaster | PeerForecaster, model).num_tokens
+        """The patches of a window with all its columns; for a baseline model, which may have no tokens, the columns."""
+        return len(self.data.channels) * cast(Forecaster | BaselineModel, model).num_tokens
 
     @torch.no_grad()
     def _forecast(self, model: nn.Module, split: Split) -> tuple[Tensor, Tensor]:

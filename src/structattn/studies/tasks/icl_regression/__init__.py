@@ -1,4 +1,4 @@
-"""In-context regression: a transformer learns to learn a random function from the examples in its prompt (Garg et al. 2022)."""
+"""A transformer learns to infer a random function from the examples in its prompt (Garg et al. 2022)."""
 
 from structattn.studies.tasks.icl_regression.presets import PRESETS
 from structattn.studies.tasks.icl_regression.task import ICLRegressionTask

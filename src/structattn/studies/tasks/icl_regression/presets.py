@@ -1,4 +1,4 @@
-"""The recipes of in-context regression, from a minute on a laptop to the settings of the paper.
+"""The presets of in-context regression, from a minute on a laptop to the settings of the paper.
 
 All use muP, choose the learning rate of each variant by the same sweep, and count compute on the curriculum's lengths. The hours
 that a preset names are those of the whole recipe, sweep included, on 2 CPU cores with ``--jobs 2``. None was run on a GPU.
@@ -119,23 +119,26 @@ def _paper(dim: int) -> Recipe:
     )
 
 
+_SMOKE = "linear functions of 4 numbers, four variants, 600 steps: tests that training runs, too short to compare; 72 seconds on 2 CPU cores"
+
 PRESETS = {
-    "default": Preset(_smoke(), "the same as smoke"),
-    "smoke": Preset(_smoke(), "d = 4, 600 steps: shows that it trains, not what it learns; 72 seconds on 2 CPU cores"),
+    "default": Preset(_smoke(), _SMOKE),
+    "smoke": Preset(_smoke(), _SMOKE),
     "bottleneck": Preset(
         _bottleneck(),
-        "d = 6, width 24: 8 heads of dimension 3 against full rank at equal compute, 3 seeds; under 3 hours on 2 CPU cores",
+        "linear functions of 6 numbers, width 24: 8 heads of dimension 3 against scores of full rank, iso-FLOP, three seeds; under 3 hours on 2 "
+        "CPU cores",
     ),
     "rank-vs-dimension": Preset(
         _rank_vs_dimension(),
-        "head dimension 2 ... 24 against d = 4, 6, 8, one seed; about 3 hours on 2 CPU cores (estimated)",
+        "linear functions of 4, 6 and 8 numbers against heads of dimension 2 ... 24, one seed; about 3 hours on 2 CPU cores (estimated)",
     ),
     "paper-d64": Preset(
         _paper(64),
-        "the paper's d = 64 at width 256, 500,000 steps; months on a CPU, days on a GPU (guessed from the FLOPs)",
+        "the paper's linear functions of 64 numbers at width 256, 500,000 steps; months on a CPU, days on a GPU (guessed from the FLOPs)",
     ),
     "paper-d128": Preset(
         _paper(128),
-        "the paper's d = 128 at width 256, 500,000 steps; months on a CPU, weeks on a GPU (guessed from the FLOPs)",
+        "the paper's linear functions of 128 numbers at width 256, 500,000 steps; months on a CPU, weeks on a GPU (guessed from the FLOPs)",
     ),
 }

@@ -1,4 +1,4 @@
-"""Nearest neighbor: one attention layer finds the nearest of some random points on a sphere.
+"""One attention layer finds the nearest of some random points on a sphere.
 
 The clearest case of the low-rank bottleneck: a head of few dimensions cannot compare points of many (Amsel et al. 2024).
 """

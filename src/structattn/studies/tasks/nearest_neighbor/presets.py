@@ -44,7 +44,7 @@ PRESETS = {
     "default": Preset(_DEFAULT, "16 points of dimension 64, five variants, 1,000 steps, one seed"),
     "demo": Preset(_DEFAULT, "16 points of dimension 64, five variants, 1,000 steps, one seed"),
     "smoke": Preset(
-        _SMOKE, "16 points of dimension 64, three variants, 100 steps: checks that training works, too short to compare"
+        _SMOKE, "16 points of dimension 64, three variants, 100 steps: tests that training runs, too short to compare"
     ),
     "ranks": Preset(
         _RANKS,

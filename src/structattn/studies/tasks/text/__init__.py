@@ -1,4 +1,4 @@
-"""Language modelling: a causal transformer predicts the next character or token of a text.
+"""A causal transformer predicts the next character or token of a text.
 
 On a packaged excerpt, a text file, or a corpus of ``structattn data prepare text``.
 """

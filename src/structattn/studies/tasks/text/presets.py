@@ -1,4 +1,4 @@
-"""The recipes of language modelling, from a minute on a laptop to the settings of the paper.
+"""The presets of language modelling, from a minute on a laptop to the settings of the paper.
 
 Those with budgets or widths use muP and choose the learning rate of each attention, for each kind of positions, by the same sweep at a small
 width. Hours are those of the whole recipe on 2 CPU cores with ``--jobs 2``. None was run on a GPU.
@@ -121,27 +121,29 @@ _DEMO = _plain(replace(_SMOKE, num_heads=2), 700, 8, ("standard", "mlr:16|8|4|4"
 PRESETS = {
     "default": Preset(
         _plain(TextConfig(), 1000, 16, ("standard", "mlr:8|8|8|8", "mlr:16|8|4|4", "window:64")),
-        "characters, 1 MB of PEPs, 256 of context, 1,000 steps",
+        "1 MB of English text (PEPs), characters as tokens, context of 256, four variants, 1,000 steps",
     ),
     "demo": Preset(
         replace(_DEMO, training=replace(_DEMO.training, learning_rate=6e-3), seeds=2),
-        "the same text, 128 of context, 700 steps, two seeds: levels against standard attention; about three minutes on 2 CPU cores",
+        "1 MB of English text (PEPs), characters as tokens, context of 128, levels against standard attention, 700 steps, two seeds; about three "
+        "minutes on 2 CPU cores",
     ),
     "smoke": Preset(
         _plain(_SMOKE, 500, 8, ("standard", "mlr:8|4|2|2", "window:32")),
-        "the same text, 128 of context, 500 steps: shows that it trains, not what it learns",
+        "1 MB of English text (PEPs), characters as tokens, context of 128, three variants, 500 steps: tests that training runs, too short to "
+        "compare",
     ),
     "scaling": Preset(
         _SCALING,
-        "four attentions, learned positions and RoPE, widths 64 ... 384, three budgets, 2 seeds; on 2 CPU cores 1.3 hours "
+        "scaling laws: four variants, learned positions and RoPE, widths 64 ... 384, three budgets of compute, two seeds; on 2 CPU cores 1.3 hours "
         "for `--widths 64`, 3.6 for all (measured, in parts)",
     ),
     "methods": Preset(
         _methods(),
-        "18 attentions at width 128 and 1e12 FLOPs, learned positions and RoPE, one seed; about 2 hours on 2 CPU cores (estimated)",
+        "18 variants at width 128 and 1e12 training FLOPs, learned positions and RoPE, one seed; about 2 hours on 2 CPU cores (estimated)",
     ),
     "paper": Preset(
         _paper(),
-        "the paper's widths 256 ... 768, 1,024 of context, 100,000 steps; years on a CPU, weeks on a GPU (guessed from the FLOPs)",
+        "the paper's models: widths 256 ... 768, context of 1,024, 100,000 steps; years on a CPU, weeks on a GPU (guessed from the FLOPs)",
     ),
 }

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 import structattn as sa
 from structattn.errors import ConfigError
-from structattn.layout.levels import SCALINGS, visible_pairs, visible_pairs_per_level
+from structattn.layout.cost import visible_pairs, visible_pairs_per_level
+from structattn.layout.levels import SCALINGS
 
 
 def brute_levels(sizes, i, j):

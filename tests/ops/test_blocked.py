@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import structattn as sa
-from structattn.layout.levels import visible_pairs_per_level
+from structattn.layout.cost import visible_pairs_per_level
 from structattn.ops.blocked import attention as blocked
 from structattn.ops.blocked import spans as stretches
 from structattn.testing.tolerances import assert_close

@@ -16,7 +16,8 @@ from structattn.cache.levels import Level, Part, parts_of, value_levels, widest
 from structattn.cache.store import Store
 from structattn.cache.undo import Before
 from structattn.errors import CacheError, ShapeError
-from structattn.layout.levels import Layout, LevelLayout
+from structattn.layout.global_window import Layout
+from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from structattn.checks import check_device, check_path
 from structattn.errors import CheckpointError
 from structattn.files import write_atomic
-from structattn.layout.levels import GlobalWindowLayout, Layout, LevelLayout
+from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextHistory, TextUnits
 
 FORMAT_VERSION = 1

@@ -30,7 +30,8 @@ from structattn.checks import (
     is_int,
 )
 from structattn.errors import CacheError, ConfigError, ShapeError
-from structattn.layout.levels import GlobalWindowLayout, Layout, LevelLayout
+from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.memory import check_memory
 from structattn.ops import Backend, structured_attention

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from structattn.layout.levels import GlobalWindowLayout, Layout, LevelLayout
+from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.levels import LevelLayout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from structattn.layout.levels import Layout
+from structattn.layout.global_window import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,14 +31,9 @@ from structattn.layers.rotary import Rotary
 from structattn.layers.scoring import LowRank, Scoring, check_scoring
 from structattn.layers.scoring_modules import HeadShape
 from structattn.layers.variant import AttentionSpec
-from structattn.layout.levels import (
-    MAX_COUNTED,
-    GlobalWindowLayout,
-    Layout,
-    LevelLayout,
-    visible_pairs,
-    visible_pairs_per_level,
-)
+from structattn.layout.cost import visible_pairs, visible_pairs_per_level
+from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.levels import MAX_COUNTED, LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.memory import check_memory
 from structattn.ops import Backend, structured_attention

@@ -11,8 +11,9 @@ from structattn.checks import MAX_LENGTH, check_choice, check_size, check_type
 from structattn.errors import ConfigError
 from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
 from structattn.layers.scoring_modules import ScoreScaling
+from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.halving import Halving
-from structattn.layout.levels import GlobalWindowLayout, LevelLayout
+from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 
 Form = LowRank | BTT | MLR | Matrix

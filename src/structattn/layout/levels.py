@@ -5,7 +5,6 @@ A layout is a value: it holds no tensors and computes no attention. ``ops`` comp
 
 from __future__ import annotations
 
-import functools
 import math
 from bisect import bisect_right
 from collections import Counter
@@ -392,74 +391,6 @@ class LevelLayout:
         return sum(rank * length for rank, length in zip(ranks, longest, strict=True))
 
 
-@dataclass(frozen=True)
-class GlobalWindowLayout:
-    """Two softmaxes, added: one over all keys on the first dimensions, one over a sliding window on the others.
-
-        out_i = softmax_j(<q_i[:r_1], k_j[:r_1]> c_1) v_j  +  softmax_{j in window(i)}(<q_i[r_1:], k_j[r_1:]> c_2) v_j
-
-    A baseline of the paper. Not one softmax, so it has no log-sum-exp and is not a ``LevelLayout``.
-
-    Args:
-        ranks: dimensions (r_1, r_2) of the global and of the windowed part; they sum to the head dimension.
-        window: visible keys of the windowed part, as the ``window`` of ``structured_attention``.
-        scaling: ``"variance"`` c = 1/sqrt(r), or ``"mup"`` 8/r.
-
-    Raises:
-        ConfigError: not two positive ranks, a window below 1, or an unknown scaling.
-
-    Source: Kuang et al. 2025, section 5.1 (global + window baseline).
-    """
-
-    ranks: tuple[int, int]
-    window: int
-    scaling: Literal["variance", "mup"] = "variance"
-
-    if TYPE_CHECKING:  # lists are accepted, and kept as tuples
-
-        def __init__(
-            self,
-            ranks: Sequence[int],
-            window: int,
-            scaling: Literal["variance", "mup"] = "variance",
-        ) -> None: ...
-
-    def __post_init__(self) -> None:
-        ranks = positive_ints(self.ranks, "ranks")
-        if len(ranks) != 2:
-            raise ConfigError(f"a global-window layout has 2 ranks (global, windowed), got {len(ranks)}: {ranks}")
-        object.__setattr__(self, "ranks", ranks)
-        check_size("window", self.window, MAX_LENGTH)
-        check_choice("scaling", self.scaling, ("variance", "mup"))
-
-    @property
-    def scales(self) -> tuple[float, float]:
-        """(c_1, c_2), what the scores of both parts are multiplied by."""
-        first, second = (8 / rank if self.scaling == "mup" else rank**-0.5 for rank in self.ranks)
-        return first, second
-
-    @property
-    def head_dim(self) -> int:
-        """D, the dimension of queries and keys: the sum of the ranks."""
-        return sum(self.ranks)
-
-    def score_flops(self, num_positions: int, is_causal: bool = True) -> int:
-        """FLOPs of all the scores of one head over T positions, 2 per multiply-add, counting visible pairs alone."""
-        check_size("num_positions", num_positions, MAX_COUNTED)
-        check_bool("is_causal", is_causal)
-        everywhere = visible_pairs(num_positions, num_positions, None, is_causal)
-        near = visible_pairs(num_positions, num_positions, self.window, is_causal)
-        return 2 * (self.ranks[0] * everywhere + self.ranks[1] * near)
-
-    def key_cache_size(self, num_positions: int) -> int:
-        """Numbers per key head that a cache must hold at T positions: T r_1 + min(T, window) r_2."""
-        check_int("num_positions", num_positions, minimum=0)
-        return num_positions * self.ranks[0] + min(num_positions, self.window) * self.ranks[1]
-
-
-Layout = LevelLayout | GlobalWindowLayout
-
-
 def _positions(name: str, value: object) -> Tensor:
     """Positions as a tensor, from an int or an int tensor."""
     if isinstance(value, Tensor) and value.dtype in INT_DTYPES:
@@ -470,50 +401,3 @@ def _positions(name: str, value: object) -> Tensor:
             f"{name} must be a position, an int from -2**62 to 2**62 or a tensor of ints, got {describe(value)}"
         )
     return torch.tensor(value, device="cpu")
-
-
-@functools.lru_cache(maxsize=4096)  # the training loop asks at every step
-def visible_pairs(num_queries: int, num_keys: int, window: int | None, is_causal: bool) -> int:
-    """The number of (query, key) pairs that a mask leaves visible, the last T of S positions being the queries.
-
-    Args:
-        num_queries: T.
-        num_keys: S.
-        window: as in ``structured_attention``; ``None`` is unlimited.
-        is_causal: whether later keys are hidden.
-
-    Returns:
-        The count, an int; T * S when not causal and without a window.
-    """
-    reach = max(num_queries, num_keys) if window is None else window
-    positions = torch.arange(num_keys - num_queries, num_keys, device="cpu")
-    first = (positions - reach + 1).clamp(0, num_keys)
-    last = positions if is_causal else (positions + reach - 1)
-    return int(((last + 1).clamp(0, num_keys) - first).clamp(min=0).sum())
-
-
-@functools.lru_cache(maxsize=4096)
-def visible_pairs_per_level(
-    layout: LevelLayout, num_queries: int, num_keys: int, window: int | None, is_causal: bool, row: int = 0
-) -> tuple[int, ...]:
-    """The number of visible pairs that share each level; the first is ``visible_pairs``. Arguments as there.
-
-    Args:
-        layout: the levels.
-        num_queries, num_keys, window, is_causal: as ``visible_pairs``.
-        row: the batch row, where rows have segments of their own.
-
-    Cost: O((T + S) L).
-    """
-    reach = max(num_queries, num_keys) if window is None else window
-    with torch.device("cpu"):  # numbers are counted, also while a model is built on the meta device
-        queries, keys = torch.arange(num_keys - num_queries, num_keys), torch.arange(num_keys)
-    first = (queries - reach + 1).clamp(min=0)
-    last = queries if is_causal else (queries + reach - 1).clamp(max=num_keys - 1)
-    counts = [visible_pairs(num_queries, num_keys, window, is_causal)]
-    for level in range(2, layout.num_levels + 1):
-        of_keys, of_queries = (layout.blocks(level, x, row) for x in (keys, queries))
-        low = torch.searchsorted(of_keys, of_queries)
-        high = torch.searchsorted(of_keys, of_queries, right=True) - 1
-        counts.append(int((torch.minimum(high, last) - torch.maximum(low, first) + 1).clamp(min=0).sum()))
-    return tuple(counts)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from structattn.checks import check_choice, holds
 from structattn.errors import BackendUnavailableError
-from structattn.layout.levels import GlobalWindowLayout, Layout, LevelLayout
+from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.levels import LevelLayout
 from structattn.ops import derivatives
 from structattn.ops import operators as custom_op
 from structattn.ops import small as short

@@ -23,7 +23,8 @@ from structattn.checks import (
     no_autocast,
 )
 from structattn.errors import ConfigError, ShapeError
-from structattn.layout.levels import GlobalWindowLayout, Layout, LevelLayout
+from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.levels import LevelLayout
 from structattn.ops.sequences import checked_numbers
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

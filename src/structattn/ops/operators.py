@@ -14,7 +14,8 @@ from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from structattn.errors import DerivativeError
-from structattn.layout.levels import SCALINGS, LevelLayout, visible_pairs_per_level
+from structattn.layout.cost import visible_pairs_per_level
+from structattn.layout.levels import SCALINGS, LevelLayout
 from structattn.layout.partition import Boundaries
 from structattn.ops import derivatives
 from structattn.ops.blocked import attention as blocked

@@ -18,8 +18,9 @@ from structattn.errors import ConfigError
 from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
 from structattn.layers.scoring_modules import ScoreScaling
 from structattn.layers.variant import AttentionSpec
+from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.halving import Halving
-from structattn.layout.levels import SCALINGS, GlobalWindowLayout, LevelLayout
+from structattn.layout.levels import SCALINGS, LevelLayout
 from structattn.layout.text import UNITS, TextLayout
 from structattn.matrices import Structure
 from structattn.spec import structure

@@ -15,7 +15,8 @@ from structattn.integrations.chronos.attention import IMPLEMENTATION, VARIANT
 from structattn.integrations.transformers.loading import OwnModel, describe, own_record
 from structattn.integrations.transformers.rotary_order import check_fits
 from structattn.integrations.transformers.variant import Variant, trained_spec
-from structattn.layout.levels import LevelLayout, visible_pairs, visible_pairs_per_level
+from structattn.layout.cost import visible_pairs, visible_pairs_per_level
+from structattn.layout.levels import LevelLayout
 from structattn.spec.attention import parse_spec
 from structattn.spec.layers import LayerSpecs
 

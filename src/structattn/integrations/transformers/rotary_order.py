@@ -13,7 +13,8 @@ from typing import Literal, get_args
 from structattn.checks import check_type, quoted
 from structattn.errors import ConfigError, nearest_name
 from structattn.layers.rotary import Rotary
-from structattn.layout.levels import Layout, LevelLayout
+from structattn.layout.global_window import Layout
+from structattn.layout.levels import LevelLayout
 
 RotarySplit = Literal["low_far", "interleaved"]
 ROTARY_SPLITS: tuple[RotarySplit, ...] = get_args(RotarySplit)

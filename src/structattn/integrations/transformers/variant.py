@@ -11,7 +11,7 @@ from structattn.checks import quoted
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.masks import Sequences
 from structattn.layers.scoring import LowRank
-from structattn.layout.levels import GlobalWindowLayout, Layout
+from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.text import TextLayout
 from structattn.ops import Backend, structured_attention
 from structattn.spec.attention import AttentionSpec, parse_spec

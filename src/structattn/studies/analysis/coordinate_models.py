@@ -17,8 +17,9 @@ from structattn.errors import ConfigError
 from structattn.layers.attention import Attention
 from structattn.layers.scoring import MLR
 from structattn.layers.variant import AttentionSpec
+from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.halving import Halving
-from structattn.layout.levels import GlobalWindowLayout, LevelLayout
+from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.ops import reference

@@ -20,7 +20,7 @@ from structattn.errors import ConfigError
 from structattn.layers.attention import Attention
 from structattn.layers.block import TransformerBlock
 from structattn.layers.scoring_modules import BilinearScoring, MLRScoring
-from structattn.layout.levels import GlobalWindowLayout
+from structattn.layout.global_window import GlobalWindowLayout
 from structattn.matrices import FactoredMatrix, StructuredMatrix
 from structattn.models.language_model import LanguageModel
 

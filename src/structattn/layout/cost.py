@@ -1,0 +1,56 @@
+"""How many pairs of positions a mask leaves visible, and how many of them share each level: what costs are counted from."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from structattn.layout.levels import LevelLayout
+
+
+@functools.lru_cache(maxsize=4096)  # the training loop asks at every step
+def visible_pairs(num_queries: int, num_keys: int, window: int | None, is_causal: bool) -> int:
+    """The number of (query, key) pairs that a mask leaves visible, the last T of S positions being the queries.
+
+    Args:
+        num_queries: T.
+        num_keys: S.
+        window: as in ``structured_attention``; ``None`` is unlimited.
+        is_causal: whether later keys are hidden.
+
+    Returns:
+        The count, an int; T * S when not causal and without a window.
+    """
+    reach = max(num_queries, num_keys) if window is None else window
+    positions = torch.arange(num_keys - num_queries, num_keys, device="cpu")
+    first = (positions - reach + 1).clamp(0, num_keys)
+    last = positions if is_causal else (positions + reach - 1)
+    return int(((last + 1).clamp(0, num_keys) - first).clamp(min=0).sum())
+
+
+@functools.lru_cache(maxsize=4096)
+def visible_pairs_per_level(
+    layout: LevelLayout, num_queries: int, num_keys: int, window: int | None, is_causal: bool, row: int = 0
+) -> tuple[int, ...]:
+    """The number of visible pairs that share each level; the first is ``visible_pairs``. Arguments as there.
+
+    Args:
+        layout: the levels.
+        num_queries, num_keys, window, is_causal: as ``visible_pairs``.
+        row: the batch row, where rows have segments of their own.
+
+    Cost: O((T + S) L).
+    """
+    reach = max(num_queries, num_keys) if window is None else window
+    with torch.device("cpu"):  # numbers are counted, also while a model is built on the meta device
+        queries, keys = torch.arange(num_keys - num_queries, num_keys), torch.arange(num_keys)
+    first = (queries - reach + 1).clamp(min=0)
+    last = queries if is_causal else (queries + reach - 1).clamp(max=num_keys - 1)
+    counts = [visible_pairs(num_queries, num_keys, window, is_causal)]
+    for level in range(2, layout.num_levels + 1):
+        of_keys, of_queries = (layout.blocks(level, x, row) for x in (keys, queries))
+        low = torch.searchsorted(of_keys, of_queries)
+        high = torch.searchsorted(of_keys, of_queries, right=True) - 1
+        counts.append(int((torch.minimum(high, last) - torch.maximum(low, first) + 1).clamp(min=0).sum()))
+    return tuple(counts)

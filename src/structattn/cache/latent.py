@@ -11,9 +11,9 @@ class Latent(Protocol):
     """Keys that are made from a hidden state x of E numbers that all heads share.
 
     Where a key is a normed linear map of x, its product with a query is a product of x with an absorbed query, times a number of
-    the key (the gain): then decoding makes no keys.
+    the key (its inverse RMS, rstd): then decoding makes no keys.
 
-        <q, k_h(x)> = offset(q) + sum over a of gain_a(x) <u_a(q), x>
+        <q, k_h(x)> = offset(q) + sum over a of rstd_a(x) <u_a(q), x>
     """
 
     @property
@@ -22,8 +22,8 @@ class Latent(Protocol):
         ...
 
     @property
-    def num_gains(self) -> int:
-        """Numbers per token that are kept besides the state: (key heads) * A; 0 where all gains are 1, or none are needed."""
+    def num_rstd(self) -> int:
+        """Numbers per token that are kept besides the state: (key heads) * A; 0 where all are 1, or none are needed."""
         ...
 
     @property
@@ -43,10 +43,19 @@ class Latent(Protocol):
         """
         ...
 
-    def gains(self, state: Tensor) -> Tensor:
-        """The gains of states (B, S, E): (B, S, key heads * A)."""
+    def rstd(self, state: Tensor) -> Tensor:
+        """The inverse RMS of the keys of states (B, S, E): (B, S, key heads * A)."""
         ...
 
     def absorbed(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """u and offset of queries (B, H, T, D): (B, H, T, A, E) and (B, H, T)."""
         ...
+
+
+def alike(latent: Latent, other: Latent | None) -> bool:
+    """Whether two layers keep the same of a hidden state, as far as the sizes tell."""
+    return other is not None and _facts(latent) == _facts(other)
+
+
+def _facts(latent: Latent) -> tuple[int, int, bool]:
+    return latent.key_dim, latent.num_rstd, latent.can_absorb

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import overload
@@ -14,14 +14,14 @@ from torch import Tensor
 from structattn.cache import files
 from structattn.cache.latent import Latent
 from structattn.cache.level_cache import LevelCache
+from structattn.cache.rows import CacheRows
 from structattn.cache.undo import all_or_nothing
-from structattn.checks import check_size, check_type, describe
+from structattn.checks import check_type, describe
 from structattn.errors import CacheError, ConfigError
 from structattn.layout.text import TextHistory
-from structattn.memory import check_memory
 
 
-class LayerCaches(Sequence[LevelCache]):
+class LayerCaches(Sequence[LevelCache], CacheRows):
     """A sequence of ``LevelCache``, one per layer, that are reset, cropped and reordered together.
 
     Args:
@@ -124,33 +124,15 @@ class LayerCaches(Sequence[LevelCache]):
         if self.text is not None:
             self.text.crop(length)
 
-    def reorder(self, indices: Tensor) -> None:
-        """Row b becomes row ``indices[b]``; see ``LevelCache.reorder``."""
-        self._move(lambda layer: layer.reorder(indices))
-        if self.text is not None:
-            self.text.select(indices.tolist())
-
-    def select(self, indices: Tensor) -> None:
-        """Keeps rows; see ``LevelCache.select``."""
-        self._move(lambda layer: layer.select(indices))
-        if self.text is not None:
-            self.text.select(indices.tolist())
-
-    def _move(self, move: Callable[[LevelCache], None]) -> None:
-        """Moves the rows of each layer; the first one to fail is as it was."""
+    def _take_rows(self, indices: Tensor) -> None:
         for number, layer in enumerate(self._layers):
             try:
-                move(layer)
-            except BaseException:
+                layer.select(indices)
+            except BaseException:  # the first layer to fail is as it was
                 self._torn = self._torn or number > 0
                 raise
-
-    def repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times; see ``LevelCache.repeat_interleave``."""
-        check_size("repeats", repeats)
-        if self.batch_size is not None:
-            check_memory(f"{repeats} copies of the rows", repeats * (self.nbytes + 64 * self.batch_size), torch.uint8)
-            self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
+        if self.text is not None:
+            self.text.select(indices.tolist())
 
     def save(self, path: str | Path) -> None:
         """Writes all layers to one safetensors file; see ``LevelCache.save``."""

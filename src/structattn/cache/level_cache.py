@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,16 +11,19 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 
-from structattn.cache import decode, files, fused
+from structattn.cache import files
+from structattn.cache.append import append
+from structattn.cache.attend import attend
 from structattn.cache.contents import Contents, Shape
-from structattn.cache.latent import Latent
+from structattn.cache.crop import check_crop, crop
+from structattn.cache.latent import Latent, alike
+from structattn.cache.rows import CacheRows
+from structattn.cache.tokens import check_layout_of_call, checked_padding, checked_shape
 from structattn.checks import (
-    INT_DTYPES,
     MAX_LENGTH,
     MAX_SIZE,
     check_choice,
     check_int,
-    check_int_tensor,
     check_scale,
     check_size,
     check_tensor,
@@ -34,15 +36,13 @@ from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.memory import check_memory
-from structattn.ops import Backend, structured_attention
-from structattn.ops.checks import autocasted, check_tensors, taken_dtype, without_autocast
+from structattn.ops import Backend
+from structattn.ops.checks import autocasted
 
-# So many new tokens at once are decoded one run after the other; more are computed as a stretch of a sequence.
-_FEW_TOKENS = 16
 PAGE_SIZE = 1024  # tokens
 
 
-class LevelCache:
+class LevelCache(CacheRows):
     """Keys and values of one causal attention layer while it decodes, without what no later query can share.
 
     A pair of positions shares level l only inside one block of that level, so level l keeps the slices of the keys (and, with
@@ -71,7 +71,7 @@ class LevelCache:
         >>> cache.attend(q, k, v).shape, cache.attend(q[:, :, :1], k[:, :, :1], v[:, :, :1]).shape
         (torch.Size([1, 2, 40, 8]), torch.Size([1, 2, 1, 8]))
 
-    Cost: a decoding step costs what it reads: the numbers that are kept, once each. Appending copies the new tokens alone.
+    Cost: a decoding step costs what it reads: the numbers that are kept, once each. Appending copies only the new tokens.
 
     Source: the idea is Kuang et al. 2025, section 5 (a cache of T sum r_l / p_l); ragged rows, windows, values, latent states
     and any chunking are ours.
@@ -92,7 +92,7 @@ class LevelCache:
         for name, value in (("window", window), ("max_length", max_length), ("page_size", page_size)):
             if value is not None or name == "page_size":
                 check_size(name, value, MAX_LENGTH)
-        if latent is not None and not all(hasattr(latent, name) for name in ("key_dim", "num_gains", "can_absorb")):
+        if latent is not None and not all(hasattr(latent, name) for name in ("key_dim", "num_rstd", "can_absorb")):
             raise ConfigError(f"latent must be a Latent, such as Attention.latent, or None, got {describe(latent)}")
         if window is not None and isinstance(layout, GlobalWindowLayout):
             raise ConfigError("a global-window layout has its own window: leave window at None")
@@ -102,7 +102,7 @@ class LevelCache:
         self.max_length = max_length
         self.page_size = page_size
         self.latent = latent
-        self._padding = None if left_padding is None else _padding(left_padding)
+        self._padding = None if left_padding is None else checked_padding(left_padding)
         self._contents: Contents | None = None  # from the first tokens on
         self._before: tuple[Contents | None, Layout | None] | None = None  # the last new tokens; None: not known
         self._layer: weakref.ref[object] | None = None
@@ -215,49 +215,21 @@ class LevelCache:
         """
         self._mark()
         try:
-            return self._attend(q, k, v, scale, backend, layout)
+            check_choice("backend", backend, get_args(Backend))
+            if scale is not None:
+                check_scale("scale", scale)
+            check_tensor("q", q)
+            return attend(self._checked(q, k, v, layout), q, k, v, scale, backend)
         except BaseException:
             self.undo()
             raise
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: Backend, layout: LevelLayout | None
-    ) -> Tensor:
-        check_choice("backend", backend, get_args(Backend))
-        if scale is not None:
-            check_scale("scale", scale)
-        check_tensor("q", q)
-        contents = self._checked(q, k, v, layout)
-        q, k, v = autocasted(q, k, v)
-        kept_k, kept_v = k.detach(), v.detach()
-        if contents.length == 0 or not self._is_direct(contents, q, k, v, backend):
-            state, values = (k, v) if contents.length == 0 else contents.dense(k, v)
-            out = self._dense(q, self._made(state), values, scale, backend)
-            contents.append(kept_k, kept_v)
-            return out
-        outs = []
-        for first, end in contents.runs(q.shape[2]):
-            contents.append(kept_k[:, :, first:end], kept_v[:, :, first:end])
-            query, held = q[:, :, first:end], contents.held()
-            is_fused = backend == "triton" or (q.is_cuda and fused.why_not(query, held) is None)
-            with without_autocast(q):  # it would turn the products here into 16-bit ones
-                outs.append((fused if is_fused else decode).attention(query, held, scale))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
-
-    def _is_direct(self, contents: Contents, q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> bool:
-        """Whether new tokens are decoded straight from what is kept: few ones, past the padding, without a gradient."""
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return False
-        makes_keys = self.latent is not None and not self.latent.can_absorb
-        is_past_padding = contents.length >= contents.most_padding
-        return backend in ("auto", "triton") and q.shape[2] <= _FEW_TOKENS and is_past_padding and not makes_keys
 
     def append(self, k: Tensor, v: Tensor, *, layout: LevelLayout | None = None) -> None:
         """Appends tokens without attending, all or (with an error) none; arguments as ``attend``."""
         self._mark()
         try:
             contents = self._checked(None, k, v, layout)
-            contents.append(*autocasted(k.detach(), v.detach()))
+            append(contents, *autocasted(k.detach(), v.detach()))
         except BaseException:
             self.undo()
             raise
@@ -312,65 +284,16 @@ class LevelCache:
                     f"the cache is of another layer: it was made or filled by another {type(layer).__name__}, whose keys this one "
                     "cannot use; make one with new_cache(), and give each layer its own"
                 )
-        elif self.latent is not None:
-            latent: Latent | None = getattr(layer, "latent", None)
-            if latent is None or _facts(latent) != _facts(self.latent):
-                raise ConfigError(
-                    "the cache is of another layer: it keeps hidden states, from which this one makes other keys; make it with new_cache()"
-                )
+        elif self.latent is not None and not alike(self.latent, getattr(layer, "latent", None)):
+            raise ConfigError(
+                "the cache is of another layer: it keeps hidden states, from which this one makes other keys; make it with new_cache()"
+            )
 
     def _checked(self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None) -> Contents:
         """The contents, if the tokens fit them, made for the first ones."""
-        given = (("k", k), ("v", v)) if q is None else (("q", q), ("k", k), ("v", v))
-        for name, x in given:
-            check_tensor(name, x)
-            if x.dim() != 4 or min(x.shape) < 1 or not x.is_floating_point():
-                raise ShapeError(
-                    f"{name} must be floating point of shape (batch, heads, length, dim), all at least 1, got {x.dtype} "
-                    f"{tuple(x.shape)}"
-                )
-        for name, x in given:
-            if x.shape[0] != k.shape[0] or x.shape[2] != k.shape[2]:
-                raise ShapeError(
-                    f"new tokens need one batch and length: k is {tuple(k.shape)}, {name} is {tuple(x.shape)}"
-                )
-            if taken_dtype(x) != taken_dtype(k) or x.device != k.device:
-                raise ShapeError(
-                    f"new tokens need one dtype and device: k is {k.dtype} on {k.device}, {name} {x.dtype} on {x.device}"
-                )
-        if q is not None:
-            if any(q.shape[1] % heads for heads in (k.shape[1], v.shape[1])):
-                raise ShapeError(
-                    f"the query heads must be a multiple of the key and value heads, got {q.shape[1]}, {k.shape[1]}, {v.shape[1]}"
-                )
-            if self.latent is None and q.shape[3] != k.shape[3]:
-                raise ShapeError(f"head dimensions differ: q {q.shape[3]}, k {k.shape[3]}")
-            if self.latent is not None and q.shape[3] != self.latent.key_dim:
-                raise ShapeError(f"queries need the dimension of the keys, {self.latent.key_dim}, got {q.shape[3]}")
-        if self.latent is not None and k.shape[1] != 1:
-            raise ShapeError(
-                f"a cache that keeps hidden states is given those in place of keys, (batch, 1, length, E), got {tuple(k.shape)}"
-            )
-        found = Shape(
-            batch=k.shape[0],
-            keys=(k.shape[1], k.shape[3]),
-            values=(v.shape[1], v.shape[3]),
-            dtype=taken_dtype(k),
-            device=k.device,
-        )
-        if layout is not None and self.text is None:
-            raise ConfigError(
-                f"the layout of this cache is always {self.layout}: leave layout at None, got {describe(layout)}"
-            )
-        if self.text is not None:
-            if layout is None or not self.text.fits(layout):
-                raise ConfigError(
-                    f"a cache with {self.text} needs its levels with the segments that the tokens see: got {describe(layout)}"
-                )
-            if len(layout.boundaries or ()) != found.batch:
-                raise ShapeError(
-                    f"segments need one entry per batch row: expected {found.batch}, got {len(layout.boundaries or ())}"
-                )
+        found = checked_shape(q, k, v, self.latent)
+        check_layout_of_call(layout, self.text, self.layout, found.batch)
+        if layout is not None:
             self._layout = layout
         if self._contents is None:
             if self._padding is not None and len(self._padding) != found.batch:
@@ -398,27 +321,6 @@ class LevelCache:
             text=self.text,
         )
 
-    def _made(self, state: Tensor) -> Tensor:
-        """Keys from what ``attend`` was given, of all tokens: itself, or made from the hidden states."""
-        if self.latent is None:
-            return state
-        steps = torch.arange(state.shape[2], device=state.device)
-        if self._padding is not None:
-            steps = steps - torch.tensor(self._padding, device=state.device)[:, None]
-        return self.latent.keys(state[:, 0], steps)
-
-    def _dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: Backend) -> Tensor:
-        """Attention over dense keys and values."""
-        heads = math.lcm(k.shape[1], v.shape[1])  # divides the query heads, as both do
-        k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-        check_tensors(q, k, v)
-        padding = None
-        if self._padding is not None:  # a row may still be in its padding
-            padding = torch.tensor(self._padding, device=q.device).clamp(max=k.shape[2])
-        return structured_attention(
-            q, k, v, self.layout, scale=scale, window=self.window, left_padding=padding, backend=backend
-        )
-
     def reset(self) -> None:
         """Forgets all tokens; memory, shape and padding stay."""
         self._before = None
@@ -439,7 +341,7 @@ class LevelCache:
         self.check_crop(length)
         self._before = None
         if self._contents is not None:
-            self._contents.crop(length)
+            crop(self._contents, length)
             self._layout = self._contents.layout
 
     def check_crop(self, length: int) -> None:
@@ -449,58 +351,19 @@ class LevelCache:
                 f"crop takes a length from 0 to {self.length}, the tokens there are; got {describe(length)}"
             )
         if self._contents is not None:
-            self._contents.check_crop(length)
+            check_crop(self._contents, length)
 
-    def reorder(self, indices: Tensor) -> None:
-        """Row b becomes row ``indices[b]``: what beam search does with its beams.
-
-        Args:
-            indices: (B,) int, each in [0, B).
-
-        Raises:
-            ShapeError: it is not of that shape, or an index is out of range.
-        """
-        check_tensor("indices", indices)
-        if self.batch_size is not None and tuple(indices.shape) != (self.batch_size,):
-            raise ShapeError(f"indices must have shape ({self.batch_size},), one per row, got {tuple(indices.shape)}")
-        self.select(indices)
-
-    def select(self, indices: Tensor) -> None:
-        """Keeps rows ``indices``, in that order; a row may be taken several times.
-
-        Args:
-            indices: (N,) int, each in [0, B).
-
-        Raises:
-            ShapeError: it is not of that shape, or an index is out of range.
-        """
-        check_tensor("indices", indices)
-        if indices.dim() != 1 or indices.dtype not in INT_DTYPES or not len(indices) or indices.is_meta:
-            raise ShapeError(
-                f"indices must be a 1-dimensional int tensor, not on the meta device, got {indices.dtype} {tuple(indices.shape)}"
-            )
-        size = self.batch_size
-        if size is None:
-            return
-        rows = indices.tolist()
-        if min(rows) < 0 or max(rows) >= size:
-            raise ShapeError(f"indices must lie in [0, {size}), got {min(rows)} to {max(rows)}")
+    def _take_rows(self, indices: Tensor) -> None:
         self._before = None
         if self._contents is not None:
-            self._contents.select(indices.long())
+            self._contents.select(indices)
             self._padding, self._layout = self._contents.padding, self._contents.layout
             return
+        rows = indices.tolist()
         if self._padding is not None:
             self._padding = tuple(self._padding[row] for row in rows)
         if isinstance(self._layout, LevelLayout):
             self._layout = self._layout.select_rows(rows)
-
-    def repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times, one behind the other."""
-        check_size("repeats", repeats)
-        if self.batch_size is not None:
-            check_memory(f"{repeats} copies of the rows", repeats * (self.nbytes + 64 * self.batch_size), torch.uint8)
-            self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Plain data and tensors from which ``from_state`` makes an equal cache; the layout is not among them.
@@ -510,21 +373,16 @@ class LevelCache:
         """
         if self._contents is None or not self.length:
             raise CacheError("an empty cache has nothing to save: decode first")
-        if any(not store.pages for store, _ in self._contents.stores()):
-            raise CacheError("the cache holds nothing but padding so far: save it when a row has a real token")
+        own, tensors = self._contents.state()
         plain = {
             "window": self.window,
             "max_length": self.max_length,
             "page_size": self.page_size,
-            "length": self.length,
             "left_padding": self._padding,
             "keeps": self.keeps,
             "text": None if self.text is None else self.text.units,
-            "oldest": [store.oldest for store, _ in self._contents.stores()],
-            "key_shape": self._contents.shape.keys,
-            "value_shape": self._contents.shape.values,
         }
-        return plain, {str(n): torch.cat(store.pages, dim=3) for n, (store, _) in enumerate(self._contents.stores())}
+        return plain | own, tensors
 
     @classmethod
     def from_state(
@@ -548,26 +406,8 @@ class LevelCache:
             latent=latent,
         )
         cache._layout = layout  # with its segments
-        first = tensors["0"]
-        (key_heads, key_dim), (value_heads, value_dim) = plain["key_shape"], plain["value_shape"]
-        contents = cache._empty(
-            Shape(
-                batch=first.shape[0],
-                keys=(key_heads, key_dim),
-                values=(value_heads, value_dim),
-                dtype=first.dtype,
-                device=first.device,
-            )
-        )
-        contents.length = plain["length"]
-        found = [tensors[str(number)].shape[2] for number in range(len(plain["oldest"]))]
-        if found != [store.dim for store, _ in contents.stores()]:
-            raise ConfigError(
-                "the latent is of another layer: its keys or states have other sizes than those that are kept"
-            )
-        for number, ((store, _), oldest) in enumerate(zip(contents.stores(), plain["oldest"], strict=True)):
-            store.pages, store.oldest = [tensors[str(number)]], list(oldest)
-        cache._contents = contents
+        cache._contents = cache._empty(Shape.of_state(plain, tensors))
+        cache._contents.restore(plain, tensors)
         return cache
 
     def save(self, path: str | Path) -> None:
@@ -599,17 +439,3 @@ class LevelCache:
             raise ConfigError(f"{path} holds the caches of {len(layers)} layers: read it with LayerCaches.load")
         (state, layout) = layers[0]
         return cls.from_state(*state, layout, latent)
-
-
-def _facts(latent: Latent) -> tuple[int, int, bool]:
-    return latent.key_dim, latent.num_gains, latent.can_absorb
-
-
-def _padding(given: Tensor | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(given, Tensor):
-        check_int_tensor("left_padding", given, (None,))
-    values = given.tolist() if isinstance(given, Tensor) and not given.is_meta else given
-    fits = isinstance(values, list | tuple) and values and all(is_int(x) and 0 <= x <= MAX_LENGTH for x in values)
-    if not fits:
-        raise ConfigError(f"left_padding needs one int of at least 0 per batch row, got {describe(given)}")
-    return tuple(values)

@@ -70,7 +70,7 @@ class Level:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Softmax:
     """One softmax: its levels, which dimensions of queries and keys they have, and its window."""
 
     layout: LevelLayout
@@ -79,35 +79,35 @@ class Part:
     levels: tuple[Level, ...]
 
 
-def _part(layout: LevelLayout, dims: slice, window: int | None) -> Part:
+def _softmax(layout: LevelLayout, dims: slice, window: int | None) -> Softmax:
     levels = tuple(
         Level(layout=layout, number=number, rank=rank, window=window)
         for number, rank in enumerate(layout.ranks, start=1)
     )
-    return Part(layout=layout, dims=dims, window=window, levels=levels)
+    return Softmax(layout=layout, dims=dims, window=window, levels=levels)
 
 
-def parts_of(layout: Layout | None, window: int | None, head_dim: int) -> tuple[Part, ...]:
+def softmaxes_of(layout: Layout | None, window: int | None, head_dim: int) -> tuple[Softmax, ...]:
     """The softmaxes of a layout: two that are added for a global-window layout, else one."""
     if isinstance(layout, GlobalWindowLayout):
         first, second = layout.ranks
         return (
-            _part(LevelLayout((first,), (1,), layout.scaling), slice(0, first), None),
-            _part(LevelLayout((second,), (1,), layout.scaling), slice(first, first + second), layout.window),
+            _softmax(LevelLayout((first,), (1,), layout.scaling), slice(0, first), None),
+            _softmax(LevelLayout((second,), (1,), layout.scaling), slice(first, first + second), layout.window),
         )
     layout = LevelLayout((head_dim,), (1,)) if layout is None else layout
-    return (_part(layout, slice(0, layout.head_dim), window),)
+    return (_softmax(layout, slice(0, layout.head_dim), window),)
 
 
-def widest(parts: Sequence[Part]) -> Level:
+def widest(softmaxes: Sequence[Softmax]) -> Level:
     """The level that needs the most positions."""
-    return next((part.levels[0] for part in parts if part.window is None), parts[0].levels[0])
+    return next((softmax.levels[0] for softmax in softmaxes if softmax.window is None), softmaxes[0].levels[0])
 
 
-def value_levels(parts: Sequence[Part], layout: Layout | None, value_dim: int) -> tuple[Level, ...]:
+def value_levels(softmaxes: Sequence[Softmax], layout: Layout | None, value_dim: int) -> tuple[Level, ...]:
     """The levels of the values: those of the keys with ``value_ranks``, else one for all."""
     ranks = layout.value_ranks if isinstance(layout, LevelLayout) else None
-    levels = (widest(parts),) if ranks is None else parts[0].levels
+    levels = (widest(softmaxes),) if ranks is None else softmaxes[0].levels
     return tuple(
         Level(layout=level.layout, number=level.number, rank=rank, window=level.window)
         for level, rank in zip(levels, ranks or (value_dim,), strict=True)

@@ -15,7 +15,7 @@ from structattn.memory import free_memory
 _ALIGNMENT = 16
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Positions of a range that lie side by side in one page.
 
     Attributes:
@@ -128,11 +128,11 @@ class Store:
         """The slot of a position whose block starts at ``start``."""
         return position - start if self.ring is None else position % self.ring
 
-    def pieces(self, first: int, end: int, start: int) -> Iterator[Piece]:
+    def spans(self, first: int, end: int, start: int) -> Iterator[Span]:
         """The positions first ... end - 1 of the block that starts at ``start``, as they lie in the pages."""
         if len(self._pages) == 1 and self.ring is None:
             if end > first:
-                yield Piece(0, end - first, *self._pages[0], first - start)
+                yield Span(0, end - first, *self._pages[0], first - start)
             return
         position, low, number = first, 0, 0
         while position < end:
@@ -147,7 +147,7 @@ class Store:
             count = min(end - position, low + size - slot)
             if self.ring is not None:
                 count = min(count, self.ring - slot)
-            yield Piece(position - first, count, page, flat, slot - low)
+            yield Span(position - first, count, page, flat, slot - low)
             position += count
 
     def write(self, x: Tensor, rows: slice, first: int, start: int) -> None:
@@ -156,8 +156,8 @@ class Store:
         slots = end - start if self.ring is None else min(end, self.ring)
         if x.shape[2]:
             assert self.capacity >= slots
-        for piece in self.pieces(first, end, start):
-            piece.rows(rows).copy_(x.narrow(2, piece.offset, piece.size).transpose(2, 3))
+        for span in self.spans(first, end, start):
+            span.rows(rows).copy_(x.narrow(2, span.offset, span.size).transpose(2, 3))
 
     def cell(self, slot: int) -> Tensor:
         """One slot of all rows, (B * heads, dim), a view."""
@@ -169,10 +169,10 @@ class Store:
 
     def write_each(self, x: Tensor, slots: list[int | None]) -> None:
         """Stores one position per row, x (B, heads, 1, dim), each in a slot of its own; ``None`` leaves a row out."""
-        for page, index in self.places(slots):
+        for page, index in self.locate(slots):
             page[index] = x[index[0], :, 0]
 
-    def places(self, slots: list[int | None]) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
+    def locate(self, slots: list[int | None]) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
         """Where one slot per row is: pages with an index, which gives (rows, heads, dim)."""
         low = 0
         for page in self.pages:
@@ -186,7 +186,7 @@ class Store:
 
     def read(self, rows: slice, first: int, end: int, start: int) -> Tensor:
         """The positions first ... end - 1, (rows, heads, dim, n): a view where they lie side by side."""
-        parts = [piece.rows(rows) for piece in self.pieces(first, end, start)]
+        parts = [span.rows(rows) for span in self.spans(first, end, start)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
     def selected(self, rows: Tensor) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, arange, cat, eye, nn
 
 from structattn import text_forms
 from structattn.cache import PAGE_SIZE, LevelCache
-from structattn.cache.levels import parts_of, value_levels, widest
+from structattn.cache.levels import softmaxes_of, value_levels, widest
 from structattn.cache.undo import all_or_nothing
 from structattn.checks import (
     MAX_LENGTH,
@@ -466,15 +466,15 @@ class Attention(nn.Module):
     def _cached_numbers(self, length: int) -> tuple[int, int]:
         """The most numbers that a cache keeps for the keys of so many tokens: as features, and as hidden states."""
         order = self.scoring.cached_order
-        parts = parts_of(self._known_layout, self.window, self.scoring.matrix.pair_dim(order))
+        parts = softmaxes_of(self._known_layout, self.window, self.scoring.matrix.pair_dim(order))
         features = sum(level.rank * level.most_slots(length) for part in parts for level in part.levels)
-        states = (self.embed_dim + self.latent.num_gains) * widest(parts).most_slots(length)
+        states = (self.embed_dim + self.latent.num_rstd) * widest(parts).most_slots(length)
         return self.scoring.num_key_heads(order) * features, states
 
     def _cached_values(self, length: int) -> int:
         """The most numbers that a cache keeps for the values of so many tokens."""
         layout = self._known_layout
-        parts = parts_of(layout, self.window, self.scoring.matrix.pair_dim(self.scoring.cached_order))
+        parts = softmaxes_of(layout, self.window, self.scoring.matrix.pair_dim(self.scoring.cached_order))
         levels = value_levels(parts, layout, self.head_dim)
         return self.num_kv_heads * sum(level.rank * level.most_slots(length) for level in levels)
 

@@ -15,7 +15,7 @@ from structattn.layers.scoring_modules import ScoringModule
 class ScoringLatent:
     """``cache.Latent`` of a scoring: k_h = norm(A_h x) with A_h linear, one x of E numbers for all heads.
 
-    A norm is a centred and scaled key: with g its gain vector, c its centring and s_h(x) one over the deviation of A_h x,
+    A norm is a centred and scaled key: with g its weight vector, c its centring and s_h(x) one over the deviation of A_h x,
 
         <q, norm(A_h x)> = s_h(x) <A_h^T c(g * q), x> + <q, bias>,
 
@@ -49,7 +49,7 @@ class ScoringLatent:
         return self._scoring.matrix.pair_dim(self._order)
 
     @property
-    def num_gains(self) -> int:
+    def num_rstd(self) -> int:
         """See ``cache.Latent``."""
         if not self.can_absorb:
             return 0
@@ -60,7 +60,7 @@ class ScoringLatent:
         keys = self._scoring.normed_keys(self._raw(state), self._order)
         return keys if self._rotary is None else self._rotary(keys, positions)
 
-    def gains(self, state: Tensor) -> Tensor:
+    def rstd(self, state: Tensor) -> Tensor:
         """See ``cache.Latent``."""
         raw = self._raw(state)
         found = [

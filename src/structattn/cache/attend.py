@@ -1,0 +1,68 @@
+"""Attention of new tokens over all tokens of a cache: straight from its pages for few tokens, else over dense keys and values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from structattn.cache import decode, fused
+from structattn.cache.append import append
+from structattn.cache.contents import Contents
+from structattn.ops import Backend, structured_attention
+from structattn.ops.checks import autocasted, check_tensors, without_autocast
+
+# Up to this many new tokens are decoded from the pages, run by run; more are computed as queries of the whole sequence.
+_FEW_TOKENS = 16
+
+
+def attend(contents: Contents, q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: Backend) -> Tensor:
+    """Appends new tokens and computes their attention; see ``LevelCache.attend``."""
+    q, k, v = autocasted(q, k, v)
+    kept_k, kept_v = k.detach(), v.detach()
+    if contents.length == 0 or not _is_direct(contents, q, k, v, backend):
+        state, values = (k, v) if contents.length == 0 else contents.dense(k, v)
+        out = _dense(contents, q, _made_keys(contents, state), values, scale, backend)
+        append(contents, kept_k, kept_v)
+        return out
+    outs = []
+    for first, end in contents.runs(q.shape[2]):
+        append(contents, kept_k[:, :, first:end], kept_v[:, :, first:end])
+        query, view = q[:, :, first:end], contents.view()
+        is_fused = backend == "triton" or (q.is_cuda and fused.why_not(query, view) is None)
+        with without_autocast(q):  # it would turn the products here into 16-bit ones
+            outs.append((fused if is_fused else decode).attention(query, view, scale))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+def _is_direct(contents: Contents, q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> bool:
+    """Whether new tokens are decoded straight from what is kept: few ones, past the padding, without a gradient."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return False
+    makes_keys = contents.latent is not None and not contents.latent.can_absorb
+    is_past_padding = contents.length >= contents.most_padding
+    return backend in ("auto", "triton") and q.shape[2] <= _FEW_TOKENS and is_past_padding and not makes_keys
+
+
+def _made_keys(contents: Contents, state: Tensor) -> Tensor:
+    """The keys of all tokens, from keys or from hidden states."""
+    if contents.latent is None:
+        return state
+    positions = torch.arange(state.shape[2], device=state.device)
+    if contents.padding is not None:
+        positions = positions - torch.tensor(contents.padding, device=state.device)[:, None]
+    return contents.latent.keys(state[:, 0], positions)
+
+
+def _dense(contents: Contents, q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: Backend) -> Tensor:
+    """Attention over dense keys and values."""
+    heads = math.lcm(k.shape[1], v.shape[1])  # divides the query heads, as both do
+    k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    check_tensors(q, k, v)
+    padding = None
+    if contents.padding is not None:  # a row may still be in its padding
+        padding = torch.tensor(contents.padding, device=q.device).clamp(max=k.shape[2])
+    return structured_attention(
+        q, k, v, contents.layout, scale=scale, window=contents.window, left_padding=padding, backend=backend
+    )

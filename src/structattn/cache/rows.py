@@ -1,0 +1,72 @@
+"""Moving the rows of a batch, as beam search does: every way is a selection of rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from structattn.checks import INT_DTYPES, check_size, check_tensor
+from structattn.errors import ShapeError
+from structattn.memory import check_memory
+
+
+class CacheRows(ABC):
+    """The rows of a cache; a class says what it keeps of them, and how it takes some of them."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int | None:
+        """B; ``None`` while it is not known."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that are allocated."""
+
+    @abstractmethod
+    def _take_rows(self, indices: Tensor) -> None:
+        """Row b becomes row ``indices[b]``, which is known to be there."""
+
+    def select(self, indices: Tensor) -> None:
+        """Keeps rows ``indices``, in that order; a row may be taken several times.
+
+        Args:
+            indices: (N,) int, each in [0, B).
+
+        Raises:
+            ShapeError: it is not of that shape, or an index is out of range.
+        """
+        check_tensor("indices", indices)
+        if indices.dim() != 1 or indices.dtype not in INT_DTYPES or not len(indices) or indices.is_meta:
+            raise ShapeError(
+                f"indices must be a 1-dimensional int tensor, not on the meta device, got {indices.dtype} {tuple(indices.shape)}"
+            )
+        if self.batch_size is None:
+            return
+        low, high = int(indices.min()), int(indices.max())
+        if low < 0 or high >= self.batch_size:
+            raise ShapeError(f"indices must lie in [0, {self.batch_size}), got {low} to {high}")
+        self._take_rows(indices.long())
+
+    def reorder(self, indices: Tensor) -> None:
+        """Row b becomes row ``indices[b]``: what beam search does with its beams.
+
+        Args:
+            indices: (B,) int, each in [0, B).
+
+        Raises:
+            ShapeError: it is not of that shape, or an index is out of range.
+        """
+        check_tensor("indices", indices)
+        if self.batch_size is not None and tuple(indices.shape) != (self.batch_size,):
+            raise ShapeError(f"indices must have shape ({self.batch_size},), one per row, got {tuple(indices.shape)}")
+        self.select(indices)
+
+    def repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times, the copies next to each other."""
+        check_size("repeats", repeats)
+        if self.batch_size is not None:
+            check_memory(f"{repeats} copies of the rows", repeats * (self.nbytes + 64 * self.batch_size), torch.uint8)
+            self.select(torch.arange(self.batch_size).repeat_interleave(repeats))

@@ -1,0 +1,94 @@
+"""Whether new tokens, and what is given with them, fit a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from structattn.cache.contents import Shape
+from structattn.cache.latent import Latent
+from structattn.checks import MAX_LENGTH, check_int_tensor, check_tensor, describe, is_int
+from structattn.errors import ConfigError, ShapeError
+from structattn.layout.global_window import Layout
+from structattn.layout.levels import LevelLayout
+from structattn.layout.text import TextLayout
+from structattn.ops.checks import taken_dtype
+
+
+def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None) -> Shape:
+    """What new tokens need of a cache.
+
+    Args:
+        q, k, v, latent: as of ``LevelCache.attend``; q is ``None`` where the tokens are only appended.
+
+    Raises:
+        ShapeError: they are no tensors of that shape, or of different batches, lengths, dtypes or devices.
+    """
+    given = (("k", k), ("v", v)) if q is None else (("q", q), ("k", k), ("v", v))
+    for name, x in given:
+        check_tensor(name, x)
+        if x.dim() != 4 or min(x.shape) < 1 or not x.is_floating_point():
+            raise ShapeError(
+                f"{name} must be floating point of shape (batch, heads, length, dim), all at least 1, got {x.dtype} "
+                f"{tuple(x.shape)}"
+            )
+    for name, x in given:
+        if x.shape[0] != k.shape[0] or x.shape[2] != k.shape[2]:
+            raise ShapeError(f"new tokens need one batch and length: k is {tuple(k.shape)}, {name} is {tuple(x.shape)}")
+        if taken_dtype(x) != taken_dtype(k) or x.device != k.device:
+            raise ShapeError(
+                f"new tokens need one dtype and device: k is {k.dtype} on {k.device}, {name} {x.dtype} on {x.device}"
+            )
+    if q is not None:
+        _check_queries(q, k, v, latent)
+    if latent is not None and k.shape[1] != 1:
+        raise ShapeError(
+            f"a cache that keeps hidden states is given those in place of keys, (batch, 1, length, E), got {tuple(k.shape)}"
+        )
+    return Shape(
+        batch=k.shape[0],
+        keys=(k.shape[1], k.shape[3]),
+        values=(v.shape[1], v.shape[3]),
+        dtype=taken_dtype(k),
+        device=k.device,
+    )
+
+
+def _check_queries(q: Tensor, k: Tensor, v: Tensor, latent: Latent | None) -> None:
+    if any(q.shape[1] % heads for heads in (k.shape[1], v.shape[1])):
+        raise ShapeError(
+            f"the query heads must be a multiple of the key and value heads, got {q.shape[1]}, {k.shape[1]}, {v.shape[1]}"
+        )
+    if latent is None and q.shape[3] != k.shape[3]:
+        raise ShapeError(f"head dimensions differ: q {q.shape[3]}, k {k.shape[3]}")
+    if latent is not None and q.shape[3] != latent.key_dim:
+        raise ShapeError(f"queries need the dimension of the keys, {latent.key_dim}, got {q.shape[3]}")
+
+
+def check_layout_of_call(
+    layout: LevelLayout | None, text: TextLayout | None, always: Layout | None, batch: int
+) -> None:
+    """Raises unless a call is given the segments of its tokens where the layout is that of a ``text``, else no layout."""
+    if layout is not None and text is None:
+        raise ConfigError(f"the layout of this cache is always {always}: leave layout at None, got {describe(layout)}")
+    if text is not None:
+        if layout is None or not text.fits(layout):
+            raise ConfigError(
+                f"a cache with {text} needs its levels with the segments that the tokens see: got {describe(layout)}"
+            )
+        if len(layout.boundaries or ()) != batch:
+            raise ShapeError(
+                f"segments need one entry per batch row: expected {batch}, got {len(layout.boundaries or ())}"
+            )
+
+
+def checked_padding(given: Tensor | Sequence[int]) -> tuple[int, ...]:
+    """``left_padding`` as ints, one per row; or ``ConfigError``."""
+    if isinstance(given, Tensor):
+        check_int_tensor("left_padding", given, (None,))
+    values = given.tolist() if isinstance(given, Tensor) and not given.is_meta else given
+    fits = isinstance(values, list | tuple) and values and all(is_int(x) and 0 <= x <= MAX_LENGTH for x in values)
+    if not fits:
+        raise ConfigError(f"left_padding needs one int of at least 0 per batch row, got {describe(given)}")
+    return tuple(values)

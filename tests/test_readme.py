@@ -1,6 +1,7 @@
 """Every Python snippet of the README and the docs runs by itself, and what it prints is on its page."""
 
 import re
+import shlex
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -9,7 +10,10 @@ import pytest
 import torch
 
 import structattn as sa
+from structattn.cli.commands import TaskCommand
+from structattn.cli.parsing import parse
 from structattn.spec.attention import FORMS
+from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.registry import recipe_for
 
 ROOT = Path(__file__).parent.parent
@@ -81,6 +85,22 @@ def test_the_commands_of_the_readme_exist() -> None:
     assert len(demo) == 2
     for task, preset in demo:
         assert len(recipe_for(task, preset).attention) >= 2
+
+
+def test_commands_in_pages_are_understood() -> None:
+    pages = [page for page in PAGES if page.name != "commands.md"]  # which has brackets for what may be left out
+    found = 0
+    for page in pages:
+        text = page.read_text().replace("\\\n", " ")
+        fenced = "".join(re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
+        for line in re.findall(r"^(structattn .*)$", fenced, re.MULTILINE) + re.findall(
+            r"^ {4}(structattn .*)$", text, re.MULTILINE
+        ):
+            command = parse(shlex.split(line, comments=True)[1:])
+            if isinstance(command, TaskCommand):
+                apply_overrides(recipe_for(command.task, command.preset), command.set)
+            found += 1
+    assert found > 30
 
 
 def test_pages_link_to_files_that_are_there() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from structattn.studies.data.series import Floats, Series, Times, check_scale, e
 from structattn.studies.data.series_table import Table, pandas, row_of
 
 _EMPTY = {"", "na", "n/a", "<na>", "nan", "-nan", "null", "none", "nat"}
-_INFINITE = {sign + word for sign in ("", "+", "-") for word in ("inf", "infinity")}
 _ETT_COLUMNS = {"date", "HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT"}
 ALL_COLUMNS = "*"
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
@@ -96,46 +94,28 @@ def _read(path: Path | None, time: str, choose: Callable[[Table], list[str]]) ->
 
 
 def _parse_values(cells: list[str], column: str, source: str) -> Floats:
-    values = _plain_numbers(cells)
-    if values is None:
-        values = _any_numbers(cells, column, source)
-    check_scale(values, lambda i: f"{source}: row {row_of(i)} of the file, column {column!r}")
-    return values
-
-
-def _plain_numbers(cells: list[str]) -> Floats | None:
-    """The numbers, at once, where every cell is one; Python reads an underscore as part of a number, and a file does not mean it."""
-    try:
-        values = np.fromiter(map(float, cells), np.float64, len(cells))
-    except ValueError:
-        return None
-    return values if np.isfinite(values).all() and "_" not in "".join(cells) else None
-
-
-def _any_numbers(cells: list[str], column: str, source: str) -> Floats:
-    """The numbers cell by cell, so that the first wrong one is named."""
-    values = np.full(len(cells), np.nan)
-    missing: list[int] = []
+    values = np.empty(len(cells))
     for i, cell in enumerate(cells):
-        if cell.lower() in _EMPTY or cell.lower() in _INFINITE:
-            missing.append(i)
-            continue
         try:
-            values[i] = float(cell if "_" not in cell else "")
+            values[i] = float(
+                cell if "_" not in cell else ""
+            )  # Python reads 1_000 as a number, and a file does not mean it
         except ValueError:
-            raise DataError(
-                f"{source}: expected numbers in column {column!r}, got {cell!r} in row {row_of(i)} of the "
-                "file. Correct the cell (decimal point, no units, no thousands separators), or choose "
-                "another target column."
-            ) from None
-        if not math.isfinite(values[i]):  # a number beyond the largest float
-            missing.append(i)
-    if missing:
+            if cell.lower() not in _EMPTY:
+                raise DataError(
+                    f"{source}: expected numbers in column {column!r}, got {cell!r} in row {row_of(i)} of the "
+                    "file. Correct the cell (decimal point, no units, no thousands separators), or choose "
+                    "another target column."
+                ) from None
+            values[i] = np.nan
+    missing = np.flatnonzero(~np.isfinite(values))
+    if len(missing):
         raise DataError(
             f"{source}: expected a finite number in every row of column {column!r}, got {len(missing)} "
-            f"empty, NaN or infinite cells, the first one in row {row_of(missing[0])} of the file. Fill them "
-            "in (for example by interpolation) or keep a stretch without them."
+            f"empty, NaN or infinite cells, the first one in row {row_of(int(missing[0]))} of the file. Fill them "
+            "in (for example by interpolation) or keep a span without them."
         )
+    check_scale(values, lambda i: f"{source}: row {row_of(i)} of the file, column {column!r}")
     return values
 
 

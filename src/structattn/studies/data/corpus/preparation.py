@@ -7,32 +7,28 @@ import hashlib
 import json
 import os
 import re
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from structattn.checks import check_choice, check_int, check_number
 from structattn.errors import CheckpointError, ConfigError, DataError
 from structattn.files import TEMPORARY, read_signed, remove_temporary, signed, write_atomic
 from structattn.progress import progress_bar
-from structattn.studies.data.corpus.corpus import FORMAT, LENGTH_TYPE, MANIFEST, SPLITS, Corpus, CorpusSplit
+from structattn.studies.data.corpus.corpus import MANIFEST, SPLITS, Corpus, CorpusSplit
 from structattn.studies.data.corpus.documents import Source
+from structattn.studies.data.corpus.shards import PROGRESS, ShardWriter
 from structattn.studies.data.corpus.tokenizers import BytePairs, Bytes, Characters, Tokenizer, tokenizer_from
 from structattn.studies.data.plain_text import ReadingStoppedError
 from structattn.studies.folders import OF_EVERY_FOLDER, Owner, opened
 
-_PROGRESS = "progress.json"
 _RECORD = ("settings", "files", "tokenizer", "documents", "characters", "splits")
 _FEW = 1000
 _LARGEST_VOCABULARY = 2**24
 # The names of all files that a corpus has, and of those that are not whole yet.
 _OWN = re.compile(
-    rf"{re.escape(TEMPORARY)}.*|{re.escape(_PROGRESS)}|{re.escape(MANIFEST)}|({'|'.join(SPLITS)})-\d+\.(tokens|lengths)"
+    rf"{re.escape(TEMPORARY)}.*|{re.escape(PROGRESS)}|{re.escape(MANIFEST)}|({'|'.join(SPLITS)})-\d+\.(tokens|lengths)"
 )
 
 
@@ -84,106 +80,6 @@ def split_of(text: str, validation: float, test: float) -> CorpusSplit:
     digest = hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
     place = int.from_bytes(digest[:8], "little") / 2**64
     return "test" if place < test else "validation" if place < test + validation else "train"
-
-
-class _Buffer:
-    """Documents of a split that are not on disk yet, and what is."""
-
-    def __init__(self, dtype: np.dtype[Any], shards: list[dict[str, Any]]) -> None:
-        self._dtype, self.shards = dtype, shards
-        self._tokens, self._lengths = bytearray(), array(LENGTH_TYPE.char)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._tokens) // self._dtype.itemsize
-
-    def add(self, tokens: npt.NDArray[Any]) -> None:
-        self._tokens += tokens.astype(self._dtype, copy=False).data
-        self._lengths.append(len(tokens))
-
-    def write(self, out: Path, split: str) -> None:
-        """Writes a shard, if there is anything to write, and forgets what is in memory."""
-        if not self._lengths:
-            return
-        stem = f"{split}-{len(self.shards):05d}"
-        entry: dict[str, Any] = {"tokens": self.num_tokens, "documents": len(self._lengths)}
-        lengths = np.array(self._lengths, dtype=LENGTH_TYPE).tobytes()
-        for kind, name, data in (
-            ("file", f"{stem}.tokens", bytes(self._tokens)),
-            ("lengths_file", f"{stem}.lengths", lengths),
-        ):
-            write_atomic(out / name, data)
-            entry |= {kind: name, f"{kind}_sha256": hashlib.sha256(data).hexdigest()}
-        self.shards.append(entry)
-        self._tokens, self._lengths = bytearray(), array(LENGTH_TYPE.char)
-
-
-class _Writer:
-    """Shards and, after each, the record that a later call continues from."""
-
-    def __init__(
-        self,
-        out: Path,
-        tokenizer: Tokenizer,
-        settings: dict[str, Any],
-        files: str | None,
-        progress: dict[str, Any] | None,
-    ) -> None:
-        self.out, self.tokenizer, self.settings, self.files = out, tokenizer, settings, files
-        self.dtype = np.dtype(
-            "<u1" if tokenizer.vocab_size <= 2**8 else "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
-        )
-        self.num_documents = 0 if progress is None else int(progress["documents"])
-        self.num_characters = 0 if progress is None else int(progress["characters"])
-        self.buffers = {
-            name: _Buffer(self.dtype, [] if progress is None else progress["splits"][name]) for name in SPLITS
-        }
-
-    def add(self, split: CorpusSplit, tokens: npt.NDArray[Any], characters: int) -> int:
-        """Takes a document; the number of tokens that wait in memory for this split."""
-        if len(tokens):
-            self.buffers[split].add(tokens)
-        self.num_documents += 1
-        self.num_characters += characters
-        return self.buffers[split].num_tokens
-
-    def flush(self) -> None:
-        """Writes what is in memory, then the record of it: what a kill in between leaves is written again."""
-        for split, buffer in self.buffers.items():
-            buffer.write(self.out, split)
-        write_atomic(self.out / _PROGRESS, signed(self._record()))
-
-    def _record(self) -> dict[str, Any]:
-        return {
-            "settings": self.settings,
-            "files": self.files,
-            "tokenizer": self.tokenizer.description(),
-            "documents": self.num_documents,
-            "characters": self.num_characters,
-            "splits": {name: buffer.shards for name, buffer in self.buffers.items()},
-        }
-
-    def manifest(self) -> dict[str, Any]:
-        splits = {
-            name: {
-                "documents": sum(shard["documents"] for shard in buffer.shards),
-                "tokens": sum(shard["tokens"] for shard in buffer.shards),
-                "shards": buffer.shards,
-            }
-            for name, buffer in self.buffers.items()
-        }
-        hashes = [shard["file_sha256"] + shard["lengths_file_sha256"] for s in splits.values() for shard in s["shards"]]
-        return {
-            "format": FORMAT,
-            "settings": self.settings,
-            "tokenizer": self.tokenizer.description(),
-            "vocab_size": self.tokenizer.vocab_size,
-            "dtype": self.dtype.str,
-            "documents": self.num_documents,
-            "characters": self.num_characters,
-            "splits": splits,
-            "sha256": hashlib.sha256("".join(hashes).encode()).hexdigest(),
-        }
 
 
 def prepare(
@@ -256,12 +152,12 @@ def _written(
     survey: _Survey,
     progress: dict[str, Any] | None,
     show_progress: bool,
-) -> _Writer:
+) -> ShardWriter:
     """Writes all shards, or those that are missing."""
     remove_temporary(out)
     with progress_bar(total=survey.size, unit="B", unit_scale=True, show=show_progress, desc="reading") as bar:
         tokenizer = _tokenizer(config) if progress is None else tokenizer_from(progress["tokenizer"])
-        writer = _Writer(out, tokenizer, settings, survey.fingerprint, progress)
+        writer = ShardWriter(out, tokenizer, settings, survey.fingerprint, progress)
         bar.update(writer.num_characters)
         for document in config.source.documents(skip=writer.num_documents):
             split = split_of(document.text, config.validation, config.test)
@@ -284,7 +180,7 @@ def _recorded_settings(out: Path) -> dict[str, Any] | None:
     if not all(_OWN.fullmatch(path.name) for path in out.iterdir() if path.name not in OF_EVERY_FOLDER):
         return None
     try:
-        return dict(json.loads((out / _PROGRESS).read_text(encoding="utf-8"))["settings"])
+        return dict(json.loads((out / PROGRESS).read_text(encoding="utf-8"))["settings"])
     except (ValueError, KeyError, TypeError, OSError):
         return {}
 
@@ -292,12 +188,12 @@ def _recorded_settings(out: Path) -> dict[str, Any] | None:
 def _begun(out: Path) -> dict[str, Any] | None:
     """What a call before this one recorded, ``None`` if there is nothing."""
     names = {path.name for path in out.iterdir()}
-    if _PROGRESS not in names:
+    if PROGRESS not in names:
         if MANIFEST in names:
-            raise ConfigError(f"{out} holds a finished corpus without its {_PROGRESS}: use another folder")
+            raise ConfigError(f"{out} holds a finished corpus without its {PROGRESS}: use another folder")
         return None  # shards without a record are written again
     try:
-        progress = read_signed(out / _PROGRESS, _RECORD)
+        progress = read_signed(out / PROGRESS, _RECORD)
         shards = [shard for split in SPLITS for shard in progress["splits"][split]]
         lost = next((shard["file"] for shard in shards if shard["file"] not in names), None)
         int(progress["documents"]) + int(progress["characters"])
@@ -305,7 +201,7 @@ def _begun(out: Path) -> dict[str, Any] | None:
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         why = f" ({error})" if isinstance(error, CheckpointError | DataError) else ""
         raise DataError(
-            f"{out / _PROGRESS}: expected the record of a begun corpus, got a damaged one{why}. Use another folder"
+            f"{out / PROGRESS}: expected the record of a begun corpus, got a damaged one{why}. Use another folder"
         ) from None
     if lost is not None:
         raise DataError(f"{out / lost}: expected a file of the begun corpus, got no such file. Use another folder")
@@ -314,7 +210,7 @@ def _begun(out: Path) -> dict[str, Any] | None:
 
 def _discard(out: Path) -> None:
     """Removes what a failed call wrote, the record first."""
-    (out / _PROGRESS).unlink(missing_ok=True)
+    (out / PROGRESS).unlink(missing_ok=True)
     for path in out.iterdir():
         if _OWN.fullmatch(path.name):
             path.unlink()

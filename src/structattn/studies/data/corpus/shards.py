@@ -1,0 +1,117 @@
+"""Writing the shards of a corpus: tokens and lengths of documents in files of a bounded size, and the record that a later call continues from."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from structattn.files import signed, write_atomic
+from structattn.studies.data.corpus.corpus import FORMAT, LENGTH_TYPE, SPLITS, CorpusSplit
+from structattn.studies.data.corpus.tokenizers import Tokenizer
+
+PROGRESS = "progress.json"
+
+
+class _Buffer:
+    """Documents of a split that are not on disk yet, and what is."""
+
+    def __init__(self, dtype: np.dtype[Any], shards: list[dict[str, Any]]) -> None:
+        self._dtype, self.shards = dtype, shards
+        self._tokens, self._lengths = bytearray(), array(LENGTH_TYPE.char)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens) // self._dtype.itemsize
+
+    def add(self, tokens: npt.NDArray[Any]) -> None:
+        self._tokens += tokens.astype(self._dtype, copy=False).data
+        self._lengths.append(len(tokens))
+
+    def write(self, out: Path, split: str) -> None:
+        """Writes a shard, if there is anything to write, and forgets what is in memory."""
+        if not self._lengths:
+            return
+        stem = f"{split}-{len(self.shards):05d}"
+        entry: dict[str, Any] = {"tokens": self.num_tokens, "documents": len(self._lengths)}
+        lengths = np.array(self._lengths, dtype=LENGTH_TYPE).tobytes()
+        for kind, name, data in (
+            ("file", f"{stem}.tokens", bytes(self._tokens)),
+            ("lengths_file", f"{stem}.lengths", lengths),
+        ):
+            write_atomic(out / name, data)
+            entry |= {kind: name, f"{kind}_sha256": hashlib.sha256(data).hexdigest()}
+        self.shards.append(entry)
+        self._tokens, self._lengths = bytearray(), array(LENGTH_TYPE.char)
+
+
+class ShardWriter:
+    """Shards and, after each, the record that a later call continues from."""
+
+    def __init__(
+        self,
+        out: Path,
+        tokenizer: Tokenizer,
+        settings: dict[str, Any],
+        files: str | None,
+        progress: dict[str, Any] | None,
+    ) -> None:
+        self.out, self.tokenizer, self.settings, self.files = out, tokenizer, settings, files
+        self.dtype = np.dtype(
+            "<u1" if tokenizer.vocab_size <= 2**8 else "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
+        )
+        self.num_documents = 0 if progress is None else int(progress["documents"])
+        self.num_characters = 0 if progress is None else int(progress["characters"])
+        self.buffers = {
+            name: _Buffer(self.dtype, [] if progress is None else progress["splits"][name]) for name in SPLITS
+        }
+
+    def add(self, split: CorpusSplit, tokens: npt.NDArray[Any], characters: int) -> int:
+        """Takes a document; the number of tokens that wait in memory for this split."""
+        if len(tokens):
+            self.buffers[split].add(tokens)
+        self.num_documents += 1
+        self.num_characters += characters
+        return self.buffers[split].num_tokens
+
+    def flush(self) -> None:
+        """Writes what is in memory, then the record of it: what a kill in between leaves is written again."""
+        for split, buffer in self.buffers.items():
+            buffer.write(self.out, split)
+        write_atomic(self.out / PROGRESS, signed(self._record()))
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            "settings": self.settings,
+            "files": self.files,
+            "tokenizer": self.tokenizer.description(),
+            "documents": self.num_documents,
+            "characters": self.num_characters,
+            "splits": {name: buffer.shards for name, buffer in self.buffers.items()},
+        }
+
+    def manifest(self) -> dict[str, Any]:
+        splits = {
+            name: {
+                "documents": sum(shard["documents"] for shard in buffer.shards),
+                "tokens": sum(shard["tokens"] for shard in buffer.shards),
+                "shards": buffer.shards,
+            }
+            for name, buffer in self.buffers.items()
+        }
+        hashes = [shard["file_sha256"] + shard["lengths_file_sha256"] for s in splits.values() for shard in s["shards"]]
+        return {
+            "format": FORMAT,
+            "settings": self.settings,
+            "tokenizer": self.tokenizer.description(),
+            "vocab_size": self.tokenizer.vocab_size,
+            "dtype": self.dtype.str,
+            "documents": self.num_documents,
+            "characters": self.num_characters,
+            "splits": splits,
+            "sha256": hashlib.sha256("".join(hashes).encode()).hexdigest(),
+        }

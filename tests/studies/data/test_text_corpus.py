@@ -216,7 +216,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path, capsys) -> None:
     text.write_text("abcd efgx\n" * 200)
     capsys.readouterr()
     assert main([*command, "--resume"]) == 2
-    assert "the data have changed" in capsys.readouterr().err
+    assert "was begun with content of the data" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path / "run")]) == 2
     assert "the data have changed" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "run"), "--max-new-tokens", "2"]) == 0  # needs no data

@@ -156,7 +156,7 @@ class WindowedSeries:
         if spread <= _ROUNDING * float(np.abs(train).max()):  # what differs only by rounding is constant too
             raise DataError(
                 f"expected column {series.name!r} to vary in its training rows, got the constant "
-                f"{train[0]:g} in all {len(train)}. Choose another target column or another stretch of the "
+                f"{train[0]:g} in all {len(train)}. Choose another target column or another span of the "
                 "data."
             )
         if spread < _SMALLEST:

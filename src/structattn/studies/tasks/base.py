@@ -95,37 +95,33 @@ class Task(ABC):
             )
 
     @classmethod
+    def _data_setting(cls, config: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """The section of plain settings that holds the path of the user's data, and its name there; empty for a task without any."""
+        *sections, name = cls.data_options.get("data", "").split(".")
+        for section in sections:
+            config = config[section]
+        return (config, name) if name else ({}, "")
+
+    @classmethod
     def data_path(cls, config: dict[str, Any]) -> str | None:
         """Where the data of a task with these settings, as plain data, are; ``None`` for the task's own."""
-        if "data" not in cls.data_options:
-            return None
-        value: Any = config
-        for name in cls.data_options["data"].split("."):
-            value = value[name]
-        return value or None
+        section, name = cls._data_setting(config)
+        return (section[name] or None) if name else None
 
     @classmethod
     def with_data_path(cls, config: dict[str, Any], path: str | None) -> dict[str, Any]:
         """The same settings, as plain data, with the data at another place."""
-        if "data" not in cls.data_options:
-            return config
         found = copy.deepcopy(config)
-        *sections, field = cls.data_options["data"].split(".")
-        inner = found
-        for name in sections:
-            inner = inner[name]
-        inner[field] = path
+        section, name = cls._data_setting(found)
+        if name:
+            section[name] = path
         return found
 
     def identity(self, config: dict[str, Any]) -> dict[str, Any]:
         """What an output folder records of the task: its settings, as plain data, and its data by their digest, wherever they are."""
         found = copy.deepcopy(config)
-        if "data" in self.data_options:
-            *sections, field = self.data_options["data"].split(".")
-            inner = found
-            for name in sections:
-                inner = inner[name]
-            del inner[field]
+        section, name = self._data_setting(found)
+        section.pop(name, None)
         return {"task": found, "content of the data": self.data_sha256[:12]}
 
     @classmethod

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import structattn as sa
-from structattn import matrices, scoring
+from structattn import matrices, mup, scoring
 from structattn.cache import LayerCaches
 from structattn.errors import ConfigError, StructAttnError
 from structattn.layers.block import MLP
@@ -13,7 +13,6 @@ from structattn.memory import check_memory
 from structattn.models.forecaster import Forecaster
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.models.transformer import Transformer
-from structattn.optim import mup
 from structattn.spec.layers import LayerSpecs
 
 HUGE = (2**31 - 1, 2**40)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from structattn import text_forms
 
 if TYPE_CHECKING:
-    from structattn import cache, errors, matrices, ops
+    from structattn import cache, errors, matrices, mup, ops
     from structattn.cache import LevelCache
     from structattn.layers import scoring
     from structattn.layers.attention import Attention
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from structattn.models.language_model import LanguageModel
     from structattn.models.sampling import Sampling
     from structattn.ops import structured_attention
-    from structattn.optim import mup
     from structattn.spec import AttentionSpec, parse_spec
 
 __version__: str
@@ -53,8 +52,8 @@ _HOMES = {
     "replace_linears": "layers.linear",
     "structured_attention": "ops",
 }
-_MODULES = {name: name for name in ("cache", "errors", "layers", "layout", "matrices", "models", "ops", "spec")}
-_MODULES |= {"mup": "optim.mup", "scoring": "layers.scoring"}
+_MODULES = {name: name for name in ("cache", "errors", "layers", "layout", "matrices", "models", "mup", "ops", "spec")}
+_MODULES["scoring"] = "layers.scoring"
 
 if not TYPE_CHECKING:  # type checkers read the imports above, and report a name that is not among them
 

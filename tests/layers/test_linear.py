@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 import structattn as sa
 from structattn.errors import ConfigError, ShapeError
 from structattn.matrices import FAMILIES, MLBTC, Dense, LowRank
-from structattn.optim.mup import Role
+from structattn.optim.roles import Role
 from structattn.testing.tolerances import assert_close
 
 TEXTS = [

@@ -14,7 +14,7 @@ from structattn.layout.text import TextLayout, TextUnits
 from structattn.models.forecaster import Forecaster
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.models.transformer import Transformer
-from structattn.optim.mup import Role
+from structattn.optim.roles import Role
 from structattn.studies.tasks.nearest_neighbor.model import NearestNeighborModel
 from structattn.testing.wrong_calls import COUNT, FLAG, INTS, NAME, NUMBER, SIZE, TENSOR, TEXT, THING, count, faults
 

@@ -1,16 +1,17 @@
 """Every wrong argument of layouts, specs, scorings, rotary positions and muP raises one of our errors."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
 
 import structattn as sa
-from structattn import matrices, scoring
+from structattn import matrices, mup, scoring
 from structattn.layers.block import MLP
 from structattn.layers.scoring_modules import HeadShape
 from structattn.layout.halving import Halving
 from structattn.layout.text import Segments, TextLayout, TextUnits
-from structattn.optim import mup
 from structattn.spec.attention import describe_spec, format_spec
 from structattn.spec.layers import LayerSpecs
 from structattn.testing.wrong_calls import (
@@ -328,7 +329,7 @@ def test_every_public_name_has_wrong_calls() -> None:
     protocols = {"DeclaresRoles", "DrawsFactors", "ComputesWeight"}
     public = [*sa.__all__, *(f"scoring.{name}" for name in ("LowRank", "BTT", "MLR", "Matrix"))]
     public += [
-        name for name, value in vars(mup).items() if getattr(value, "__module__", "") == mup.__name__ and name[0] != "_"
+        name for name in mup.__all__ if inspect.isclass(found := getattr(mup, name)) or inspect.isfunction(found)
     ]
     assert [name for name in public if name not in TABLE and name not in elsewhere | folders | protocols] == []
     assert count(TABLE) > 500

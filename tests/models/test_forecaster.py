@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from structattn import mup
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.rotary import Rotary
 from structattn.models.forecaster import Forecaster
-from structattn.optim import mup
 from structattn.testing.tolerances import assert_close
 
 SIZES = {

@@ -10,14 +10,14 @@ from safetensors.torch import load, save
 from torch import nn
 
 import structattn as sa
+from structattn import mup
 from structattn.errors import ConfigError
 from structattn.layers.scoring import Matrix
 from structattn.layout.text import TextUnits
 from structattn.matrices import FAMILIES, Butterfly, Structure
 from structattn.models.forecaster import Forecaster
 from structattn.models.icl_regressor import ICLRegressor
-from structattn.optim import mup
-from structattn.optim.mup import Role
+from structattn.optim.roles import Role
 from structattn.spec.attention import FORMS, parse_spec
 from structattn.studies.tasks.nearest_neighbor.model import NearestNeighborModel
 

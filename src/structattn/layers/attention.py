@@ -38,7 +38,7 @@ from structattn.layout.text import TextLayout
 from structattn.memory import check_memory
 from structattn.ops import Backend, structured_attention
 from structattn.ops.checks import taken_dtype
-from structattn.optim.mup import Role
+from structattn.optim.roles import Role
 
 _FROM_TEXT = (
     "give a LevelLayout, such as LevelLayout.halving((32, 16, 8, 8), 1024), or use Attention.from_spec for text"

@@ -12,7 +12,7 @@ from structattn.errors import ShapeError
 from structattn.layers.attention import Attention, check_states
 from structattn.layout.levels import LevelLayout
 from structattn.memory import check_memory
-from structattn.optim.mup import Role
+from structattn.optim.roles import Role
 
 
 class MLP(nn.Module):

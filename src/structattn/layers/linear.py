@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from structattn.checks import check_bool, check_device, check_size, check_tensor, check_type, describe, quoted
 from structattn.errors import ConfigError, ShapeError
 from structattn.matrices import Structure, StructuredMatrix
-from structattn.optim.mup import Role
+from structattn.optim.roles import Role
 
 Rule = Callable[[nn.Linear], Structure | StructuredMatrix | str | None]
 

@@ -16,7 +16,7 @@ from structattn.errors import ConfigError
 from structattn.matrices import FactoredMatrix, MultiLevelLowRank, StructuredMatrix
 from structattn.matrices import LowRank as LowRankMatrix
 from structattn.matrices.base import Order
-from structattn.optim.mup import Role
+from structattn.optim.roles import Role
 
 ScoreScaling = Literal["variance", "mup"]
 

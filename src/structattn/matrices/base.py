@@ -34,7 +34,7 @@ from structattn.checks import (
 from structattn.errors import ConfigError, ShapeError
 from structattn.matrices.feature_major import to_columns, to_rows
 from structattn.memory import check_memory
-from structattn.optim.mup import Role
+from structattn.optim.roles import Role
 
 Order = Literal["factored", "formed_left", "formed_right"]
 

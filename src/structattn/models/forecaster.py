@@ -14,7 +14,7 @@ from structattn.errors import ConfigError, ShapeError
 from structattn.layers.rotary import Rotary
 from structattn.memory import check_memory
 from structattn.models.transformer import Transformer
-from structattn.optim.mup import Role
+from structattn.optim.roles import Role
 
 _EPS = 1e-5  # added to the variance of a window
 

@@ -13,7 +13,7 @@ from structattn.checks import MAX_SCALE, check_like, check_number, check_size, c
 from structattn.errors import ShapeError
 from structattn.memory import check_memory
 from structattn.models.transformer import Transformer
-from structattn.optim.mup import Role
+from structattn.optim.roles import Role
 
 
 class ICLRegressor(nn.Module):

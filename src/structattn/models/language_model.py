@@ -28,7 +28,7 @@ from structattn.memory import check_memory
 from structattn.models.prompts import Prompts, PromptTokens
 from structattn.models.sampling import GREEDY, RowSampler, Sampling
 from structattn.models.transformer import Transformer
-from structattn.optim.mup import Role
+from structattn.optim.roles import Role
 
 
 class LanguageModel(nn.Module):

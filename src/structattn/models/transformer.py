@@ -20,7 +20,7 @@ from structattn.layers.rotary import Rotary
 from structattn.layout.levels import MAX_COUNTED, LevelLayout
 from structattn.layout.text import UNITS, Segments, TextLayout, Unit
 from structattn.memory import check_memory
-from structattn.optim.mup import Role
+from structattn.optim.roles import Role
 from structattn.spec.attention import AttentionSpec
 from structattn.spec.layers import MAX_LAYERS, LayerSpecs
 

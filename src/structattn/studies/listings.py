@@ -7,13 +7,13 @@ from typing import get_args
 
 import torch
 
+from structattn import mup
 from structattn.errors import BackendUnavailableError
 from structattn.layers.attention import Attention
 from structattn.layout.levels import LevelLayout
 from structattn.matrices import FAMILIES, Structure
 from structattn.models.language_model import LanguageModel
 from structattn.ops.attention import Backend, explain, why_not
-from structattn.optim import mup
 from structattn.spec.attention import FORMS
 from structattn.spec.layers import FORM as LAYER_FORM
 from structattn.spec.layers import LayerSpecs

@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 
-from structattn import cli
+from structattn import cli, mup
 from structattn.errors import ConfigError
 from structattn.matrices import Kronecker
-from structattn.optim import mup
 from structattn.studies.analysis.coordinate_check import (
     QUICK,
     CheckConfig,

@@ -23,7 +23,7 @@ from structattn.integrations.transformers.masks import Sequences, StructuredMask
 from structattn.layers.attention import Attention
 from structattn.layers.rotary import Rotary, RotaryEmbedding
 from structattn.memory import check_memory
-from structattn.optim.mup import Role
+from structattn.optim.roles import Role
 
 
 class GatedMLP(nn.Module):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from structattn import mup
 from structattn.checks import check_int
 from structattn.errors import ConfigError
 from structattn.layers.attention import Attention
@@ -23,7 +24,6 @@ from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.ops import reference
-from structattn.optim import mup
 from structattn.seeds import generator, seeded
 from structattn.spec.layers import LayerSpecs
 

@@ -8,12 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from structattn import mup
 from structattn.errors import ConfigError, StructAttnError
 from structattn.layers.attention import Attention
 from structattn.layout.text import TextLayout
 from structattn.memory import physical_memory
 from structattn.models.transformer import Transformer
-from structattn.optim import mup
 from structattn.spec.layers import LayerSpecs
 from structattn.studies.tasks.base import Task
 from structattn.studies.training.config import TrainingConfig

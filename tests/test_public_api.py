@@ -1,11 +1,12 @@
 """The public names are frozen: whoever changes one changes this file, on purpose."""
 
 import inspect
+import pydoc
 import subprocess
 import sys
 
 import structattn as sa
-from structattn.testing.typed_calls import with_lists_and_tuples
+from structattn.testing.typed_calls import calls_with_plain_values, with_lists_and_tuples
 
 
 def test_public_names() -> None:
@@ -14,12 +15,15 @@ def test_public_names() -> None:
         "AttentionSpec",
         "GlobalWindowLayout",
         "LanguageModel",
+        "LayerCaches",
         "LevelCache",
         "LevelLayout",
         "Rotary",
         "RotaryScaling",
         "Sampling",
         "StructuredLinear",
+        "TextLayout",
+        "TextUnits",
         "__version__",
         "cache",
         "errors",
@@ -82,6 +86,11 @@ def test_signatures() -> None:
     ]
 
 
+def test_help_of_attention_fits_two_screens() -> None:
+    lines = pydoc.render_doc(sa.Attention, renderer=pydoc.plaintext).split("\n")
+    assert next(number for number, line in enumerate(lines) if "inherited from" in line) <= 105
+
+
 def test_import_needs_torch_alone() -> None:
     code = (
         "import sys, structattn;"
@@ -99,3 +108,8 @@ def test_lists_are_kept_as_tuples() -> None:
     for from_lists, from_tuples in with_lists_and_tuples():
         assert from_lists == from_tuples
         assert isinstance(from_lists, dict) or hash(from_lists) == hash(from_tuples)
+
+
+def test_a_bool_chooses_what_the_op_returns() -> None:
+    for return_lse in (False, True):
+        assert isinstance(calls_with_plain_values(return_lse), tuple) == return_lse

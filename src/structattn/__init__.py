@@ -17,12 +17,12 @@ from structattn import text_forms
 
 if TYPE_CHECKING:
     from structattn import cache, errors, matrices, mup, ops
-    from structattn.cache import LevelCache
+    from structattn.cache import LayerCaches, LevelCache
     from structattn.layers import scoring
     from structattn.layers.attention import Attention
     from structattn.layers.linear import StructuredLinear, replace_linears
     from structattn.layers.rotary import Rotary, RotaryScaling
-    from structattn.layout import GlobalWindowLayout, LevelLayout
+    from structattn.layout import GlobalWindowLayout, LevelLayout, TextLayout, TextUnits
     from structattn.models.language_model import LanguageModel
     from structattn.models.sampling import Sampling
     from structattn.ops import structured_attention
@@ -42,12 +42,15 @@ _HOMES = {
     "AttentionSpec": "spec",
     "GlobalWindowLayout": "layout",
     "LanguageModel": "models.language_model",
+    "LayerCaches": "cache",
     "LevelCache": "cache",
     "LevelLayout": "layout",
     "Rotary": "layers.rotary",
     "RotaryScaling": "layers.rotary",
     "Sampling": "models.sampling",
     "StructuredLinear": "layers.linear",
+    "TextLayout": "layout",
+    "TextUnits": "layout",
     "parse_spec": "spec",
     "replace_linears": "layers.linear",
     "structured_attention": "ops",
@@ -75,12 +78,15 @@ __all__ = [
     "AttentionSpec",
     "GlobalWindowLayout",
     "LanguageModel",
+    "LayerCaches",
     "LevelCache",
     "LevelLayout",
     "Rotary",
     "RotaryScaling",
     "Sampling",
     "StructuredLinear",
+    "TextLayout",
+    "TextUnits",
     "__version__",
     "cache",
     "errors",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import structattn as sa
-from structattn.layout.text import TextLayout
+from structattn.errors import ConfigError
 
 FREE = sa.LevelLayout.from_boundaries((4, 4), [((0,), (0, 3))])
 VARIANTS = {
@@ -12,7 +12,7 @@ VARIANTS = {
     "levels": lambda: sa.Attention(16, 2, layout=sa.LevelLayout.halving((4, 4), 8), rotary=sa.Rotary()),
     "free": lambda: sa.Attention(16, 2, layout=FREE),
     "both": lambda: sa.Attention(16, 2, layout=sa.GlobalWindowLayout((4, 4), 3)),
-    "text": lambda: sa.Attention(16, 2, layout=TextLayout((4, 4))),
+    "text": lambda: sa.Attention(16, 2, layout=sa.TextLayout((4, 4))),
     "btt": lambda: sa.Attention(16, 2, scoring=sa.scoring.BTT()),
     "mlr": lambda: sa.Attention(16, 2, scoring=sa.scoring.MLR(ranks=(4, 2))),
     "kaleidoscope": lambda: sa.Attention(16, 2, scoring=sa.scoring.Matrix(matrix="kaleidoscope")),
@@ -47,6 +47,36 @@ def test_in_a_default_dtype(name, dtype) -> None:
         assert module(torch.randn(1, 6, 16), **options(name)).dtype == dtype
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+MAKERS = {
+    "attention": lambda **options: sa.Attention(
+        16, 2, layout=sa.LevelLayout.halving((4, 4), 8), rotary=sa.Rotary(), bias=True, **options
+    ),
+    "matrix": lambda **options: sa.Attention(16, 2, scoring=sa.scoring.Matrix(matrix="monarch"), **options),
+    "model": lambda **options: sa.LanguageModel(
+        8, "mlr:4|4", num_layers=1, embed_dim=16, num_heads=2, context_length=8, **options
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_device_and_dtype_are_arguments(name) -> None:
+    torch.manual_seed(0)
+    plain = MAKERS[name]()
+    on_meta = MAKERS[name](device="meta", dtype=torch.bfloat16)
+    assert {p.device.type for p in (*on_meta.parameters(), *on_meta.buffers())} == {"meta"}
+    assert {p.dtype for p in on_meta.parameters()} == {torch.bfloat16}
+    torch.manual_seed(0)
+    double = MAKERS[name](device=torch.device("cpu"), dtype=torch.float64)
+    for key, value in plain.state_dict().items():  # the numbers do not depend on either
+        assert torch.equal(double.state_dict()[key], value.double()), key
+    on_meta.to_empty(device="cpu").load_state_dict(plain.state_dict())
+    x = torch.randint(8, (1, 6)) if name == "model" else torch.randn(1, 6, 16, dtype=torch.bfloat16)
+    assert torch.equal(on_meta(x), plain.bfloat16()(x))
+    for wrong in ({"device": "cpux"}, {"dtype": torch.int64}, {"dtype": "float32"}, {"device": 1.5}):
+        with pytest.raises(ConfigError, match="device|dtype"):
+            MAKERS[name](**wrong)
 
 
 def test_layouts_and_models_are_counted_on_the_meta_device() -> None:

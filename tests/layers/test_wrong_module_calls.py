@@ -30,7 +30,6 @@ STATES = (
     torch.tensor(1.0),
     X[0],
     X[..., :3],
-    X[:, :0],
     X.double(),
     torch.ones(2, 6, 16).long(),
     X.to("meta"),

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from structattn.cache import LevelCache
 from structattn.checks import check_bool, check_like, check_number, check_size, check_tensor, check_type
 from structattn.errors import ShapeError
-from structattn.layers.attention import Attention, check_states
+from structattn.layers.attention import Attention
+from structattn.layers.checks import check_states
 from structattn.layout.levels import LevelLayout
 from structattn.memory import check_memory
 from structattn.optim.roles import Role

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from structattn.checks import check_bool, check_device, check_size, check_tensor, check_type, describe, quoted
 from structattn.errors import ConfigError, ShapeError
+from structattn.layers.factory import check_dtype
 from structattn.matrices import Structure, StructuredMatrix
 from structattn.optim.roles import Role
 
@@ -112,8 +113,7 @@ class StructuredLinear(nn.Module):
             self.matrix = structure
         else:
             self.matrix = Structure.of(structure).build(out_features, in_features)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"StructuredLinear: dtype must be a floating torch.dtype, got {describe(dtype)}")
+        check_dtype(dtype)
         self.in_features = in_features
         self.out_features = out_features
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None

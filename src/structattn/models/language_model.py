@@ -22,7 +22,9 @@ from structattn.checks import (
     is_int,
 )
 from structattn.errors import ConfigError, ShapeError
+from structattn.layers.factory import Device, check_dtype, on_device
 from structattn.layers.rotary import Rotary
+from structattn.layers.variant import AttentionSpec
 from structattn.layout.text import TextHistory, TextUnits
 from structattn.memory import check_memory
 from structattn.models.prompts import Prompts, PromptTokens
@@ -41,6 +43,7 @@ class LanguageModel(nn.Module):
         context_length: longest sequence, in tokens, where positions are learned; MLR blocks are halved from it.
         rotary: rotary positions, and then no limit of length. Default ``None``: learned positions.
         text_units: what the tokens mean for the parts of a text, which ``mlr-text`` needs (``TextUnits.of``). Default ``None``.
+        device, dtype: of the parameters, as ``nn.Linear``.
 
     Raises:
         ConfigError: a number below 1, a spec that does not fit, or text units of another vocabulary.
@@ -54,7 +57,7 @@ class LanguageModel(nn.Module):
     def __init__(
         self,
         vocab_size: int,
-        spec: str | Sequence[str],
+        spec: str | Sequence[str | AttentionSpec],
         *,
         num_layers: int,
         embed_dim: int,
@@ -65,8 +68,11 @@ class LanguageModel(nn.Module):
         mlp_ratio: int = 4,
         dropout: float = 0.0,
         text_units: TextUnits | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_dtype(dtype)
         check_size("vocab_size", vocab_size)
         check_size("embed_dim", embed_dim)
         check_type(
@@ -79,27 +85,30 @@ class LanguageModel(nn.Module):
         self.vocab_size = vocab_size
         self.text_units = text_units
         self.context_length = context_length
-        check_memory(f"the embeddings of {vocab_size} tokens of embed_dim {embed_dim}", 2 * vocab_size * embed_dim)
-        self.embedding = nn.Embedding(vocab_size, embed_dim)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        self.trunk = Transformer(
-            spec,
-            num_layers=num_layers,
-            embed_dim=embed_dim,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            context_length=context_length,
-            rotary=rotary,
-            mlp_ratio=mlp_ratio,
-            dropout=dropout,
-            reads_text=text_units is not None,
-        )
-        self._units = () if text_units is None else self.trunk.text_units
-        self.read_out = nn.Linear(embed_dim, vocab_size, bias=False)
-        # Outputs start at zero, so that the small embeddings are not drowned by what random blocks add to them.
-        outputs = [linear for block in self.trunk.layers for linear in (block.attention.out_proj, block.mlp.down)]
-        for linear in (*outputs, self.read_out):
-            nn.init.zeros_(linear.weight)
+        with on_device(device):
+            check_memory(f"the embeddings of {vocab_size} tokens of embed_dim {embed_dim}", 2 * vocab_size * embed_dim)
+            self.embedding = nn.Embedding(vocab_size, embed_dim)
+            nn.init.normal_(self.embedding.weight, std=0.02)
+            self.trunk = Transformer(
+                spec,
+                num_layers=num_layers,
+                embed_dim=embed_dim,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                context_length=context_length,
+                rotary=rotary,
+                mlp_ratio=mlp_ratio,
+                dropout=dropout,
+                reads_text=text_units is not None,
+            )
+            self._units = () if text_units is None else self.trunk.text_units
+            self.read_out = nn.Linear(embed_dim, vocab_size, bias=False)
+            # Outputs start at zero, so that the small embeddings are not drowned by what random blocks add to them.
+            outputs = [linear for block in self.trunk.layers for linear in (block.attention.out_proj, block.mlp.down)]
+            for linear in (*outputs, self.read_out):
+                nn.init.zeros_(linear.weight)
+        if dtype is not None:
+            self.to(dtype)
 
     def parameter_roles(self) -> dict[str, Role]:
         """The muP role of the read-out; embeddings are known by their type."""
@@ -116,7 +125,7 @@ class LanguageModel(nn.Module):
         """Logits of the token after each.
 
         Args:
-            tokens: (B, T) int64 token ids, T >= 1; with ``caches`` those that follow the ones in them.
+            tokens: (B, T) int64 token ids; with ``caches`` those that follow the ones in them.
             caches, left_padding, cu_seqlens: see ``Transformer.forward``; any ids will do for padding.
 
         Returns:
@@ -137,7 +146,7 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         check_tensor("tokens", tokens)
-        if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.dtype not in (torch.int32, torch.int64):
+        if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
             raise ShapeError(
                 f"tokens must be int32 or int64 ints of shape (batch, length), got {tokens.dtype} {tuple(tokens.shape)}"
             )

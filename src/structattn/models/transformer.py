@@ -14,8 +14,9 @@ from structattn.cache import PAGE_SIZE, LayerCaches
 from structattn.cache.layers import guarded
 from structattn.checks import MAX_LENGTH, check_bool, check_number, check_sequences, check_size, check_type, describe
 from structattn.errors import ConfigError, ShapeError
-from structattn.layers.attention import Attention, check_states
+from structattn.layers.attention import Attention
 from structattn.layers.block import TransformerBlock
+from structattn.layers.checks import check_cache, check_states
 from structattn.layers.rotary import Rotary
 from structattn.layout.levels import MAX_COUNTED, LevelLayout
 from structattn.layout.text import UNITS, Segments, TextLayout, Unit
@@ -56,7 +57,7 @@ class Transformer(nn.Module):
 
     def __init__(
         self,
-        spec: str | Sequence[str],
+        spec: str | Sequence[str | AttentionSpec],
         *,
         num_layers: int,
         embed_dim: int,
@@ -248,7 +249,8 @@ class Transformer(nn.Module):
                 f"the model has {len(self.blocks)} layers, the caches are of {len(caches)}: use new_cache()"
             )
         for block, cache in zip(self.layers, caches, strict=True):
-            block.attention.check_cache(cache)
+            layer = block.attention
+            check_cache(cache, layer, layer.layout, layer.window)
         caches.check()
 
     @property

@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import structattn as sa
 from structattn.layout.halving import Halving
-from structattn.layout.text import TextLayout, TextUnits
 from structattn.spec.layers import LayerSpecs
 
 
 def with_lists_and_tuples() -> list[tuple[Any, Any]]:
     """The same value made from lists and from tuples."""
     term = sa.matrices.BlockTerm(left_blocks=1, right_blocks=1, inner_dim=2, right_permutation=[1, 0])
-    units = TextUnits.of(["a", " "])
+    units = sa.TextUnits.of(["a", " "])
     tokens = torch.tensor([[0, 1]], device="cpu")
     return [
         (sa.LevelLayout([4, 4], [8, 4], value_ranks=[4, 4]), sa.LevelLayout((4, 4), (8, 4), value_ranks=(4, 4))),
@@ -27,7 +26,7 @@ def with_lists_and_tuples() -> list[tuple[Any, Any]]:
             sa.LevelLayout.from_boundaries((4, 4), ((0,), (0, 3))),
         ),
         (sa.GlobalWindowLayout([4, 4], 3), sa.GlobalWindowLayout((4, 4), 3)),
-        (TextLayout([4, 4], ["line"]), TextLayout((4, 4), ("line",))),
+        (sa.TextLayout([4, 4], ["line"]), sa.TextLayout((4, 4), ("line",))),
         (Halving([4, 4]), Halving((4, 4))),
         (LayerSpecs([sa.parse_spec("standard")]), LayerSpecs((sa.parse_spec("standard"),))),
         (sa.scoring.MLR(ranks=[2, 2]), sa.scoring.MLR(ranks=(2, 2))),
@@ -48,6 +47,24 @@ def with_lists_and_tuples() -> list[tuple[Any, Any]]:
         (sa.matrices.allocate_ranks(torch.eye(4, device="cpu"), 2, [1, 2]).is_optimal, False),
         (sa.mup.adamw(_model(), learning_rate=0.1, betas=[0.9, 0.95]).defaults["betas"], (0.9, 0.95)),
     ]
+
+
+def calls_with_plain_values(return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """A script of a user: lists for ranks, a device by its name, a spec as an object, a bool that is not known to mypy."""
+    layout = sa.LevelLayout.halving([4, 4], 8)
+    attention = sa.Attention(8, 1, layout=layout, device="cpu", dtype=torch.float64)
+    q, k, v, scale = attention.project(torch.zeros(1, 3, 8, dtype=torch.float64, device="cpu"))
+    sa.LanguageModel(
+        8,
+        [sa.parse_spec("mlr:4|4"), "standard"],
+        num_layers=2,
+        embed_dim=16,
+        num_heads=2,
+        context_length=8,
+        device=torch.device("meta"),
+        dtype=torch.bfloat16,
+    )
+    return sa.structured_attention(q, k, v, layout, scale=scale, return_lse=return_lse)
 
 
 def _model() -> nn.Module:

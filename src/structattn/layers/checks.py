@@ -1,0 +1,79 @@
+"""What the parts of an attention layer need of each other, and of its inputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from structattn.cache import LevelCache
+from structattn.checks import check_like, check_tensor, check_type
+from structattn.errors import ConfigError, ShapeError
+from structattn.layers.scoring import Scoring
+from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.levels import LevelLayout
+from structattn.layout.text import TextLayout
+
+
+def check_states(name: str, states: Tensor, embed_dim: int, weight: Tensor) -> None:
+    """Raises ``ShapeError`` unless these are hidden states (B, T, embed_dim) that a weight can read; B and T may be 0."""
+    check_tensor(name, states)
+    if states.dim() != 3 or states.shape[-1] != embed_dim:
+        raise ShapeError(f"{name} must have shape (batch, length, {embed_dim}), got {tuple(states.shape)}")
+    check_like(name, states, weight)
+
+
+def check_layout(
+    layout: Layout | TextLayout | None, window: int | None, scoring: Scoring, embed_dim: int, num_heads: int
+) -> None:
+    """Raises ``ConfigError`` unless a layout fits the scoring, the heads and the window of its layer."""
+    layouts = LevelLayout | GlobalWindowLayout | TextLayout | None
+    remedy = (
+        "give a LevelLayout, such as LevelLayout.halving((32, 16, 8, 8), 1024), or use Attention.from_spec for text"
+    )
+    check_type("layout", layout, layouts, "a LevelLayout, GlobalWindowLayout, TextLayout or None", remedy)
+    feature_dim = scoring.feature_dim(embed_dim, num_heads)
+    if layout is not None and layout.head_dim != feature_dim:
+        raise ConfigError(_rank_mismatch(layout, feature_dim, scoring))
+    if window is not None and isinstance(layout, GlobalWindowLayout):
+        raise ConfigError("a global-window layout has its own window: leave window at None")
+    value_ranks = layout.value_ranks if isinstance(layout, LevelLayout | TextLayout) else None
+    if value_ranks is not None and sum(value_ranks) != embed_dim // num_heads:
+        raise ConfigError(
+            f"the value_ranks of the layout must sum to the head dimension: expected {embed_dim // num_heads}, got "
+            f"{'|'.join(map(str, value_ranks))} = {sum(value_ranks)}"
+        )
+
+
+def _rank_mismatch(layout: Layout | TextLayout, feature_dim: int, scoring: Scoring) -> str:
+    """The error text for a layout whose ranks do not sum to the feature dimension, with a fitting one if scaling works."""
+    given = "|".join(map(str, layout.ranks))
+    text = (
+        f"the ranks of the layout must sum to the feature dimension of {type(scoring).__name__}: expected {feature_dim}, "
+        f"got {given} = {layout.head_dim}"
+    )
+    scaled = [rank * feature_dim / layout.head_dim for rank in layout.ranks]
+    if all(value >= 1 and value == int(value) for value in scaled):
+        text += f"; in the same proportions: {'|'.join(str(int(value)) for value in scaled)}"
+    return text
+
+
+def check_cache(cache: LevelCache, layer: nn.Module, layout: Layout | TextLayout | None, window: int | None) -> None:
+    """Raises ``ConfigError`` unless a cache is of a layer with that layout and window, or like its own and of no layer yet."""
+    check_type("cache", cache, LevelCache, "a LevelCache, as new_cache() makes one")
+    if not _has_levels_of(cache, layout) or cache.window != window:
+        raise ConfigError(
+            f"the cache is of another layer: expected layout {layout} and window {window}, got {cache.text or cache.layout} and "
+            f"{cache.window}; make it with new_cache()"
+        )
+    cache.check_layer(layer)
+
+
+def _has_levels_of(cache: LevelCache, other: Layout | TextLayout | None) -> bool:
+    """Whether a cache has the levels of a layout; the segments of single rows may be in another order."""
+    if cache.text is not None or isinstance(other, TextLayout):
+        return cache.text == other
+    layout = cache.layout
+    if isinstance(layout, LevelLayout) and isinstance(other, LevelLayout) and layout.num_rows is not None:
+        return replace(layout, boundaries=other.boundaries) == other if other.boundaries else False
+    return layout == other

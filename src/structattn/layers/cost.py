@@ -1,0 +1,111 @@
+"""What an attention layer costs, counted from its structure: FLOPs, and the numbers that its cache keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from structattn.cache.levels import softmaxes_of, value_levels, widest
+from structattn.checks import check_size
+from structattn.layers.scoring_modules import ScoringModule
+from structattn.layout.cost import visible_pairs, visible_pairs_per_level
+from structattn.layout.global_window import Layout
+from structattn.layout.levels import MAX_COUNTED, LevelLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCost:
+    """FLOPs of one forward pass for one example, 2 per multiply-add, and what was chosen. Softmax and norms not counted.
+
+    Attributes:
+        contraction: ``factored``, ``formed_left`` or ``formed_right`` (see ``matrices.Contraction``).
+        score_dim: dimension of the queries and keys.
+        projection_flops: hidden states to queries and keys.
+        score_flops: scores of visible pairs, each at its shared rank.
+        value_flops: value projection and weighted sum.
+        output_flops: output projection.
+        key_cache_numbers, value_cache_numbers: numbers that ``new_cache`` holds for keys and for values at this length, all heads.
+    """
+
+    contraction: str
+    score_dim: int
+    projection_flops: int
+    score_flops: int
+    value_flops: int
+    output_flops: int
+    key_cache_numbers: int
+    value_cache_numbers: int
+
+    @property
+    def flops(self) -> int:
+        """The sum of the four."""
+        return self.projection_flops + self.score_flops + self.value_flops + self.output_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedNumbers:
+    """The most numbers that a cache keeps, all heads: of keys as features, of hidden states in their place, and of values."""
+
+    features: int
+    hidden: int
+    values: int
+
+
+def cached_numbers(
+    scoring: ScoringModule, layout: Layout | None, window: int | None, num_rstd: int, length: int
+) -> CachedNumbers:
+    """What a cache keeps of ``length`` tokens.
+
+    Args:
+        scoring, layout, window: of the layer.
+        num_rstd: numbers that are kept beside a hidden state (see ``cache.Latent``).
+        length: tokens.
+    """
+    shape, order = scoring.shape, scoring.cached_order
+    softmaxes = softmaxes_of(layout, window, scoring.matrix.pair_dim(order))
+    features = sum(level.rank * level.most_slots(length) for softmax in softmaxes for level in softmax.levels)
+    values = value_levels(softmaxes, layout, shape.embed_dim // shape.num_heads)
+    return CachedNumbers(
+        features=scoring.num_key_heads(order) * features,
+        hidden=(shape.embed_dim + num_rstd) * widest(softmaxes).most_slots(length),
+        values=shape.num_kv_heads * sum(level.rank * level.most_slots(length) for level in values),
+    )
+
+
+def attention_cost(
+    scoring: ScoringModule,
+    layout: Layout | None,
+    window: int | None,
+    is_causal: bool,
+    num_rstd: int,
+    num_queries: int,
+    num_keys: int | None,
+) -> AttentionCost:
+    """See ``Attention.cost``; the first five arguments are of the layer."""
+    num_keys = num_queries if num_keys is None else num_keys
+    check_size("num_queries", num_queries, MAX_COUNTED)
+    check_size("num_keys", num_keys, MAX_COUNTED)
+    heads, groups, width = scoring.shape.num_heads, scoring.shape.num_kv_heads, scoring.shape.embed_dim
+    head_dim = width // heads
+    dim = scoring.score_dim(num_queries, num_keys)
+    pairs = visible_pairs(num_queries, num_keys, window, is_causal)
+    scores, values = 2 * dim * pairs, 2 * head_dim * pairs
+    if isinstance(layout, LevelLayout):
+        counts = visible_pairs_per_level(layout, num_queries, num_keys, window, is_causal)
+        scores = 2 * sum(rank * n for rank, n in zip(layout.ranks, counts, strict=True))
+        if layout.value_ranks is not None:
+            values = 2 * sum(rank * n for rank, n in zip(layout.value_ranks, counts, strict=True))
+    elif layout is not None:
+        full = visible_pairs(num_keys, num_keys, None, is_causal)
+        scores = round(layout.score_flops(num_keys, is_causal) * pairs / full)
+        values *= 2
+    cached = cached_numbers(scoring, layout, window, num_rstd, num_keys)
+    return AttentionCost(
+        contraction=scoring.order(num_queries, num_keys),
+        score_dim=dim,
+        projection_flops=scoring.projection_flops(num_queries, num_keys),
+        score_flops=heads * scores,
+        value_flops=2 * num_keys * width * groups * head_dim + heads * values,
+        output_flops=2 * num_queries * width * width,
+        key_cache_numbers=min(cached.features, cached.hidden),
+        value_cache_numbers=cached.values,
+    )

@@ -24,10 +24,10 @@ from PIL import Image
 from torch import Tensor
 
 from structattn.matrices import MLBTC, BlockTensorTrain, Butterfly, Kaleidoscope, Structure, StructuredMatrix
-from structattn.studies.report._plotting import OKABE_ITO
 
 IMAGES = Path(__file__).parent / "images"
-BLUE, VERMILLION, GREEN, _, ORANGE, SKY, BLACK = OKABE_ITO
+# The palette of Okabe and Ito, which people with color blindness can read.
+BLUE, VERMILLION, GREEN, ORANGE, SKY, BLACK = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#000000"
 GREY = "#666666"
 WIDTH, DPI = 8.0, 200  # 1600 pixels, shown on 800
 STYLE = {"font.family": "DejaVu Sans", "font.size": 9.0, "mathtext.fontset": "dejavusans"}

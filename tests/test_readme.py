@@ -5,6 +5,7 @@ import shlex
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.registry import recipe_for
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A snippet that this file must not run has a comment with the reason in the line before it.
 SNIPPET = re.compile(
     r"(?:<!-- not run here: (?P<reason>[^>]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -101,6 +102,21 @@ def test_commands_in_pages_are_understood() -> None:
                 apply_overrides(recipe_for(command.task, command.preset), command.set)
             found += 1
     assert found > 30
+
+
+def test_names_in_pages_exist() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    found = set(re.findall(r"(?:`|::: |from |import )((?:sa|structattn)(?:\.\w+)+)", text))
+    assert len(found) > 50
+    for name in sorted(found):
+        resolve_name(re.sub(r"^sa\b", "structattn", name))
+
+
+def test_files_named_for_contributors_are_there() -> None:
+    named = re.findall(r"`((?:src|tests|benchmarks|docs)[\w/.]*)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 15
+    for path in named:
+        assert (ROOT / path).exists(), f"CONTRIBUTING.md names {path}"
 
 
 def test_pages_link_to_files_that_are_there() -> None:

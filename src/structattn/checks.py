@@ -135,7 +135,7 @@ def check_scale(name: str, value: Any) -> None:
 
 def check_bool(name: str, value: Any) -> None:
     """Raises ``ConfigError`` unless ``value`` is ``True`` or ``False``."""
-    if not isinstance(value, bool | torch.SymBool):
+    if value is not True and value is not False and not isinstance(value, torch.SymBool):
         raise ConfigError(f"{name} must be True or False, got {describe(value)}")
 
 

@@ -62,6 +62,10 @@ class StructAttnWarning(UserWarning):
     """Base of structattn's warnings."""
 
 
+class StructAttnDeprecationWarning(StructAttnWarning, FutureWarning):
+    """Something still works, and will not in the next version; the message says what to write instead."""
+
+
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """A hint that names the closest known name and lists them all, for an error message.
 

@@ -1,4 +1,4 @@
-"""The blocked backend against ``reference``: every geometry, every feature, sizes that make many pieces; and its operator."""
+"""The blocked backend against ``reference``: every geometry, every feature, sizes that make many tiles; and its operator."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import structattn as sa
 from structattn.layout.cost import visible_pairs_per_level
 from structattn.ops.blocked import attention as blocked
-from structattn.ops.blocked import spans as stretches
+from structattn.ops.blocked import spans
 from structattn.testing.tolerances import assert_close
 
 
@@ -67,9 +67,9 @@ def cases(draw):
     }
     rows = batch
     if kind == "packed":
-        borders = sorted({0, T, *draw(st.lists(st.integers(1, T), max_size=4))})
-        rows = len(borders) - 1
-        options["cu_seqlens"] = torch.tensor(borders, dtype=draw(st.sampled_from([torch.int32, torch.int64])))
+        offsets = sorted({0, T, *draw(st.lists(st.integers(1, T), max_size=4))})
+        rows = len(offsets) - 1
+        options["cu_seqlens"] = torch.tensor(offsets, dtype=draw(st.sampled_from([torch.int32, torch.int64])))
     if kind == "padded":
         options["left_padding"] = torch.tensor(draw(st.lists(st.integers(0, S), min_size=batch, max_size=batch)))
     if draw(st.integers(0, 2)):
@@ -85,14 +85,10 @@ def cases(draw):
                 starts.append(tuple(sorted({*starts[-1], *draw(st.lists(st.integers(1, 150), max_size=4))})))
             rows_of_starts.append(starts)
         layout = sa.LevelLayout.from_boundaries(ranks, rows_of_starts, scaling, value_ranks)
-    bias = draw(st.none() | st.tuples(*[st.booleans()] * 4))
-    if bias is not None:
-        full = (batch, groups * repeats, T, S)
-        shape = [n if wide else 1 for n, wide in zip(full, bias, strict=True)]
-        options["attn_bias"] = torch.randn(shape, dtype=torch.float64)
-        options["attn_bias"][torch.rand(shape) < 0.2] = -torch.inf
+    wide = draw(st.none() | st.tuples(*[st.booleans()] * 4))  # the dimensions of a bias that are not 1
     shape = (batch, groups * repeats, groups, T, S, sum(ranks), sum(ranks))
-    return layout, shape, options
+    bias = None if wide is None else [n if w else 1 for n, w in zip((*shape[:2], T, S), wide, strict=True)]
+    return layout, shape, bias, options
 
 
 @settings(max_examples=80, deadline=None)
@@ -100,19 +96,21 @@ def cases(draw):
     case=cases(), budget=st.sampled_from([50, 3000, 2**17]), size=st.sampled_from([1.0, 30.0]), seed=st.integers(0, 99)
 )
 def test_every_feature_equals_reference(case, budget, size, seed) -> None:
-    layout, shape, options = case
+    layout, shape, bias, options = case
     torch.manual_seed(seed)
     leaves = tensors(*shape, size=size)
-    if "attn_bias" in options:
-        leaves.append(options["attn_bias"].requires_grad_())
+    if bias is not None:
+        values = torch.randn(bias, dtype=torch.float64).masked_fill(torch.rand(bias) < 0.2, -torch.inf)
+        leaves.append(values.requires_grad_())
+        options = options | {"attn_bias": values}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked, "_SCORES_PER_THREAD", budget)  # small ones make many parts of one piece
+        patch.setattr(blocked, "_SCORES_PER_THREAD", budget)  # small ones make many chunks of one tile
         assert_same(leaves, layout, **options)
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
 @pytest.mark.parametrize("T", [257, 512])
-def test_long_enough_for_every_kind_of_piece(repeats: int, T: int) -> None:
+def test_long_enough_for_every_kind_of_tile(repeats: int, T: int) -> None:
     layout = sa.LevelLayout((4, 2, 2, 1), (512, 128, 128, 16), value_ranks=(2, 1, 1, 1))
     assert_same(tensors(2, 2 * repeats, 2, T, T, 9, 5), layout)
     assert_same(tensors(2, 2 * repeats, 2, T, T, 9, 5), layout, is_causal=False, window=100)
@@ -183,15 +181,15 @@ def test_a_nan_stays_in_its_rows() -> None:
 def test_packed_and_padded_rows_are_those_of_each_sequence_alone() -> None:
     layout = sa.LevelLayout.halving((4, 2, 2), 256)
     lengths = [64, 130, 1, 200, 77]
-    borders = torch.tensor([0, *lengths]).cumsum(0)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
     q, k, v = (x.detach() for x in tensors(1, 2, 1, 472, 472, 8, 4, torch.float32))
-    packed = sa.structured_attention(q, k, v, layout, cu_seqlens=borders, backend="blocked")
-    for a, b in zip(borders[:-1], borders[1:], strict=True):
+    packed = sa.structured_attention(q, k, v, layout, cu_seqlens=offsets, backend="blocked")
+    for a, b in zip(offsets[:-1], offsets[1:], strict=True):
         alone = sa.structured_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], layout, backend="blocked")
         assert_close(packed[:, :, a:b], alone)
     changed = k.clone()
-    changed[:, :, 64:194] += 1  # the second sequence alone
-    again = sa.structured_attention(q, changed, v, layout, cu_seqlens=borders, backend="blocked")
+    changed[:, :, 64:194] += 1  # only the second sequence
+    again = sa.structured_attention(q, changed, v, layout, cu_seqlens=offsets, backend="blocked")
     outside = torch.ones(472, dtype=torch.bool)
     outside[64:194] = False
     assert torch.equal(again[:, :, outside], packed[:, :, outside])
@@ -283,20 +281,20 @@ def test_flops_are_counted_exactly(window) -> None:
 def test_free_segments_need_few_masks() -> None:
     starts = tuple(range(0, 640, 80))
     layout = sa.LevelLayout.from_boundaries((4, 4), ((0,), starts))
-    all_of = stretches.Stretches(
+    all_tiles = spans.SpanTiles(
         layout=layout,
-        sequences=(stretches.Sequence(0, 0, 0, 0, 640, 640, 0),),
+        sequences=(spans.SequenceSpan(0, 0, 0, 0, 640, 640, 0),),
         is_causal=True,
         window=None,
         num_groups=1,
         repeats=1,
         device=torch.device("cpu"),
     )
-    pieces = list(all_of.pieces())
+    tiles = list(all_tiles.tiles())
     # Each segment against all before it, and against itself.
-    assert [(p.level, p.first_key, p.stop_key) for p in pieces if p.first == 160] == [(1, 0, 160), (2, 160, 240)]
-    assert not any(p.is_mixed for p in pieces)
-    assert len(pieces) == 8 + 7
+    assert [(p.level, p.first_key, p.stop_key) for p in tiles if p.first == 160] == [(1, 0, 160), (2, 160, 240)]
+    assert not any(p.is_mixed for p in tiles)
+    assert len(tiles) == 8 + 7
 
 
 MEMORY = """

@@ -190,8 +190,7 @@ def test_no_layout_is_scaled_dot_product_attention(is_causal: bool) -> None:
 def test_one_level_falls_through_to_pytorch_untouched() -> None:
     q, k, v = (x.float() for x in make(1, 4, 2, 700, 700, 8, 8, grad=False))
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    for backend in ("auto", "blocked"):
-        assert torch.equal(sa.structured_attention(q, k, v, sa.LevelLayout((8,), (700,)), backend=backend), expected)
+    assert torch.equal(sa.structured_attention(q, k, v, sa.LevelLayout((8,), (700,))), expected)
 
 
 @BACKENDS
@@ -225,11 +224,11 @@ def test_the_future_cannot_change_the_past(backend) -> None:
 @BACKENDS
 def test_packed_sequences_equal_each_alone(layout, is_causal: bool, backend) -> None:
     q, k, v = make(1, 4, 2, 16, 16, 8, 3, grad=False)
-    borders = [0, 1, 6, 16]
+    offsets = [0, 1, 6, 16]
     packed = sa.structured_attention(
-        q, k, v, layout, is_causal=is_causal, cu_seqlens=torch.tensor(borders, dtype=torch.int32), backend=backend
+        q, k, v, layout, is_causal=is_causal, cu_seqlens=torch.tensor(offsets, dtype=torch.int32), backend=backend
     )
-    for a, b in zip(borders[:-1], borders[1:], strict=True):
+    for a, b in zip(offsets[:-1], offsets[1:], strict=True):
         alone = sa.structured_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], layout, is_causal=is_causal)
         assert_close(packed[:, :, a:b], alone)
 
@@ -288,7 +287,7 @@ def test_explain_names_what_runs() -> None:
     layout = sa.LevelLayout((2, 2), (4, 2))
     assert explain(*meta(4096)).startswith("scaled_dot_product_attention")
     assert explain(*meta(4096), layout).startswith("blocked: 2 levels")
-    assert explain(*meta(16), layout).startswith("reference: 1024 scores")
+    assert explain(*meta(16), layout).startswith("reference: 1024 scores")  # not on a CPU
     assert explain(*meta(4096), window=100).startswith("blocked: one level")
     q, k, _ = (torch.empty(1, 4, 1024, 8) for _ in range(3))
     assert explain(q, k, k).startswith("scaled_dot_product_attention")

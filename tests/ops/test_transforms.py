@@ -10,7 +10,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 import structattn as sa
 from structattn.errors import DerivativeError
 from structattn.models.icl_regressor import ICLRegressor
-from structattn.ops import attention, explain
+from structattn.ops import backends, explain
 from structattn.testing.tolerances import assert_close
 
 LEVELS = sa.LevelLayout((2, 2), (4, 2), value_ranks=(1, 3))
@@ -18,8 +18,9 @@ SEGMENTS = sa.LevelLayout.from_boundaries((2, 2), [((0,), (0, 2)), ((0,), (0, 3)
 BIAS = torch.randn(2, 1, 1, 5, dtype=torch.float64)
 # The options of a call, its dimension, and what auto says that it runs.
 PATHS = {
-    "short": ({}, 4, "short"),
-    "short window": ({"window": 2, "is_causal": False}, 4, "short"),
+    "small": ({}, 4, "small"),
+    "small window": ({"window": 2, "is_causal": False}, 4, "small"),
+    "small levels": ({"layout": sa.LevelLayout((2, 2), (4, 2))}, 4, "small"),
     "sdpa": ({}, 12, "scaled_dot"),
     "sdpa bias": ({"attn_bias": BIAS}, 4, "scaled_dot"),
     "reference": ({"layout": LEVELS}, 4, "reference"),
@@ -76,7 +77,7 @@ def test_every_derivative_is_that_of_the_definition(path) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("path", ["short", "sdpa", "blocked"])
+@pytest.mark.parametrize("path", ["small", "small levels", "sdpa", "blocked"])
 def test_whole_hessians_and_third_derivatives(path) -> None:
     options, dim, _ = PATHS[path]
     q, k, v = (x[:1, :, :3] for x in make(dim))
@@ -96,7 +97,7 @@ def test_whole_hessians_and_third_derivatives(path) -> None:
         assert_close(actual, expected, gradient=True)
 
 
-@pytest.mark.parametrize("path", ["short", "sdpa", "reference", "blocked", "blocked padding"])
+@pytest.mark.parametrize("path", ["small", "small levels", "sdpa", "reference", "blocked", "blocked padding"])
 def test_gradgradcheck(path) -> None:
     options, dim, _ = PATHS[path]
     leaves = [x[:, :2, :, :dim].contiguous().requires_grad_() for x in make(dim)]
@@ -134,10 +135,10 @@ def test_entries_of_a_map_have_their_own_padding_and_random_numbers(monkeypatch)
 
 
 def test_large_problems_keep_their_memory_inside_of_a_transform(monkeypatch) -> None:
-    monkeypatch.setattr(attention, "_DENSE_BATCH_SCORES", 10)
-    monkeypatch.setattr(attention, "_DENSE_SCORES", 10)
+    monkeypatch.setattr(backends, "DENSE_BATCH_SCORES", 10)
+    monkeypatch.setattr(backends, "DENSE_SCORES", 10)
     q, k, v = make(4)
-    monkeypatch.setattr(attention.derivatives, "definition", None)  # dense scores would fail
+    monkeypatch.setitem(backends.TABLE, "reference", None)  # dense scores would fail
     per_row = vmap(grad(lambda q, k, v: sa.structured_attention(q[None], k[None], v[None]).square().sum()))(q, k, v)
     monkeypatch.undo()
     expected = grad(lambda q: sa.structured_attention(q, k, v).square().sum())(q)

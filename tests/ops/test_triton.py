@@ -319,7 +319,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 from structattn.layout import LevelLayout
-from structattn.ops import triton_attention as host
+from structattn.ops.triton import attention as host
 from structattn.ops.call import Call
 from structattn.ops.triton.config import default_config
 from structattn.ops.triton.backward import gradient_kernel

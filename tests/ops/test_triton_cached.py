@@ -291,7 +291,7 @@ COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
-from structattn.ops import triton_cached as host
+from structattn.ops.triton import cached_attention as host
 from structattn.ops.triton.cached_decode import cached_kernel as kernel
 
 def shared(ranks, value_ranks, name, itemsize, rows, ring):

@@ -33,7 +33,7 @@ NOT_DENSE = [
     distributed(Q),
 ]
 NOT_FLOATING = [Q.long(), Q > 0, Q.to(torch.complex64), Q.to(torch.float8_e4m3fn)]
-WRONG_SHAPES = [Q[0], Q[:, :3], Q[:1], Q[..., :7], Q[..., :0], Q[:0], Q[:, :0], Q[:, :, :0], Q.double(), Q.to("meta")]
+WRONG_SHAPES = [Q[0], Q[:, :3], Q[:1], Q[..., :7], Q[..., :0], Q[:0], Q[:, :0], Q.double(), Q.to("meta")]
 TENSORS = [*NOT_TENSORS, *NOT_DENSE, *NOT_FLOATING]
 LENGTHS = [[0, 6], (0, 6), 6, "0,6", np.array([0, 6]), torch.tensor([0.0, 6.0]), torch.tensor([[0, 6]])]
 LENGTHS += [
@@ -45,7 +45,7 @@ LENGTHS += [
 
 WRONG = {
     "q": [*TENSORS, *WRONG_SHAPES],
-    "k": [*TENSORS, *WRONG_SHAPES[:9], K[..., :7]],
+    "k": [*TENSORS, *WRONG_SHAPES[:8], Q[:, :, :0], K[..., :7]],
     "v": [*TENSORS, *WRONG_SHAPES[:2], Q[..., :0], K[:, :, :5], K[:, :1], K.double()],
     "layout": [
         *(Q, Q[0, 0] > 0, "mlr:4|4", "standard", (4, 4), [4, 4], 8, False, sa.LevelLayout, np.zeros(3)),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from structattn.cache.decode import KeyValueView
 from structattn.errors import BackendUnavailableError
-from structattn.ops.attention import why_not as why_not_backend
+from structattn.ops.backends import why_not as why_not_backend
 
 
 def why_not(q: Tensor, view: KeyValueView) -> str | None:

@@ -1,5 +1,6 @@
 """Attention from queries, keys and values: the definition and its backends."""
 
-from structattn.ops.attention import Backend, explain, structured_attention
+from structattn.ops.attention import explain, structured_attention
+from structattn.ops.backends import Backend
 
 __all__ = ["Backend", "explain", "structured_attention"]

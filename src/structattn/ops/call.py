@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,9 +10,9 @@ from torch import Tensor
 from structattn.layout.levels import LevelLayout
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Call:
-    """The options of a call; see ``structured_attention``.
+    """The options of a call; see ``structured_attention``. Nothing changes one after it is made.
 
     Attributes:
         seed: 0-dimensional int64 on the CPU, of the random numbers of dropout; ``None`` without dropout.
@@ -26,3 +27,17 @@ class Call:
     cu_seqlens: Tensor | None
     left_padding: Tensor | None
     seed: Tensor | None = None
+
+    @property
+    def one_level_scale(self) -> float:
+        """The scale of a layout with one level, where every scaling is one number."""
+        if self.scale is not None:
+            return self.scale
+        rank = self.layout.ranks[0]
+        match self.layout.scaling:
+            case "variance":
+                return 1 / math.sqrt(rank)
+            case "mup":
+                return 8 / rank
+            case "paper" | "paper_sum":
+                return 1 / rank

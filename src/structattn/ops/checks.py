@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from structattn.checks import (
     MAX_LENGTH,
@@ -28,6 +29,7 @@ from structattn.layout.levels import LevelLayout
 from structattn.ops.sequences import checked_numbers
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PLAIN = (Tensor, Parameter)  # exactly these, no other subclass
 
 
 def taken_dtype(x: Tensor) -> torch.dtype:
@@ -45,16 +47,32 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if x.is_meta or no_autocast() else torch.autocast(x.device.type, enabled=False)
 
 
+def is_eager(x: Tensor) -> bool:
+    """Whether operations on a tensor run as they are: no compiler, tracer, counter subclass of tensors or device without numbers takes part."""
+    if torch.compiler.is_compiling():
+        return False
+    return type(x) in _PLAIN and not x.is_meta and torch._C._len_torch_dispatch_stack() == 0
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` or forward mode is active."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ``ShapeError`` unless q, k and v fit each other; their dtypes may differ where autocast makes them one."""
+    """Raises ``ShapeError`` unless q, k and v fit each other; their dtypes may differ where autocast makes them one.
+
+    Any number of rows, heads, queries and keys may be 0, as PyTorch's attention allows it, but no dimension of a vector.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):  # every call pays for this: no message is made that is not needed
-        check_tensor(name, x)
+        if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested:
+            check_tensor(name, x)
         if x.dim() != 4:
             raise ShapeError(f"{name} must be 4-dimensional (batch, heads, length, dim), got shape {tuple(x.shape)}")
         if x.dtype not in _DTYPES:
             raise ShapeError(f"{name} must be floating point, of 16, 32 or 64 bits, got {x.dtype}")
-        if min(x.shape) < 1:
-            raise ShapeError(f"{name} has an empty dimension: shape {tuple(x.shape)}")
+        if x.shape[3] < 1:
+            raise ShapeError(f"{name} has vectors of 0 dimensions: shape {tuple(x.shape)}")
         if x is not q and (x.device != q.device or (x.dtype != q.dtype and taken_dtype(x) != taken_dtype(q))):
             raise ShapeError(
                 f"q, k and v need one dtype and device: q is {q.dtype} on {q.device}, {name} is {x.dtype} on {x.device}"
@@ -65,7 +83,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(f"batch sizes differ: q {batch}, k {key_batch}, v {value_batch}")
     if key_heads != value_heads:
         raise ShapeError(f"k has {key_heads} heads but v has {value_heads}")
-    if heads % key_heads != 0:
+    if (heads == 0) != (key_heads == 0) or (heads > 0 and heads % key_heads != 0):
         raise ShapeError(f"the query heads must be a multiple of the key/value heads, got {heads} and {key_heads}")
     if num_keys != num_values:
         raise ShapeError(f"k has {num_keys} positions but v has {num_values}")
@@ -102,7 +120,7 @@ def checked_sequences(
                 f"cu_seqlens needs batch 1 and as many queries as keys, got batch {batch}, {num_queries} and {num_keys}"
             )
         if cu_seqlens.shape[0] < 2:
-            raise ShapeError("cu_seqlens needs at least 2 entries, the borders of one sequence")
+            raise ShapeError("cu_seqlens needs at least 2 entries, the boundaries of one sequence")
         cu_seqlens = checked_numbers(cu_seqlens, "cu_seqlens", num_keys)
     if left_padding is not None:
         _check_ints("left_padding", left_padding, q)
@@ -143,20 +161,22 @@ def check_options(layout: Any, is_causal: Any, scale: Any, window: Any, dropout_
             "layout, the fourth argument, must be a layout or None, got a tensor: a mask or bias is attn_bias=..., added to the "
             "scores; write a bool mask (True: visible) as torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)"
         )
-    check_type(
-        "layout",
-        layout,
-        (LevelLayout, GlobalWindowLayout, type(None)),
-        "a LevelLayout, a GlobalWindowLayout or None",
-        "Attention.from_spec takes text, TextLayout.at gives the layout of a text",
-    )
+    if layout is not None and type(layout) is not LevelLayout:
+        check_type(
+            "layout",
+            layout,
+            (LevelLayout, GlobalWindowLayout),
+            "a LevelLayout, a GlobalWindowLayout or None",
+            "Attention.from_spec takes text, TextLayout.at gives the layout of a text",
+        )
     check_bool("is_causal", is_causal)
     check_bool("return_lse", return_lse)
     if scale is not None:
         check_scale("scale", scale)
     if window is not None:
         check_size("window", window, MAX_LENGTH)
-    check_number("dropout_p", dropout_p, minimum=0, below=1)
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        check_number("dropout_p", dropout_p, minimum=0, below=1)
     if isinstance(layout, GlobalWindowLayout):
         if return_lse:
             raise ConfigError("a global-window layout adds two softmaxes and has no single log-sum-exp")

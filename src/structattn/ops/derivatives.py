@@ -17,7 +17,7 @@ from structattn.errors import DerivativeError
 from structattn.ops import reference
 from structattn.ops.call import Call
 from structattn.ops.checks import without_autocast
-from structattn.ops.dropout import Dropout, key_places, query_places
+from structattn.ops.dropout import Dropout, key_positions, query_positions
 
 Tensors = tuple[Tensor, ...]
 Function = Callable[..., Tensors]
@@ -27,8 +27,8 @@ def definition(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Ten
     """``reference`` with the options of a call: output and log-sum-exp."""
     dropped, dropout_p = None, 0.0
     if call.seed is not None:
-        keys = key_places(k[:, :1])  # the same for all heads
-        dropout = Dropout(p=call.dropout_p, seed=call.seed, queries=query_places(q), keys=keys)
+        keys = key_positions(k[:, :1])  # the same for all heads
+        dropout = Dropout(p=call.dropout_p, seed=call.seed, queries=query_positions(q), keys=keys)
         dropped, dropout_p = dropout.dropped(), 1 - dropout.kept
     with without_autocast(q):
         return reference.attention(
@@ -45,11 +45,6 @@ def definition(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Ten
             left_padding=call.left_padding,
             dropped=dropped,
         )
-
-
-def transforms_are_active() -> bool:
-    """Whether a transform of ``torch.func`` or forward mode is at work."""
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def refuse_forward_mode() -> None:

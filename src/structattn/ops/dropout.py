@@ -43,13 +43,13 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int | Tensor) -
     return a, b & _WORD, c, d & _WORD
 
 
-def query_places(q: Tensor) -> Tensor:
+def query_positions(q: Tensor) -> Tensor:
     """Where each of the queries (B, H, T, D) is: its number, head and batch row, int64 (B, H, T, 3)."""
     row, head, query = (torch.arange(n, device=q.device) for n in q.shape[:3])
     return torch.stack(torch.broadcast_tensors(query, head[:, None], row[:, None, None]), dim=-1)
 
 
-def key_places(k: Tensor) -> Tensor:
+def key_positions(k: Tensor) -> Tensor:
     """Where each of the keys (B, G, S, D) is: its number, int64 (B, G, S, 1)."""
     return torch.arange(k.shape[2], device=k.device)[:, None].expand(k.shape[0], k.shape[1], -1, -1)
 
@@ -61,8 +61,8 @@ class Dropout:
     Attributes:
         p: the probability of dropping a weight, in (0, 1).
         seed: an int, or 0-dimensional int64, at least 0.
-        queries: (..., rows, 3), ``query_places`` as the geometry has the queries.
-        keys: (..., columns, 1), ``key_places`` as it has the keys.
+        queries: (..., rows, 3), ``query_positions`` as the geometry has the queries.
+        keys: (..., columns, 1), ``key_positions`` as it has the keys.
     """
 
     p: float
@@ -90,6 +90,10 @@ class Dropout:
         Cost: one ``philox`` per row and eight columns, in int64.
         """
         offset: int | None = 0
+        count = (self.keys if keys is None else keys).shape[-2]
+        if count == 0:
+            queries = self.queries if queries is None else queries
+            return torch.zeros((*queries.shape[:-1], 0), dtype=torch.bool, device=queries.device)
         if keys is None:
             keys = self.keys
         elif keys.device.type == "cpu":
@@ -97,7 +101,7 @@ class Dropout:
             offset = low if low == high else None
         else:
             offset = None  # not worth waiting for the device
-        count, first = keys.shape[-2], keys[..., :1, :]  # first: (..., 1, 1)
+        first = keys[..., :1, :]  # (..., 1, 1)
         # A length may be dynamic while PyTorch traces: then two groups at least, since it treats 1 as a special case.
         is_traced = offset is not None and torch.compiler.is_compiling()
         spare = 14 if offset is None else offset + (15 if is_traced else 7)

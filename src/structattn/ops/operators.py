@@ -1,11 +1,15 @@
-"""The one custom operator behind the fast backends: opaque to ``torch.compile`` and ``torch.export``, with its gradient.
+"""How a backend runs inside of PyTorch: with its gradient, and as one operator where programs are traced or transformed.
 
-Layouts and options travel as plain ints, floats and strings, since operators take nothing else.
+Eager calls go straight to the functions of the table. ``torch.compile``, ``torch.export``, the transforms of ``torch.func`` and
+counters see the operator ``structattn::attention``, which is opaque to them. There layouts and options travel as plain ints,
+floats and strings, since operators take nothing else.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +19,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from structattn.errors import DerivativeError
 from structattn.layout.cost import visible_pairs_per_level
-from structattn.layout.levels import SCALINGS, LevelLayout
+from structattn.layout.levels import LevelLayout
 from structattn.layout.partition import Boundaries
 from structattn.ops import derivatives
-from structattn.ops.blocked import attention as blocked
+from structattn.ops.backends import TABLE
 from structattn.ops.call import Call
+from structattn.ops.checks import is_eager, is_transformed, without_autocast
 
 
 def _flat_boundaries(boundaries: Boundaries | None) -> list[int]:
@@ -73,11 +78,20 @@ def _flat(call: Call, backend: str) -> tuple[Any, ...]:
     )
 
 
+@functools.lru_cache(maxsize=256)  # a layout is checked once, not whenever the operator runs
+def _known_layout(
+    ranks: tuple[int, ...],
+    block_sizes: tuple[int, ...],
+    value_ranks: tuple[int, ...],
+    boundaries: tuple[int, ...],
+    scaling: Any,
+) -> LevelLayout:
+    return LevelLayout(ranks, block_sizes, scaling, value_ranks or None, _nested_boundaries(boundaries))
+
+
 def _layout(ranks: Any, block_sizes: Any, value_ranks: Any, boundaries: Any, scaling: str) -> LevelLayout:
-    known = next(name for name in SCALINGS if name == scaling)
-    nested = _nested_boundaries(boundaries)
     # A program of AOTInductor hands over an empty list as None, so that the schema allows it.
-    return LevelLayout(tuple(ranks), tuple(block_sizes or ()), known, tuple(value_ranks or ()) or None, nested)
+    return _known_layout(*(tuple(x or ()) for x in (ranks, block_sizes, value_ranks, boundaries)), scaling)
 
 
 def _call(options: Sequence[Any]) -> tuple[Call, str]:
@@ -101,12 +115,8 @@ def _call(options: Sequence[Any]) -> tuple[Call, str]:
 def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     call, backend = _call(options)
     derivatives.refuse_forward_mode()
-    with torch.autocast(q.device.type, enabled=False):  # it would turn the products here into 16-bit ones
-        if backend == "triton":
-            from structattn.ops.triton import attention as triton_attention
-
-            return triton_attention.forward(q, k, v, call)
-        return blocked.forward(q, k, v, call)
+    with without_autocast(q):  # it would turn the products here into 16-bit ones
+        return TABLE[backend].forward(q, k, v, call)  # type: ignore[return-value] # the backends of operators have an lse
 
 
 _operator = custom_op(
@@ -136,13 +146,16 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call, backend = _call(options)
     derivatives.refuse_forward_mode()
-    with torch.autocast(q.device.type, enabled=False):
-        if backend == "triton":
-            from structattn.ops.triton import attention as triton_attention
-
-            return *triton_attention.backward(grad_out, grad_lse, q, k, v, out, lse, call), q.new_empty(0)
-        dq, dk, dv, grad_bias = blocked.backward(grad_out, grad_lse, q, k, v, out, lse, call, needs_bias=needs_bias)
+    dq, dk, dv, grad_bias = _direct_backward(backend, grad_out, grad_lse, q, k, v, out, lse, call, needs_bias)
     return dq, dk, dv, q.new_empty(0) if grad_bias is None else grad_bias
+
+
+def _direct_backward(backend: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    *tensors_and_call, needs_bias = arguments
+    function = TABLE[backend].backward
+    assert function is not None
+    with without_autocast(tensors_and_call[0]):
+        return function(*tensors_and_call, needs_bias=needs_bias)
 
 
 _backward_operator = custom_op(
@@ -214,7 +227,9 @@ class _Forward(torch.autograd.Function):
         return result
 
     setup_context = staticmethod(_setup_forward)
-    backward = staticmethod(torch.compiler.disable(_gradients))  # else compiled within a transform that is not
+    backward = staticmethod(
+        torch.compiler.disable(_gradients)
+    )  # else a compiler takes it from a transform that it left
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
@@ -314,26 +329,67 @@ def _backward_flops(
     return _flops(q, k, v, options[_NUM_TENSORS:], (3, 2))
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Runs a fast backend, differentiably.
+class _Eager(torch.autograd.Function):
+    """A backend with a gradient of its own, where nothing but autograd looks on."""
+
+    # Without setup_context, for which PyTorch reads the signature at every call.
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None, call: Call, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        with without_autocast(q):
+            out, lse = TABLE[backend].forward(q, k, v, call)
+        assert lse is not None
+        tensors = (attn_bias, call.cu_seqlens, call.left_padding, call.seed)
+        ctx.save_for_backward(q, k, v, *tensors, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.backend = call, backend
+        if any(x is not None for x in tensors):  # kept once, where autograd sees it when one is changed
+            ctx.call = replace(call, attn_bias=None, cu_seqlens=None, left_padding=None, seed=None)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, attn_bias, cu_seqlens, left_padding, seed, out, lse = ctx.saved_tensors
+        call, backend, needs_bias = ctx.call, ctx.backend, ctx.needs_input_grad[3]
+        if torch.is_grad_enabled() or not is_eager(q):  # second derivatives, or a counter that was started in between
+            ctx.options = _flat(call, backend)[_NUM_TENSORS:]
+            return *_gradients(ctx, grad_out, grad_lse)[:4], None, None
+        if cu_seqlens is not None or left_padding is not None or attn_bias is not None or seed is not None:
+            call = replace(call, attn_bias=attn_bias, cu_seqlens=cu_seqlens, left_padding=left_padding, seed=seed)
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        found = _direct_backward(backend, grad_out, grad_lse, q, k, v, out, lse, call, needs_bias)
+        return *found, None, None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
+    """Runs a backend, differentiably.
 
     Args:
         q, k, v: as in ``structured_attention``, checked.
         call: the options.
-        backend: ``"blocked"`` or ``"triton"``.
+        backend: a row of ``backends.TABLE`` that can run the call.
 
     Returns:
-        out (B, H, T, V) and lse (B, H, T). First gradients are the backend's; further derivatives see ``derivatives``.
+        out (B, H, T, V) and lse (B, H, T), which some backends do not have. First gradients are the backend's; further
+        derivatives see ``derivatives``.
 
     Raises:
         DerivativeError: a transform of ``torch.func`` is being compiled. Without ``fullgraph`` it is run as it is instead.
     """
+    row = TABLE[backend]
+    if row.backward is None:
+        return row.forward(q, k, v, call)
     is_traced = torch.compiler.is_compiling()
-    if is_traced and derivatives.transforms_are_active():
+    if is_traced and is_transformed():
         raise DerivativeError(
             f"backend {backend!r} cannot be compiled inside of a transform of torch.func (grad, vjp, jvp, vmap): use "
             "backend='auto' or 'reference', or compile without fullgraph"
         )
-    run: Any = torch.ops.structattn.attention if is_traced else _Forward.apply
-    result: tuple[Tensor, Tensor] = run(q, k, v, *_flat(call, backend))
+    result: tuple[Tensor, Tensor]
+    if is_eager(q) and is_eager(k) and is_eager(v) and not is_transformed():
+        result = _Eager.apply(q, k, v, call.attn_bias, call, backend)  # type: ignore[no-untyped-call]
+    else:
+        run: Any = torch.ops.structattn.attention if is_traced else _Forward.apply
+        result = run(q, k, v, *_flat(call, backend))
     return result

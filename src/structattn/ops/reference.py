@@ -19,8 +19,8 @@ from structattn.layout.levels import LevelLayout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
-    """Where queries and keys stand in their own sequences.
+class Positions:
+    """The positions of queries and keys in their own sequences.
 
     Attributes:
         queries: (1 or B, T) int64; a query before the first key of its sequence has a negative position.
@@ -46,15 +46,15 @@ class Places:
         return count
 
 
-def places(
+def positions(
     num_queries: int,
     num_keys: int,
     cu_seqlens: Tensor | None,
     left_padding: Tensor | None,
     batch: int,
     device: torch.device,
-) -> Places:
-    """The place of each query and key in its own sequence.
+) -> Positions:
+    """The position of each query and key in its own sequence.
 
     The queries are the last T of the S positions. Packed sequences each count from 0; with left padding a row counts from
     its first real token.
@@ -66,21 +66,23 @@ def places(
         ends = cu_seqlens[1:].to(device=device, dtype=torch.int64)
         sequence = torch.bucketize(keys[0], ends, right=True)
         keys = keys - cu_seqlens.to(device=device, dtype=torch.int64)[sequence]
-        return Places(queries=keys, keys=keys, rows=sequence[None], same=(sequence[:, None] == sequence[None, :])[None])
+        return Positions(
+            queries=keys, keys=keys, rows=sequence[None], same=(sequence[:, None] == sequence[None, :])[None]
+        )
     if left_padding is not None:
         padding = left_padding.to(device=device, dtype=torch.int64)[:, None]
         real = (queries < 0) | (queries >= padding)
         keys, queries = keys - padding, queries - padding
-        return Places(queries=queries, keys=keys, rows=rows, same=real[:, :, None] & (keys >= 0)[:, None, :])
-    return Places(queries=queries, keys=keys, rows=rows, same=None)
+        return Positions(queries=queries, keys=keys, rows=rows, same=real[:, :, None] & (keys >= 0)[:, None, :])
+    return Positions(queries=queries, keys=keys, rows=rows, same=None)
 
 
-def visible(place: Places, is_causal: bool, window: int | None) -> Tensor | None:
+def visible(position: Positions, is_causal: bool, window: int | None) -> Tensor | None:
     """The bool mask (1 or B, T, S) of the pairs that may attend; ``None`` when every pair may."""
     if not is_causal and window is None:
-        return place.same
-    distance = place.queries[:, :, None] - place.keys[:, None, :]
-    mask = torch.ones_like(distance, dtype=torch.bool) if place.same is None else place.same.expand_as(distance)
+        return position.same
+    distance = position.queries[:, :, None] - position.keys[:, None, :]
+    mask = torch.ones_like(distance, dtype=torch.bool) if position.same is None else position.same.expand_as(distance)
     if is_causal:
         mask = mask & (distance >= 0)
     if window is not None:
@@ -94,9 +96,9 @@ def scores(q: Tensor, k: Tensor, layout: LevelLayout, scale: float | None, num_s
     ``num_shared`` is the number of levels that each pair shares, broadcastable to (B, H, T, S).
     """
     total = torch.zeros((), dtype=q.dtype, device=q.device)
-    for level, part in enumerate(layout.slices, start=1):
+    for level, features in enumerate(layout.slices, start=1):
         # Contiguous: Inductor fixes a compiled program to the strides of a slice that is kept for the gradient.
-        score = q[..., part].contiguous() @ k[..., part].contiguous().transpose(2, 3)
+        score = q[..., features].contiguous() @ k[..., features].contiguous().transpose(2, 3)
         if scale is None and layout.scaling in ("paper", "paper_sum"):
             score = score / layout.ranks[level - 1]
         total = total + score * (num_shared >= level)
@@ -144,26 +146,28 @@ def attention(
     Cost: 2 B H T S (D + V) FLOPs and several tensors of B H T S numbers.
     """
     dtype = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
-    repeats, num_keys = q.shape[1] // k.shape[1], k.shape[-2]
+    repeats, num_keys = q.shape[1] // k.shape[1] if k.shape[1] else 1, k.shape[-2]
     query = q.to(dtype)
     key, value = (x.to(dtype).repeat_interleave(repeats, dim=1) for x in (k, v))
     bias = None if attn_bias is None else attn_bias.to(dtype).expand(*q.shape[:3], num_keys)
-    place = places(q.shape[-2], num_keys, cu_seqlens, left_padding, q.shape[0], q.device)
+    position = positions(q.shape[-2], num_keys, cu_seqlens, left_padding, q.shape[0], q.device)
 
-    def of(own: slice, place: Places) -> tuple[Tensor, Tensor]:
+    def of(own: slice, position: Positions) -> tuple[Tensor, Tensor]:
         """The queries of a slice with the keys of that slice."""
         own_query, own_key, own_value = (x[:, :, own] for x in (query, key, value))
         own_bias, own_dropped = (None if x is None else x[:, :, own, own] for x in (bias, dropped))
-        out, lse = _dense(own_query, own_key, own_value, place, layout, is_causal, scale, window, own_bias, own_dropped)
+        out, lse = _dense(
+            own_query, own_key, own_value, position, layout, is_causal, scale, window, own_bias, own_dropped
+        )
         return (out if dropped is None else out / (1 - dropout_p)).to(q.dtype), lse
 
     if cu_seqlens is None or not _is_known(cu_seqlens):
-        return of(slice(None), place)
+        return of(slice(None), position)
     results = []
     for ends in pairwise(cu_seqlens.tolist()):
         own = slice(*ends)
-        queries, keys, rows = (x[:, own] for x in (place.queries, place.keys, place.rows))
-        results.append(of(own, Places(queries=queries, keys=keys, rows=rows, same=None)))
+        queries, keys, rows = (x[:, own] for x in (position.queries, position.keys, position.rows))
+        results.append(of(own, Positions(queries=queries, keys=keys, rows=rows, same=None)))
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
@@ -179,7 +183,7 @@ def _dense(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    place: Places,
+    position: Positions,
     layout: LevelLayout,
     is_causal: bool,
     scale: float | None,
@@ -188,8 +192,8 @@ def _dense(
     dropped: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of tensors with equal numbers of heads, of one dtype; weights that are kept keep their size."""
-    num_shared = place.shared_levels(layout)[:, None]
-    mask = visible(place, is_causal, window)
+    num_shared = position.shared_levels(layout)[:, None]
+    mask = visible(position, is_causal, window)
     if mask is not None:
         # What is in no visible pair may be NaN, and 0 times NaN is NaN.
         unused_query, unused_key = (~mask.any(dim)[:, None, :, None] for dim in (2, 1))
@@ -201,7 +205,7 @@ def _dense(
     if mask is not None:
         score = score.masked_fill(~mask[:, None], -torch.inf)
     # A row without a visible key would be 0/0: it is computed as a row of zeros and then cleared.
-    empty = score.amax(dim=-1, keepdim=True) == -torch.inf
+    empty = (score == -torch.inf).all(dim=-1, keepdim=True)
     score = score.masked_fill(empty, 0.0)
     lse = score.logsumexp(dim=-1, keepdim=True)
     weight = (score - lse).exp().masked_fill(empty, 0.0)
@@ -210,9 +214,9 @@ def _dense(
     if layout.value_slices is None:
         out = weight @ value
     else:
-        parts = [
-            (weight * (num_shared >= level)) @ value[..., part].contiguous()
-            for level, part in enumerate(layout.value_slices, start=1)
+        outs = [
+            (weight * (num_shared >= level)) @ value[..., features].contiguous()
+            for level, features in enumerate(layout.value_slices, start=1)
         ]
-        out = torch.cat(parts, dim=-1)
+        out = torch.cat(outs, dim=-1)
     return out.masked_fill(empty, 0.0), lse.masked_fill(empty, -torch.inf).squeeze(-1)

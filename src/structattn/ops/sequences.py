@@ -46,7 +46,7 @@ def _check(lengths: Tensor, name: str, num_keys: int) -> None:
                 raise ShapeError(
                     f"cu_seqlens must rise from 0 to the length {num_keys}, one entry per sequence end, got {values[:8]}"
                 )
-        elif min(values) < 0 or max(values) > num_keys:
+        elif values and (min(values) < 0 or max(values) > num_keys):
             raise ShapeError(f"left_padding must lie in [0, {num_keys}], got {min(values)} to {max(values)}")
 
 

@@ -13,7 +13,8 @@ from structattn.layers.attention import Attention
 from structattn.layout.levels import LevelLayout
 from structattn.matrices import FAMILIES, Structure
 from structattn.models.language_model import LanguageModel
-from structattn.ops.attention import Backend, explain, why_not
+from structattn.ops import Backend, explain
+from structattn.ops.backends import why_not
 from structattn.spec.attention import FORMS
 from structattn.spec.layers import FORM as LAYER_FORM
 from structattn.spec.layers import LayerSpecs

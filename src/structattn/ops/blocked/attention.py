@@ -1,7 +1,7 @@
 """The ``blocked`` backend: structured attention in pure PyTorch, on any device, in memory linear in T.
 
-It chooses a geometry for a call and runs the passes of ``sweep`` over its pieces: rectangles of whole tensors where all
-sequences have the same blocks, sequences gathered by length for padding and packing, stretches against ranges for the rest.
+It chooses a geometry for a call and runs online softmax passes over its tiles: dyadic blocks of whole tensors where all
+sequences have the same blocks, sequences padded to a few lengths for padding and packing, spans against ranges for the rest.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from structattn.ops import dropout
-from structattn.ops.blocked import dyadic_scores as regular
-from structattn.ops.blocked import online_softmax as sweep
+from structattn.ops.blocked import dyadic, online_softmax
 from structattn.ops.blocked.dyadic import Geometry
-from structattn.ops.blocked.padding import Gathered, Regroup, Whole
-from structattn.ops.blocked.spans import Sequence, Stretches
-from structattn.ops.blocked.tiles import Piece, Terms
+from structattn.ops.blocked.padding import Grouping, NoPadding, Padded
+from structattn.ops.blocked.spans import SequenceSpan, SpanTiles
+from structattn.ops.blocked.tiles import ScoreParameters, Tile
 from structattn.ops.call import Call
 
-# Stretches of at most so many positions are squares on the diagonal: on a CPU smaller products cost more than they save.
+# Spans of at most this number of positions are squares on the diagonal: on a CPU smaller products cost more than they save.
 _TILE = 32
 # Scores at once: per thread what a core's second cache holds twice; on other devices enough to hide the launches.
 _SCORES_PER_THREAD = 2**17
@@ -37,25 +36,25 @@ class _Group:
     """Sequences that are computed together.
 
     Attributes:
-        queries, keys: how their rows are brought together.
-        pieces: makes the pieces of a pass.
+        queries, keys: how their rows are grouped and padded.
+        tiles: makes the tiles of a pass.
     """
 
-    queries: Regroup
-    keys: Regroup
-    pieces: Callable[[], Iterator[Piece]]
+    queries: Grouping
+    keys: Grouping
+    tiles: Callable[[], Iterator[Tile]]
 
 
 def _budget(device: torch.device) -> int:
     return _SCORES_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _SCORES_ON_DEVICE
 
 
-def _sequences(q: Tensor, k: Tensor, call: Call) -> list[Sequence]:
+def _sequences(q: Tensor, k: Tensor, call: Call) -> list[SequenceSpan]:
     """The sequences of a batch, without padding."""
     batch, num_queries, num_keys = q.shape[0], q.shape[2], k.shape[2]
     if call.cu_seqlens is not None:
         ends = call.cu_seqlens.tolist()
-        return [Sequence(0, n, a, a, b - a, b - a, 0) for n, (a, b) in enumerate(pairwise(ends))]
+        return [SequenceSpan(0, n, a, a, b - a, b - a, 0) for n, (a, b) in enumerate(pairwise(ends))]
     padding = [0] * batch if call.left_padding is None else call.left_padding.tolist()
     found = []
     first = num_keys - num_queries  # the position of the first query
@@ -63,7 +62,7 @@ def _sequences(q: Tensor, k: Tensor, call: Call) -> list[Sequence]:
         # Queries in the padding are hidden; those before the first key are not.
         spans = [(first, num_keys)] if pad == 0 else [(first, 0), (max(first, pad), num_keys)]
         found += [
-            Sequence(row, row, low - first, pad, high - low, num_keys - pad, low - pad)
+            SequenceSpan(row, row, low - first, pad, high - low, num_keys - pad, low - pad)
             for low, high in spans
             if low < high and pad < num_keys
         ]
@@ -85,14 +84,14 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
         )
 
     if call.attn_bias is None and call.layout.boundaries is None and not is_ragged:
-        pieces = partial(regular.pieces, geometry(q.shape[2], k.shape[2]), k.shape[0] * heads, repeats, q.device)
-        yield _Group(queries=Whole(), keys=Whole(), pieces=pieces)
+        tiles = partial(dyadic.tiles, geometry(q.shape[2], k.shape[2]), k.shape[0] * heads, repeats, q.device)
+        yield _Group(queries=NoPadding(), keys=NoPadding(), tiles=tiles)
         return
     sequences = _sequences(q, k, call)
     if not sequences:
         return
     if call.attn_bias is None and call.layout.boundaries is None and q.shape[2] == k.shape[2]:
-        buckets: dict[int, list[Sequence]] = {}
+        buckets: dict[int, list[SequenceSpan]] = {}
         for item in sequences:  # lengths within a factor of sqrt 2 are padded to the longest of them
             buckets.setdefault(math.ceil(2 * math.log2(max(item.num_keys, _TILE))), []).append(item)
         for _, items in sorted(buckets.items()):
@@ -100,20 +99,20 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
                 torch.tensor(x, device=q.device)
                 for x in ([item.batch * k.shape[2] + item.keys for item in items], [item.num_keys for item in items])
             )
-            rows = Gathered.of(starts, lengths)
+            rows = Padded.of(starts, lengths)
             size = rows.index.shape[1]
             is_even = call.is_causal or bool((lengths == size).all())  # later keys are hidden from every real query
-            pieces = partial(
-                regular.pieces,
+            tiles = partial(
+                dyadic.tiles,
                 geometry(size, size),
                 len(items) * heads,
                 repeats,
                 q.device,
                 None if is_even else lengths.repeat_interleave(heads),
             )
-            yield _Group(queries=rows, keys=rows, pieces=pieces)
+            yield _Group(queries=rows, keys=rows, tiles=tiles)
         return
-    stretches = Stretches(
+    spans = SpanTiles(
         layout=call.layout,
         sequences=tuple(sequences),
         is_causal=call.is_causal,
@@ -122,19 +121,19 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
         repeats=repeats,
         device=q.device,
     )
-    yield _Group(queries=Whole(), keys=Whole(), pieces=stretches.pieces)
+    yield _Group(queries=NoPadding(), keys=NoPadding(), tiles=spans.tiles)
 
 
-def _terms(call: Call, group: _Group, q: Tensor, k: Tensor) -> Terms:
+def _parameters(call: Call, group: _Group, q: Tensor, k: Tensor) -> ScoreParameters:
     found = None
     if call.seed is not None:
         found = dropout.Dropout(
             p=call.dropout_p,
             seed=int(call.seed),
-            queries=group.queries.get(dropout.query_places(q), q.shape[1] // k.shape[1]),
-            keys=group.keys.get(dropout.key_places(k), 1),
+            queries=group.queries.pad(dropout.query_positions(q), q.shape[1] // k.shape[1]),
+            keys=group.keys.pad(dropout.key_positions(k), 1),
         )
-    return Terms(layout=call.layout, scale=call.scale, dropout=found, budget=_budget(q.device))
+    return ScoreParameters(layout=call.layout, scale=call.scale, dropout=found, budget=_budget(q.device))
 
 
 def _compute_dtype(q: Tensor) -> torch.dtype:
@@ -161,20 +160,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     scores may be large, by Cauchy and Schwarz, or values are far from 1, a first pass finds the largest score of each row: about
     a third more.
     """
-    dtype, repeats = _compute_dtype(q), q.shape[1] // k.shape[1]
+    dtype = _compute_dtype(q)
+    if not q.numel() or not k.numel():
+        return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    repeats = q.shape[1] // k.shape[1]
     q, k, v, kind = q.to(dtype), k.to(dtype), v.to(dtype), q.dtype
     bias = _bias(call, dtype)
     out = q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
     lse = q.new_full((), -torch.inf).expand(*q.shape[:3], 1)
     for group in _groups(q, k, call):
-        terms = _terms(call, group, q, k)
-        queries, keys, values = group.queries.get(q, repeats), group.keys.get(k, 1), group.keys.get(v, 1)
+        parameters = _parameters(call, group, q, k)
+        queries, keys, values = group.queries.pad(q, repeats), group.keys.pad(k, 1), group.keys.pad(v, 1)
         # For few queries a pass over the scores costs less than one over the keys.
-        is_safe = bias is None and q.shape[2] >= _FEW_QUERIES and terms.are_small(queries, keys, values)
-        offset = None if is_safe else sweep.row_maxima(group.pieces(), queries, keys, bias, terms)
-        rows_out, rows_lse = sweep.forward(group.pieces(), queries, keys, values, bias, offset, terms)
-        out = group.queries.put(out, rows_out, repeats)
-        lse = group.queries.put(lse, rows_lse[..., None], repeats)
+        is_safe = bias is None and q.shape[2] >= _FEW_QUERIES and parameters.are_small(queries, keys, values)
+        offset = None if is_safe else online_softmax.row_maxima(group.tiles(), queries, keys, bias, parameters)
+        rows_out, rows_lse = online_softmax.forward(group.tiles(), queries, keys, values, bias, offset, parameters)
+        out = group.queries.unpad(out, rows_out, repeats)
+        lse = group.queries.unpad(lse, rows_lse[..., None], repeats)
     return out.to(kind).contiguous(), lse[..., 0].contiguous()
 
 
@@ -200,6 +202,12 @@ def backward(
 
     Cost: three products of the score's rank and two of the value's per visible pair; memory linear in T, and the bias's.
     """
+    if not q.numel() or not k.numel():
+        no_bias = (
+            None if call.attn_bias is None else torch.zeros_like(call.attn_bias, memory_format=torch.contiguous_format)
+        )
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        return dq, dk, dv, no_bias if needs_bias else None
     dtype, repeats, kind = _compute_dtype(q), q.shape[1] // k.shape[1], q.dtype
     q, k, v, grad_out = (x.to(dtype) for x in (q, k, v, grad_out))
     # A head at a time, so that the product never takes as much memory as the output.
@@ -211,20 +219,20 @@ def backward(
     grad_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None
     grad_q, grad_k, grad_v = (x.new_zeros(()).expand(x.shape) for x in (q, k, v))
     for group in _groups(q, k, call):
-        rows_q, rows_k, rows_v = sweep.backward(
-            group.pieces(),
-            group.queries.get(q, repeats),
-            group.keys.get(k, 1),
-            group.keys.get(v, 1),
+        rows_q, rows_k, rows_v = online_softmax.backward(
+            group.tiles(),
+            group.queries.pad(q, repeats),
+            group.keys.pad(k, 1),
+            group.keys.pad(v, 1),
             bias,
-            group.queries.get(lse[..., None], repeats, missing=-torch.inf)[..., 0],
-            group.queries.get(delta, repeats)[..., 0],
-            group.queries.get(grad_out, repeats),
+            group.queries.pad(lse[..., None], repeats, missing=-torch.inf)[..., 0],
+            group.queries.pad(delta, repeats)[..., 0],
+            group.queries.pad(grad_out, repeats),
             grad_bias,
-            _terms(call, group, q, k),
+            _parameters(call, group, q, k),
         )
-        grad_q = group.queries.put(grad_q, rows_q, repeats)
-        grad_k, grad_v = group.keys.put(grad_k, rows_k, 1), group.keys.put(grad_v, rows_v, 1)
+        grad_q = group.queries.unpad(grad_q, rows_q, repeats)
+        grad_k, grad_v = group.keys.unpad(grad_k, rows_k, 1), group.keys.unpad(grad_v, rows_v, 1)
     shaped = None
     if grad_bias is not None and call.attn_bias is not None:
         shaped = grad_bias.to(call.attn_bias.dtype).view(call.attn_bias.shape)

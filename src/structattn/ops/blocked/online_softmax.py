@@ -1,6 +1,6 @@
-"""One pass over the scores, piece by piece: the arithmetic that every geometry of ``blocked`` attention shares.
+"""One pass over the scores, tile by tile: the arithmetic that every geometry of ``blocked`` attention shares.
 
-Scores are in units of log 2 and relative to an offset per row that is known before the pass, so that pieces add up:
+Scores are in units of log 2 and relative to an offset per row that is known before the pass, so that tiles add up:
 
     forward    P = 2^(s - offset),  out += P V,  total += P 1          and in the end out / total
     backward   P = 2^(s - lse),  dS = P * (dO V^T - delta),  dQ += dS K,  dK += dS^T Q,  dV += P^T dO
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from structattn.ops.blocked.tiles import LOG2_E, Piece, Terms
+from structattn.ops.blocked.tiles import LOG2_E, ScoreParameters, Tile
 from structattn.ops.dropout import Dropout
 
 
@@ -39,8 +39,8 @@ def _with_column(x: Tensor, column: Tensor | float) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Some batches, rows and columns of a piece."""
+class _Chunk:
+    """Some batches, rows and columns of a tile."""
 
     batch: slice
     rows: slice
@@ -54,7 +54,7 @@ def _slices(total: int, step: int) -> list[slice]:
 def _steps(shape: tuple[int, int, int], width: int, budget: int) -> tuple[int, int, int]:
     """How much of batch, rows and columns is done at once: products of a good shape first, then as many as fit.
 
-    Of small pieces the copied rows, ``width`` numbers each, would take more memory than the scores: they count too.
+    Of small tiles the copied rows, ``width`` numbers each, would take more memory than the scores: they count too.
     """
     batch, rows, cols = shape
     row_step = min(rows, 512, budget)
@@ -66,19 +66,19 @@ def _steps(shape: tuple[int, int, int], width: int, budget: int) -> tuple[int, i
     return batch_step, row_step, col_step
 
 
-def _grid(piece: Piece, width: int, budget: int) -> Iterator[list[list[_Part]]]:
-    """The parts of a piece, for each step of the batch: a list per step of the rows, of one part per step of the columns."""
-    batch, rows, cols = piece.shape
-    batch_step, row_step, col_step = _steps(piece.shape, width, budget)
+def _grid(tile: Tile, width: int, budget: int) -> Iterator[list[list[_Chunk]]]:
+    """The chunks of a tile, for each step of the batch: a list per step of the rows, of one chunk per step of the columns."""
+    batch, rows, cols = tile.shape
+    batch_step, row_step, col_step = _steps(tile.shape, width, budget)
     for some in _slices(batch, batch_step):
         grid = []
-        for row_part in _slices(rows, row_step):
-            grid.append([_Part(some, row_part, col_part) for col_part in _slices(cols, col_step)])
+        for row_slice in _slices(rows, row_step):
+            grid.append([_Chunk(some, row_slice, col_slice) for col_slice in _slices(cols, col_step)])
         yield grid
 
 
 class _Scratch:
-    """Memory for the scores of one part, used again for every part."""
+    """Memory for the scores of one chunk, used again for every chunk."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -92,18 +92,18 @@ class _Scratch:
 
 
 class _Dropped:
-    """The weights of a piece that dropout drops."""
+    """The weights of a tile that dropout drops."""
 
-    def __init__(self, dropout: Dropout | None, piece: Piece) -> None:
+    def __init__(self, dropout: Dropout | None, tile: Tile) -> None:
         self._dropout = dropout
         if dropout is not None:
-            self._rows, self._cols = piece.rows_of(dropout.queries), piece.cols_of(dropout.keys)
+            self._rows, self._cols = tile.rows_of(dropout.queries), tile.cols_of(dropout.keys)
 
-    def of(self, part: _Part) -> Tensor | None:
-        """Bool, shaped as the part; ``None`` without dropout."""
+    def of(self, chunk: _Chunk) -> Tensor | None:
+        """Bool, shaped as the chunk; ``None`` without dropout."""
         if self._dropout is None:
             return None
-        return self._dropout.dropped(self._rows[part.batch, part.rows], self._cols[part.batch, part.cols])
+        return self._dropout.dropped(self._rows[chunk.batch, chunk.rows], self._cols[chunk.batch, chunk.cols])
 
 
 def _product(weights: Tensor, x: Tensor, done: Tensor | None) -> Tensor:
@@ -122,47 +122,53 @@ def _hide(scores: Tensor, hidden: Tensor | bool) -> None:
         scores.masked_fill_(hidden, -torch.inf)
 
 
-def row_maxima(pieces: Iterable[Piece], q: Tensor, k: Tensor, bias: Tensor | None, terms: Terms) -> Tensor:
+def row_maxima(tiles: Iterable[Tile], q: Tensor, k: Tensor, bias: Tensor | None, parameters: ScoreParameters) -> Tensor:
     """The largest score of each row, (..., 1), in units of log 2; 0 where a row sees no column."""
     width = 2 * q.shape[-1]
     best = q.new_full((*q.shape[:-1], 1), -torch.inf)
     scratch = _Scratch(q)
-    for piece in pieces:
-        rank = terms.rank(piece.level)
-        factor = terms.factor(piece.level, q) * LOG2_E
-        query, key = piece.rows_of(q[..., :rank]), piece.cols_of(k[..., :rank])
-        found = piece.rows_of(best).clone()
-        for grid in _grid(piece, width, terms.budget):
+    for tile in tiles:
+        rank = parameters.rank(tile.level)
+        factor = parameters.factor(tile.level, q) * LOG2_E
+        query, key = tile.rows_of(q[..., :rank]), tile.cols_of(k[..., :rank])
+        found = tile.rows_of(best).clone()
+        for grid in _grid(tile, width, parameters.budget):
             for line in grid:
                 batch, rows = line[0].batch, line[0].rows
                 here, best_here = query[batch, rows] * factor, found[batch, rows]
-                for part in line:
-                    hidden = piece.hides(batch, rows, part.cols)
+                for chunk in line:
+                    hidden = tile.hides(batch, rows, chunk.cols)
                     if hidden is True:
                         continue
-                    scores = scratch(here.shape[0], here.shape[1], part.cols.stop - part.cols.start)
-                    torch.bmm(here, key[batch, part.cols].mT, out=scores)
+                    scores = scratch(here.shape[0], here.shape[1], chunk.cols.stop - chunk.cols.start)
+                    torch.bmm(here, key[batch, chunk.cols].mT, out=scores)
                     if bias is not None:
-                        scores.add_(piece.bias_of(bias, batch, rows, part.cols), alpha=LOG2_E)
+                        scores.add_(tile.bias_of(bias, batch, rows, chunk.cols), alpha=LOG2_E)
                     _hide(scores, hidden)
                     torch.maximum(best_here, scores.amax(-1, keepdim=True), out=best_here)
-        piece.max_rows(best, found)
+        tile.max_rows(best, found)
     return best.masked_fill_(best == -torch.inf, 0.0)
 
 
 def forward(
-    pieces: Iterable[Piece], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, offset: Tensor | None, terms: Terms
+    tiles: Iterable[Tile],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    offset: Tensor | None,
+    parameters: ScoreParameters,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sums and the log-sum-exp.
 
     Args:
-        pieces: every visible pair in exactly one of them.
+        tiles: every visible pair in exactly one of them.
         q: (..., D), float32 or float64, leading dimensions as the geometry has them.
         k, v: (..., D) and (..., V).
-        bias: what the pieces take their bias from.
+        bias: what the tiles take their bias from.
         offset: (..., 1) about the largest score of each row, in units of log 2; ``None`` is 0 and right where every
-            score is small (``Terms.are_small``).
-        terms: the rest of the call.
+            score is small (``ScoreParameters.are_small``).
+        parameters: the rest of the call.
 
     Returns:
         out (..., V) and lse (...), base e; 0 and -inf where a row sees nothing.
@@ -171,28 +177,28 @@ def forward(
     """
     out, total = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros((*q.shape[:-1], 1))
     scratch, width = _Scratch(q), q.shape[-1] + v.shape[-1]
-    for piece in pieces:
-        rank, value_rank = terms.rank(piece.level), terms.value_rank(piece.level, v.shape[-1])
-        factor = terms.factor(piece.level, q) * LOG2_E
-        query, shift = piece.rows_of(q[..., :rank]), None if offset is None else piece.rows_of(offset)[..., 0]
-        key, value = piece.cols_of(k[..., :rank]), piece.cols_of(v[..., :value_rank])
-        sums, totals = piece.open_rows(out[..., :value_rank]), piece.open_rows(total)
-        dropped = _Dropped(terms.dropout, piece)
-        for grid in _grid(piece, width, terms.budget):
+    for tile in tiles:
+        rank, value_rank = parameters.rank(tile.level), parameters.value_rank(tile.level, v.shape[-1])
+        factor = parameters.factor(tile.level, q) * LOG2_E
+        query, shift = tile.rows_of(q[..., :rank]), None if offset is None else tile.rows_of(offset)[..., 0]
+        key, value = tile.cols_of(k[..., :rank]), tile.cols_of(v[..., :value_rank])
+        sums, totals = tile.open_rows(out[..., :value_rank]), tile.open_rows(total)
+        dropped = _Dropped(parameters.dropout, tile)
+        for grid in _grid(tile, width, parameters.budget):
             batch = grid[0][0].batch
             # As a column of the product, unless the copy of the keys that this takes would be used once.
             in_product = shift is not None and len(grid) > 1
             dense_key = _with_column(key[batch], 1.0)[0] if in_product else _dense_rows(key[batch], len(grid))
             dense_value = _dense_rows(value[batch], len(grid))
-            keys = [dense_key[:, part.cols].mT for part in grid[0]]
-            values = [dense_value[:, part.cols] for part in grid[0]]
+            keys = [dense_key[:, chunk.cols].mT for chunk in grid[0]]
+            values = [dense_value[:, chunk.cols] for chunk in grid[0]]
             for line in grid:
                 rows = line[0].rows
                 here, row_total, done = query[batch, rows] * factor, totals[batch, rows], None
                 if shift is not None and in_product:
                     here, _ = _with_column(here, -shift[batch, rows])
-                for part, some_keys, some_values in zip(line, keys, values, strict=True):
-                    hidden = piece.hides(batch, rows, part.cols)
+                for chunk, some_keys, some_values in zip(line, keys, values, strict=True):
+                    hidden = tile.hides(batch, rows, chunk.cols)
                     if hidden is True:
                         continue
                     scores = scratch(here.shape[0], here.shape[1], some_keys.shape[2])
@@ -200,22 +206,22 @@ def forward(
                     if shift is not None and not in_product:
                         scores.sub_(shift[batch, rows, None])
                     if bias is not None:
-                        scores.add_(piece.bias_of(bias, batch, rows, part.cols), alpha=LOG2_E)
+                        scores.add_(tile.bias_of(bias, batch, rows, chunk.cols), alpha=LOG2_E)
                     _hide(scores, hidden)
                     scores.exp2_()
                     row_total.add_(scores.sum(-1, keepdim=True))
-                    without = dropped.of(part)
+                    without = dropped.of(chunk)
                     if without is not None:
                         scores.masked_fill_(without, 0.0)
                     done = _product(scores, some_values, done)
                 if done is not None:
                     sums[batch, rows].add_(done)
-        piece.close_rows(out[..., :value_rank], sums)
-        piece.close_rows(total, totals)
+        tile.close_rows(out[..., :value_rank], sums)
+        tile.close_rows(total, totals)
     empty = total == 0
     out.div_(total.masked_fill_(empty, 1.0))
-    if terms.dropout is not None:
-        out.div_(terms.dropout.kept)
+    if parameters.dropout is not None:
+        out.div_(parameters.dropout.kept)
     lse = total.log_()
     if offset is not None:
         lse.add_(offset, alpha=math.log(2))
@@ -223,7 +229,7 @@ def forward(
 
 
 def backward(
-    pieces: Iterable[Piece],
+    tiles: Iterable[Tile],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -232,16 +238,16 @@ def backward(
     delta: Tensor,
     grad_out: Tensor,
     grad_bias: Tensor | None,
-    terms: Terms,
+    parameters: ScoreParameters,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the queries, keys and values; that of the bias is added to ``grad_bias``.
 
     Args:
-        pieces, q, k, v, bias, terms: as ``forward``.
+        tiles, q, k, v, bias, parameters: as ``forward``.
         lse: (...), base e; -inf where a row sees nothing.
         delta: (...), rowsum(grad_out * out) - grad_lse.
         grad_out: (..., V).
-        grad_bias: shaped as what the pieces take their bias from, or ``None``.
+        grad_bias: shaped as what the tiles take their bias from, or ``None``.
 
     Returns:
         dq, dk, dv, shaped as q, k, v.
@@ -251,41 +257,41 @@ def backward(
     grad_q, grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     # A row that sees nothing, or is not there, has weights 0 whatever its columns are; infinity itself would make NaN.
     offset = lse.masked_fill(lse == -torch.inf, torch.finfo(lse.dtype).max / 4)[..., None] * LOG2_E
-    if terms.dropout is not None:
-        grad_out = grad_out / terms.dropout.kept  # of the weights that are kept
+    if parameters.dropout is not None:
+        grad_out = grad_out / parameters.dropout.kept  # of the weights that are kept
     weights, others, width = _Scratch(q), _Scratch(q), q.shape[-1] + v.shape[-1]
-    for piece in pieces:
-        rank, value_rank = terms.rank(piece.level), terms.value_rank(piece.level, v.shape[-1])
-        factor = terms.factor(piece.level, q)
-        all_query, all_key = piece.rows_of(q[..., :rank]), piece.cols_of(k[..., :rank])
-        all_value, all_outward = piece.cols_of(v[..., :value_rank]), piece.rows_of(grad_out[..., :value_rank])
-        shift, drop = -piece.rows_of(offset)[..., 0], -piece.rows_of(delta[..., None])[..., 0]
-        row_grad = piece.open_rows(grad_q[..., :rank])
-        dropped = _Dropped(terms.dropout, piece)
-        key_grad, value_grad = piece.open_cols(grad_k[..., :rank]), piece.open_cols(grad_v[..., :value_rank])
-        for grid in _grid(piece, width, terms.budget):
+    for tile in tiles:
+        rank, value_rank = parameters.rank(tile.level), parameters.value_rank(tile.level, v.shape[-1])
+        factor = parameters.factor(tile.level, q)
+        all_query, all_key = tile.rows_of(q[..., :rank]), tile.cols_of(k[..., :rank])
+        all_value, all_outward = tile.cols_of(v[..., :value_rank]), tile.rows_of(grad_out[..., :value_rank])
+        shift, drop = -tile.rows_of(offset)[..., 0], -tile.rows_of(delta[..., None])[..., 0]
+        row_grad = tile.open_rows(grad_q[..., :rank])
+        dropped = _Dropped(parameters.dropout, tile)
+        key_grad, value_grad = tile.open_cols(grad_k[..., :rank]), tile.open_cols(grad_v[..., :value_rank])
+        for grid in _grid(tile, width, parameters.budget):
             batch = grid[0][0].batch
             query_1, query = _with_column(all_query[batch] * (factor * LOG2_E), shift[batch])
             key_1, key = _with_column(all_key[batch], 1.0)
             value_1, value = _with_column(all_value[batch], 1.0)
             outward_1, outward = _with_column(all_outward[batch], drop[batch])
-            for line in zip(*grid, strict=True):  # the parts of one stretch of columns
+            for line in zip(*grid, strict=True):  # the chunks of one stretch of columns
                 cols = line[0].cols
                 key_done: Tensor | None = None
                 value_done: Tensor | None = None
-                for part in line:
-                    rows = part.rows
-                    hidden = piece.hides(batch, rows, cols)
+                for chunk in line:
+                    rows = chunk.rows
+                    hidden = tile.hides(batch, rows, cols)
                     if hidden is True:
                         continue
                     shape = tuple(s.stop - s.start for s in (batch, rows, cols))
                     weight, change = weights(*shape), others(*shape)
                     torch.bmm(query_1[:, rows], key_1[:, cols].mT, out=weight)
                     if bias is not None:
-                        weight.add_(piece.bias_of(bias, batch, rows, cols), alpha=LOG2_E)
+                        weight.add_(tile.bias_of(bias, batch, rows, cols), alpha=LOG2_E)
                     _hide(weight, hidden)
                     weight.exp2_()
-                    without = dropped.of(part)
+                    without = dropped.of(chunk)
                     kept = weight if without is None else change.copy_(weight).masked_fill_(without, 0.0)
                     value_done = _product(kept.mT, outward[:, rows], value_done)
                     if without is None:
@@ -295,14 +301,14 @@ def backward(
                         change.masked_fill_(without, 0.0).add_(outward_1[:, rows, -1:])
                     change.mul_(weight)
                     if grad_bias is not None:
-                        piece.add_bias(grad_bias, batch, rows, cols, change)
+                        tile.add_bias(grad_bias, batch, rows, cols, change)
                     row_grad[batch, rows].add_(_product(change, key[:, cols], None).mul_(factor))
                     key_done = _product(change.mT, query[:, rows], key_done)
                 if key_done is not None and value_done is not None:
                     key_grad[batch, cols].add_(key_done)
                     value_grad[batch, cols].add_(value_done)
-        piece.close_rows(grad_q[..., :rank], row_grad)
-        piece.close_cols(grad_k[..., :rank], key_grad)
-        piece.close_cols(grad_v[..., :value_rank], value_grad)
+        tile.close_rows(grad_q[..., :rank], row_grad)
+        tile.close_cols(grad_k[..., :rank], key_grad)
+        tile.close_cols(grad_v[..., :value_rank], value_grad)
     grad_k.mul_(1 / LOG2_E)  # the queries that it was summed from were in units of log 2
     return grad_q, grad_k, grad_v

@@ -1,8 +1,8 @@
-"""The pairs of any layout as stretches of queries against ranges of keys: for free segments, biases, padding with T != S.
+"""The pairs of any layout as spans of queries against ranges of keys: for free segments, biases, padding with T != S.
 
-Every sequence is cut into stretches of at most ``STRETCH`` queries, at the borders of its longer segments. Around a stretch that
-lies in one block of a level, the keys of that level are two ranges, one before and one behind the next deeper block: they share
-one number of levels with all its queries and need no mask. Only inside the deepest such block levels are told apart by masks.
+Every sequence is cut into spans of at most ``SPAN`` queries, at the boundaries of its longer segments. Around a span that
+lies in one block of a level, the keys of that level are two ranges, one before and one after the next deeper block: they share
+one number of levels with all its queries and need no mask. Only inside the deepest such block masks separate the levels.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from structattn.layout.levels import LevelLayout
 
-STRETCH = 128
+SPAN = 128
 
 
 @dataclass(frozen=True)
-class Sequence:
+class SequenceSpan:
     """One sequence of a batch.
 
     Attributes:
@@ -41,8 +41,8 @@ class Sequence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretches:
-    """All pieces of a call.
+class SpanTiles:
+    """All tiles of a call.
 
     Attributes:
         layout: any.
@@ -54,31 +54,31 @@ class Stretches:
     """
 
     layout: LevelLayout
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[SequenceSpan, ...]
     is_causal: bool
     window: int | None
     num_groups: int
     repeats: int
     device: torch.device
 
-    def pieces(self) -> Iterator[StretchPiece]:
-        """Every visible pair in exactly one piece (and in its mask)."""
+    def tiles(self) -> Iterator[SpanTile]:
+        """Every visible pair in exactly one tile (and in its mask)."""
         for sequence in self.sequences:
             end = sequence.first_query + sequence.num_queries
-            borders = self._borders(sequence, end)
-            for low, high in zip(borders, [*borders[1:], end], strict=True):
-                for first in range(low, high, STRETCH):
-                    last = min(first + STRETCH, high) - 1
+            boundaries = self._boundaries(sequence, end)
+            for low, high in zip(boundaries, [*boundaries[1:], end], strict=True):
+                for first in range(low, high, SPAN):
+                    last = min(first + SPAN, high) - 1
                     for level, start, stop, is_mixed in self._ranges(sequence, first, last):
                         if self.is_causal:
                             stop = min(stop, last + 1)
                         if self.window is not None:
                             start, stop = max(start, first - self.window + 1), min(stop, last + self.window)
                         if start < stop:
-                            yield StretchPiece(self, sequence, level, first, last + 1, start, stop, is_mixed)
+                            yield SpanTile(self, sequence, level, first, last + 1, start, stop, is_mixed)
 
-    def _block(self, sequence: Sequence, level: int, position: int) -> tuple[int, int]:
-        """The first position of the block that holds a position, and the first behind it."""
+    def _block(self, sequence: SequenceSpan, level: int, position: int) -> tuple[int, int]:
+        """The first position of the block that holds a position, and the first one after it."""
         if level == 1:
             return 0, sequence.num_keys
         if self.layout.boundaries is None:
@@ -89,30 +89,30 @@ class Stretches:
         after = bisect_right(starts, position)
         return starts[after - 1] if after else position, starts[after] if after < len(starts) else sequence.num_keys
 
-    def _borders(self, sequence: Sequence, end: int) -> list[int]:
-        """Where stretches must end: at 0, and at the blocks of the deepest level whose blocks are long enough on average."""
+    def _boundaries(self, sequence: SequenceSpan, end: int) -> list[int]:
+        """Where spans must end: at 0, and at the blocks of the deepest level whose blocks are long enough on average."""
         low = sequence.first_query
         cuts = {low, 0} if low < 0 < end else {low}
         found = cuts
         for level in range(2, self.layout.num_levels + 1):
             if self.layout.boundaries is None:
                 size = self.layout.block_sizes[level - 1]
-                if size < STRETCH // 2:
+                if size < SPAN // 2:
                     break
                 starts = set(range(-(-max(low, 0) // size) * size, end, size))
             else:
                 every = self.layout.boundaries[sequence.row if self.layout.num_rows else 0][level - 1]
                 starts = {start for start in every if low < start < end}
-                if starts and (end - low) / len(starts) < STRETCH // 2:
+                if starts and (end - low) / len(starts) < SPAN // 2:
                     break
             found = cuts | starts
         return sorted(found)
 
-    def _ranges(self, sequence: Sequence, first: int, last: int) -> Iterator[tuple[int, int, int, bool]]:
-        """(level, start, stop, whether levels must be told apart) of keys around the queries first ... last."""
+    def _ranges(self, sequence: SequenceSpan, first: int, last: int) -> Iterator[tuple[int, int, int, bool]]:
+        """(level, start, stop, whether a mask must separate levels) of keys around the queries first ... last."""
         low, high = 0, sequence.num_keys  # keys that share ``level`` levels or more with all of them
         for level in range(1, self.layout.num_levels):
-            block, block_of_last = (self._block(sequence, level + 1, place) for place in (first, last))
+            block, block_of_last = (self._block(sequence, level + 1, position) for position in (first, last))
             start, stop = max(low, block[0]), min(high, block_of_last[1])
             if start >= stop:
                 break
@@ -129,19 +129,19 @@ class Stretches:
 
 
 @dataclass(frozen=True)
-class StretchPiece:
-    """Queries against a range of keys, of all heads of one sequence; see ``piece.Piece``. Tensors are (B * G, rows, d).
+class SpanTile:
+    """Queries against a range of keys, of all heads of one sequence; see ``tiles.Tile``. Tensors are (B * G, rows, d).
 
     Attributes:
-        stretches, sequence: what it is a piece of.
-        level: see ``piece.Piece``.
+        tiles, sequence: the tiles that it is one of, and its sequence.
+        level: see ``tiles.Tile``.
         first, stop: positions of its queries.
         first_key, stop_key: positions of its keys.
         is_mixed: whether only pairs that share exactly ``level`` levels count.
     """
 
-    stretches: Stretches
-    sequence: Sequence
+    tiles: SpanTiles
+    sequence: SequenceSpan
     level: int
     first: int
     stop: int
@@ -152,11 +152,11 @@ class StretchPiece:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Batch, rows and columns."""
-        stretches = self.stretches
-        return stretches.num_groups, (self.stop - self.first) * stretches.repeats, self.stop_key - self.first_key
+        tiles = self.tiles
+        return tiles.num_groups, (self.stop - self.first) * tiles.repeats, self.stop_key - self.first_key
 
     def _heads(self) -> slice:
-        groups = self.stretches.num_groups
+        groups = self.tiles.num_groups
         return slice(self.sequence.batch * groups, (self.sequence.batch + 1) * groups)
 
     @property
@@ -169,64 +169,64 @@ class StretchPiece:
         return slice(self.sequence.keys + self.first_key, self.sequence.keys + self.stop_key)
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """See ``piece.Piece``."""
-        repeats = self.stretches.repeats
+        """See ``tiles.Tile``."""
+        repeats = self.tiles.repeats
         return x[self._heads(), self._queries.start * repeats : self._queries.stop * repeats]
 
     def cols_of(self, x: Tensor) -> Tensor:
-        """See ``piece.Piece``."""
+        """See ``tiles.Tile``."""
         return x[self._heads(), self._keys]
 
     def open_rows(self, x: Tensor) -> Tensor:
-        """See ``piece.Piece``; a view."""
+        """See ``tiles.Tile``; a view."""
         return self.rows_of(x)
 
     def close_rows(self, x: Tensor, opened: Tensor) -> None:
-        """See ``piece.Piece``; a view needs nothing."""
+        """See ``tiles.Tile``; a view needs nothing."""
 
     def open_cols(self, x: Tensor) -> Tensor:
-        """See ``piece.Piece``; a view."""
+        """See ``tiles.Tile``; a view."""
         return self.cols_of(x)
 
     def close_cols(self, x: Tensor, opened: Tensor) -> None:
-        """See ``piece.Piece``; a view needs nothing."""
+        """See ``tiles.Tile``; a view needs nothing."""
 
     def max_rows(self, x: Tensor, value: Tensor) -> None:
-        """See ``piece.Piece``."""
+        """See ``tiles.Tile``."""
         there = self.rows_of(x)
         there.copy_(torch.maximum(there, value))
 
     def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
-        """See ``piece.Piece``."""
-        all_of = self.stretches
-        # Rows of one position stand together.
-        first, stop = self.first + rows.start // all_of.repeats, self.first + -(-rows.stop // all_of.repeats)
+        """See ``tiles.Tile``."""
+        tiles = self.tiles
+        # Rows of one position are neighbours.
+        first, stop = self.first + rows.start // tiles.repeats, self.first + -(-rows.stop // tiles.repeats)
         first_key, last_key = self.first_key + cols.start, self.first_key + cols.stop - 1
         nearest, farthest = first - last_key, stop - 1 - first_key
-        if (all_of.is_causal and farthest < 0) or (
-            all_of.window is not None and (nearest >= all_of.window or farthest <= -all_of.window)
+        if (tiles.is_causal and farthest < 0) or (
+            tiles.window is not None and (nearest >= tiles.window or farthest <= -tiles.window)
         ):
             return True
-        is_cut = (all_of.is_causal and nearest < 0) or (
-            all_of.window is not None and (farthest >= all_of.window or nearest <= -all_of.window)
+        is_cut = (tiles.is_causal and nearest < 0) or (
+            tiles.window is not None and (farthest >= tiles.window or nearest <= -tiles.window)
         )
         if not (is_cut or self.is_mixed):
             return False
-        i = self.first + torch.arange(rows.start, rows.stop, device=all_of.device)[:, None] // all_of.repeats
-        j = torch.arange(first_key, last_key + 1, device=all_of.device)[None, :]
-        hidden = torch.zeros(i.shape[0], j.shape[1], dtype=torch.bool, device=all_of.device)
-        if all_of.is_causal:
+        i = self.first + torch.arange(rows.start, rows.stop, device=tiles.device)[:, None] // tiles.repeats
+        j = torch.arange(first_key, last_key + 1, device=tiles.device)[None, :]
+        hidden = torch.zeros(i.shape[0], j.shape[1], dtype=torch.bool, device=tiles.device)
+        if tiles.is_causal:
             hidden |= i < j
-        if all_of.window is not None:
-            hidden |= (i - j).abs() >= all_of.window
+        if tiles.window is not None:
+            hidden |= (i - j).abs() >= tiles.window
         if self.is_mixed:
-            hidden |= all_of.layout.shared_levels(i, j, self.sequence.row) != self.level
+            hidden |= tiles.layout.shared_levels(i, j, self.sequence.row) != self.level
         return hidden
 
-    def _part(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> tuple[Tensor, slice]:
-        """The bias of a part as a view, (1 or groups, 1 or repeats, 1 or positions, 1 or columns), and its rows among them."""
-        all_of = self.stretches
-        first, stop = rows.start // all_of.repeats, -(-rows.stop // all_of.repeats)
+    def _view(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> tuple[Tensor, slice]:
+        """The bias of a view as a view, (1 or groups, 1 or repeats, 1 or positions, 1 or columns), and its rows among them."""
+        tiles = self.tiles
+        first, stop = rows.start // tiles.repeats, -(-rows.stop // tiles.repeats)
         keys, queries = self._keys.start, self._queries.start
         if bias.shape[0] > 1:
             bias = bias[self.sequence.batch : self.sequence.batch + 1]
@@ -235,22 +235,22 @@ class StretchPiece:
         if bias.shape[3] > 1:
             bias = bias[..., keys + cols.start : keys + cols.stop]
         if bias.shape[1] > 1:
-            bias = bias[0].unflatten(0, (all_of.num_groups, all_of.repeats))[batch]
-        offset = first * all_of.repeats
+            bias = bias[0].unflatten(0, (tiles.num_groups, tiles.repeats))[batch]
+        offset = first * tiles.repeats
         return bias, slice(rows.start - offset, rows.stop - offset)
 
     def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
-        """See ``piece.Piece``; the bias has 4 dimensions, each 1 or that of (B, H, T, S)."""
-        part, some = self._part(bias, batch, rows, cols)
-        shape = (batch.stop - batch.start, self.stretches.repeats, -(-some.stop // self.stretches.repeats))
-        part = part.expand(*shape, cols.stop - cols.start)
-        return part.transpose(1, 2).flatten(1, 2)[:, some]
+        """See ``tiles.Tile``; the bias has 4 dimensions, each 1 or that of (B, H, T, S)."""
+        view, some = self._view(bias, batch, rows, cols)
+        shape = (batch.stop - batch.start, self.tiles.repeats, -(-some.stop // self.tiles.repeats))
+        view = view.expand(*shape, cols.stop - cols.start)
+        return view.transpose(1, 2).flatten(1, 2)[:, some]
 
     def add_bias(self, bias: Tensor, batch: slice, rows: slice, cols: slice, value: Tensor) -> None:
-        """See ``piece.Piece``."""
-        part, some = self._part(bias, batch, rows, cols)
-        repeats = self.stretches.repeats
+        """See ``tiles.Tile``."""
+        view, some = self._view(bias, batch, rows, cols)
+        repeats = self.tiles.repeats
         count = -(-some.stop // repeats)
         whole = value.new_zeros((value.shape[0], count * repeats, value.shape[2]))
         whole[:, some] = value
-        part.add_(whole.unflatten(1, (count, repeats)).transpose(1, 2).sum_to_size(part.shape))
+        view.add_(whole.unflatten(1, (count, repeats)).transpose(1, 2).sum_to_size(view.shape))

@@ -1,9 +1,9 @@
-"""What a pass of ``sweep`` is given: pieces of the score matrix, and the terms on which scores are made."""
+"""What an online softmax pass is given: tiles of the score matrix, and the parameters of the scores."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -19,7 +19,7 @@ _SMALL = 80.0
 _ROOM_ABOVE, _ROOM_BELOW = 8, 28
 
 
-class Piece(Protocol):
+class Tile(Protocol):
     """Some rows against some columns of the score matrix, in a batch, whose pairs all share ``level`` levels."""
 
     @property
@@ -41,7 +41,7 @@ class Piece(Protocol):
         ...
 
     def open_rows(self, x: Tensor) -> Tensor:
-        """(batch, rows, d) to add into what ``rows_of`` reads: a view, or a buffer that ``close_rows`` brings back."""
+        """(batch, rows, d) to add into what ``rows_of`` reads: a view, or a buffer that ``close_rows`` copies back."""
         ...
 
     def close_rows(self, x: Tensor, opened: Tensor) -> None:
@@ -57,24 +57,24 @@ class Piece(Protocol):
         ...
 
     def max_rows(self, x: Tensor, value: Tensor) -> None:
-        """Takes the larger of (batch, rows, d) and what is there, where ``rows_of`` read."""
+        """Takes the larger of (batch, rows, d) and what ``rows_of`` reads, in its memory."""
         ...
 
     def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
-        """What is hidden of a part: all (``True``), nothing (``False``), or a bool mask that broadcasts to it."""
+        """What is hidden of some rows and columns: all (``True``), nothing (``False``), or a bool mask that broadcasts to it."""
         ...
 
     def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
-        """The additive bias of a part, shaped as the part."""
+        """The additive bias of some rows and columns, (batch, rows, columns)."""
         ...
 
     def add_bias(self, bias: Tensor, batch: slice, rows: slice, cols: slice, value: Tensor) -> None:
-        """Adds a part where ``bias_of`` read."""
+        """Adds to what ``bias_of`` reads."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class ScoreParameters:
     """What a pass needs of a call besides the tensors.
 
     Attributes:
@@ -88,6 +88,7 @@ class Terms:
     scale: float | None
     dropout: Dropout | None
     budget: int
+    _factors: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def rank(self, level: int) -> int:
         """R, the dimensions of a score."""
@@ -99,13 +100,16 @@ class Terms:
 
     def factor(self, level: int, like: Tensor) -> Tensor:
         """(R,): times a query, it gives scores in natural units."""
-        per_level, per_count = self.layout.score_factors(self.scale)
-        values = [
-            per_count[level - 1] * factor
-            for factor, rank in zip(per_level[:level], self.layout.ranks[:level], strict=True)
-            for _ in range(rank)
-        ]
-        return torch.tensor(values, dtype=like.dtype, device=like.device)
+        key = (level, like.dtype, like.device)
+        if key not in self._factors:
+            per_level, per_count = self.layout.score_factors(self.scale)
+            values = [
+                per_count[level - 1] * factor
+                for factor, rank in zip(per_level[:level], self.layout.ranks[:level], strict=True)
+                for _ in range(rank)
+            ]
+            self._factors[key] = torch.tensor(values, dtype=like.dtype, device=like.device)
+        return self._factors[key]
 
     def _most(self, v: Tensor) -> float:
         """The largest |score|, in units of log 2, whose exponential times any value, or sum of them, its dtype holds.
@@ -113,9 +117,9 @@ class Terms:
         Negative if there is none, as where a value is not finite.
         """
         largest, least = 0.0, math.inf
-        # In parts, so that the sizes never take as much memory as v.
-        for part in v.flatten(0, -2).split(max(1, self.budget // v.shape[-1])):
-            size = part.abs()
+        # In chunks, so that the sizes never take as much memory as v.
+        for chunk in v.flatten(0, -2).split(max(1, self.budget // v.shape[-1])):
+            size = chunk.abs()
             low, high = (float(x) for x in torch.aminmax(size))
             if low == 0:
                 low = float(size.masked_fill_(size == 0, torch.inf).amin())
@@ -151,11 +155,11 @@ class Terms:
         largest = []
         for x, factors in ((q, per_level), (k, (1.0,) * len(per_level))):
             prefixes = x.new_zeros((len(factors), x.shape[-1]))  # of each number of levels, weighted
-            for level, (part, weight) in enumerate(zip(self.layout.slices, factors, strict=True)):
-                prefixes[level:, part] = weight**2
-            # In parts, so that the squares never take as much memory as x.
-            parts = x.flatten(0, -2).split(max(1, self.budget // x.shape[-1]))
-            largest.append(torch.stack([(prefixes @ part.square().T).amax(1) for part in parts]).amax(0))
+            for level, (features, weight) in enumerate(zip(self.layout.slices, factors, strict=True)):
+                prefixes[level:, features] = weight**2
+            # In chunks, so that the squares never take as much memory as x.
+            chunks = x.flatten(0, -2).split(max(1, self.budget // x.shape[-1]))
+            largest.append(torch.stack([(prefixes @ chunk.square().T).amax(1) for chunk in chunks]).amax(0))
         bounds = (
             (a + missing) * (b + missing) * abs(c)
             for a, b, c in zip(*(x.sqrt().tolist() for x in largest), per_count, strict=True)

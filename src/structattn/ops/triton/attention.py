@@ -192,6 +192,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: Config | None =
     config = _config(q, v, call, config)
     out = torch.empty((batch, num_heads, num_queries, value_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, num_heads, num_queries), dtype=torch.float32, device=q.device)
+    if not q.numel() or not k.numel():
+        return out.zero_(), lse.fill_(-torch.inf)
     with _on(q):
         few = num_queries <= min(_DECODE_QUERIES, num_keys)
         if few and num_keys >= config.decode_keys and cu_seqlens is None:
@@ -243,6 +245,8 @@ def backward(
     num_groups, num_keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
     config = _config(q, v, call, config)
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if not q.numel() or not k.numel():
+        return grad_q.zero_(), grad_k.zero_(), grad_v.zero_()
     delta, base = torch.empty_like(lse), torch.empty_like(lse)
     options = (
         _window(call, num_queries, num_keys),

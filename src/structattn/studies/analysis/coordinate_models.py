@@ -200,7 +200,7 @@ def attention_scores(attention: Attention, x: Tensor) -> Tensor:
     """The scaled scores of the visible pairs, (B, H, pairs); with a global-window layout those of both softmaxes."""
     q, k, _, scale = attention.project(x)
     k = k.expand(-1, q.shape[1], -1, -1) if k.shape[1] == 1 else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    place = reference.places(x.shape[1], x.shape[1], None, None, x.shape[0], x.device)
+    place = reference.positions(x.shape[1], x.shape[1], None, None, x.shape[0], x.device)
     mask = reference.visible(place, attention.is_causal, attention.window)
     layout = attention.layout
     if isinstance(layout, GlobalWindowLayout):

@@ -1,4 +1,4 @@
-"""Short plain attention on a CPU against the definition, outputs and all gradients, and when ``auto`` takes it."""
+"""Small problems on a CPU against the definition, outputs and all gradients, and when ``auto`` takes that backend."""
 
 import pytest
 import torch
@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 import structattn as sa
 from structattn.models.icl_regressor import ICLRegressor
-from structattn.ops import explain
-from structattn.ops import small as short
+from structattn.ops import explain, small
 from structattn.testing.tolerances import assert_close
 
 
@@ -31,7 +30,7 @@ def outputs(q, k, v, cotangent=None, **options):
 
 
 def check(q, k, v, **options):
-    assert explain(q, k, v, **options).startswith("short: ")
+    assert explain(q, k, v, **options).startswith("small: ")
     cotangent, actual = outputs(q, k, v, **options)
     _, expected = outputs(*(x.double() for x in (q, k, v)), cotangent.double(), backend="reference", **options)
     assert actual[0].dtype == q.dtype
@@ -54,14 +53,54 @@ def check(q, k, v, **options):
 def test_it_is_the_definition(B, heads, lengths, D, V, is_causal, window, scale, token_major) -> None:
     torch.manual_seed(0)
     q, k, v = make(B, *heads, *lengths, D, V, token_major=token_major)
-    if D != V or D <= short.NARROW_HEAD:
+    if D != V or D <= small.NARROW_HEAD:
         check(q, k, v, is_causal=is_causal, window=window, scale=scale)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 2)]),
+    lengths=st.sampled_from([(1, 1), (1, 9), (3, 7), (17, 17), (33, 20)]),
+    ranks=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    steps=st.lists(st.sampled_from([1, 2, 3, 8]), min_size=4, max_size=4),
+    scaling=st.sampled_from(["variance", "mup", "paper", "paper_sum"]),
+    is_causal=st.booleans(),
+    window=st.sampled_from([None, 1, 4]),
+    scale=st.sampled_from([None, 0.0, -1.3]),
+    token_major=st.booleans(),
+)
+def test_levels_are_the_definition(
+    heads, lengths, ranks, steps, scaling, is_causal, window, scale, token_major
+) -> None:
+    torch.manual_seed(0)
+    sizes = [1]
+    for step in steps[: len(ranks) - 1]:
+        sizes.insert(0, sizes[0] * step)
+    layout = sa.LevelLayout(ranks, sizes, scaling)
+    q, k, v = make(2, *heads, *lengths, sum(ranks), 3, token_major=token_major)
+    if lengths[0] <= lengths[1] or not (is_causal or window):
+        check(q, k, v, layout=layout, is_causal=is_causal, window=window, scale=scale)
+
+
+def test_what_is_kept_for_a_layout_serves_every_mode() -> None:
+    layout = sa.LevelLayout((2, 2), (1000, 5))
+    q, k, v = make(1, 2, 2, 11, 11, 4, 3)
+    with torch.inference_mode():
+        first = sa.structured_attention(q, k, v, layout)
+    with torch.device("meta"):
+        second = sa.structured_attention(q, k, v, layout)
+    torch.autograd.grad(second.sum(), (q, k, v))
+    assert torch.equal(first, second)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = sa.structured_attention(*(mode.from_tensor(x.detach()) for x in (q, k, v)), layout)
+    assert fake.shape == first.shape
+    assert torch.equal(sa.structured_attention(q, k, v, layout), first)
 
 
 @pytest.mark.parametrize("sizes", [(2, 3, 3, 1, 1, 2, 3), (2, 3, 3, 1, 5, 2, 3), (2, 3, 3, 9, 4, 2, 3)], ids=str)
 def test_what_it_leaves_to_others_is_right_too(sizes) -> None:
     q, k, v = make(*sizes)
-    assert not explain(q, k, v).startswith("short")
+    assert not explain(q, k, v).startswith("small")
     cotangent, actual = outputs(q, k, v)
     for a, b in zip(actual, outputs(q, k, v, cotangent, backend="reference")[1], strict=True):
         assert_close(a, b)
@@ -104,20 +143,24 @@ def test_when_auto_takes_it() -> None:
     def chosen(*sizes, dtype=torch.float32, **options):
         return explain(*make(*sizes, dtype=dtype), **options).partition(":")[0]
 
-    assert chosen(2, 8, 8, 24, 24, 2, 2) == "short"
-    assert chosen(2, 8, 8, 24, 24, 16, 2) == "short"
+    assert chosen(2, 8, 8, 24, 24, 2, 2) == "small"
+    assert chosen(2, 8, 8, 24, 24, 16, 2) == "small"
     assert chosen(2, 8, 8, 24, 24, 16, 16) == "scaled_dot_product_attention"
-    assert chosen(2, 8, 8, 24, 24, 16, 16, window=4) == "short"
+    assert chosen(2, 8, 8, 24, 24, 16, 16, window=4) == "small"
     assert chosen(1, 2, 2, 129, 129, 16, 2) == "scaled_dot_product_attention"  # longer than measured
     assert chosen(2, 8, 8, 24, 24, 2, 2, dtype=torch.bfloat16) == "scaled_dot_product_attention"
     assert chosen(2, 8, 8, 24, 24, 2, 2, return_lse=True) == "reference"
     assert chosen(2, 8, 8, 24, 24, 2, 2, dropout_p=0.1) == "reference"  # PyTorch draws masks of its own
     assert chosen(2, 8, 8, 24, 24, 2, 2, attn_bias=torch.zeros(24, 24)) == "scaled_dot_product_attention"
     assert chosen(2, 8, 8, 24, 24, 2, 2, left_padding=torch.tensor([0, 3])) == "reference"
-    assert chosen(2, 8, 8, 24, 24, 4, 2, layout=sa.LevelLayout((2, 2), (24, 12))) == "reference"
+    levels = sa.LevelLayout((2, 2), (24, 12))
+    assert chosen(2, 8, 8, 24, 24, 4, 2, layout=levels) == "small"
+    assert chosen(2, 8, 8, 24, 24, 4, 2, layout=levels, dropout_p=0.1) == "reference"
+    assert chosen(2, 8, 8, 24, 24, 4, 4, layout=sa.LevelLayout((2, 2), (24, 12), value_ranks=(2, 2))) == "reference"
+    assert chosen(2, 8, 8, 24, 24, 4, 2, layout=sa.LevelLayout.from_boundaries((2, 2), [(0, 5)])) == "reference"
     with torch.no_grad():  # without gradients the fused kernel is faster
         assert chosen(2, 8, 8, 24, 24, 2, 2) == "scaled_dot_product_attention"
-        assert chosen(2, 8, 8, 24, 24, 16, 2) == "short"
+        assert chosen(2, 8, 8, 24, 24, 16, 2) == "small"
     with torch.autocast("cpu"):
         assert chosen(2, 8, 8, 24, 24, 2, 2) == "scaled_dot_product_attention"
 

@@ -1,0 +1,165 @@
+"""The backends of ``structured_attention``: one table, and the only place where one of them is chosen.
+
+A backend is a row: whether it can run here, whether it can run a call, and its forward and backward functions. A backend
+that is named runs or raises; ``"auto"`` takes the first row of ``choose`` that suits a call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from structattn.checks import check_choice, holds
+from structattn.errors import BackendUnavailableError
+from structattn.ops import derivatives, sdpa, small
+from structattn.ops.blocked import attention as blocked
+from structattn.ops.call import Call
+from structattn.ops.checks import is_transformed
+
+Backend = Literal["auto", "reference", "blocked", "triton"]
+NAMED = ("auto", "reference", "blocked", "triton")  # what a user may name
+
+# Up to this number of scores the dense definition is the fastest on a CPU (docs/speed.md).
+DENSE_SCORES = 2**18
+# With a bias the blocked backend computes one batch row after another: short rows are dense, however many there are, within this.
+DENSE_BATCH_SCORES = 2**25
+
+Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor | None]]
+# (grad_out, grad_lse, q, k, v, out, lse, call, needs_bias) to the gradients of q, k, v and the bias.
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+
+
+def _always() -> None:
+    return None
+
+
+def _any_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One backend.
+
+    Attributes:
+        forward: the output, and the log-sum-exp where the backend has one.
+        backward: the first gradients; ``None`` where PyTorch differentiates ``forward``.
+        why_not_here: the reason why it cannot run on this machine, or ``None``.
+        why_not: the reason why it cannot run a call, where it can run here, or ``None``.
+    """
+
+    forward: Forward
+    backward: Backward | None = None
+    why_not_here: Callable[[], str | None] = _always
+    why_not: Callable[[Tensor, Tensor, Tensor, Call], str | None] = _any_call
+
+
+def _no_triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (CUDA builds of PyTorch bring it); use backend='auto' or 'blocked'"
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":  # its interpreter runs on a CPU
+        return "PyTorch finds no CUDA device; use backend='auto' or 'blocked'"
+    return None
+
+
+def _not_for_triton(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
+    from structattn.ops.triton import attention as triton
+
+    return triton.why_not(
+        call.layout,
+        device=q.device,
+        dtype=q.dtype,
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        has_bias=call.attn_bias is not None,
+        dropout_p=call.dropout_p,
+        has_left_padding=call.left_padding is not None,
+        num_queries=q.shape[2],
+        num_keys=k.shape[2],
+    )
+
+
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    from structattn.ops.triton import attention as triton
+
+    return triton.forward(q, k, v, call)
+
+
+def _triton_backward(*arguments: Any, needs_bias: bool) -> tuple[Tensor, Tensor, Tensor, None]:
+    from structattn.ops.triton import attention as triton
+
+    return *triton.backward(*arguments), None
+
+
+TABLE: dict[str, Row] = {
+    "reference": Row(forward=derivatives.definition),
+    "scaled_dot_product_attention": Row(forward=lambda *call: (sdpa.forward(*call), None)),
+    "small": Row(forward=lambda *call: (small.forward(*call), None)),
+    "blocked": Row(forward=blocked.forward, backward=blocked.backward),
+    "triton": Row(forward=_triton_forward, backward=_triton_backward, why_not_here=_no_triton, why_not=_not_for_triton),
+}
+
+
+def why_not(backend: str) -> str | None:
+    """The reason why a named backend cannot run on this machine, or ``None`` when it can.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+    check_choice("backend", backend, NAMED[1:])
+    return TABLE[backend].why_not_here()
+
+
+def _why_not_call(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
+    row = TABLE[backend]
+    return row.why_not_here() or row.why_not(q, k, v, call)
+
+
+def named(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
+    """The backend that a user has named.
+
+    Raises:
+        BackendUnavailableError: it cannot run the call.
+    """
+    if (reason := _why_not_call(backend, q, k, v, call)) is not None:
+        raise BackendUnavailableError(f"backend {backend!r} cannot run this call: {reason}")
+    return backend
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tuple[str, Callable[[], str]]:
+    """What ``backend="auto"`` runs, and a function that says why.
+
+    The reason is not made here, since a compiler that puts a length into text fixes the program to this length.
+    """
+    per_head = q.shape[2] * k.shape[2]
+    scores = q.shape[0] * q.shape[1] * per_head
+    is_plain = not is_transformed()
+    # A compiler can trace no other backend inside of a transform.
+    if not is_plain and (torch.compiler.is_compiling() or holds(scores <= DENSE_BATCH_SCORES)):
+        return "reference", lambda: f"{scores} scores inside of a torch.func transform, which needs every derivative"
+    if is_plain and holds(per_head <= small.MOST_SCORES_PER_HEAD) and small.suits(q, k, v, call, return_lse):
+        return "small", lambda: f"{_levels(call)}, {q.shape[2]} x {k.shape[2]} scores per head: all of them are kept"
+    if is_plain and len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, return_lse):
+        return "scaled_dot_product_attention", lambda: "one level, which PyTorch's own kernels compute"
+    if q.device.type == "cuda":
+        reason = _why_not_call("triton", q, k, v, call)
+        if reason is None:
+            return "triton", lambda: f"{_levels(call)} in one fused kernel"
+    else:
+        reason = "the tensors are not on a CUDA device"
+    per_row = scores if call.attn_bias is None else scores // max(q.shape[0], 1)
+    # Packed sequences together make many hidden pairs, and one after another many small products.
+    if call.cu_seqlens is None and holds(per_row <= DENSE_SCORES) and holds(scores <= DENSE_BATCH_SCORES):
+        return "reference", lambda: f"{scores} scores are few enough for dense products (no fused kernel: {reason})"
+    return "blocked", lambda: f"{_levels(call)} in memory linear in the length (no fused kernel: {reason})"
+
+
+def _levels(call: Call) -> str:
+    count = len(call.layout.ranks)
+    return f"{count} levels" if count > 1 else "one level"

@@ -1,0 +1,70 @@
+"""One level by PyTorch's own ``scaled_dot_product_attention``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from structattn.checks import holds
+from structattn.ops import derivatives
+from structattn.ops.call import Call
+from structattn.ops.checks import without_autocast
+
+# On a CPU, values narrower than keys make PyTorch keep all scores: up to this many they cost less than anything else.
+MOST_SCORES = 2**18
+
+
+def _has_one_query(q: Tensor, call: Call) -> bool:
+    return call.is_causal and holds(q.shape[2] == 1)  # the last position sees every key
+
+
+def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool:
+    """Whether a call of one level is one that PyTorch's kernels run without T x S numbers that nobody asked for."""
+    if return_lse:
+        return False
+    if call.window is not None or call.cu_seqlens is not None or call.left_padding is not None:
+        return False  # only a T x S mask could say so
+    if call.is_causal and not holds(q.shape[2] == k.shape[2]) and not _has_one_query(q, call):
+        return False  # PyTorch's causal queries are the first positions, not the last
+    if q.device.type != "cpu":
+        return True
+    if call.dropout_p > 0:
+        return False  # it keeps all scores, and its masks are not those of a seed
+    # The fused kernel for CPUs wants values as wide as the keys.
+    return q.shape[3] == v.shape[3] or holds(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= MOST_SCORES)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    """Plain attention of a call that ``suits``, differentiable any number of times.
+
+    Returns:
+        (B, H, T, V) in q's dtype.
+
+    Cost: that of PyTorch's kernel; second derivatives that of ``reference``.
+    """
+    mask, is_causal, dtype = call.attn_bias, call.is_causal and not _has_one_query(q, call), q.dtype
+    query, key, value = q, k, v
+    if mask is not None:
+        if mask.dtype != dtype:  # the scores keep the digits of the bias, as those of the other backends
+            wide = torch.promote_types(dtype, torch.float32)
+            query, key, value, mask = (x.to(wide) for x in (q, k, v, mask))
+        if is_causal:
+            later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+            mask, is_causal = mask.masked_fill(later, -torch.inf), False
+        mask = mask.expand(*torch.broadcast_shapes(mask.shape, (1, 1, q.shape[2], k.shape[2])))
+    scale = call.one_level_scale
+    if scale <= 0:  # PyTorch's kernel would multiply the -inf of hidden pairs by it
+        query, scale = query * scale, 1.0
+    with without_autocast(q):
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=call.dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=holds(q.shape[1] != k.shape[1]),
+        )
+    return derivatives.with_further_derivatives(out if out.dtype == dtype else out.to(dtype), call, q, k, v)

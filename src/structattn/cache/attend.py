@@ -61,7 +61,7 @@ def _dense(contents: Contents, q: Tensor, k: Tensor, v: Tensor, scale: float | N
     k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     check_tensors(q, k, v)
     padding = None
-    if contents.padding is not None:  # a row may still be in its padding
+    if contents.padding is not None and any(contents.padding):  # a row may still be in its padding
         padding = torch.tensor(contents.padding, device=q.device).clamp(max=k.shape[2])
     return structured_attention(
         q, k, v, contents.layout, scale=scale, window=contents.window, left_padding=padding, backend=backend

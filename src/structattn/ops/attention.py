@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -301,3 +303,14 @@ def structured_attention(
         out = found if out is None else out + found
     assert out is not None
     return out
+
+
+def _hide_positional(function: Callable[..., Any]) -> None:
+    """The signature as documentation shows it: options by name only."""
+    signature = inspect.signature(function)
+    shown = [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_POSITIONAL]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+
+
+for _function in (explain, structured_attention):
+    _hide_positional(_function)

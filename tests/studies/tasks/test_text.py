@@ -135,7 +135,7 @@ def test_the_packaged_text_is_cut_between_documents() -> None:
         assert all(re.search(r"public\s+domain|CC0", document) for document in documents)
         counts[name] = len(documents)
     assert counts == {"train": 59, "validation": 7, "test": 7}
-    note = files("structattn.studies.tasks").joinpath("data", "README.md").read_text()
+    note = files("structattn.studies.data").joinpath("files", "README.md").read_text()
     assert f"{sum(map(len, texts.values())):,} characters" in note
     found = {row.name: row.metrics["nats_per_char"] for row in task.baselines()}
     assert 2.4 < found["bigram"] < 2.8 < found["unigram"] < 3.5

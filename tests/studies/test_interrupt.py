@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,10 @@ from structattn.cli import main
 from structattn.errors import TrainingFailedError
 from structattn.studies import interrupt
 from structattn.studies.budget import flops_of
-from structattn.studies.runner.ray_cluster import stopping, trials_stopped
-from structattn.studies.runner.workers import Work, run_all
+from structattn.studies.runner.local import LocalRunner
+from structattn.studies.runner.runs import Job
+from structattn.studies.runner.train_all import train_all
+from structattn.studies.training.config import TrainingConfig
 
 LONG = [
     part
@@ -90,23 +92,40 @@ def test_a_comparison_in_several_processes_ends_soon_and_begins_nothing(tmp_path
     assert len(steps(tmp_path)) == 2
 
 
+@dataclass(frozen=True)
+class Fake(Job):
+    """A job that runs a line of Python."""
+
+    code: str
+
+    is_done = False
+
+    def run(self, **_) -> None:
+        exec(self.code)
+
+
+def fake(code: str, folder: Path) -> Fake:
+    settings = TrainingConfig(steps=1, batch_size=1, learning_rate=1e-3)
+    return Fake(task_name="", task=None, spec=folder.name, training=settings, seed=0, folder=folder, code=code)
+
+
 def test_a_worker_that_dies_or_fails_is_one_line_that_names_its_log(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(interrupt.GRACE_S, signal.SIGTERM, 1.2)
-    other = Work(run=partial(time.sleep, 60), name="other", log=tmp_path / "other.log")
-    for run, words in (
-        (partial(int, "x"), "mine: ValueError: invalid literal"),
-        (partial(os._exit, 3), "mine: its process was ended by status 3"),
-        (partial(signal.raise_signal, signal.SIGKILL), "mine: its process was ended by signal SIGKILL: the machine may be"),
+    other = fake("import time; time.sleep(60)", tmp_path / "other")
+    for code, words in (
+        ("int('x')", "mine, seed 0, learning rate 0.001: ValueError: invalid literal"),
+        ("import os; os._exit(3)", "its process was ended by status 3"),
+        ("import signal; signal.raise_signal(signal.SIGKILL)", "its process was ended by signal SIGKILL: the machine may be"),
     ):  # fmt: skip
-        work = Work(run=run, name="mine", log=tmp_path / str(len(words)) / "run.log")
+        job = fake(code, tmp_path / str(len(words)) / "mine")
         sent = time.monotonic()
         with pytest.raises(TrainingFailedError, match=words) as caught:
-            run_all([work, other], workers=2, begin=os.getpid)
-        assert time.monotonic() - sent < 20
+            train_all([job, other], runner=LocalRunner(2), resume=False, show_progress=False)
+        assert time.monotonic() - sent < 50  # the other one is not waited for
         assert "\n" not in str(caught.value)
-        assert (f"its log is {work.log}" in str(caught.value)) == work.log.exists()
+        assert (f"its log is {job.log}" in str(caught.value)) == job.log.exists()
         if "ValueError" in words:
-            assert "Traceback" in work.log.read_text()
+            assert "Traceback" in job.log.read_text()
 
 
 def test_a_process_that_comes_to_no_step_ends_nevertheless() -> None:
@@ -126,37 +145,6 @@ def test_a_process_that_comes_to_no_step_ends_nevertheless() -> None:
         assert process.communicate(timeout=30)[0] == f"continue {numbers[0]}\n"
         assert process.returncode == status
         assert time.monotonic() - sent < interrupt.GRACE_S[signal.SIGINT]
-
-
-def test_trials_on_other_machines_are_asked_through_a_file(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setitem(interrupt.GRACE_S, signal.SIGTERM, 0.1)
-    stopped = []
-
-    def trial(name: str) -> None:
-        try:
-            with stopping(tmp_path / "stops", name):
-                while True:
-                    interrupt.check()
-                    time.sleep(0.05)
-        except interrupt.Stopped:
-            stopped.append(name)
-
-    thread = threading.Thread(target=trial, args=("1",))
-
-    def interrupted() -> None:
-        with trials_stopped(tmp_path / "stops"):
-            thread.start()
-            until(lambda: (tmp_path / "stops" / "running" / "1").exists())
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert not list((tmp_path / "stops" / "running").iterdir())  # it was waited for
-    thread.join()
-    trial("2")  # nothing new begins
-    assert stopped == ["1", "2"]
-    with trials_stopped(tmp_path / "stops"), stopping(tmp_path / "stops", "3"):
-        interrupt.check()  # a sweep that is resumed
 
 
 def test_what_it_takes_is_said_before_it_begins(tmp_path: Path, capsys) -> None:

@@ -79,13 +79,21 @@ def _recipe(command: Compare | Train | Sweep) -> Any:
     return recipe
 
 
+def _runner(address: str, jobs: int | None) -> Any:
+    """What trains many models: a Ray cluster, or processes of this machine."""
+    if address:
+        from structattn.studies.runner.ray import RayRunner
+
+        return RayRunner(address, jobs)
+    from structattn.studies.runner.local import LocalRunner
+
+    return LocalRunner(jobs)
+
+
 def _compare(command: Compare, session: Session) -> None:
     _require_extra()
-    from structattn.checks import check_int
     from structattn.studies.compare import compare
     from structattn.studies.report.summary import format_results, verdict
-    from structattn.studies.runner.ray_runs import train_all_with_ray
-    from structattn.studies.runner.runs import train_all
 
     if _num_processes() > 1:
         raise ConfigError(
@@ -98,11 +106,9 @@ def _compare(command: Compare, session: Session) -> None:
         "budgets": command.budgets,
     }
     recipe = replace(_recipe(command), **{name: value for name, value in given.items() if value not in (None, ())})
-    check_int("--jobs", command.jobs, minimum=1)
     if command.ray_address and command.jobs != 1:
         raise ConfigError("--jobs is for this machine alone: on a Ray cluster its cores and GPUs decide")
     length = " or ".join(f"{budget:g} FLOPs" for budget in recipe.budgets) or f"{recipe.training.steps:,} steps"
-    on_ray = partial(train_all_with_ray, address=command.ray_address)
     done = compare(
         command.task,
         recipe,
@@ -111,7 +117,7 @@ def _compare(command: Compare, session: Session) -> None:
         command=session.line,
         resume=command.resume,
         on_open=partial(session.began, takes=f"{recipe.num_runs:,} runs of {length}"),
-        train_jobs=on_ray if command.ray_address else partial(train_all, workers=command.jobs),
+        runner=_runner(command.ray_address, None if command.ray_address else command.jobs),
     )
     print(f"\n{format_results(done.results)}\n\n{verdict(done.results)}\n")
     _print_paths(done.folder, done.report)
@@ -189,8 +195,7 @@ def _sweep(command: Sweep, session: Session) -> None:
     )
     done = sweep(
         plan,
-        address=command.ray_address,
-        jobs=command.jobs,
+        runner=_runner(command.ray_address, command.jobs),
         command=session.line,
         resume=command.resume,
         on_open=partial(session.began, takes=f"{plan.trials:,} trials of at most {plan.longest:,} steps"),

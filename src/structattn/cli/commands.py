@@ -61,7 +61,7 @@ class Compare(TaskCommand):
     jobs: int = 1
     """Models trained at the same time, each in a process of its own; for small models as many as there are cores."""
     ray_address: str = ""
-    """Train through Ray Tune on this cluster: auto, ray://HOST:PORT, or local; --out must be on a file system that its machines share."""
+    """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file system that its machines share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +101,8 @@ class Sweep(TaskCommand):
     """Steps that every trial gets. Default: a sixteenth of the longest run, and at least training.eval_every."""
     jobs: int | None = None
     """Trials at the same time. Default: one for each GPU, or without any, each core."""
-    ray_address: str = "local"
-    """A Ray cluster: auto, HOST:PORT or ray://HOST:PORT; --out must be on a file system that its machines share."""
+    ray_address: str = ""
+    """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file system that its machines share."""
 
 
 @dataclass(frozen=True, kw_only=True)

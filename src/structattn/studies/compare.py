@@ -31,7 +31,10 @@ from structattn.studies.old_folders import comparison_record
 from structattn.studies.recipe import Point, Recipe
 from structattn.studies.report._common import fmt_flops
 from structattn.studies.report.runs_csv import runs_csv
-from structattn.studies.runner.runs import Job, ScoredJob, TrainAll, kept_score, train_all
+from structattn.studies.runner.base import Runner
+from structattn.studies.runner.local import LocalRunner
+from structattn.studies.runner.runs import Job, ScoredJob, kept_score
+from structattn.studies.runner.train_all import train_all
 from structattn.studies.settings import to_plain
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
@@ -286,7 +289,7 @@ def compare(
     preset: str = "default",
     command: str = "",
     resume: bool = False,
-    train_jobs: TrainAll = train_all,
+    runner: Runner | None = None,
     show_progress: bool = True,
     on_open: Callable[[Path], None] | None = None,
 ) -> Comparison:
@@ -300,9 +303,9 @@ def compare(
         command: the command line, for the record.
         resume: continue the unfinished runs of ``out`` and keep the finished ones. Settings that name separate runs may differ from before:
             specs, seeds, learning rates, variants, what is searched, widths and budgets.
-        train_jobs: what trains many models. Default: one after the other. ``partial(train_all, workers=2)`` trains two at the same time,
-            each in a process with its share of the cores: small models leave most of a core's threads idle, so one process per core is
-            then the fastest. ``ray_runs.train_all_with_ray`` uses a cluster.
+        runner: what trains the models. Default: ``LocalRunner()``, one at a time. ``LocalRunner(2)`` trains two at the same time, each in a
+            process with its share of the cores: small models leave most of a core's threads idle, so one process per core is then the
+            fastest. ``RayRunner`` uses a cluster.
         show_progress: a progress bar per run; with several jobs one for all.
         on_open: is told the output folder before anything is trained.
 
@@ -336,7 +339,7 @@ def compare(
     known = functools.partial(comparison_record, task=task_name)
     with opened(out, owner, resume=resume, record=known, on_open=on_open) as folder:
         placed = [dataclasses.replace(part, out=folder) for part in parts]
-        results = _results(placed, tasks, recipe, train_jobs, resume, show_progress)
+        results = _results(placed, tasks, recipe, runner or LocalRunner(), resume, show_progress)
         results |= {"command": command, "preset": preset}
         try:
             write_atomic(folder / "results.json", json.dumps(results, indent=1))
@@ -348,13 +351,13 @@ def compare(
 
 
 def _results(
-    parts: list[_Part], tasks: list[Task], recipe: Recipe, train_jobs: TrainAll, resume: bool, show_progress: bool
+    parts: list[_Part], tasks: list[Task], recipe: Recipe, runner: Runner, resume: bool, show_progress: bool
 ) -> dict[str, Any]:
     """Trains what is left to train; what ``results.json`` holds of it."""
     metric = tasks[0].metric
     # Points that differ in nothing that their sweeps have share them.
     sweeps = list({job.folder: job for part in parts for job in part.sweep_jobs().values()}.values())
-    train_jobs(sweeps, resume=resume, show_progress=show_progress)
+    train_all(sweeps, runner=runner, resume=resume, show_progress=show_progress)
     swept = {job.folder: _kept_score(job, metric) for job in sweeps}
     scores = [part.swept_scores(swept) for part in parts]
     chosen = [
@@ -368,7 +371,7 @@ def _results(
         for job in part.jobs(spec, rates[spec])
     ]
     # Some may have been trained by the sweep already: what is left of them is their scores.
-    train_jobs(left, resume=True, show_progress=show_progress)
+    train_all(left, runner=runner, resume=True, show_progress=show_progress)
     rows, baselines = [], []
     with progress_bar(
         total=len(parts) * (len(recipe.attention) + 1), unit="row", show=show_progress, desc="table"

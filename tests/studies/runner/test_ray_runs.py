@@ -1,6 +1,5 @@
-"""Runs through Ray Tune: the same numbers as here, and clear words without it."""
+"""Runs through Ray: the same numbers as here, and clear words without it."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -8,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from structattn.cli import main
-from structattn.errors import MissingDependencyError, TrainingFailedError
-from structattn.studies.runner.ray_runs import train_all_with_ray
+from structattn.errors import ConfigError, MissingDependencyError
+from structattn.studies.runner.ray import RayRunner, connected
 from structattn.studies.runner.runs import Job
+from structattn.studies.runner.train_all import train_all
 from structattn.studies.tasks.nearest_neighbor.task import NearestNeighborConfig
 from structattn.studies.training.config import TrainingConfig
 
@@ -31,8 +31,8 @@ SMALL = [
 
 def test_without_ray_the_extra_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingDependencyError, match=r"structattn\[sweep\]"):
-        train_all_with_ray([], address="local", resume=False, show_progress=False)
+    with pytest.raises(MissingDependencyError, match=r"structattn\[ray\]"):
+        RayRunner("local")
 
 
 def test_processes_and_a_cluster_exclude_each_other(tmp_path: Path, capsys) -> None:
@@ -41,17 +41,42 @@ def test_processes_and_a_cluster_exclude_each_other(tmp_path: Path, capsys) -> N
     assert "--jobs" in capsys.readouterr().err
 
 
-def test_a_cluster_gives_the_numbers_of_this_machine(tmp_path: Path, capsys) -> None:
-    pytest.importorskip("ray.tune")
+def test_an_address_where_nothing_answers_is_an_error_at_once() -> None:
+    pytest.importorskip("ray")
+    for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"):
+        with pytest.raises(ConfigError, match="expected a Ray cluster"), connected(address):
+            pass
+
+
+@pytest.fixture(scope="module")
+def ray():
+    """One instance for the tests of this file."""
+    pytest.importorskip("ray")
+    with connected("local"):
+        yield
+
+
+def rows(folder: Path, of: str) -> list[dict]:
+    return json.loads((folder / "results.json").read_text())[of]
+
+
+def test_a_cluster_gives_the_numbers_of_this_machine(ray, tmp_path: Path, capsys) -> None:
     command = ["compare", "nearest-neighbor", *SMALL, "--attention", "standard", "bilinear-btt:1"]
-    assert main([*command, "--out", str(tmp_path / "here")]) == 0
-    assert main([*command, "--out", str(tmp_path / "there"), "--ray-address", "local"]) == 0
-    here, there = (json.loads((tmp_path / name / "results.json").read_text())["rows"] for name in ("here", "there"))
-    assert [row["scores"] for row in there] == [pytest.approx(row["scores"], rel=1e-5) for row in here]
+    sweep = ["sweep", "nearest-neighbor", *SMALL, "--trials", "3", "--jobs", "1", "--set", "training.eval_every=1"]
+    sweep += ["--param", "training.lr=log:1e-3:1e-1", "--grace-period", "1"]
+    there = ["--ray-address", "local"]
+    for words, of in ((command, "rows"), (sweep, "trials")):
+        out = tmp_path / of
+        assert main([*words, "--out", str(out / "here")]) == 0
+        assert main([*words, *there, "--out", str(out / "there")]) == 0
+        for name in ("params", "scores", "score", "steps", "step", "status"):
+            found = [[row.get(name) for row in rows(out / place, of)] for place in ("here", "there")]
+            numbers = name.startswith("score")
+            for a, b in zip(*found, strict=True):
+                assert b == (pytest.approx(a, rel=1e-5) if numbers and a is not None else a)
 
 
-def test_failed_trials_are_named(tmp_path: Path) -> None:
-    pytest.importorskip("ray.tune")
+def test_failed_jobs_are_named(ray, tmp_path: Path) -> None:
     job = Job(
         task_name="nearest-neighbor",
         task=NearestNeighborConfig(dim=8, num_points=4, num_heads=2, eval_examples=16),
@@ -60,6 +85,5 @@ def test_failed_trials_are_named(tmp_path: Path) -> None:
         seed=0,
         folder=tmp_path / "runs" / "bad",
     )
-    with pytest.raises(TrainingFailedError, match="mlr:3"):
-        train_all_with_ray([job], address="local", resume=False, show_progress=False)
-    assert not importlib.import_module("ray").is_initialized()
+    with pytest.raises(ConfigError, match="mlr:3"):
+        train_all([job], runner=RayRunner("local"), resume=False, show_progress=False)

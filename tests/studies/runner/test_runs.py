@@ -6,26 +6,45 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from structattn.errors import CheckpointError
-from structattn.studies.runner.runs import Job, ScoredJob, train_all
+from structattn.studies.runner.local import LocalRunner
+from structattn.studies.runner.runs import Job, ScoredJob
+from structattn.studies.runner.train_all import train_all
 from structattn.studies.tasks.icl_regression.task import ICLRegressionConfig, ICLRegressionTask
 from structattn.studies.tasks.nearest_neighbor.task import NearestNeighborConfig
 from structattn.studies.training.config import TrainingConfig
 
 _PARENT = """
-import multiprocessing, os, time
-from concurrent.futures import ProcessPoolExecutor
-from structattn.studies.runner.runs import begin_worker
+import sys
+from pathlib import Path
+from structattn.studies.runner.base import Listener
+from structattn.studies.runner.local import LocalRunner
+from jobs_of_this_test import Sleeper
 
 if __name__ == "__main__":
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=begin_worker, initargs=(1, None))
-    print(pool.submit(os.getpid).result(), flush=True)
-    pool.submit(time.sleep, 600)
-    time.sleep(600)
+    LocalRunner(2).run([Sleeper(Path(sys.argv[1]) / name) for name in "ab"], Listener())
+"""
+_JOBS = """
+import os, time
+from dataclasses import dataclass
+from pathlib import Path
+
+@dataclass
+class Sleeper:
+    folder: Path
+
+    @property
+    def log(self):
+        return self.folder / "run.log"
+
+    def run(self, **_):
+        (self.folder / f"pid-{os.getpid()}").touch()
+        time.sleep(600)
 """
 
 
@@ -42,10 +61,15 @@ def _runs(pid):
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
 def test_a_worker_does_not_outlive_its_killed_parent(tmp_path):
     # A comparison that is begun again would otherwise write to the same folders as the workers of the first.
+    (tmp_path / "jobs_of_this_test.py").write_text(_JOBS)
     script = tmp_path / "parent.py"
     script.write_text(_PARENT)
-    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    worker = int(parent.stdout.readline())
+    parent = subprocess.Popen([sys.executable, str(script), str(tmp_path)])
+    until = time.monotonic() + 60
+    while not (found := list(tmp_path.glob("*/pid-*"))):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    worker = int(found[0].name.removeprefix("pid-"))
     assert _runs(worker)
     parent.kill()
     parent.wait()
@@ -73,7 +97,7 @@ def test_the_bar_of_several_runs_counts_steps_also_of_those_that_were_done_befor
     told = []
     jobs[0].run(resume=False, show_progress=False, on_steps=told.append)
     assert sum(told) == 6
-    train_all(jobs, workers=2, resume=True, show_progress=True)
+    train_all(jobs, runner=LocalRunner(2), resume=True, show_progress=True)
     shown = capsys.readouterr().err
     assert "model 1 of 1, run 3 of 3" in shown
     assert "18/18" in shown
@@ -94,7 +118,7 @@ def test_the_process_that_trains_scores_too_and_only_once(tmp_path, monkeypatch)
     jobs = [_scored(tmp_path / str(seed), seed) for seed in range(2)]
     with pytest.raises(CheckpointError, match="--resume"):
         jobs[0].scores()
-    train_all(jobs, workers=2, resume=False, show_progress=False)
+    train_all(jobs, runner=LocalRunner(2), resume=False, show_progress=False)
     found = [job.scores() for job in jobs]
     task = ICLRegressionTask(jobs[0].task)
     models = [job.run(resume=True, show_progress=False).model.eval() for job in jobs]
@@ -119,3 +143,11 @@ def test_scores_that_are_damaged_or_of_other_weights_are_found_again(tmp_path, c
         job.scores()
     job.run(resume=True, show_progress=False)
     assert job.scores() == found
+
+
+def test_runs_of_one_process_may_differ_in_precision(tmp_path) -> None:
+    job = _scored(tmp_path / "first")
+    job.run(resume=False, show_progress=False)
+    other = replace(job, folder=tmp_path / "second", training=replace(job.training, precision="bf16"))
+    other.run(resume=False, show_progress=False)
+    assert other.scores()["metrics"] != job.scores()["metrics"]

@@ -1,4 +1,4 @@
-"""Sweeps: the grammar of parameters without Ray; with it the numbers of a single run, what goes wrong, and going on after a kill."""
+"""Sweeps: the grammar of parameters, the numbers of a single run, what goes wrong, and going on after a kill."""
 
 import dataclasses
 import json
@@ -15,9 +15,9 @@ from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.spec.grammar import split_specs
 from structattn.studies.folders import Owner
-from structattn.studies.runner import ray_cluster
 from structattn.studies.runner.runs import kept_score
 from structattn.studies.settings import apply_overrides
+from structattn.studies.sweep.halving import Halving
 from structattn.studies.sweep.plan import Journal, SweepPlan
 from structattn.studies.sweep.space import Parameter, RunSettings, parse_parameters, setting_types
 from structattn.studies.tasks.registry import TASKS, recipe_for
@@ -204,30 +204,32 @@ def test_the_journal_counts_seconds_on_and_keeps_each_step_once(tmp_path: Path) 
     assert (record["status"], record["seconds"], record["history"]) == ("running", 5.0, [[2, 1.0], [4, 1.0]])
 
 
-@pytest.mark.parametrize("missing", ["ray", "optuna"])
-def test_without_the_libraries_the_extra_is_named(missing: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, "structattn.studies.sweep.ray_trials", raising=False)
+def test_a_sweep_needs_optuna_and_no_ray(tmp_path: Path, monkeypatch, capsys) -> None:
     command = ["sweep", "nearest-neighbor", "--param", ISSUE[0], "--out", str(tmp_path / "out")]
-    assert main(command) == 2
-    assert "structattn[sweep]" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    monkeypatch.delitem(sys.modules, "structattn.studies.sweep.trials", raising=False)
+    for missing, more, extra in (("optuna", [], "sweep"), ("ray", ["--ray-address", "local"], "ray")):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, missing, None)
+            assert main([*command, *more]) == 2
+        assert f"structattn[{extra}]" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(sweep_command(tmp_path / "out", "--scheduler", "none", trials=1)) == 0
 
 
-def test_an_address_where_nothing_answers_is_an_error_at_once() -> None:
-    pytest.importorskip("ray.tune")
-    for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"):
-        with pytest.raises(ConfigError, match="expected a Ray cluster"), ray_cluster.connected(address):
-            pass
-
-
-@pytest.fixture(scope="module")
-def ray():
-    """One instance for the tests of this file."""
-    pytest.importorskip("optuna")
-    pytest.importorskip("ray.tune")
-    with ray_cluster.connected("local"):
-        yield
+def test_asha_compares_with_the_best_quarter_of_those_that_came_before() -> None:
+    halving = Halving(grace=2, longest=32)
+    assert not any(halving.stops(1, step, 5.0) for step in (1, 2, 3, 9, 31))
+    assert not halving.stops(2, 1, 9.0)  # before the first rung
+    assert halving.stops(2, 2, 5.1)
+    assert not halving.stops(3, 3, 5.0)
+    assert not halving.stops(3, 7, 99.0)  # between two rungs nothing is compared
+    assert halving.stops(3, 8, 99.0)
+    # A rung that is passed is one that is reached; a quarter of (5, 99, 1) lies between 1 and 5.
+    assert not halving.stops(4, 10, 1.0)
+    assert not halving.stops(5, 8, 3.0)
+    assert halving.stops(6, 8, 3.1)
+    assert halving.stops(7, 8, float("inf"))
 
 
 PARAMS = ("training.lr=log:1e-3:1e-1", "attention=choice:standard,bilinear-mlr:2|1|1")
@@ -243,13 +245,18 @@ def read(out: Path) -> dict:
     return json.loads((out / "results.json").read_text())
 
 
+def facts(trial: dict) -> dict:
+    """What does not depend on the time of day."""
+    return {name: value for name, value in trial.items() if name != "seconds"}
+
+
 def last_score(run: Path) -> float:
     found = latest_checkpoint(run / "checkpoints")
     assert found is not None
     return load_checkpoint(found).state["progress"]["history"][-1]["validation_nmse"]
 
 
-def test_a_sweep_its_best_command_and_going_on(ray, tmp_path: Path, capsys) -> None:
+def test_a_sweep_its_best_command_and_going_on(tmp_path: Path, capsys) -> None:
     out = tmp_path / "sweep"
     assert main(sweep_command(out)) == 0
     printed = capsys.readouterr().out
@@ -264,7 +271,6 @@ def test_a_sweep_its_best_command_and_going_on(ray, tmp_path: Path, capsys) -> N
     page = (out / "report.html").read_text()
     assert "Train the best again" in page
     assert page.count("<svg") == 3
-    assert not (out / "ray").exists()
 
     # The best command line gives the same numbers.
     words = shlex.split(best["command"])
@@ -292,10 +298,11 @@ def test_a_sweep_its_best_command_and_going_on(ray, tmp_path: Path, capsys) -> N
     assert resumed[1:4] == trials[1:4]
     assert others == {n: (out / "runs" / f"trial-000{n}" / "trial.json").stat().st_mtime_ns for n in others}
     assert (first / "checkpoints" / "step-00000006" / "manifest.json").stat().st_mtime_ns == middle
-    assert resumed[4]["params"] not in [trial["params"] for trial in trials]
+    assert main(sweep_command(tmp_path / "at once", trials=5)) == 0
+    assert [facts(trial) for trial in resumed] == [facts(trial) for trial in read(tmp_path / "at once")["trials"]]
 
 
-def test_what_goes_wrong_is_recorded(ray, tmp_path: Path, capsys) -> None:
+def test_what_goes_wrong_is_recorded(tmp_path: Path, capsys) -> None:
     params = ("training.lr=choice:0.01,1e30", "attention=choice:standard,mlr:3|3")
     out = tmp_path / "sweep"
     assert main(sweep_command(out, "--scheduler", "none", params=params, trials=8)) == 0
@@ -317,3 +324,21 @@ def test_what_goes_wrong_is_recorded(ray, tmp_path: Path, capsys) -> None:
     assert main(sweep_command(tmp_path / "none", params=("attention=choice:mlr:3|3,mlr:5|5",), trials=2)) == 2
     assert "none of 2 trials" in capsys.readouterr().err
     assert (tmp_path / "none" / "report.html").exists()
+
+
+def test_processes_give_the_numbers_of_one_and_the_history_of_trials_is_replayed(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    assert main(sweep_command(here, "--scheduler", "none", trials=3)) == 0
+    two = [word if word != "1" else "2" for word in sweep_command(there, "--scheduler", "none", trials=3)]
+    assert main(two) == 0
+    trials = [read(out)["trials"] for out in (here, there)]
+    assert [trial["params"] for trial in trials[0]] == [trial["params"] for trial in trials[1]]
+    assert [trial["score"] for trial in trials[1]] == [pytest.approx(trial["score"], rel=1e-5) for trial in trials[0]]
+    # Values that Optuna would not propose, such as of trials that ended in another order: they are kept, and new ones are others.
+    path = there / "runs" / "trial-0002" / "trial.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"params": record["params"] | {"training.learning_rate": 0.005}}))
+    assert main(sweep_command(there, "--scheduler", "none", "--resume", trials=4)) == 0
+    resumed = read(there)["trials"]
+    assert resumed[1]["params"]["training.learning_rate"] == 0.005
+    assert resumed[3]["params"] not in [trial["params"] for trial in resumed[:3]]

@@ -1,32 +1,24 @@
-"""Single training runs of a comparison: what they are, and doing many of them, one process for each core if asked."""
+"""Single training runs of a comparison or a sweep."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-import multiprocessing
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 
-from structattn.checks import check_int
-from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
+from structattn.errors import CheckpointError, TrainingDivergedError
 from structattn.files import read_signed, signed, write_atomic
-from structattn.progress import progress_bar, say
-from structattn.studies import interrupt
-from structattn.studies.runner.workers import Work, run_all
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
 from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.finished import is_finished, read_record
 from structattn.studies.training.loop import TrainingResult, train
-from structattn.studies.training.processes import end_with_parent
 
 logger = logging.getLogger(__name__)
 _SCORES = "scores.json"
@@ -58,6 +50,11 @@ class Job:
     def name(self) -> str:
         """For messages."""
         return f"{self.spec}, seed {self.seed}, learning rate {self.training.learning_rate:g}"
+
+    @property
+    def log(self) -> Path:
+        """The file that gets what the run writes where it has a process of its own; removed if that is nothing."""
+        return self.folder / "run.log"
 
     @property
     def is_done(self) -> bool:
@@ -92,6 +89,7 @@ class Job:
             logger.warning("%s diverged at learning rate %g", self.spec, self.training.learning_rate)
             return None
         finally:
+            AcceleratorState._reset_state()  # which else has the precision of the first run of this process
             if self.training.compile:
                 torch.compiler.reset()  # else the code of every run of this process would be looked through at each step
         self._finish(task, result)
@@ -155,103 +153,3 @@ def kept_score(result: TrainingResult, patience: int | None, metric: str) -> flo
     entries = [e for e in result.history if patience is None or e["step"] == result.best_step]
     score = entries[-1][f"validation_{metric}"] if entries else math.inf
     return float(score) if math.isfinite(score) else math.inf
-
-
-class TrainAll(Protocol):
-    """Trains many jobs: ``train_all`` with its workers, or ``ray_runs.train_all_with_ray`` with its cluster."""
-
-    def __call__(self, jobs: Sequence[Job], *, resume: bool, show_progress: bool) -> None:
-        """Returns when all are trained."""
-        ...
-
-
-# Of a worker process: the steps done of each run, which the parent reads. Each has one writer, so there is no lock, which a killed process
-# could hold for ever.
-_steps_done: Any = None
-
-
-def _in_worker(job: Job, number: int) -> None:
-    def count(steps: int) -> None:
-        _steps_done[number] += steps
-
-    job.run(resume=True, show_progress=False, on_steps=count)
-
-
-def begin_worker(threads: int, steps_done: Any) -> None:
-    """Prepares a worker process: its share of the cores, a counter of steps, and no life after its parent."""
-    global _steps_done
-    end_with_parent()
-    _steps_done = steps_done
-    torch.set_num_threads(threads)
-
-
-def train_all(jobs: Sequence[Job], *, workers: int = 1, resume: bool, show_progress: bool) -> None:
-    """Trains every job, ``workers`` at a time, each in a process of its own with its share of the cores.
-
-    With one worker they are trained here, one after the other. What is left to do after an interruption is done by calling it
-    again with ``resume``.
-
-    Raises:
-        ConfigError: fewer than one worker, or a folder that holds a run while ``resume`` is off.
-        StructAttnError: what a run raised. No others are begun, those that run are stopped with a checkpoint.
-        Stopped: this process was asked to stop (see ``interrupt``), and so were the workers.
-    """
-    check_int("jobs", workers, minimum=1)
-    if not jobs:
-        return
-    if workers == 1 or len(jobs) < 2:
-        steps = 0
-        with _Bar(jobs, show_progress) as bar:
-            for number, job in enumerate(jobs):
-                interrupt.check()
-
-                def count(new: int, number: int = number) -> None:
-                    nonlocal steps
-                    steps += new
-                    bar.tell(number, steps)
-
-                job.run(resume=resume, show_progress=False, on_steps=count)
-        return
-    if not resume and any((job.folder / "checkpoints").exists() for job in jobs):
-        raise ConfigError("some of these runs were begun before: resume them, or use another folder")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    left = [job for job in jobs if not job.is_done]  # a finished run is only read, here
-    steps = sum(job.training.steps for job in jobs if job not in left)
-    done = multiprocessing.get_context("spawn").RawArray("q", max(1, len(left)))
-    begin = partial(begin_worker, max(1, cores // workers), done)
-    works = [
-        Work(run=partial(_in_worker, job, number), name=job.name, log=job.folder / "run.log")
-        for number, job in enumerate(left)
-    ]
-    with _Bar(jobs, show_progress) as bar:
-        over = len(jobs) - len(left)
-        run_all(works, workers=workers, begin=begin, on_tick=lambda runs: bar.tell(over + runs, steps + sum(done)))
-        bar.tell(len(jobs), steps + sum(done))
-
-
-class _Bar:
-    """One bar for all runs: it counts their steps."""
-
-    def __init__(self, jobs: Sequence[Job], show: bool) -> None:
-        numbers: dict[str, int] = {}
-        self._models = [numbers.setdefault(f"{job.spec} {job.task}", len(numbers) + 1) for job in jobs]
-        self._ends = list(itertools.accumulate(job.training.steps for job in jobs))
-        self._scores = isinstance(jobs[0], ScoredJob)
-        self._bar = progress_bar(total=self._ends[-1], unit="step", desc=self._text(0), show=show)
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def tell(self, runs: int, steps: int) -> None:
-        """How many runs are over, and how many steps in all are done."""
-        run = min(runs, len(self._models) - 1)
-        # Then a run, or the last few, are scored: on much data that takes minutes.
-        trained = runs <= run and steps in (self._ends[run], self._ends[-1])
-        self._bar.update(steps - self._bar.n)
-        say(self._bar, self._text(run) + (", scoring" if trained and self._scores else ""))
-
-    def _text(self, run: int) -> str:
-        return f"model {self._models[run]} of {max(self._models)}, run {run + 1} of {len(self._models)}"

@@ -14,10 +14,10 @@ from structattn.files import write_atomic
 from structattn.studies.recipe import MOST_RUNS
 from structattn.studies.runner.runs import Job
 from structattn.studies.settings import apply_overrides, full_name, to_plain
+from structattn.studies.sweep.halving import REDUCTION
 from structattn.studies.sweep.space import ATTENTION, Parameter, RunSettings, Value, parse_parameters
 from structattn.studies.tasks.registry import task_class
 
-REDUCTION = 4  # of ASHA: of the trials that reach a rung, the best quarter goes on
 _RECORD: dict[str, Any] = {
     "number": int,
     "params": dict,

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from structattn.checks import check_int
 from structattn.errors import CheckpointError, TrainingFailedError
 from structattn.files import write_atomic
 from structattn.studies.environment import hardware, versions
 from structattn.studies.folders import Owner, opened
 from structattn.studies.old_folders import sweep_record
-from structattn.studies.runner.ray_cluster import import_ray
+from structattn.studies.runner.base import Runner
+from structattn.studies.runner.local import LocalRunner
 from structattn.studies.settings import to_plain
-from structattn.studies.sweep.plan import REDUCTION, Journal, SweepPlan
+from structattn.studies.sweep.halving import REDUCTION
+from structattn.studies.sweep.plan import Journal, SweepPlan
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
 
@@ -42,8 +43,7 @@ class Sweep:
 def sweep(
     plan: SweepPlan,
     *,
-    address: str = "local",
-    jobs: int | None = None,
+    runner: Runner | None = None,
     command: str = "",
     resume: bool = False,
     show_progress: bool = True,
@@ -56,8 +56,7 @@ def sweep(
 
     Args:
         plan: what to search, and where.
-        address: of a Ray cluster, see ``ray_cluster.connected``; its machines must share the folder of the plan.
-        jobs: trials at the same time. Default: one for each GPU, or without any, each core.
+        runner: what trains the models. Default: ``LocalRunner(None)``, one process for each GPU, or without any, each core.
         command: the command line, for the record.
         resume: go on with what the folder holds: trials that are over stay, those that were interrupted go on from their last
             checkpoint. There may be more trials than before.
@@ -68,19 +67,17 @@ def sweep(
         ``Sweep``.
 
     Raises:
-        MissingDependencyError: without Ray Tune or Optuna.
-        ConfigError: fewer than one job, an unusable folder, an address where nothing answers, or ``resume`` with another plan than before.
+        MissingDependencyError: without Optuna.
+        ConfigError: an unusable folder, or ``resume`` with another plan than before.
         CheckpointError: the record of an interrupted sweep cannot be read, or the results cannot be written.
         TrainingFailedError: no trial ran to its end; the report says what became of each.
 
     Cost: the training of at most ``plan.trials`` models, and a second or two for each to begin.
     """
-    if jobs is not None:
-        check_int("jobs", jobs, minimum=1)
-    import_ray()  # optional, and so is matplotlib: only sweeps need both
+    # Optuna is optional, and so is matplotlib: only sweeps need both.
     from structattn.studies.report.figures.sweep import draw_sweep
     from structattn.studies.report.sweep import write_sweep_report
-    from structattn.studies.sweep.ray_trials import run_trials
+    from structattn.studies.sweep.trials import run_trials
 
     shared_task.cache_clear()  # the data may have changed since another sweep
     task = shared_task(plan.task_name, plan.settings.task)
@@ -90,7 +87,7 @@ def sweep(
     with opened(plan.folder, owner, resume=resume, record=sweep_record, on_open=on_open) as folder:
         plan = dataclasses.replace(plan, folder=folder.resolve())  # workers have other working folders
         journal = Journal(folder)
-        run_trials(plan, journal, address=address, jobs=jobs, show_progress=show_progress)
+        run_trials(plan, journal, runner=runner or LocalRunner(None), show_progress=show_progress)
         results = _results(plan, task, journal.records()) | {"command": command}
         try:
             write_atomic(folder / "results.json", json.dumps(results, indent=1))

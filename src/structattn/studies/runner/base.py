@@ -1,0 +1,104 @@
+"""What runs many jobs, here or on a cluster: one interface, and what is told of the jobs meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from structattn.errors import StructAttnError, TrainingFailedError
+from structattn.studies.runner.runs import Job
+
+_STEPS_S = 0.2  # between two messages about steps
+
+
+class Listener:
+    """What is told of jobs, in the process that started the runner. By default nothing is done with it but raising errors."""
+
+    def stepped(self, job: Job, steps: int) -> None:
+        """So many more steps of a job are done."""
+
+    def evaluated(self, job: Job, entry: dict[str, float]) -> bool:
+        """A job has a new entry of its history, or one from before an interruption; returns whether the job goes on. It waits for the answer."""
+        return True
+
+    def ended(self, job: Job, error: Exception | None) -> None:
+        """A job is done, was stopped by ``evaluated``, or failed. An error that is raised here ends the runner."""
+        if error is not None:
+            raise error
+
+
+class Runner(Protocol):
+    """Runs jobs at the same time: ``local.LocalRunner`` in processes of this machine, ``ray.RayRunner`` on a cluster."""
+
+    def run(self, jobs: Iterable[Job], listener: Listener) -> None:
+        """Runs jobs, each from its last checkpoint if it has one, and returns when all have ended.
+
+        Args:
+            jobs: a sequence, or a generator, which is asked for a job when there is room for one.
+            listener: is told what becomes of them.
+
+        Raises:
+            Stopped: this process was asked to stop (see ``interrupt``). No job is started after that, and those that run are stopped with
+                a checkpoint.
+            Exception: what ``listener.ended`` raised; the other jobs are stopped in the same way.
+        """
+        ...
+
+
+class _EndedEarly(Exception):  # noqa: N818
+    """The listener stopped a job."""
+
+
+def run_job(
+    job: Job, on_steps: Callable[[int], None] | None, on_evaluation: Callable[[dict[str, float]], bool]
+) -> None:
+    """Runs a job; ``on_evaluation`` says whether it goes on. Raises what the job raises."""
+
+    def evaluated(entry: dict[str, float]) -> None:
+        if not on_evaluation(entry):
+            raise _EndedEarly
+
+    with contextlib.suppress(_EndedEarly):
+        job.run(resume=True, show_progress=False, on_steps=on_steps, on_evaluation=evaluated)
+
+
+def run_for_parent(job: Job, tell: Callable[[int], None], ask: Callable[[dict[str, float]], bool]) -> Exception | None:
+    """Runs a job in a process of a runner; returns the error that it ended with, as one that can be sent to another process.
+
+    Args:
+        job: what is run.
+        tell: is told of new steps, some times a second.
+        ask: whether the job goes on after an entry of its history.
+    """
+    waiting, told = 0, time.monotonic()
+
+    def count(steps: int) -> None:
+        nonlocal waiting, told
+        waiting += steps
+        if time.monotonic() - told > _STEPS_S:
+            tell(waiting)
+            waiting, told = 0, time.monotonic()
+
+    try:
+        run_job(job, count, ask)
+    except Exception as error:
+        traceback.print_exc()
+        return _sendable(error)
+    finally:
+        tell(waiting)
+    return None
+
+
+def _sendable(error: Exception) -> Exception:
+    if isinstance(error, StructAttnError):
+        return type(error)(str(error))
+    return TrainingFailedError(in_words(error))
+
+
+def in_words(error: Any) -> str:
+    """An error of another library in one line."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}".removesuffix(": ")

@@ -1,0 +1,199 @@
+"""The trials of a sweep: Optuna proposes their values, ``Halving`` stops the worse ones, the journal says what became of each.
+
+Importing this needs Optuna. Its own record of a sweep is not used: after an interruption it gets the history from the journal, in the order
+of the trials, and proposes what it would have proposed without the interruption.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from structattn.errors import ConfigError, DataError, MissingDependencyError, ShapeError, TrainingDivergedError
+from structattn.progress import progress_bar
+from structattn.seeds import derive_seed
+from structattn.studies.records.run import read_run
+from structattn.studies.runner.base import Listener, Runner, in_words
+from structattn.studies.runner.runs import Job
+from structattn.studies.sweep.halving import Halving
+from structattn.studies.sweep.plan import Journal, SweepPlan
+from structattn.studies.sweep.space import Parameter
+from structattn.studies.tasks.registry import shared_task, task_class
+from structattn.studies.training.build import empty_model
+from structattn.studies.training.finished import read_record
+
+try:
+    import optuna
+except ImportError as error:
+    raise MissingDependencyError(f"sweeps need Optuna: pip install 'structattn[sweep]' brings it ({error})") from error
+
+NOT_FINITE = "the validation score is not finite"
+_OVER = ("finished", "stopped", "diverged", "failed")
+
+
+def run_trials(plan: SweepPlan, journal: Journal, *, runner: Runner, show_progress: bool) -> None:
+    """Runs the trials of a plan that the journal does not know as over; returns when all are.
+
+    Args:
+        plan: what to search.
+        journal: the record, which is kept up to date.
+        runner: what trains the models.
+        show_progress: a bar of trials.
+    """
+    with closing(_Trials(plan, journal, show_progress)) as trials:
+        runner.run(trials.jobs(), trials)
+
+
+@dataclass(kw_only=True)
+class _Trial:
+    """A trial that runs.
+
+    Attributes:
+        number: of the sweep.
+        asked: what Optuna knows of it.
+        seen: the step of its last score before an interruption.
+        started, before: the time of this process, and the seconds before an interruption.
+        score: the last one.
+        stopped: whether it is asked to stop.
+    """
+
+    number: int
+    asked: Any
+    seen: int
+    started: float
+    before: float
+    score: float = math.inf
+    stopped: bool = False
+
+
+class _Trials(Listener):
+    """Makes the jobs of a sweep, and writes down what becomes of them."""
+
+    def __init__(self, plan: SweepPlan, journal: Journal, show_progress: bool) -> None:
+        self._plan, self._journal = plan, journal
+        self._halving = Halving(grace=plan.grace, longest=plan.longest) if plan.scheduler == "asha" else None
+        self._space = {parameter.name: _distribution(parameter) for parameter in plan.parameters}
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        seed = derive_seed("sweep", plan.seed, 0) % 2**32
+        self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+        self._running: dict[str, _Trial] = {}
+        records = journal.records()
+        self._begun = list(self._replay(records))
+        self._next = 1 + max((record["number"] for record in records), default=0)
+        over = len(records) - len(self._begun)
+        self._new = plan.trials - len(records)
+        self._best = math.inf
+        self._bar = progress_bar(
+            total=max(plan.trials, over), initial=over, unit="trial", desc="trials", show=show_progress
+        )
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        self._bar.close()
+
+    def _replay(self, records: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Any]]:
+        """Tells Optuna and ASHA of earlier trials; those that are not over, with what Optuna knows of them."""
+        for record in records:
+            for step, score in record["history"]:
+                if self._halving is not None:
+                    self._halving.stops(record["number"], step, _told(score))
+            asked = self._study.ask(self._space)
+            if asked.params != record["params"]:  # several ran at the same time, and ended in another order
+                self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
+                self._study.enqueue_trial(record["params"])
+                asked = self._study.ask(self._space)
+            if record["status"] in _OVER:
+                self._study.tell(asked, _told(record["score"]))
+            else:
+                yield record, asked
+
+    def jobs(self) -> Iterator[Job]:
+        """Interrupted and crashed trials, then new ones; their values are proposed when there is room for them."""
+        for record, asked in self._begun:
+            yield from self._begin(record["number"], asked, record)
+        for number in range(self._next, self._next + self._new):
+            yield from self._begin(number, self._study.ask(self._space), {"history": [], "seconds": 0.0})
+
+    def _begin(self, number: int, asked: Any, before: dict[str, Any]) -> Iterator[Job]:
+        """The job of a trial, unless its values do not fit together."""
+        self._journal.begin(number, asked.params)
+        trial = _Trial(
+            number=number,
+            asked=asked,
+            seen=max((step for step, _ in before["history"]), default=0),
+            started=time.perf_counter(),
+            before=before["seconds"],
+        )
+        try:
+            job = self._plan.job(number, asked.params)
+        except ConfigError as error:
+            self._end(trial, "failed", message=str(error))
+        else:
+            self._running[job.folder.name] = trial
+            yield job
+
+    def evaluated(self, job: Job, entry: dict[str, float]) -> bool:
+        trial = self._running[job.folder.name]
+        step = int(entry["step"])
+        # Before an interruption it was not stopped, and at its end it is not any more.
+        if not trial.seen < step < job.training.steps:
+            return True
+        trial.score = entry[f"validation_{shared_task(job.task_name, job.task).metric}"]
+        found = trial.score if math.isfinite(trial.score) else None
+        self._journal.update(trial.number, score=found, step=step, seconds=self._seconds(trial), entry=[step, found])
+        trial.stopped = self._halving is not None and self._halving.stops(trial.number, step, _told(found))
+        return not trial.stopped
+
+    def ended(self, job: Job, error: Exception | None) -> None:
+        trial = self._running.pop(job.folder.name)
+        if isinstance(error, TrainingDivergedError):
+            self._end(trial, "diverged", message=str(error))
+        elif isinstance(error, (ConfigError, ShapeError, DataError)):
+            self._end(trial, "failed", message=str(error))
+        elif error is not None:
+            self._end(trial, "crashed", message=in_words(error))
+        elif trial.stopped:
+            self._end(trial, "stopped", trial.score)
+        else:
+            progress = read_run(read_record(job.folder), str(job.folder)).progress
+            assert progress is not None  # it finished now
+            task = task_class(job.task_name)(job.task)
+            model = empty_model(task, job.spec, job.training.parametrization)
+            count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            score = progress.final_validation_score(task.metric, job.training.patience)
+            self._end(trial, "finished", score, step=progress.step, num_params=count)
+
+    def _end(self, trial: _Trial, status: str, score: float = math.nan, **more: Any) -> None:
+        """Writes down the end of a trial; one that came to its end without a score diverged."""
+        found = score if math.isfinite(score) else None
+        if found is None and status in ("finished", "stopped"):
+            status, more["message"] = "diverged", NOT_FINITE
+        self._journal.update(trial.number, status=status, score=found, seconds=self._seconds(trial), **more)
+        if status == "crashed":
+            self._study.tell(trial.asked, state=optuna.trial.TrialState.FAIL)
+        else:
+            self._study.tell(trial.asked, _told(found))
+        if status == "finished":
+            self._best = min(self._best, score)
+            self._bar.set_postfix(best=f"{self._best:.5g}", refresh=False)
+        self._bar.update()
+
+    def _seconds(self, trial: _Trial) -> float:
+        return trial.before + time.perf_counter() - trial.started
+
+
+def _told(score: float | None) -> float:
+    """For Optuna and ASHA: no score is the worst, so that they keep away from it."""
+    return score if score is not None and math.isfinite(score) else math.inf
+
+
+def _distribution(parameter: Parameter) -> Any:
+    if parameter.choices:
+        return optuna.distributions.CategoricalDistribution(parameter.choices)
+    whole = isinstance(parameter.low, int)
+    kind = optuna.distributions.IntDistribution if whole else optuna.distributions.FloatDistribution
+    return kind(parameter.low, parameter.high, log=parameter.log)

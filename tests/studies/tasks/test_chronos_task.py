@@ -216,7 +216,7 @@ def test_a_checkpoint_is_restructured_and_fine_tuned(tmp_path):
     [
         ({"embed_dim": 0}, "embed_dim"),
         ({"season": 30}, "shorter than the context"),
-        ({"synthetic": 1.5}, "a share"),
+        ({"synthetic": 1.5}, "task.synthetic must be a finite number"),
         ({"dropout": 1.0}, "dropout"),
     ],
 )

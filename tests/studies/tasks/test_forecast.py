@@ -11,7 +11,7 @@ import torch
 from structattn.errors import ConfigError, DataError
 from structattn.studies.data.series_file import read_columns
 from structattn.studies.tasks.forecast.baseline_models import BaselineModel, BaselineModelSpec
-from structattn.studies.tasks.forecast.channels import WindowedChannels
+from structattn.studies.tasks.forecast.data import WindowedChannels
 from structattn.studies.tasks.forecast.task import (
     INTERVAL,
     ForecastConfig,

@@ -219,13 +219,13 @@ def test_dead_coordinates(function: str, covariates: str) -> None:
     ("settings", "message"),
     [
         ({"function": "linaer"}, "did you mean 'linear'"),
-        ({"covariates": "skew"}, "task.prompts.covariates is 'skew': did you mean 'skewed'"),
-        ({"sparsity": 0}, "task.prompts.sparsity must be at least 1, got 0"),
-        ({"hidden_units": 0}, "hidden_units must be at least 1"),
-        ({"depth": 0}, "depth must be at least 1, got 0"),
-        ({"noise_std": -0.1}, "task.prompts.noise_std must be a number of at least 0, got -0.1"),
-        ({"noise_std": float("nan")}, "at least 0, got nan"),
-        ({"noise_std": float("inf")}, "at least 0, got inf"),
+        ({"covariates": "skew"}, "unknown task.prompts.covariates 'skew': did you mean 'skewed'"),
+        ({"sparsity": 0}, "task.prompts.sparsity must be an int of at least 1, got 0"),
+        ({"hidden_units": 0}, "hidden_units must be an int of at least 1"),
+        ({"depth": 0}, "depth must be an int of at least 1, got 0"),
+        ({"noise_std": -0.1}, "task.prompts.noise_std must be a finite number of at least 0, got -0.1"),
+        ({"noise_std": float("nan")}, "of at least 0, got nan"),
+        ({"noise_std": float("inf")}, "of at least 0, got inf"),
     ],
 )
 def test_mistakes(settings, message) -> None:

@@ -376,20 +376,20 @@ def test_settings_are_written_and_read() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ICLRegressionConfig(dim=0), "task.dim must be at least 1, got 0"),
-        (lambda: ICLRegressionConfig(num_points=0), "task.num_points must be at least 1, got 0"),
+        (lambda: ICLRegressionConfig(dim=0), "task.dim must be an int of at least 1, got 0"),
+        (lambda: ICLRegressionConfig(num_points=0), "task.num_points must be an int of at least 1, got 0"),
         (lambda: ICLRegressionConfig(eval_prompts=0), "task.eval_prompts"),
         (lambda: ICLRegressionConfig(embed_dim=10, num_heads=4), "must divide embed_dim: got 4 and 10"),
         (
             lambda: ICLRegressionConfig(dim=2, prompts=Prompts(function="sparse-linear")),
             "task.prompts.sparsity must be at most task.dim, got 3 and 2",
         ),
-        (lambda: Curriculum(start_dim=0), "task.curriculum.start_dim must be at least 1, got 0"),
-        (lambda: Curriculum(start_points=0), "start_points must be at least 1"),
-        (lambda: Curriculum(interval=0), "interval must be at least 1"),
-        (lambda: Curriculum(end_step=-1), "end_step must be at least 0, got -1"),
-        (lambda: Shift(noise_std=-1.0), "task.shift.noise_std must be a number of at least 0, got -1.0"),
-        (lambda: Shift(covariates="skwed"), "task.shift.covariates is 'skwed': did you mean 'skewed'"),
+        (lambda: Curriculum(start_dim=0), "task.curriculum.start_dim must be an int of at least 1, got 0"),
+        (lambda: Curriculum(start_points=0), "start_points must be an int of at least 1"),
+        (lambda: Curriculum(interval=0), "interval must be an int of at least 1"),
+        (lambda: Curriculum(end_step=-1), "end_step must be an int of at least 0, got -1"),
+        (lambda: Shift(noise_std=-1.0), "task.shift.noise_std must be a finite number of at least 0, got -1.0"),
+        (lambda: Shift(covariates="skwed"), "unknown task.shift.covariates 'skwed': did you mean 'skewed'"),
     ],
 )
 def test_mistakes(make, message) -> None:

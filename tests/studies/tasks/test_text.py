@@ -197,7 +197,7 @@ def test_files_of_other_systems_and_missing_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context_length": 0}, r"task\.context_length must be at least 1"),
+        ({"context_length": 0}, r"task\.context_length must be an int of at least 1"),
         ({"num_heads": 3}, "num_heads must divide"),
         ({"rotary": "low_fat"}, "did you mean 'low_far'"),
     ],

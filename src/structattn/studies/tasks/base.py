@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
 
-from structattn.checks import quoted
+from structattn.checks import check_int, quoted
 from structattn.errors import ConfigError
 from structattn.layout.text import TextLayout
 from structattn.models.language_model import LanguageModel
@@ -49,6 +49,14 @@ class TextModel:
 
     tokenizer: Tokenizer
     build: Callable[[str], LanguageModel]
+
+
+def check_sizes_of(config: Any, *names: str) -> None:
+    """Raises ``ConfigError`` unless these settings of a task are ints of at least 1, and ``num_heads`` divides ``embed_dim`` if both are named."""
+    for name in names:
+        check_int(f"task.{name}", getattr(config, name), minimum=1)
+    if {"embed_dim", "num_heads"} <= set(names) and config.embed_dim % config.num_heads:
+        raise ConfigError(f"task.num_heads must divide embed_dim: got {config.num_heads} and {config.embed_dim}")
 
 
 class Task(ABC):

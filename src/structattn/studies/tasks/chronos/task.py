@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from structattn.checks import check_int
+from structattn.checks import check_int, check_number
 from structattn.errors import ConfigError
 from structattn.files import absolute
 from structattn.progress import counted
@@ -23,18 +23,12 @@ from structattn.studies.data.series import Series, WindowedSeries
 from structattn.studies.data.series_file import read_series
 from structattn.studies.tasks.base import Baseline, Batch, Split, Task
 from structattn.studies.tasks.chronos.kernel_synth import kernel_synth
+from structattn.studies.tasks.chronos.model import ChronosForecaster, integration
 from structattn.studies.tasks.chronos.scores import QUANTILES, forecast_scores, seasonal_forecast
 
 _NONE = -100  # a label that is not scored
 _TARGET = "OT"
 _LOADS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL")
-
-
-def _chronos() -> Any:
-    """The integration, which needs chronos-forecasting: it is asked for when the task is made, and not before."""
-    from structattn.integrations import chronos
-
-    return chronos
 
 
 _LARGEST = 2**24  # of every size: far beyond any use, and nothing runs out of time before it is named
@@ -88,42 +82,8 @@ class ChronosConfig:
             raise ConfigError(
                 f"task.season must be shorter than the context, {self.context_length} steps, got {self.season}"
             )
-        if not 0.0 <= self.synthetic <= 1.0:
-            raise ConfigError(f"task.synthetic is a share, in [0, 1], got {self.synthetic}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"task.dropout must lie in [0, 1), got {self.dropout}")
-
-
-class ChronosForecaster(nn.Module):
-    """A Chronos T5 as the training loop takes it.
-
-    Args:
-        model: the ``StructAttnT5ForConditionalGeneration``.
-        num_inputs, num_outputs: tokens of the context and of the labels.
-
-    Attributes:
-        model: the same; ``model.save_pretrained(folder)`` writes what ``ChronosPipeline.from_pretrained`` reads.
-    """
-
-    def __init__(self, model: nn.Module, num_inputs: int, num_outputs: int) -> None:
-        super().__init__()
-        self.model = model
-        self.num_inputs, self.num_outputs = num_inputs, num_outputs
-        self.register_state_dict_post_hook(_drop_copies)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_add_copies)  # type: ignore[no-untyped-call]
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
-        """Logits, (B, outputs, tokens), of (B, inputs) tokens and their mask, and of (B, outputs) labels with ``-100`` for none."""
-        out = self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
-        return cast(Tensor, out.logits)
-
-    def flops_per_example(self) -> int:
-        """Forward FLOPs of one series and its labels."""
-        return int(cast(Any, self.model).flops(self.num_inputs, self.num_outputs))
-
-    def pipeline(self) -> Any:
-        """Chronos' own ``ChronosPipeline`` around the model."""
-        return _chronos().pipeline_around(self.model)
+        check_number("task.synthetic", self.synthetic, minimum=0, maximum=1)
+        check_number("task.dropout", self.dropout, minimum=0, below=1)
 
 
 @functools.cache
@@ -131,27 +91,6 @@ def _etth1() -> tuple[Series, Tensor]:
     """The oil temperature of the packaged ETTh1, and its load channels, (6, rows): read once for all tasks of a process."""
     columns = [read_series(None, "date", name) for name in (_TARGET, *_LOADS)]
     return columns[0], torch.stack([torch.from_numpy(series.values).float() for series in columns[1:]])
-
-
-def _copies(module: nn.Module) -> dict[str, str]:
-    """Names of parameters that are another's (T5's embeddings stand in both stacks and may be the head's), and whose."""
-    first: dict[Tensor, str] = {}
-    found = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if first.setdefault(parameter, name) != name:
-            found[name] = first[parameter]
-    return found
-
-
-def _drop_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for name in _copies(module):
-        state.pop(prefix + name, None)
-
-
-def _add_copies(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, owner in _copies(module).items():
-        if prefix + owner in state:
-            state.setdefault(prefix + name, state[prefix + owner])
 
 
 class ChronosTask(Task):
@@ -174,7 +113,7 @@ class ChronosTask(Task):
 
     def __init__(self, config: ChronosConfig) -> None:
         super().__init__(config)
-        self._bridge = _chronos()
+        self._bridge = integration()
         self._start = self._load() if config.checkpoint else None
         self.tokenizer = self._bridge.tokenizer_of(self.t5_config)
         series, loads = _etth1()

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from structattn.checks import check_number
 from structattn.errors import ConfigError
 from structattn.files import absolute
 from structattn.models.forecaster import Forecaster
@@ -20,10 +21,10 @@ from structattn.progress import counted, doing
 from structattn.seeds import derive_seed
 from structattn.studies.data.series import usual_season
 from structattn.studies.data.series_file import read_columns
-from structattn.studies.tasks.base import Baseline, Batch, Split, Task
+from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of
 from structattn.studies.tasks.forecast.baseline_models import BaselineModel, BaselineModelSpec
 from structattn.studies.tasks.forecast.baselines import CHUNK, BaselineForecast
-from structattn.studies.tasks.forecast.channels import WindowedChannels
+from structattn.studies.tasks.forecast.data import WindowedChannels
 
 INTERVAL = 0.8  # the share of truths that the intervals of examples are meant to hold
 
@@ -81,23 +82,9 @@ class ForecastConfig:
     dropout: float = 0.2
 
     def __post_init__(self) -> None:
-        for name in (
-            "look_back",
-            "horizon",
-            "patch_length",
-            "stride",
-            "embed_dim",
-            "num_layers",
-            "num_heads",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"task.{name} must be at least 1, got {getattr(self, name)}")
-        if self.season is not None and self.season < 1:
-            raise ConfigError(f"task.season must be at least 1 or none, got {self.season}")
-        if self.embed_dim % self.num_heads:
-            raise ConfigError(f"task.num_heads must divide embed_dim: got {self.num_heads} and {self.embed_dim}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"task.dropout must lie in [0, 1), got {self.dropout}")
+        names = ("look_back", "horizon", "patch_length", "stride", "embed_dim", "num_layers", "num_heads")
+        check_sizes_of(self, *names, *(() if self.season is None else ("season",)))
+        check_number("task.dropout", self.dropout, minimum=0, below=1)
 
 
 class ForecastTask(Task):

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from structattn.checks import quoted
-from structattn.errors import ConfigError, nearest_name
+from structattn.checks import check_choice, check_int, check_number
 
 FunctionName = Literal["linear", "sparse-linear", "relu-network", "decision-tree"]
 Covariates = Literal["isotropic", "skewed"]
@@ -201,15 +200,11 @@ class Prompts:
     covariates: Covariates = "isotropic"
 
     def __post_init__(self) -> None:
-        if self.function not in FUNCTIONS:
-            raise ConfigError(
-                f"task.prompts.function is {quoted(self.function)}: {nearest_name(self.function, FUNCTIONS)}"
-            )
+        check_choice("task.prompts.function", self.function, FUNCTIONS)
         for name in ("sparsity", "hidden_units", "depth"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"task.prompts.{name} must be at least 1, got {getattr(self, name)}")
-        check_noise(self.noise_std, "task.prompts.noise_std")
-        check_covariates(self.covariates, "task.prompts.covariates")
+            check_int(f"task.prompts.{name}", getattr(self, name), minimum=1)
+        check_number("task.prompts.noise_std", self.noise_std, minimum=0)
+        check_choice("task.prompts.covariates", self.covariates, COVARIATES)
 
     @property
     def distribution(self) -> PromptFunction:
@@ -250,15 +245,3 @@ class Prompts:
         if self.noise_std:
             ys = values + self.noise_std * torch.randn(count, num_points, generator=rng).to(dtype)
         return DrawnPrompts(F.pad(xs, (0, dim - live)) if live < dim else xs, ys, values)
-
-
-def check_noise(value: float, name: str) -> None:
-    """Raises ``ConfigError`` if a standard deviation is negative or not finite."""
-    if not 0.0 <= value < math.inf:
-        raise ConfigError(f"{name} must be a number of at least 0, got {value}")
-
-
-def check_covariates(value: str, name: str) -> None:
-    """Raises ``ConfigError`` if it is not the name of a distribution of x."""
-    if value not in COVARIATES:
-        raise ConfigError(f"{name} is {quoted(value)}: {nearest_name(value, COVARIATES)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,18 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from structattn.checks import check_choice, check_int, check_number
 from structattn.errors import ConfigError
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.seeds import generator
-from structattn.studies.tasks.base import Baseline, Batch, Split, Task
+from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of
 from structattn.studies.tasks.icl_regression.baselines import Predictor, predictors
-from structattn.studies.tasks.icl_regression.prompts import (
-    Covariates,
-    DrawnPrompts,
-    Prompts,
-    check_covariates,
-    check_noise,
-)
+from structattn.studies.tasks.icl_regression.prompts import COVARIATES, Covariates, DrawnPrompts, Prompts
 
 # Prompts of an evaluation that are drawn, and given to the model, at a time. Each chunk has a random stream of its own, so
 # another number would give other prompts.
@@ -60,8 +54,7 @@ class Curriculum:
 
     def __post_init__(self) -> None:
         for name, low in (("start_dim", 1), ("start_points", 1), ("interval", 1), ("end_step", 0)):
-            if getattr(self, name) < low:
-                raise ConfigError(f"task.curriculum.{name} must be at least {low}, got {getattr(self, name)}")
+            check_int(f"task.curriculum.{name}", getattr(self, name), minimum=low)
 
     def size_at(self, step: int, dim: int, num_points: int) -> tuple[int, int]:
         """Live dimensions and points at a step.
@@ -102,9 +95,9 @@ class Shift:
 
     def __post_init__(self) -> None:
         if self.noise_std is not None:
-            check_noise(self.noise_std, "task.shift.noise_std")
+            check_number("task.shift.noise_std", self.noise_std, minimum=0)
         if self.covariates is not None:
-            check_covariates(self.covariates, "task.shift.covariates")
+            check_choice("task.shift.covariates", self.covariates, COVARIATES)
 
     def of(self, prompts: Prompts) -> Prompts:
         """The prompts of evaluations, given those of training."""
@@ -145,14 +138,10 @@ class ICLRegressionConfig:
     eval_prompts: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("dim", "num_points", "embed_dim", "num_layers", "num_heads", "eval_prompts"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"task.{name} must be at least 1, got {value}")
-        if self.read_in_std is not None and not 0 < self.read_in_std < math.inf:
-            raise ConfigError(f"task.read_in_std must be positive or none, got {self.read_in_std}")
-        if self.embed_dim % self.num_heads:
-            raise ConfigError(f"task.num_heads must divide embed_dim: got {self.num_heads} and {self.embed_dim}")
+        optional = () if self.num_points is None else ("num_points",)
+        check_sizes_of(self, "dim", *optional, "embed_dim", "num_layers", "num_heads", "eval_prompts")
+        if self.read_in_std is not None:
+            check_number("task.read_in_std", self.read_in_std, above=0)
         if self.prompts.function == "sparse-linear" and self.prompts.sparsity > self.dim:
             raise ConfigError(
                 f"task.prompts.sparsity must be at most task.dim, got {self.prompts.sparsity} and {self.dim}: lower it, or raise "

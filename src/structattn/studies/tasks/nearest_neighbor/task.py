@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from structattn.errors import ConfigError
+from structattn.checks import check_int
 from structattn.seeds import generator
-from structattn.studies.tasks.base import Baseline, Batch, Split, Task
+from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of
 from structattn.studies.tasks.nearest_neighbor.model import NearestNeighborModel
 
 
@@ -27,7 +27,7 @@ class NearestNeighborConfig:
         eval_examples: fresh examples of each evaluation.
 
     Raises:
-        ConfigError: a number below 1 (fewer than 2 points).
+        ConfigError: a number below 1 (fewer than 2 points or dimensions).
     """
 
     dim: int = 64
@@ -37,9 +37,9 @@ class NearestNeighborConfig:
     eval_examples: int = 8192
 
     def __post_init__(self) -> None:
-        for name, low in (("dim", 2), ("num_points", 2), ("num_heads", 1), ("eval_examples", 1)):
-            if getattr(self, name) < low:
-                raise ConfigError(f"task.{name} must be at least {low}, got {getattr(self, name)}")
+        for name in ("dim", "num_points"):
+            check_int(f"task.{name}", getattr(self, name), minimum=2)
+        check_sizes_of(self, "num_heads", "eval_examples")
 
 
 class NearestNeighborTask(Task):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -16,27 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from structattn.errors import ConfigError, DataError
+from structattn.errors import DataError
 from structattn.files import absolute
 from structattn.layers.rotary import Rotary
 from structattn.models.language_model import LanguageModel
 from structattn.progress import counted
 from structattn.seeds import generator
 from structattn.studies.data.corpus import (
-    Characters,
-    Corpus,
-    Document,
-    Source,
     Tokenizer,
-    Tokens,
     Windows,
-    is_corpus,
     text_units,
     tokenizer_from,
 )
-from structattn.studies.data.plain_text import is_there
 from structattn.studies.settings import from_plain
-from structattn.studies.tasks.base import Baseline, Batch, Split, Task, TextModel
+from structattn.studies.tasks.base import Baseline, Batch, Split, Task, TextModel, check_sizes_of
+from structattn.studies.tasks.text.data import open_text_data
 from structattn.studies.tasks.text.details import attention_by_distance, by_octave, octaves, positions_in_documents
 
 _NONE = -100  # a target that is not scored
@@ -72,11 +62,7 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", absolute(self.data))
-        for name in ("context_length", "embed_dim", "num_layers", "num_heads", "eval_windows"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"task.{name} must be at least 1, got {getattr(self, name)}")
-        if self.embed_dim % self.num_heads:
-            raise ConfigError(f"task.num_heads must divide embed_dim: got {self.num_heads} and {self.embed_dim}")
+        check_sizes_of(self, "context_length", "embed_dim", "num_layers", "num_heads", "eval_windows")
         self.rotary_value()
 
     def rotary_value(self) -> Rotary | None:
@@ -112,7 +98,7 @@ class TextTask(Task):
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__(config)
-        self.tokenizer, self.splits, self.data_sha256, source = _opened(config.data)
+        self.tokenizer, self.splits, self.data_sha256, source = open_text_data(config.data)
         unit = "char" if self.tokenizer.unit == "char" else "byte"
         self.metric = f"nats_per_{unit}"
         self.metric_label = (
@@ -295,41 +281,6 @@ class TextTask(Task):
             note = "how often it comes after the one before"
             found.append(Baseline(name="bigram", metrics={self.metric: score(logs)}, note=note))
         return found
-
-
-def _opened(data: str) -> tuple[Tokenizer, dict[str, Tokens], str, str]:
-    """The tokenizer, the splits, their hash, and where they are from, for messages."""
-    if is_corpus(data):
-        corpus = Corpus(Path(data))
-        corpus.verify()
-        return corpus.tokenizer, corpus.splits, corpus.sha256, data
-    documents, source = _read(data)
-    tokenizer = Characters()
-    encoded = [tokenizer.encode(document.text, document.name) for document in documents]
-    tokens, ends = np.concatenate(encoded), np.cumsum([len(part) for part in encoded])
-    sha256 = hashlib.sha256("\0".join(document.text for document in documents).encode()).hexdigest()
-    splits = {}
-    for name, (a, b) in zip(("train", "validation", "test"), pairwise(_edges(len(tokens))), strict=True):
-        borders = [a, *ends[(ends > a) & (ends < b)], b]  # a document at an edge of the splits becomes two
-        splits[name] = Tokens([tokens[a:b]], np.diff(borders))
-    return tokenizer, splits, sha256, source
-
-
-def _edges(length: int) -> tuple[int, int, int, int]:
-    return 0, 9 * length // 10, 19 * length // 20, length
-
-
-def _read(path: str) -> tuple[list[Document], str]:
-    """The documents and where they are from, for messages."""
-    if not path:
-        text = files("structattn.studies.data").joinpath("files", "peps.txt").read_text(encoding="ascii")
-        return [Document(text, "the packaged text")], "the packaged text"
-    if not is_there(path):
-        raise DataError(f"expected a text file or a corpus at {path}, got no such file. Check the path")
-    documents = list(Source(path=path).documents())
-    if not documents:
-        raise DataError(f"{path}: expected text, got an empty file or nothing but spaces. Check how it was written")
-    return documents, path
 
 
 def _as_batch(windows: Windows) -> Batch:

@@ -119,6 +119,14 @@ def test_files_named_for_contributors_are_there() -> None:
         assert (ROOT / path).exists(), f"CONTRIBUTING.md names {path}"
 
 
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert re.search(rf"[ :-] {page.relative_to(ROOT / 'docs')}$", navigation, flags=re.MULTILINE), (
+            f"mkdocs.yml lacks {page.name}"
+        )
+
+
 def test_pages_link_to_files_that_are_there() -> None:
     for page in PAGES:
         text = re.sub(r"^```.*?^```$|`[^`]+`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)

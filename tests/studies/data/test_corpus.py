@@ -203,9 +203,10 @@ def test_a_manifest_without_a_signature_is_not_believed(tmp_path) -> None:
         )
     ]
     changes += [
-        (("tokenizer",), value, "") for value in ("chars", {}, {"kind": "x"}, {"kind": "bpe", "definition": {}})
+        (("tokenizer",), value, "expected ")
+        for value in ("chars", {}, {"kind": "x"}, {"kind": "bpe", "definition": {}})
     ]
-    changes += [(("splits",), value, "") for value in ([], {}, None, {"train": 3})]
+    changes += [(("splits",), value, "expected ") for value in ([], {}, None, {"train": 3})]
     changes += [(shard[:3], value, "wrong type") for value in ("x", 3, None, [3])]
     changes += [((*shard, "tokens"), value, "a shard of train has") for value in ("5", -5, 0, 1.5, True, None)]
     changes += [((*shard, "documents"), value, "a shard of train has") for value in ("5", -1, None)]

@@ -16,7 +16,7 @@ from structattn.studies.tasks.icl_regression.prompts import (
     DecisionTree,
     FunctionName,
     Linear,
-    Prompts,
+    PromptConfig,
     ReluNetwork,
     SparseLinear,
 )
@@ -25,8 +25,8 @@ NAMES = get_args(FunctionName)
 BOTH = get_args(Covariates)
 
 
-def prompts(function="linear", **settings) -> Prompts:
-    return Prompts(function=function, **settings)
+def prompts(function="linear", **settings) -> PromptConfig:
+    return PromptConfig(function=function, **settings)
 
 
 def test_the_settings_name_everything_there_is() -> None:
@@ -230,4 +230,4 @@ def test_dead_coordinates(function: str, covariates: str) -> None:
 )
 def test_mistakes(settings, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        Prompts(**settings)
+        PromptConfig(**settings)

@@ -19,7 +19,7 @@ from structattn.studies.tasks.icl_regression.baselines import (
     predictors,
     ridge,
 )
-from structattn.studies.tasks.icl_regression.prompts import Prompts
+from structattn.studies.tasks.icl_regression.prompts import PromptConfig
 from structattn.studies.tasks.icl_regression.task import (
     EVAL_CHUNK,
     Curriculum,
@@ -92,7 +92,7 @@ def test_any_curriculum(curriculum: Curriculum, dim: int, num_points: int) -> No
 @pytest.mark.parametrize("function", ["linear", "sparse-linear", "relu-network", "decision-tree"])
 def test_batches_grow_and_are_pure(function: str) -> None:
     curriculum = Curriculum(start_dim=2, start_points=3, interval=10, end_step=40)
-    task = task_of(dim=8, curriculum=curriculum, prompts=Prompts(function=function))
+    task = task_of(dim=8, curriculum=curriculum, prompts=PromptConfig(function=function))
     for step, dims, points in [(0, 2, 3), (9, 2, 3), (10, 4, 7), (25, 5, 10), (39, 7, 13), (40, 8, 16), (99, 8, 16)]:
         batch = task.batch(1, step, 5)
         assert batch["xs"].shape == (5, points, 8)
@@ -128,7 +128,7 @@ def test_evaluation_prompts_are_fresh_and_full() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_scores_by_definition(noise: float) -> None:
     """In chunks as in one piece, against f(x) without the noise, over d."""
-    task = task_of(eval_prompts=EVAL_CHUNK + 3, prompts=Prompts(noise_std=noise))
+    task = task_of(eval_prompts=EVAL_CHUNK + 3, prompts=PromptConfig(noise_std=noise))
     model = trained(task)
     sizes = []
     hook = model.register_forward_hook(lambda module, args, out: sizes.append((len(out), torch.is_grad_enabled())))
@@ -152,7 +152,7 @@ def test_scores_by_definition(noise: float) -> None:
 @pytest.mark.parametrize("covariates", ["isotropic", "skewed"])
 @pytest.mark.parametrize("function", ["linear", "sparse-linear", "relu-network", "decision-tree"])
 def test_a_model_that_knows_nothing_scores_1(function: str, covariates: str) -> None:
-    task = task_of(eval_prompts=4000, prompts=Prompts(function=function, covariates=covariates, noise_std=1.0))
+    task = task_of(eval_prompts=4000, prompts=PromptConfig(function=function, covariates=covariates, noise_std=1.0))
     scores = task.evaluate(task.build_model("standard").eval(), "validation")  # the read-out starts at zero
     assert scores["mean_error"] == pytest.approx(1.0, abs=0.1)
 
@@ -169,7 +169,7 @@ def test_shift_changes_evaluation_alone() -> None:
     noisy = next(task_of(shift=Shift(noise_std=0.5)).eval_prompts("test"))
     assert torch.equal(noisy.xs, other.xs)
     assert torch.equal(noisy.values, other.values)
-    quiet = task_of(prompts=Prompts(noise_std=0.5), shift=Shift(noise_std=0.0))
+    quiet = task_of(prompts=PromptConfig(noise_std=0.5), shift=Shift(noise_std=0.0))
     assert torch.equal(next(quiet.eval_prompts("test")).ys, other.ys)
     assert [b.name for b in quiet.baselines()] == [b.name for b in plain.baselines()]
     assert "ridge (noise known)" in {b.name for b in shifted.baselines()}
@@ -179,7 +179,7 @@ def test_shift_changes_evaluation_alone() -> None:
 
 
 def drawn(count: int = 6, num_points: int = 11, dim: int = 4, **settings):
-    return Prompts(**settings).draw(generator("test", dim), count, num_points, dim, dtype=torch.float64)
+    return PromptConfig(**settings).draw(generator("test", dim), count, num_points, dim, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("covariates", ["isotropic", "skewed"])
@@ -233,8 +233,10 @@ def test_nearest_neighbors_by_loops(num_neighbors: int) -> None:
             assert float(got[b, i]) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("prompts", [Prompts(), Prompts(noise_std=0.5), Prompts(function="relu-network")])
-def test_baselines_do_not_see_the_future(prompts: Prompts) -> None:
+@pytest.mark.parametrize(
+    "prompts", [PromptConfig(), PromptConfig(noise_std=0.5), PromptConfig(function="relu-network")]
+)
+def test_baselines_do_not_see_the_future(prompts: PromptConfig) -> None:
     xs, ys, _ = prompts.draw(generator(7), 4, 9, 3, dtype=torch.float64)
     other_xs, other_ys = xs.clone(), ys.clone()
     other_ys[:, 5:] += 10
@@ -245,7 +247,7 @@ def test_baselines_do_not_see_the_future(prompts: Prompts) -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_baseline_rows(noise: float) -> None:
-    task = task_of(prompts=Prompts(noise_std=noise))
+    task = task_of(prompts=PromptConfig(noise_std=noise))
     rows = {row.name: row for row in task.baselines()}
     with_noise = ["ridge (noise known)"] if noise else []
     assert list(rows) == ["zero", "averaging", "least squares", *with_noise, "3 nearest neighbors"]
@@ -271,18 +273,18 @@ def test_least_squares_is_solved_by_more_than_d_pairs() -> None:
 def test_baselines_are_computed_once(monkeypatch) -> None:
     task = task_of()
     task.baselines()
-    monkeypatch.setattr(Prompts, "draw", None)
+    monkeypatch.setattr(PromptConfig, "draw", None)
     assert len(task.baselines()) == len(task.baseline_details()) == 4
 
 
 def test_ridge_is_best_under_noise_and_optimal_only_for_linear() -> None:
-    task = task_of(prompts=Prompts(noise_std=1.0), eval_prompts=1000)
+    task = task_of(prompts=PromptConfig(noise_std=1.0), eval_prompts=1000)
     rows = {row.name: row for row in task.baselines()}
     assert min(rows.values(), key=lambda row: row.metrics["mean_error"]).name == "ridge (noise known)"
     assert "optimal" in rows["ridge (noise known)"].note
     assert "optimal" not in rows["least squares"].note
-    assert not any("optimal" in p.note for p in predictors(Prompts(function="sparse-linear", noise_std=1.0)))
-    assert not any("optimal" in p.note for p in predictors(Prompts(function="sparse-linear")))
+    assert not any("optimal" in p.note for p in predictors(PromptConfig(function="sparse-linear", noise_std=1.0)))
+    assert not any("optimal" in p.note for p in predictors(PromptConfig(function="sparse-linear")))
 
 
 # -- the model
@@ -365,7 +367,7 @@ def test_settings_are_written_and_read() -> None:
         "num_points=9",
     )
     config = apply_overrides(TINY, changes)
-    assert config.prompts == Prompts(function="sparse-linear", noise_std=0.25)
+    assert config.prompts == PromptConfig(function="sparse-linear", noise_std=0.25)
     assert config.shift == Shift(covariates="skewed")
     assert (config.full_points, TINY.full_points) == (9, 8)
     assert from_plain(ICLRegressionConfig, to_plain(config)) == config
@@ -381,7 +383,7 @@ def test_settings_are_written_and_read() -> None:
         (lambda: ICLRegressionConfig(eval_prompts=0), "task.eval_prompts"),
         (lambda: ICLRegressionConfig(embed_dim=10, num_heads=4), "must divide embed_dim: got 4 and 10"),
         (
-            lambda: ICLRegressionConfig(dim=2, prompts=Prompts(function="sparse-linear")),
+            lambda: ICLRegressionConfig(dim=2, prompts=PromptConfig(function="sparse-linear")),
             "task.prompts.sparsity must be at most task.dim, got 3 and 2",
         ),
         (lambda: Curriculum(start_dim=0), "task.curriculum.start_dim must be an int of at least 1, got 0"),

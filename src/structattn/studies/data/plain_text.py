@@ -1,4 +1,4 @@
-"""Text out of files of any encoding that says what it is: gzip and UTF-16 are read, other formats are named."""
+"""Reading text files: UTF-8, UTF-16 and UTF-32 with a byte order mark, also in gzip; other formats are named in the error."""
 
 from __future__ import annotations
 

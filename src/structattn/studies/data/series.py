@@ -37,7 +37,7 @@ class Series:
         times: when each was taken (UTC when the file gave offsets), strictly increasing.
         name: the column that the values came from.
         step: the time between two values in words, such as ``"1 hour"``.
-        is_ett: True for a whole file of the ETT data, hourly or quarter-hourly, which have their own customary split.
+        is_ett: True for a complete file of the ETT data, hourly or quarter-hourly, which have their own customary split.
     """
 
     values: Floats
@@ -61,7 +61,7 @@ def check_scale(values: Floats, where: Callable[[int], str]) -> None:
 
     Args:
         values: finite numbers.
-        where: the place of a value, for the message.
+        where: names the position of a value, for the message.
     """
     middle = float(np.median(values))
     with np.errstate(over="ignore"):
@@ -115,7 +115,7 @@ class WindowedSeries:
     """A series scaled by its training rows and cut into (look-back, horizon) windows, one per possible start.
 
     A training window lies wholly inside the training rows. A validation or test window has all its targets
-    inside its own split and may look back across the left border, as a forecaster in use would.
+    inside its own split and may look back into the split before it, as a forecaster in use would.
 
     Attributes:
         series: the data in its own units.

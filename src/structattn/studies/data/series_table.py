@@ -1,4 +1,4 @@
-"""A table of texts out of a CSV file: separators, decimal commas, compression and encoding are found, and named where they are in doubt."""
+"""The cells of a CSV file as text; finds separators, decimal commas, compression and encoding, and raises where they are ambiguous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract between a task and everything above it: the training loop, the comparison, the report."""
+"""What a task is: data, loss, models, scores and baselines, for the training loop, comparisons and reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Baseline:
         name: of the method.
         metrics: scores on the test split, metric name to value.
         note: how it works.
-        validation: the deciding metric on the validation split, by which its own settings can be chosen; ``None`` where it has none.
+        validation: the deciding metric on the validation split, by which its settings can be chosen; ``None`` where it has none.
     """
 
     name: str
@@ -68,11 +68,11 @@ class Task(ABC):
         metric: the key of ``evaluate`` that ranks methods and stops training early.
         metric_label: the metric in words with its unit, for axes and table heads.
         question: what the comparison answers, one sentence for the report.
-        data_sha256: of the data that the task reads, so that a run does not go on with others; empty where it makes its own.
+        data_sha256: of the data that the task reads, so that a run is not resumed with other data; empty for generated data.
         data_options: for tasks that read the user's data, the setting of each option of the command line, such as
             ``{"data": "data.path", "time": "data.time"}``. ``data`` is an absolute path. The data are identified by their digest, so they
             may be moved.
-        reads_text: whether its models know the parts of a text, which are the levels of ``mlr-text``.
+        reads_text: whether its models know words, lines and paragraphs, which are the levels of ``mlr-text``.
         no_skill_score: the score of a model that has learned nothing, where that is the same for all data; ``None`` where it is not.
     """
 
@@ -112,7 +112,7 @@ class Task(ABC):
 
     @classmethod
     def data_path(cls, config: dict[str, Any]) -> str | None:
-        """Where the data of a task with these settings, as plain data, are; ``None`` for the task's own."""
+        """Where the data of a task with these settings, as plain data, are; ``None`` for packaged or generated data."""
         section, name = cls._data_setting(config)
         return (section[name] or None) if name else None
 

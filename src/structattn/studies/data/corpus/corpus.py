@@ -1,4 +1,4 @@
-"""A prepared corpus: token shards on disk, mapped into memory, with the borders of documents."""
+"""A prepared corpus: token shards on disk, mapped into memory, with the lengths of documents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LENGTH_TYPE = np.dtype("<u4")
 
 @dataclass(frozen=True)
 class Windows:
-    """Pieces of text.
+    """Spans of text of one length.
 
     Attributes:
         tokens: (N, length) int64.
@@ -43,10 +43,10 @@ class Windows:
 
 
 class Tokens:
-    """The tokens of a split, one document after the other, in one or more arrays that are read where they lie.
+    """The tokens of a split, documents concatenated, in one or more arrays that are not copied.
 
     Args:
-        arrays: pieces of the sequence of all tokens, in their order.
+        arrays: the concatenated tokens, in order.
         lengths: tokens of each document, in their order.
     """
 
@@ -75,16 +75,16 @@ class Tokens:
         return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
     def windows(self, starts: Tensor, length: int) -> Windows:
-        """The ``length`` tokens from each of the places ``starts``, (N,) ints."""
-        places = starts.tolist()
-        tokens = np.stack([self.read(place, place + length) for place in places])
-        positions = np.asarray(places)[:, None] + np.arange(length)
+        """The ``length`` tokens from each position of ``starts``, (N,) ints."""
+        first = starts.tolist()
+        tokens = np.stack([self.read(start, start + length) for start in first])
+        positions = np.asarray(first)[:, None] + np.arange(length)
         documents = np.searchsorted(self._document_ends, positions, side="right")
         return Windows(torch.from_numpy(tokens), torch.from_numpy(documents))
 
 
 class Corpus:
-    """What ``prepare`` wrote, opened for reading: nothing is loaded but the lengths of the documents.
+    """What ``prepare`` wrote, opened for reading: only the lengths of the documents are loaded.
 
     Args:
         folder: the corpus.

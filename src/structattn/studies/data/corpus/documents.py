@@ -41,7 +41,7 @@ class Source:
         document_start: in text files a line that begins with this begins a document. Default: a file is a document.
         text_column: of JSON lines and data sets, the field with the text.
         dataset_split: of a data set.
-        max_documents: the first so many alone. Default ``None``: all.
+        max_documents: the number of leading documents to read. Default ``None``: all.
     """
 
     path: str
@@ -77,7 +77,7 @@ class Source:
         return None
 
     def documents(self, skip: int = 0) -> Iterator[Document]:
-        """The documents that are not empty, in a fixed order, from number ``skip`` on; each is in memory alone.
+        """The documents that are not empty, in a fixed order, from number ``skip`` on; one at a time is in memory.
 
         Raises:
             DataError: a file is not what it should be, or has not the field.

@@ -26,7 +26,7 @@ from structattn.studies.folders import OF_EVERY_FOLDER, Owner, opened
 _RECORD = ("settings", "files", "tokenizer", "documents", "characters", "splits")
 _FEW = 1000
 _LARGEST_VOCABULARY = 2**24
-# The names of all files that a corpus has, and of those that are not whole yet.
+# The names of all files that a corpus has, and of those that are not complete yet.
 _OWN = re.compile(
     rf"{re.escape(TEMPORARY)}.*|{re.escape(PROGRESS)}|{re.escape(MANIFEST)}|({'|'.join(SPLITS)})-\d+\.(tokens|lengths)"
 )
@@ -40,7 +40,7 @@ class PrepareConfig:
         source: where the documents are from.
         tokens: ``"chars"``, the 96 of the paper; ``"bytes"`` of UTF-8; or ``"bpe"``, byte pairs learned from the training documents.
         vocab_size: of the byte pairs.
-        bpe_characters: so many characters of the training documents, the first ones, are read to learn byte pairs.
+        bpe_characters: the number of leading characters of the training documents from which byte pairs are learned.
         unknown: what happens to a character that is none of the 96: ``"error"`` or ``"drop"``.
         validation, test: shares of the documents that are kept for validation and test. Which ones is a function of their text, so that
             equal documents are in one split, however often they come and whatever else there is.
@@ -99,7 +99,7 @@ def prepare(
         out: the folder, made when missing.
         resume: continue what was begun there; a finished corpus of the same settings is returned at once, also where its source is gone.
         show_progress: a progress bar on stderr.
-        on_open: is told the folder before anything is read, unless it holds the finished corpus.
+        on_open: is called with the folder before anything is read, unless it holds the finished corpus.
 
     Returns:
         The manifest.

@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, source: str = "the text") -> Ids:
-        """Token ids of a text, in the smallest type that holds them; raises ``DataError`` with the place of what has none."""
+        """Token ids of a text, in the smallest type that holds them; raises ``DataError`` with the position of a character without one."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_sizes(self) -> npt.NDArray[np.int64]:
-        """(V,), the bytes of UTF-8 that each token stands for."""
+        """(V,), the bytes of UTF-8 of each token."""
         ...
 
     def description(self) -> dict[str, Any]:

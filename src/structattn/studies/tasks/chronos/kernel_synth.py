@@ -56,7 +56,7 @@ def constant(value: float) -> Kernel:
 
 
 def kernel_bank(length: int) -> tuple[Kernel, ...]:
-    """The kernels to draw from, for series of so many steps."""
+    """The kernels to draw from, for series of ``length`` steps."""
     return (
         constant(1.0),
         white_noise(0.1),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def integration() -> Any:
-    """The integration, which needs chronos-forecasting: it is asked for when the task is made, and not before."""
+    """``structattn.integrations.chronos``, imported when a task is made: it needs chronos-forecasting."""
     from structattn.integrations import chronos
 
     return chronos
@@ -47,7 +47,7 @@ class ChronosForecaster(nn.Module):
 
 
 def _copies(module: nn.Module) -> dict[str, str]:
-    """Names of parameters that are another's (T5's embeddings stand in both stacks and may be the head's), and whose."""
+    """The shared parameters: each further name of one, and its first name (T5's stacks share their embeddings, with the head too in some models)."""
     first: dict[Tensor, str] = {}
     found = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

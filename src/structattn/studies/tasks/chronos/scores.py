@@ -24,13 +24,13 @@ def forecast_scores(quantiles: Tensor, point: Tensor, truth: Tensor, context: Te
         season: steps.
 
     Returns:
-        ``mase`` and ``wql``; lower is better. A point forecast in the place of all quantiles has a WQL of sum |y - point| / sum |y|.
+        ``mase`` and ``wql``; lower is better. A point forecast in place of all quantiles has a WQL of sum |y - point| / sum |y|.
 
     Raises:
         ShapeError: the shapes do not fit.
 
     Source: Hyndman and Koehler 2006 for MASE; the definition of both in Ansari et al. 2024, whose MASE divides by the errors of the whole
-    history and not of the look-back alone.
+    history and not only of the look-back.
     """
     if quantiles.shape != (*truth.shape, len(QUANTILES)) or point.shape != truth.shape or context.shape[1] <= season:
         raise ShapeError(
@@ -48,7 +48,7 @@ def forecast_scores(quantiles: Tensor, point: Tensor, truth: Tensor, context: Te
 
 
 def seasonal_forecast(context: Tensor, horizon: int, season: int) -> tuple[Tensor, Tensor]:
-    """The last season repeated, with the quantiles of the look-back's own changes from season to season around it.
+    """The last season repeated, with the quantiles of the look-back's changes from season to season around it.
 
     Args:
         context: (n, look-back), longer than a season.

@@ -196,12 +196,12 @@ class ChronosTask(Task):
         return kernel_synth(self.config.num_synthetic, 2 * self._window, self.name, "train")
 
     def batch(self, seed: int, step: int, batch_size: int) -> Batch:
-        """Windows at random places of random series, a function of (seed, step)."""
+        """Windows at random positions of random series, a function of (seed, step)."""
         rng = generator(self.name, "train", seed, step)
         is_synthetic = torch.rand(batch_size, generator=rng) < self.config.synthetic
-        places = torch.rand(batch_size, 2, generator=rng).tolist()
+        positions = torch.rand(batch_size, 2, generator=rng).tolist()
         windows = []
-        for synthetic, (which, where) in zip(is_synthetic.tolist(), places, strict=True):
+        for synthetic, (which, where) in zip(is_synthetic.tolist(), positions, strict=True):
             source = self._synthetic if synthetic else self._loads
             row = source[int(which * len(source))]
             start = int(where * (len(row) - self._window + 1))
@@ -227,7 +227,7 @@ class ChronosTask(Task):
         }
 
     def _oil(self, split: Split, count: int) -> Tensor:
-        """So many windows of the oil temperature, in its units, spread evenly over a split."""
+        """``count`` windows of the oil temperature, in its units, spread evenly over a split."""
         starts = self.data.starts(split)
         chosen = self._chosen(split, count)
         values = torch.from_numpy(self.data.series.values).float()
@@ -247,7 +247,7 @@ class ChronosTask(Task):
         for name, series in self._held_out(split).items():
             batch = {key: value.to(device) for key, value in self._tokens(series).items()}
             labels = batch["labels"].clone()
-            labels[:, self.config.prediction_length :] = _NONE  # the end of the series says nothing
+            labels[:, self.config.prediction_length :] = _NONE  # the end-of-series token is not scored
             logits = torch.cat([model(*parts) for parts in zip(*(batch[key].split(64) for key in batch), strict=True)])
             nats = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=_NONE)
             found[f"nats_{name}"] = float(nats)

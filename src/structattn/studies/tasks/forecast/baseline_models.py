@@ -29,7 +29,7 @@ class _Known:
     """A forecaster of neuralforecast.
 
     Args:
-        settings: where they differ from neuralforecast's own: those that the paper of the model has for hourly ETT data.
+        settings: those that differ from neuralforecast's defaults: the paper's for hourly ETT data.
         mixes_channels: whether one forward pass takes all channels of a window.
     """
 
@@ -53,7 +53,7 @@ class BaselineModelSpec:
 
     Args:
         name: DLinear, NHITS, PatchTST or iTransformer.
-        settings: arguments of its class, by name, in place of those that it has here.
+        settings: arguments of its class, by name, in place of those above.
     """
 
     name: str
@@ -88,7 +88,7 @@ class BaselineModelSpec:
 
 
 class BaselineModel(nn.Module):
-    """The network of a model of neuralforecast, trained by our loop on our windows instead of by its own.
+    """The network of a model of neuralforecast, trained by our loop on our windows.
 
     Args:
         spec: which.
@@ -139,7 +139,7 @@ class BaselineModel(nn.Module):
             )
         with _own_seed():
             try:
-                # It sets the global seed to its own, which is therefore that of the run.
+                # It sets the global seed to this one, which is therefore that of the run.
                 model = kind(**arguments, random_seed=torch.initial_seed() % 2**32)
             except Exception as error:  # whatever it raises for arguments that it does not take
                 raise ConfigError(

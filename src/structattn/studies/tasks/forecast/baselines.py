@@ -87,8 +87,8 @@ def forecast_baselines(data: WindowedSeries, season: int | None) -> list[Baselin
     rows = [_score("last value", last, data, "repeats the last value of the look-back")]
     if season is not None and data.look_back >= season:
         note = f"repeats the last {season} values of the look-back"
-        places = data.look_back - season + lead % season
-        rows.append(_score(f"seasonal ({season} steps)", lambda X: X[:, places], data, note))
+        positions = data.look_back - season + lead % season
+        rows.append(_score(f"seasonal ({season} steps)", lambda X: X[:, positions], data, note))
     weights, penalty = _fit_ridge(data)
     note = (
         "linear from the look-back to each step ahead, both minus the last value, with an intercept; closed "

@@ -1,4 +1,4 @@
-"""Forecasting columns of a time series: ETTh1's oil temperature or all seven, or a CSV of the user's own."""
+"""Forecasting columns of a time series: of ETTh1, or of the user's CSV file."""
 
 from __future__ import annotations
 
@@ -164,12 +164,12 @@ class ForecastTask(Task):
         """The windows of a step: epochs are permutations of the training windows, a function of (seed, epoch)."""
         inputs, targets = self._windows["train"]
         count = inputs.shape[0]
-        places = torch.arange(step * batch_size, (step + 1) * batch_size)
-        chosen = torch.empty_like(places)
-        for epoch in places.div(count, rounding_mode="floor").unique().tolist():
+        positions = torch.arange(step * batch_size, (step + 1) * batch_size)
+        chosen = torch.empty_like(positions)
+        for epoch in positions.div(count, rounding_mode="floor").unique().tolist():
             rng = torch.Generator().manual_seed(derive_seed(self.name, "epoch", seed, epoch))
-            here = places.div(count, rounding_mode="floor") == epoch
-            chosen[here] = torch.randperm(count, generator=rng)[places[here] - epoch * count]
+            here = positions.div(count, rounding_mode="floor") == epoch
+            chosen[here] = torch.randperm(count, generator=rng)[positions[here] - epoch * count]
         return {"window": inputs[chosen], "target": targets[chosen]}
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from structattn.studies.tasks.icl_regression.prompts import Prompts
+from structattn.studies.tasks.icl_regression.prompts import PromptConfig
 
 # A point counts as a combination of those before it when at most this part of its length lies outside their span.
 _IN_SPAN = 1e-12
@@ -65,7 +65,7 @@ def least_squares(xs: Tensor, ys: Tensor) -> Tensor:
         x = x_all[:, i, :, None]
         predicted = x.mT @ w
         out[:, i] = predicted[:, 0, 0]
-        r = outside @ (outside @ x)  # twice: rounding in the projection would leave parts of the span behind
+        r = outside @ (outside @ x)  # twice: rounding in one projection would leave parts of the span
         is_new = r.norm(dim=1, keepdim=True) > _IN_SPAN * x.norm(dim=1, keepdim=True)
         cx = inverse @ x
         spread = 1 + x.mT @ cx
@@ -139,8 +139,8 @@ class Predictor:
     predict: Callable[[Tensor, Tensor], Tensor]
 
 
-def predictors(prompts: Prompts) -> list[Predictor]:
-    """The baselines of a distribution of prompts; ridge regression only where there is noise, whose size it is told."""
+def predictors(prompts: PromptConfig) -> list[Predictor]:
+    """The baselines of a distribution of prompts; ridge regression only where there is noise, whose standard deviation it knows."""
     is_linear = prompts.function == "linear"
     best = ", the optimal predictor" if is_linear and not prompts.noise_std else ""
     found = [

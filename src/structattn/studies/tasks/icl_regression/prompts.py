@@ -19,9 +19,9 @@ Covariates = Literal["isotropic", "skewed"]
 
 
 class PromptFunction(ABC):
-    """A distribution of functions R^d -> R, of which every prompt gets its own. New ones are listed in ``FUNCTIONS``.
+    """A distribution of functions R^d -> R, one for each prompt. New ones are listed in ``FUNCTIONS``.
 
-    ``draw`` is ``values`` with fresh ``parameters``; the two are apart so that a definition can be checked on given parameters.
+    ``draw`` is ``values`` with fresh ``parameters``; they are two methods so that a definition can be tested with given parameters.
     """
 
     @abstractmethod
@@ -110,7 +110,7 @@ class ReluNetwork(PromptFunction):
 class DecisionTree(PromptFunction):
     """A full binary tree: ``depth`` times the sign of one coordinate chooses the branch, and the leaf is the value.
 
-    Each inner node looks at a coordinate of its own, drawn uniformly, and goes right where it is positive; leaves ~ N(0, 1).
+    Each inner node tests one coordinate, drawn uniformly, and goes right where it is positive; leaves ~ N(0, 1).
     """
 
     depth: int
@@ -153,7 +153,7 @@ def skewed(rng: Generator, count: int, num_points: int, dim: int, dtype: torch.d
     return independent @ basis.mT
 
 
-FUNCTIONS: dict[FunctionName, Callable[[Prompts], PromptFunction]] = {
+FUNCTIONS: dict[FunctionName, Callable[[PromptConfig], PromptFunction]] = {
     "linear": lambda prompts: Linear(),
     "sparse-linear": lambda prompts: SparseLinear(sparsity=prompts.sparsity),
     "relu-network": lambda prompts: ReluNetwork(hidden_units=prompts.hidden_units),
@@ -174,7 +174,7 @@ class DrawnPrompts(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts:
+class PromptConfig:
     """A distribution of prompts x_1, y_1, ..., x_N, y_N with y_i = f(x_i) + noise and one f per prompt.
 
     Args:
@@ -234,7 +234,7 @@ class Prompts:
             dtype: of the result. Default float32.
 
         Returns:
-            ``DrawnPrompts``. The noise is drawn last: prompts that differ in ``noise_std`` alone have the same x and f.
+            ``DrawnPrompts``. The noise is drawn last: prompts that differ only in ``noise_std`` have the same x and f.
 
         Cost: B N d normal numbers, and for ``skewed`` a QR of d x d per prompt.
         """

@@ -17,9 +17,9 @@ from structattn.models.icl_regressor import ICLRegressor
 from structattn.seeds import generator
 from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of
 from structattn.studies.tasks.icl_regression.baselines import Predictor, predictors
-from structattn.studies.tasks.icl_regression.prompts import COVARIATES, Covariates, DrawnPrompts, Prompts
+from structattn.studies.tasks.icl_regression.prompts import COVARIATES, Covariates, DrawnPrompts, PromptConfig
 
-# Prompts of an evaluation that are drawn, and given to the model, at a time. Each chunk has a random stream of its own, so
+# Prompts of an evaluation that are drawn, and given to the model, at a time. Each chunk has its own random stream, so
 # another number would give other prompts.
 EVAL_CHUNK = 256
 # Prompts that the baselines handle at a time: their d x d matrices should stay in the cache of a processor.
@@ -82,7 +82,7 @@ class Shift:
 
     Args:
         noise_std: of the noise on y. Default ``None``: as in training.
-        covariates: distribution of x, see ``Prompts``. Default ``None``: as in training.
+        covariates: distribution of x, see ``PromptConfig``. Default ``None``: as in training.
 
     Raises:
         ConfigError: noise that is negative or not finite, or an unknown name.
@@ -99,7 +99,7 @@ class Shift:
         if self.covariates is not None:
             check_choice("task.shift.covariates", self.covariates, COVARIATES)
 
-    def of(self, prompts: Prompts) -> Prompts:
+    def of(self, prompts: PromptConfig) -> PromptConfig:
         """The prompts of evaluations, given those of training."""
         if self.noise_std is not None:
             prompts = replace(prompts, noise_std=self.noise_std)
@@ -127,7 +127,7 @@ class ICLRegressionConfig:
 
     dim: int = 8
     num_points: int | None = None
-    prompts: Prompts = field(default_factory=Prompts)
+    prompts: PromptConfig = field(default_factory=PromptConfig)
     shift: Shift = Shift()
     embed_dim: int = 64
     num_layers: int = 3
@@ -157,7 +157,7 @@ class ICLRegressionConfig:
 class ICLRegressionTask(Task):
     """Squared error at the last point over that of predicting zero (d for linear f): 1 = knows nothing, 0 = solved.
 
-    Training compares each prediction with y as it stands in the prompt, noise included; evaluation with f(x), without noise, so
+    Training compares each prediction with y of the prompt, noise included; evaluation with f(x), without noise, so
     0 is what knowing f gives. Linear f is determined by N > d pairs without noise.
 
     Source: Garg et al. 2022; Kuang et al. 2025, section 4.
@@ -209,7 +209,7 @@ class ICLRegressionTask(Task):
         return F.mse_loss(model(batch["xs"], batch["ys"]), batch["ys"])
 
     def flops(self, model: nn.Module, step: int | None = None) -> int:
-        """Forward FLOPs of one training prompt at its length at that step (full length without one), without the read-in."""
+        """Forward FLOPs of one training prompt at its length at that step (full length without one), without the input projection."""
         num_points = self.config.full_points if step is None else self.size_at(step)[1]
         return cast(ICLRegressor, model).flops(num_points)
 

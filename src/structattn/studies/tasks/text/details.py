@@ -13,26 +13,26 @@ from structattn.models.language_model import LanguageModel
 
 
 def octaves(length: int) -> list[tuple[int, int]]:
-    """Ranges of 1 ... length that double: (1, 1), (2, 3), (4, 7), ...; the last one takes what is left where that is less than half of the
-    next."""
+    """Ranges of 1 ... length that double: (1, 1), (2, 3), (4, 7), ...; the last range also takes the rest where the rest is less than half of the
+    next range."""
     last = (length + length // 3).bit_length() - 1 if length > 1 else 1
     starts = [2**i for i in range(last)]
     return [(a, 2 * a - 1) for a in starts[:-1]] + [(starts[-1], length)]
 
 
-def by_octave(values: Tensor, places: Tensor, length: int, weights: Tensor | None = None) -> list[float | None]:
-    """Sums of values over the ``octaves`` of their places, divided by the sums of weights where given.
+def by_octave(values: Tensor, positions: Tensor, length: int, weights: Tensor | None = None) -> list[float | None]:
+    """Sums of values over the ``octaves`` of their positions, divided by the sums of weights where given.
 
     Args:
-        values, places, weights: of one shape; places in 1 ... length.
+        values, positions, weights: of one shape; positions in 1 ... length.
         length: the largest place.
 
     Returns:
         One number per octave; ``None`` where nothing fell into it.
     """
-    last = torch.tensor([end for _, end in octaves(length)], device=places.device)
-    octave = torch.searchsorted(last, places.flatten())
-    zeros = torch.zeros(len(last), dtype=torch.float64, device=places.device)
+    last = torch.tensor([end for _, end in octaves(length)], device=positions.device)
+    octave = torch.searchsorted(last, positions.flatten())
+    zeros = torch.zeros(len(last), dtype=torch.float64, device=positions.device)
 
     def sums(of: Tensor) -> Tensor:
         return zeros.index_add(0, octave, of.flatten().double())
@@ -43,25 +43,25 @@ def by_octave(values: Tensor, places: Tensor, length: int, weights: Tensor | Non
 
 
 def positions_in_documents(documents: Tensor) -> Tensor:
-    """(B, T) numbers of documents to the place of each token in its document within the row, 1 for the first."""
-    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    """(B, T) numbers of documents to the position of each token in its document within the row, 1 for the first."""
+    positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.zeros_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return places - (places * begins).cummax(dim=1).values + 1
+    return positions - (positions * begins).cummax(dim=1).values + 1
 
 
 @torch.no_grad()
-def attention_by_distance(model: LanguageModel, pieces: Sequence[Tensor]) -> list[list[float | None]]:
-    """How much of its attention each layer gives to tokens so far back, a mean over heads and queries.
+def attention_by_distance(model: LanguageModel, spans: Sequence[Tensor]) -> list[list[float | None]]:
+    """The share of attention that each layer gives to tokens at each distance, a mean over heads and queries.
 
     Args:
         model: in eval mode.
-        pieces: (T,) tokens each, of any lengths.
+        spans: (T,) tokens each, of any lengths.
 
     Returns:
-        For each layer one number per range of distances: itself, then the ``octaves`` of 1 ... the longest piece - 1. They sum to 1.
+        For each layer one number per range of distances: itself, then the ``octaves`` of 1 ... the longest span - 1. They sum to 1.
     """
-    length = max(map(len, pieces))
+    length = max(map(len, spans))
     device = next(model.parameters()).device
     totals = torch.zeros(len(model.trunk.layers), length, dtype=torch.float64, device=device)
     calls: dict[int, tuple[Tensor, LevelLayout | None]] = {}
@@ -77,10 +77,10 @@ def attention_by_distance(model: LanguageModel, pieces: Sequence[Tensor]) -> lis
         for i, block in enumerate(model.trunk.layers)
     ]
     try:
-        for piece in pieces:
-            model(piece[None].to(device))
-            places = torch.arange(len(piece), device=device)
-            distances = (places[:, None] - places).clamp(min=0).flatten()
+        for span in spans:
+            model(span[None].to(device))
+            positions = torch.arange(len(span), device=device)
+            distances = (positions[:, None] - positions).clamp(min=0).flatten()
             for i, block in enumerate(model.trunk.layers):
                 states, layout = calls[i]
                 weights = block.attention.weights(states, layout=layout).mean(dim=(0, 1)).double()
@@ -89,5 +89,5 @@ def attention_by_distance(model: LanguageModel, pieces: Sequence[Tensor]) -> lis
         for hook in hooks:
             hook.remove()
     shares = totals / totals.sum(dim=1, keepdim=True)
-    places = torch.arange(1, length, device=device)
-    return [[float(layer[0]), *(by_octave(layer[1:], places, length - 1) if length > 1 else [])] for layer in shares]
+    positions = torch.arange(1, length, device=device)
+    return [[float(layer[0]), *(by_octave(layer[1:], positions, length - 1) if length > 1 else [])] for layer in shares]

@@ -56,13 +56,13 @@ def _panels(results: Results, key: str, xlabel: str, ylabel: str) -> Any:
 
 def _line(row: Row, key: str) -> tuple[list[float], list[float]]:
     """Where the octaves begin, and the values there; of attention by distance the mean over the layers, with the token itself first."""
-    places = [float(first) for first, _ in row["details"]["octaves"]]
+    positions = [float(first) for first, _ in row["details"]["octaves"]]
     values = row["details"][key]
     if key == "attention_by_distance":
-        places = [_SAME, *places]
+        positions = [_SAME, *positions]
         layers = [[0.0 if v is None else v for v in layer] for layer in values]
         values = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
-    pairs = [(x, y) for x, y in zip(places, values, strict=False) if y is not None]
+    pairs = [(x, y) for x, y in zip(positions, values, strict=False) if y is not None]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 

@@ -1,4 +1,4 @@
-"""Language modelling: the packaged excerpt, a text file of the user's own, or a prepared corpus."""
+"""Language modelling on the packaged excerpt, the user's text file, or a prepared corpus."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from structattn.studies.tasks.text.details import attention_by_distance, by_octa
 _NONE = -100  # a target that is not scored
 _MOST_COUNTED = 2**25  # tokens of the training text that the baselines count
 _LARGEST_PAIR_TABLE = 1024  # tokens whose pairs are counted
-_LOOKED_AT = 4  # pieces of text whose attention is looked at
+_LOOKED_AT = 4  # spans of text whose attention is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +84,10 @@ class TextConfig:
 
 
 class TextTask(Task):
-    """Mean cross entropy of the next token over fixed windows, in nats per character (or byte, which counts alike for any tokens).
+    """Mean cross entropy of the next token over fixed windows, in nats per character (or per byte, which is comparable between tokenizers).
 
-    Where a window of a corpus holds several documents they are packed: no token attends to another document, positions begin anew in
-    each, and the first token of a document is not predicted from the one before.
+    Where a window of a corpus holds several documents they are packed: no token attends to another document, positions start at 0 in
+    each, and the first token of a document is not predicted.
     """
 
     name = "text"
@@ -142,7 +142,7 @@ class TextTask(Task):
         return {"tokenizer": self.tokenizer.description()}
 
     def batch(self, seed: int, step: int, batch_size: int) -> Batch:
-        """Windows of T + 1 tokens at random places of the training text, a function of (seed, step); where one of them holds several
+        """Windows of T + 1 tokens at random positions of the training text, a function of (seed, step); where one of them holds several
         documents, also their numbers."""
         text, length = self.splits["train"], self.config.context_length + 1
         starts = torch.randint(
@@ -151,8 +151,8 @@ class TextTask(Task):
         return _as_batch(text.windows(starts, length))
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
-        """Mean cross entropy of tokens 2 ... T + 1 of each window. Those that begin a document count as 0: the mean over parts of a
-        batch is that of the whole, however documents are spread."""
+        """Mean cross entropy of tokens 2 ... T + 1 of each window. Those that begin a document count as 0, so that the mean
+        over micro-batches is that of the batch."""
         logits, targets = _predictions(model, batch)
         return F.cross_entropy(logits, targets, ignore_index=_NONE, reduction="sum") / targets.numel()
 
@@ -184,16 +184,16 @@ class TextTask(Task):
         """
         device = next(model.parameters()).device
         own = cast(LanguageModel, model)
-        scored = (self._read_cached(own, _pieces(batch), chunk, device) for batch in self._eval_batches(split))
+        scored = (self._read_cached(own, _spans(batch), chunk, device) for batch in self._eval_batches(split))
         return {self.metric: self._mean(scored)}
 
     def _read_cached(
-        self, model: LanguageModel, pieces: list[Tensor], chunk: int, device: torch.device
+        self, model: LanguageModel, spans: list[Tensor], chunk: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Logits and targets of pieces of text, one a row behind padding."""
-        length = max(map(len, pieces))
-        padding = [length - len(piece) for piece in pieces]
-        tokens = torch.stack([F.pad(piece, (pad, 0)) for piece, pad in zip(pieces, padding, strict=True)]).to(device)
+        """Logits and targets of spans of text, one in each row, left-padded."""
+        length = max(map(len, spans))
+        padding = [length - len(span) for span in spans]
+        tokens = torch.stack([F.pad(span, (pad, 0)) for span, pad in zip(spans, padding, strict=True)]).to(device)
         caches = model.new_cache(max_length=length, left_padding=padding if any(padding) else None)
         logits = torch.cat([model(part, caches=caches) for part in tokens[:, :-1].split(chunk, dim=1)], dim=1)
         is_padding = torch.arange(length - 1, device=device) < torch.tensor(padding, device=device)[:, None]
@@ -223,11 +223,11 @@ class TextTask(Task):
         """What the model does with its context, on the test windows, by ``octaves`` of 1 ... T.
 
         Returns:
-            ``loss_by_position``: the metric by the place in the document; ``attention_by_distance``: for each layer the shares of the token
-            itself and of tokens so far back, on four of the longest pieces.
+            ``loss_by_position``: the metric by the position in the document; ``attention_by_distance``: for each layer the shares of the token
+            itself and of each range of distances, on four of the longest spans.
         """
         device, length = next(model.parameters()).device, self.config.context_length
-        losses, sizes, places, pieces = [], [], [], []
+        losses, sizes, positions, spans = [], [], [], []
         for batch in self._eval_batches("test"):
             logits, targets = _predictions(model, _on(batch, device))
             targets = targets.cpu()
@@ -235,10 +235,10 @@ class TextTask(Task):
             losses.append(F.cross_entropy(logits.cpu()[scored], targets[scored], reduction="none"))
             sizes.append(self._unit_sizes[targets[scored]])
             documents = batch.get("documents", torch.zeros_like(batch["tokens"]))
-            places.append(positions_in_documents(documents[:, :-1]).flatten()[scored])
-            pieces += [piece[:length] for piece in _pieces(batch)]
-        longest = sorted(pieces, key=len, reverse=True)[:_LOOKED_AT]
-        loss = by_octave(torch.cat(losses), torch.cat(places), length, torch.cat(sizes))
+            positions.append(positions_in_documents(documents[:, :-1]).flatten()[scored])
+            spans += [span[:length] for span in _spans(batch)]
+        longest = sorted(spans, key=len, reverse=True)[:_LOOKED_AT]
+        loss = by_octave(torch.cat(losses), torch.cat(positions), length, torch.cat(sizes))
         return {
             "octaves": octaves(length),
             "loss_by_position": loss,
@@ -255,7 +255,7 @@ class TextTask(Task):
         train = self.splits["train"]
         end = min(len(train), _MOST_COUNTED)
         for start in range(0, end, 2**20):
-            part = train.read(start, min(end, start + 2**20 + 1))  # one more, for the pair across the border
+            part = train.read(start, min(end, start + 2**20 + 1))  # one more, for the pair across the boundary
             single += np.bincount(part[: 2**20], minlength=size)
             if counts_pairs:
                 pairs += np.bincount(part[:-1] * size + part[1:], minlength=size * size)
@@ -303,18 +303,18 @@ def _predictions(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         return model(inputs).flatten(0, 1), targets.flatten()
     changes = documents[:, 1:] != documents[:, :-1]
     begins = F.pad(changes[:, :-1], (1, 0), value=True).flatten()
-    borders = F.pad(begins.nonzero().flatten(), (0, 1), value=inputs.numel())
-    logits = model(inputs.reshape(1, -1), cu_seqlens=borders)
+    offsets = F.pad(begins.nonzero().flatten(), (0, 1), value=inputs.numel())
+    logits = model(inputs.reshape(1, -1), cu_seqlens=offsets)
     return logits.flatten(0, 1), targets.masked_fill(changes, _NONE).flatten()
 
 
-def _pieces(batch: Batch) -> list[Tensor]:
-    """The documents of the windows, each alone; those of one token have nothing to predict."""
+def _spans(batch: Batch) -> list[Tensor]:
+    """The spans of the documents in the windows; those of one token have nothing to predict."""
     tokens, documents = batch["tokens"], batch.get("documents")
     if documents is None:
         return list(tokens)
     found = []
     for row, numbers in zip(tokens, documents, strict=True):
         sizes: list[int] = numbers.unique_consecutive(return_counts=True)[1].tolist()
-        found += [piece for piece in row.split(sizes) if len(piece) > 1]
+        found += [span for span in row.split(sizes) if len(span) > 1]
     return found

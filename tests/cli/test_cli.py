@@ -210,7 +210,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
             ["compare", "forecast", "--attention", "mlr:8|9x"],
             "Written mlr:R|R|...[@B|B|...][,values=V|V|...], such as mlr:32|16|8|8\n",
         ),
-        (["compare", "forecast", "--set", "training.steps=four"], "expected int, got 'four'"),
+        (["compare", "forecast", "--set", "training.steps=four"], "expected a whole number, got 'four'"),
         (["compare", "forecast", "--set", "training"], "section.field=value"),
         (["compare", "forecast", "--set", "task.embed_dim=33"], "num_heads must divide"),
         (
@@ -227,7 +227,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["--version", "x"], "unknown command 'x'"),
         (["compare", "forecast", "--seeds", "two"], "--seeds: expected a whole number, got 'two'"),
         (["compare", "forecast", "--seeds", "1_0"], "--seeds: expected a whole number, got '1_0'"),
-        (["train", "forecast", "--set", "training.steps=1_0"], "training.steps: expected int, got '1_0'"),
+        (["train", "forecast", "--set", "training.steps=1_0"], "training.steps: expected a whole number, got '1_0'"),
         (["compare", "text", "--widths", "64", "x"], "--widths: expected a whole number, got 'x'"),
         (["compare", "text", "--attention", "--seeds", "2"], "--attention: expected a text, or several"),
         (["compare", "forecast", "--attention", "standard", " standard"], "every attention spec once"),

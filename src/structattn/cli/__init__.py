@@ -57,7 +57,7 @@ def _num_processes() -> int:
 
 def _recipe(command: Compare | Train | Sweep) -> Any:
     """The preset's recipe with the settings of the command line."""
-    from structattn.studies.settings import apply_overrides
+    from structattn.studies.settings import Change, apply_overrides
     from structattn.studies.tasks.registry import TASKS, recipe_for, task_class
 
     overrides = list(command.set)
@@ -72,7 +72,7 @@ def _recipe(command: Compare | Train | Sweep) -> Any:
     recipe = apply_overrides(recipe_for(command.task, command.preset), tuple(overrides))
     if not isinstance(command, Compare):  # one run has no use for what else a recipe holds
         for text in command.set:
-            name = text.partition("=")[0].strip()
+            name = Change.parse(text).name
             if name.partition(".")[0] not in ("task", "training"):
                 instead = f"give --{name}" if name == "attention" else "leave it out"
                 raise ConfigError(f"--set {name} belongs to structattn compare: {instead}")

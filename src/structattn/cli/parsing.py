@@ -17,6 +17,7 @@ import tyro
 
 from structattn.cli.commands import COMMANDS, Command
 from structattn.errors import ConfigError, nearest_name
+from structattn.spec.grammar import plain_number
 
 _DESCRIPTION = """Compare, train and inspect attention variants.
 
@@ -46,12 +47,8 @@ def _value(word: str, kind: Any) -> Any:
     if kind is Path and not word.strip():
         raise ValueError(f"expected {expected}, got an empty text")
     try:
-        if kind in (int, float) and (
-            "_" in word or not word.isascii()
-        ):  # Python reads 1_0 as 10, and digits of every script
-            raise ValueError
-        return kind(word)
-    except ValueError:
+        return plain_number(word, kind) if kind in (int, float) else kind(word)
+    except (ConfigError, ValueError):
         raise ValueError(f"expected {expected}, got {word!r}") from None
 
 

@@ -20,6 +20,7 @@ from structattn.checks import quoted
 from structattn.errors import ConfigError, nearest_name
 
 Value = TypeVar("Value")
+Number = TypeVar("Number", int, float)
 _MOST_DIGITS = 18  # more do not fit in 64 bits
 
 
@@ -143,6 +144,17 @@ def number(text: str) -> float:
     if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?", text):
         raise ConfigError(f"expected a number, such as 4 or 1.5, got {quoted(text)}")
     return float(text)
+
+
+def plain_number(text: str, kind: Callable[[str], Number]) -> Number:
+    """A number as people write it, with a sign if it has one; not ``1_000`` or digits of other scripts, which ``int`` and ``float`` read."""
+    try:
+        if "_" in text or not text.isascii():
+            raise ValueError
+        return kind(text)
+    except ValueError:
+        expected = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"expected {expected}, got {quoted(text)}") from None
 
 
 def flag(text: str) -> bool:

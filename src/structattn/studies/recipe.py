@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from structattn.errors import ConfigError
-from structattn.studies.settings import apply_overrides
+from structattn.studies.settings import Change, apply_overrides
 from structattn.studies.training.config import TrainingConfig
 
 MOST_RUNS = 100_000
@@ -19,7 +19,7 @@ _SET_BY = {"widths": ("task.embed_dim", "task.num_heads", "widths"), "budgets": 
 
 
 def _key(setting: str) -> str:
-    return setting.partition("=")[0]
+    return Change.parse(setting).name
 
 
 def _named(variant: str) -> tuple[str, list[str]]:

@@ -8,8 +8,9 @@ import typing
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from structattn.checks import MAX_LENGTH, check_int
+from structattn.checks import MAX_LENGTH, check_int, quoted
 from structattn.errors import ConfigError, nearest_name
+from structattn.spec.grammar import assignment, flag, one_of, plain_number, split_list
 from structattn.studies.training.config import TrainingConfig
 
 T = TypeVar("T")
@@ -17,57 +18,69 @@ T = TypeVar("T")
 _SHORT = {"training.lr": "training.learning_rate"}
 
 
-def full_name(name: str) -> str:
-    """The one name of a setting: ``training.lr`` may be written for ``training.learning_rate``."""
-    return _SHORT.get(name, name)
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A setting's new value: ``section.field=value``.
+
+    Attributes:
+        name: of the setting, in full: ``training.lr`` may be written for ``training.learning_rate``.
+        text: its value, as ``convert`` reads it.
+    """
+
+    name: str
+    text: str
+
+    @classmethod
+    def parse(cls, text: str) -> Change:
+        """Reads the text form; raises ``ConfigError`` for another text."""
+        try:
+            name, value = assignment(text)
+        except ConfigError:
+            raise ConfigError(f"a setting is written section.field=value, got {quoted(text)}") from None
+        return cls(_SHORT.get(name, name), value)
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.text}"
 
 
 def convert(text: str, kind: Any, name: str) -> Any:
     """The text as a value of the annotated type of a field; ``name`` is that of the field, for the error."""
+    try:
+        return _convert(text, kind, name)
+    except ConfigError as error:
+        raise error if str(error).startswith(name) else ConfigError(f"{name}: {error}") from None
+
+
+def _convert(text: str, kind: Any, name: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if type(None) in args and text.lower() == "none":
             return None
-        return convert(text, next(a for a in args if a is not type(None)), name)
+        return _convert(text, next(a for a in args if a is not type(None)), name)
     if origin is typing.Literal:
-        if text not in args:
-            raise ConfigError(f"{name}: {text!r} is not one of {', '.join(map(repr, args))}")
-        return text
+        return one_of("value", args)(text)
     if origin is tuple:
-        parts = [part for part in text.strip("()").split(",") if part.strip()]
+        parts = [part for part in split_list(text.removeprefix("(").removesuffix(")")) if part]
         if args[-1] is not ... and len(parts) != len(args):
-            raise ConfigError(
-                f"{name}: expected {len(args)} values, such as {','.join('1' for _ in args)}, got {text!r}"
-            )
-        return tuple(convert(part.strip(), args[0], name) for part in parts)
+            raise ConfigError(f"expected {len(args)} values, such as {','.join('1' for _ in args)}, got {quoted(text)}")
+        return tuple(_convert(part, args[0], name) for part in parts)
     if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise ConfigError(f"{name}: expected true or false, got {text!r}")
-        return text.lower() == "true"
-    try:
-        if kind in (int, float) and (
-            "_" in text or not text.isascii()
-        ):  # Python reads 1_0 as 10, and digits of every script
-            raise ValueError
-        value = kind(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}: expected {kind.__name__}, got {text!r}") from error
-    if kind is int:
-        check_int(name, value, maximum=MAX_LENGTH)
-    return value
+        return flag(text.lower())
+    if kind in (int, float):
+        value = plain_number(text, kind)
+        if kind is int:
+            check_int(name, value, maximum=MAX_LENGTH)
+        return value
+    return kind(text)
 
 
-Change = tuple[
-    list[str], str, str
-]  # names of the fields from the outside in, the new value as text, what the user wrote
-
-
-def _changed(config: T, changes: list[Change]) -> T:
-    """A copy with all changes made at once, so that two settings that only fit together can be changed together."""
+def _changed(config: T, changes: list[tuple[list[str], Change]]) -> T:
+    """A copy with all changes made at once, each below a path of fields, so that two settings that only fit together can be changed together."""
     hints = typing.get_type_hints(type(config))
     values: dict[str, Any] = {}
-    inner: dict[str, list[Change]] = {}
-    for (head, *rest), text, name in changes:
+    inner: dict[str, list[tuple[list[str], Change]]] = {}
+    for (head, *rest), change in changes:
+        name = change.name
         if head not in hints:
             section = name.removesuffix(".".join([head, *rest]))
             short = [
@@ -83,11 +96,11 @@ def _changed(config: T, changes: list[Change]) -> T:
             if not rest:
                 fields = ", ".join(field.name for field in dataclasses.fields(current))
                 raise ConfigError(f"{name!r} is a section; set one of its fields: {fields}")
-            inner.setdefault(head, []).append((rest, text, name))
+            inner.setdefault(head, []).append((rest, change))
         elif rest:
             raise ConfigError(f"unknown setting {name!r}: {head!r} has no fields")
         else:
-            values[head] = convert(text, hints[head], name)
+            values[head] = convert(change.text, hints[head], name)
     for head, deeper in inner.items():
         values[head] = _changed(getattr(config, head), deeper)
     if isinstance(config, TrainingConfig):
@@ -102,14 +115,8 @@ def apply_overrides(config: T, overrides: tuple[str, ...]) -> T:
         ConfigError: no such field (nearest named), a section in place of a field, a value of the wrong type, or values
             that do not fit together.
     """
-    changes: list[Change] = []
-    for override in overrides:
-        name, equals, text = override.partition("=")
-        if not equals:
-            raise ConfigError(f"a setting is written section.field=value, got {override!r}")
-        full = full_name(name.strip())
-        changes.append((full.split("."), text.strip(), full))
-    return _changed(config, changes)
+    changes = [Change.parse(override) for override in overrides]
+    return _changed(config, [(change.name.split("."), change) for change in changes])
 
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:

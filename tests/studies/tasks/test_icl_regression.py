@@ -371,7 +371,7 @@ def test_settings_are_written_and_read() -> None:
     assert config.shift == Shift(covariates="skewed")
     assert (config.full_points, TINY.full_points) == (9, 8)
     assert from_plain(ICLRegressionConfig, to_plain(config)) == config
-    with pytest.raises(ConfigError, match="'cubic' is not one of"):
+    with pytest.raises(ConfigError, match="unknown value 'cubic'"):
         apply_overrides(TINY, ("prompts.function=cubic",))
 
 

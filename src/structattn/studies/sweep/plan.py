@@ -13,7 +13,7 @@ from structattn.errors import CheckpointError, ConfigError
 from structattn.files import write_atomic
 from structattn.studies.recipe import MOST_RUNS
 from structattn.studies.runner.runs import Job
-from structattn.studies.settings import apply_overrides, full_name, to_plain
+from structattn.studies.settings import Change, apply_overrides, to_plain
 from structattn.studies.sweep.halving import REDUCTION
 from structattn.studies.sweep.space import ATTENTION, Parameter, RunSettings, Value, parse_parameters
 from structattn.studies.tasks.registry import task_class
@@ -81,7 +81,7 @@ class SweepPlan:
         check_spec = task_class(self.task_name).check_spec
         object.__setattr__(self, "parameters", parse_parameters(self.params, self.settings, check_spec))
         swept = {parameter.name for parameter in self.parameters}
-        fixed = {full_name(change.partition("=")[0].strip()) for change in self.changes}
+        fixed = {Change.parse(change).name for change in self.changes}
         if self.attention != "standard":
             fixed.add(ATTENTION)
         if both := swept & fixed:

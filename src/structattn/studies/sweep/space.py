@@ -1,4 +1,4 @@
-"""What a sweep searches: parameters as texts, ``training.learning_rate=log:1e-5:5e-3``.
+"""What a sweep varies: parameters as texts, ``training.learning_rate=log:1e-5:5e-3``.
 
     NAME=log:LOW:HIGH       every order of magnitude as likely as the others; whole numbers where the setting has them
     NAME=uniform:LOW:HIGH   every number as likely as the others
@@ -19,14 +19,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from structattn.checks import quoted
 from structattn.errors import ConfigError, nearest_name
-from structattn.spec.grammar import split_specs
+from structattn.spec.grammar import one_of, reading, several, split_list, split_specs
 from structattn.spec.layers import LayerSpecs
-from structattn.studies.settings import convert, full_name
+from structattn.studies.settings import Change, convert
 from structattn.studies.training.config import TrainingConfig
 
 ATTENTION = "attention"
-_FORMS = "log:LOW:HIGH, uniform:LOW:HIGH, int:LOW:HIGH or choice:A,B,..."
+_KINDS = ("log", "uniform", "int", "choice")
+_FORMS = "log:LOW:HIGH, NAME=uniform:LOW:HIGH, NAME=int:LOW:HIGH or NAME=choice:A,B,..."
 Value = float | int | str
 CheckSpec = Callable[[str], object]
 
@@ -96,27 +98,23 @@ def parse_parameters(
 
 
 def _parse(text: str, known: dict[str, Any], check_spec: CheckSpec) -> Parameter:
-    written, equals, rest = text.partition("=")
-    name = full_name(written.strip())
-    kind, colon, body = rest.strip().partition(":")
-    if not equals or not colon:
-        raise ConfigError(f"a parameter is written NAME={_FORMS}, got {text!r}")
-    if name not in known:
-        raise ConfigError(f"unknown parameter {name!r}: {nearest_name(name, known)}")
-    hint = _without_none(known[name])
-    if kind == "choice":
-        return Parameter(name=name, choices=_choices(name, hint, body, check_spec))
-    if kind not in ("log", "uniform", "int"):
-        raise ConfigError(f"{name}: unknown kind of parameter {kind!r}: expected {_FORMS}")
-    if hint not in (int, float):
-        raise ConfigError(f"{name} is no number: give its values, as {name}=choice:A,B,...")
-    if (kind == "int") != (hint is int) and kind != "log":
-        takes, better = ("whole numbers", "int") if hint is int else ("any number", "uniform")
-        raise ConfigError(f"{name} takes {takes}: {better}:LOW:HIGH, or log:LOW:HIGH, got {rest.strip()!r}")
-    low, high = _range(name, hint, body)
-    if kind == "log" and low <= 0:
-        raise ConfigError(f"{name}: a range of orders of magnitude begins above 0, got {body!r}")
-    return Parameter(name=name, low=low, high=high, log=kind == "log")
+    with reading("parameter", text, f"Written NAME={_FORMS}"):
+        setting = Change.parse(text)
+        name, (kind, _, body) = setting.name, setting.text.partition(":")
+        if name not in known:
+            raise ConfigError(f"unknown setting {quoted(name)}: {nearest_name(name, known)}")
+        hint = _without_none(known[name])
+        if one_of("kind", _KINDS)(kind) == "choice":
+            return Parameter(name=name, choices=_choices(name, hint, body, check_spec))
+        if hint not in (int, float):
+            raise ConfigError(f"{name} is no number: give its values, as {name}=choice:A,B,...")
+        if (kind == "int") != (hint is int) and kind != "log":
+            takes, better = ("whole numbers", "int") if hint is int else ("any number", "uniform")
+            raise ConfigError(f"{name} takes {takes}: {better}:LOW:HIGH, or log:LOW:HIGH")
+        low, high = _range(name, hint, body)
+        if kind == "log" and low <= 0:
+            raise ConfigError(f"a range of orders of magnitude begins above 0, got {quoted(body)}")
+        return Parameter(name=name, low=low, high=high, log=kind == "log")
 
 
 def _without_none(hint: Any) -> Any:
@@ -126,38 +124,26 @@ def _without_none(hint: Any) -> Any:
 
 
 def _range(name: str, kind: type, body: str) -> tuple[float, float]:
-    ends = body.split(":")
+    ends = several(lambda end: convert(end.strip(), kind, name), ":")(body)
     if len(ends) != 2:
-        raise ConfigError(f"{name}: a range has two ends, LOW:HIGH, got {body!r}")
-    low, high = (convert(end.strip(), kind, name) for end in ends)
+        raise ConfigError(f"a range has two ends, LOW:HIGH, got {quoted(body)}")
+    low, high = ends
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise ConfigError(f"{name}: a range ends at numbers, got {body!r}")
+        raise ConfigError(f"the ends of a range are finite numbers, got {quoted(body)}")
     if not low < high:
-        raise ConfigError(f"{name}: the lower end of a range comes first, got {body!r}")
+        raise ConfigError(f"the lower end of a range comes first, got {quoted(body)}")
     return low, high
 
 
 def _choices(name: str, hint: Any, body: str, check_spec: CheckSpec) -> tuple[str, ...]:
-    choices = split_specs(body) if name == ATTENTION else _split(body)
+    choices = split_specs(body) if name == ATTENTION else split_list(body)
     if not all(choices):
-        raise ConfigError(f"{name}: expected a choice before and after every comma, got {body!r}")
+        raise ConfigError(f"expected a choice before and after every comma, got {quoted(body)}")
     if twice := [choice for choice in choices if choices.count(choice) > 1]:
-        raise ConfigError(f"{name}: every choice once, got {twice[0]!r} twice")
+        raise ConfigError(f"choices must be unique, got {quoted(twice[0])} twice")
     for choice in choices:
         if name == ATTENTION:
             check_spec(choice)
         elif choice.lower() != "none":
             convert(choice, hint, name)
     return tuple(choices)
-
-
-def _split(body: str) -> list[str]:
-    """The texts between commas that stand outside of brackets."""
-    parts, depth = [""], 0
-    for character in body:
-        depth += (character in "([") - (character in ")]")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts]

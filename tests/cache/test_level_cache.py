@@ -11,7 +11,7 @@ from hypothesis import given, settings
 import structattn as sa
 from structattn.cache import LayerCaches
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
-from structattn.testing.tolerances import FORWARD, assert_close, relative_error
+from structattn.testing.tolerances import COMPUTED, FORWARD, ROUNDING, ROUNDINGS, assert_close, relative_error
 
 SEGMENTS = ((0,), (0, 13, 30), (0, 7, 13, 30, 33))
 LAYOUTS = {
@@ -169,7 +169,7 @@ def test_eight_levels_are_four_times_smaller() -> None:
     cache = sa.LevelCache(layout, max_length=4096)
     cache.append(*(torch.zeros(1, 1, 4096, 64) for _ in range(2)))
     plain = 2 * 4096 * 64 * 4
-    assert plain / cache.nbytes == pytest.approx(8 / (2 - 2**-7), rel=1e-12)
+    assert plain / cache.nbytes == pytest.approx(8 / (2 - 2**-7), rel=COMPUTED)
 
 
 def test_a_window_keeps_no_more_than_the_window() -> None:
@@ -315,7 +315,7 @@ def test_a_saved_cache_goes_on_with_the_same_numbers(tmp_path, layout, padding) 
     assert (found.length, found.nbytes, found.layout, found.window) == (20, cache.nbytes, cache.layout, window)
     rest = (x[:, :, 20:] for x in (q, k, v))
     expected = through(cache, q[:, :, 20:], k[:, :, 20:], v[:, :, 20:], [1] * 16)
-    assert torch.allclose(through(found, *rest, [1] * 16), expected, rtol=1e-13, atol=1e-15)
+    assert torch.allclose(through(found, *rest, [1] * 16), expected, rtol=ROUNDINGS, atol=ROUNDING)
 
 
 def test_layers_are_saved_together(tmp_path) -> None:

@@ -148,7 +148,7 @@ def test_in_the_modules_of_torch() -> None:
     x = torch.randn(2, 5, 16)
     trained = layer(x)
     with torch.no_grad():
-        torch.testing.assert_close(layer.eval()(x), trained.detach(), atol=1e-5, rtol=1e-5)
+        assert_close(layer.eval()(x), trained)
     attention = nn.MultiheadAttention(16, 2)
     assert sa.replace_linears(attention, lambda linear: "btt:1") == ()
 

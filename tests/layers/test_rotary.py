@@ -17,7 +17,7 @@ from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention import Attention
 from structattn.layers.rotary import SCALING_KINDS, SPLITS, Rotary, RotaryScaling
 from structattn.layout.levels import LevelLayout
-from structattn.testing.tolerances import FORWARD, assert_close
+from structattn.testing.tolerances import FORWARD, ROUNDINGS, VISIBLE, assert_close
 
 SCALINGS = [
     None,
@@ -114,7 +114,7 @@ def test_definition(split, scaling, ranks) -> None:
     for positions in (torch.arange(5), torch.tensor([7, -3, 0, 4_000, 2])):
         assert_close(module(x, positions), definition(rotary, ranks, x, positions))
     for found, expected in zip(module.frequencies, expected_frequencies(rotary, ranks), strict=True):
-        assert found == pytest.approx(expected, rel=1e-13)
+        assert found == pytest.approx(expected, rel=ROUNDINGS)
 
 
 @pytest.mark.parametrize("base", [10_000.0, 500_000.0])
@@ -158,7 +158,7 @@ def test_scores_of_every_level_depend_on_the_difference_alone(ranks, split, scal
     a, b, moved = rotary(q, positions), rotary(k, positions), rotary(k, positions + 1)
     for rank, piece in zip(ranks, slices(ranks), strict=True):
         change = (a[..., piece] @ (moved - b)[..., piece].transpose(-1, -2)).abs().max()
-        assert (float(change) > 1e-6) == (rank > 1)
+        assert (float(change) > VISIBLE[torch.float64]) == (rank > 1)
 
 
 @settings(deadline=None)
@@ -228,9 +228,9 @@ def test_ntk_scaling_is_another_base(split, ranks, dims) -> None:
     scaled = Rotary(base=1000, split=split, scaling=RotaryScaling(kind="ntk", factor=4)).frequencies(ranks)
     for level, d in enumerate(dims):
         other = Rotary(base=1000 * 4 ** (d / (d - 2)), split=split).frequencies(ranks)
-        assert scaled[level] == pytest.approx(other[level], rel=1e-13)
+        assert scaled[level] == pytest.approx(other[level], rel=ROUNDINGS)
     slowest = Rotary(base=1000, split=split).frequencies(ranks)[0][-1]
-    assert scaled[0][-1] == pytest.approx(slowest / 4, rel=1e-13)
+    assert scaled[0][-1] == pytest.approx(slowest / 4, rel=ROUNDINGS)
 
 
 def test_ntk_scaling_of_a_single_pair_changes_nothing() -> None:

@@ -192,7 +192,6 @@ TABLE = {
                 torch.tensor([[8]]),
                 torch.tensor([[-1]]),
                 TOKENS[None],
-                TOKENS[:, :0],
                 torch.zeros(1, 9).long(),
             ),
             "caches": ("x", [], THING),

@@ -9,6 +9,7 @@ import structattn as sa
 from structattn.errors import ConfigError
 from structattn.layout.cost import visible_pairs, visible_pairs_per_level
 from structattn.layout.levels import SCALINGS
+from structattn.testing.tolerances import TWO_DECIMALS
 
 
 def brute_levels(sizes, i, j):
@@ -46,7 +47,7 @@ def test_the_paper_factor_of_eight_equal_levels() -> None:
     assert layout.block_sizes == (1024, 512, 256, 128, 64, 32, 16, 8)
     plain = sa.LevelLayout((64,), (1024,))
     ratio = plain.score_flops(1024, is_causal=False) / layout.score_flops(1024, is_causal=False)
-    assert ratio == pytest.approx(4.02, abs=0.005)
+    assert ratio == pytest.approx(4.02, abs=TWO_DECIMALS)
     assert 64 * 1024 / layout.key_cache_size(1024) == pytest.approx(ratio)
 
 
@@ -163,7 +164,7 @@ def test_free_segments_and_hierarchical_values() -> None:
 def test_hierarchical_values_shrink_keys_and_values_four_times() -> None:
     layout = sa.LevelLayout.halving((8,) * 8, 1024, value_ranks=(8,) * 8)
     held = layout.key_cache_size(1024) + layout.value_cache_size(1024, 64)
-    assert 2 * 64 * 1024 / held == pytest.approx(4.02, abs=0.005)
+    assert 2 * 64 * 1024 / held == pytest.approx(4.02, abs=TWO_DECIMALS)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from structattn.models.icl_regressor import ICLRegressor
 from structattn.optim.roles import Role
 from structattn.spec.attention import FORMS, parse_spec
 from structattn.studies.tasks.nearest_neighbor.model import NearestNeighborModel
+from structattn.testing.tolerances import assert_close
 
 E, H = 32, 4
 SIZES = {"embed_dim": E, "num_layers": 1, "num_heads": H}
@@ -191,7 +192,7 @@ def test_butterflies_start_orthogonal() -> None:
             parameter.zero_()
     mup.initialize(layer)
     dense = layer.weight
-    torch.testing.assert_close(dense @ dense.T, torch.eye(64), atol=1e-5, rtol=0)
+    assert_close(dense @ dense.T, torch.eye(64))
 
 
 class Own(nn.Module):
@@ -444,8 +445,8 @@ def test_a_step_is_that_of_adamw_with_rates_by_hand(weight_decay) -> None:
             step.zero_grad()
             loss_of(each).backward()
             step.step()
-    for (name, mine), (_, theirs) in zip(model.named_parameters(), other.named_parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5, msg=name)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert_close(mine, theirs)
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:
@@ -701,7 +702,7 @@ def test_a_structured_layer_that_is_used_as_an_output() -> None:
     rest = [p for name, p in model.named_parameters() if name != "head.matrix.left.0"]
     for stage in rest:  # the others stay rotations
         block = stage.detach()[0, 0]
-        torch.testing.assert_close(block @ block.T, torch.eye(2), atol=1e-5, rtol=0)
+        assert_close(block @ block.T, torch.eye(2))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,17 @@ from torch import Tensor
 FORWARD = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 GRADIENT = {torch.float64: 1e-10, torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
+# Relative errors in float64, or absolute ones of numbers near 1, where a test computes no tensor to compare with.
+ROUNDING = 1e-14  # the same few operations in another order
+ROUNDINGS = 1e-13  # many of them
+COMPUTED = 1e-12  # sums of many products, and what is solved in closed form
+SOLVED = 1e-9  # what an iteration ends with
+SIX_DIGITS = 1e-6  # sizes of errors, which are themselves differences; float32
+SMALL_FIT = 1e-3  # the error of an iteration that has not ended, where the right structure is found
+TWO_DECIMALS = 0.005  # figures that are printed with two decimals
+GOLDEN = 1e-4  # numbers of float32 that were written down once
+VISIBLE = {torch.float64: 1e-9, torch.float32: 1e-6}  # a lower bound: a change that is no rounding
+
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """||actual - expected|| / ||expected|| in float64; the absolute error where ``expected`` is zero; inf for a NaN."""

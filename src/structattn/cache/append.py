@@ -24,7 +24,9 @@ def _per_store(contents: Contents, k: Tensor, v: Tensor) -> list[Tensor]:
 def append(contents: Contents, k: Tensor, v: Tensor) -> None:
     """Adds tokens: keys (or states) and values as ``LevelCache.attend`` takes them."""
     count = k.shape[2]
-    if count == 1 and contents.is_uniform:
+    if k.shape[0] == 0 or count == 0:
+        pass  # nothing to keep
+    elif count == 1 and contents.is_uniform:
         _append_alike(contents, k, v)
     elif count == 1:
         _append_one(contents, k, v)

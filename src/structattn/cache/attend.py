@@ -21,6 +21,9 @@ def attend(contents: Contents, q: Tensor, k: Tensor, v: Tensor, scale: float | N
     """Appends new tokens and computes their attention; see ``LevelCache.attend``."""
     q, k, v = autocasted(q, k, v)
     kept_k, kept_v = k.detach(), v.detach()
+    if q.shape[0] == 0 or q.shape[2] == 0:
+        append(contents, kept_k, kept_v)
+        return q.new_zeros((*q.shape[:3], v.shape[3]))
     if contents.length == 0 or not _is_direct(contents, q, k, v, backend):
         state, values = (k, v) if contents.length == 0 else contents.dense(k, v)
         out = _dense(contents, q, _made_keys(contents, state), values, scale, backend)

@@ -28,9 +28,9 @@ def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None)
     given = (("k", k), ("v", v)) if q is None else (("q", q), ("k", k), ("v", v))
     for name, x in given:
         check_tensor(name, x)
-        if x.dim() != 4 or min(x.shape) < 1 or not x.is_floating_point():
+        if x.dim() != 4 or not x.shape[1] or not x.shape[3] or not x.is_floating_point():
             raise ShapeError(
-                f"{name} must be floating point of shape (batch, heads, length, dim), all at least 1, got {x.dtype} "
+                f"{name} must be floating point of shape (batch, heads, length, dim), with at least 1 head and dim, got {x.dtype} "
                 f"{tuple(x.shape)}"
             )
     for name, x in given:
@@ -77,7 +77,7 @@ def check_layout_of_call(
             raise ConfigError(
                 f"a cache with {text} needs its levels with the segments that the tokens see: got {describe(layout)}"
             )
-        if len(layout.boundaries or ()) != batch:
+        if len(layout.boundaries or ()) != max(batch, 1):
             raise ShapeError(
                 f"segments need one entry per batch row: expected {batch}, got {len(layout.boundaries or ())}"
             )

@@ -196,7 +196,8 @@ class Attention(nn.Module):
             positions = torch.arange(source.shape[1], device=x.device) if positions is None else positions
             first = source.shape[1] - x.shape[1]
             if first < 0:  # queries before the first key
-                early = positions[..., :1] + torch.arange(first, 0, device=x.device)
+                zero = positions[..., :1] if source.shape[1] else positions.new_zeros((*positions.shape[:-1], 1))
+                early = zero + torch.arange(first, 0, device=x.device)
                 q = self.rotary(q, torch.cat([early, positions], dim=-1))
             else:
                 q = self.rotary(q, positions[..., first:])
@@ -278,6 +279,8 @@ class Attention(nn.Module):
         q, k, _, scale = self.project(x, context)
         known = self._layout_of_call(layout)
         known = replace(known, value_ranks=None) if isinstance(known, LevelLayout) else known
+        if not k.shape[2]:
+            return q.new_zeros((*q.shape[:3], 0))
         each = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
         return structured_attention(
             q, k, each, known, is_causal=self.is_causal, scale=scale, window=self.window, backend=self.backend

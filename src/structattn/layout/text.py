@@ -116,6 +116,8 @@ class TextLayout:
             )
         own = [segments.units.index(unit) for unit in self.units]
         boundaries = [((0,), *(row[unit] for unit in own)) for row in segments.rows]
+        if not boundaries:  # an empty batch
+            return self.bound
         return LevelLayout.from_boundaries(self.ranks, boundaries, self.scaling, self.value_ranks)
 
     def fits(self, layout: object) -> bool:
@@ -328,7 +330,7 @@ class TextHistory:
             position = position - torch.tensor(self._padding, device="cpu")[:, None]
             new = new.where(position >= 0, 0)
         sequence = torch.arange(batch, device="cpu")[:, None].expand(-1, count)
-        found = _starts(torch.cat([last_two, new], dim=1), position, sequence, batch, self.units)
+        found = _starts(torch.cat([last_two.view(batch, 2), new], dim=1), position, sequence, batch, self.units)
         seen, ends = [], []
         for row, before in enumerate(current):
             # Older segments than the current ones are out of sight: they may be one.

@@ -76,7 +76,7 @@ class ICLRegressor(nn.Module):
         """Predictions, (B, n), each made before its y is read.
 
         Args:
-            xs: (B, n, d), n of 1 ... N.
+            xs: (B, n, d), n at most N.
             ys: (B, n).
 
         Raises:
@@ -84,9 +84,9 @@ class ICLRegressor(nn.Module):
         """
         check_tensor("xs", xs)
         check_tensor("ys", ys)
-        if xs.dim() != 3 or xs.shape[2] != self.dim or ys.shape != xs.shape[:2] or not xs.shape[1]:
+        if xs.dim() != 3 or xs.shape[2] != self.dim or ys.shape != xs.shape[:2]:
             raise ShapeError(
-                f"xs must have shape (batch, n, {self.dim}) and ys (batch, n), with n at least 1: got "
+                f"xs must have shape (batch, n, {self.dim}) and ys (batch, n), got "
                 f"{tuple(xs.shape)} and {tuple(ys.shape)}"
             )
         check_like("xs", xs, self.read_in.weight)

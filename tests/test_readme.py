@@ -6,6 +6,7 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 from pkgutil import resolve_name
+from types import ModuleType
 
 import pytest
 import torch
@@ -112,6 +113,14 @@ def test_names_in_pages_exist() -> None:
         resolve_name(re.sub(r"^sa\b", "structattn", name))
 
 
+def test_every_public_name_has_its_docstring_on_the_site() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    for name in sa.__all__:
+        if isinstance(getattr(sa, name), ModuleType | str):
+            continue
+        assert re.search(rf"^::: structattn\.{name}\b", pages, flags=re.MULTILINE), name
+
+
 def test_files_named_for_contributors_are_there() -> None:
     named = re.findall(r"`((?:src|tests|benchmarks|docs)[\w/.]*)`", (ROOT / "CONTRIBUTING.md").read_text())
     assert len(named) > 15
@@ -119,12 +128,11 @@ def test_files_named_for_contributors_are_there() -> None:
         assert (ROOT / path).exists(), f"CONTRIBUTING.md names {path}"
 
 
-def test_every_page_is_in_the_navigation_of_the_site() -> None:
+def test_every_page_is_once_in_the_navigation_of_the_site() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
-        assert re.search(rf"[ :-] {page.relative_to(ROOT / 'docs')}$", navigation, flags=re.MULTILINE), (
-            f"mkdocs.yml lacks {page.name}"
-        )
+        entry = rf"[ :-] {page.relative_to(ROOT / 'docs')}$"
+        assert len(re.findall(entry, navigation, flags=re.MULTILINE)) == 1, f"{page.name} in mkdocs.yml"
 
 
 def test_pages_link_to_files_that_are_there() -> None:

@@ -7,15 +7,18 @@ INPUTS := pyproject.toml constraints.txt
 # One process per core, each with one thread: most tests are far too small for more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test test-full lint docs clean
 
 demo: $(VENV)/.installed-train
 	$(BIN)/structattn compare nearest-neighbor --preset demo
 	$(BIN)/structattn compare text --preset demo
 
-# The integration with Hugging Face is tested with the newest transformers that its extra allows, and with the oldest.
-test: $(VENV)/.installed-dev $(OLDEST)/.installed lint
+test: $(VENV)/.installed-dev lint
 	$(PYTEST)
+
+# Before a release: also what takes long, many more random examples, and the oldest transformers that the extra `hf` allows.
+test-full: $(VENV)/.installed-dev $(OLDEST)/.installed lint
+	$(PYTEST) --full
 	PYTHONPATH=$(OLDEST) $(PYTEST) tests/integrations --ignore-glob='*neuralforecast*' --ignore-glob='*frames*'
 
 lint: $(VENV)/.installed-dev

@@ -6,7 +6,7 @@ import struct
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 import structattn as sa
 from structattn.cache import LayerCaches
@@ -63,7 +63,6 @@ def cut(total, sizes):
     return found
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)),
     window=st.sampled_from([None, None, 1, 3, 9, 50]),
@@ -210,7 +209,6 @@ def test_crop_within_the_blocks_goes_on_as_if_nothing_had_been() -> None:
     assert_close(out, expected[:, :, 34:])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     layout=st.sampled_from(sorted(set(LAYOUTS) - {"rows"})),
     window=st.sampled_from([None, 3, 9]),

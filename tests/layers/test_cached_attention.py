@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 import structattn as sa
 from structattn.errors import CacheError, ConfigError, ShapeError
@@ -57,7 +57,6 @@ def cut(total, sizes):
     return found
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     scoring=st.sampled_from(sorted(SCORINGS)),
     layout=st.sampled_from(["plain", "levels", "paper, values", "segments", "global window"]),

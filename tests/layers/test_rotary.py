@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -136,7 +136,6 @@ def test_with_one_level_the_splits_are_equal(rotary, rank) -> None:
     assert len(found) == 1
 
 
-@settings(deadline=None)
 @given(
     ranks=ranks_of_levels,
     split=st.sampled_from(SPLITS),
@@ -161,7 +160,6 @@ def test_scores_of_every_level_depend_on_the_difference_alone(ranks, split, scal
         assert (float(change) > VISIBLE[torch.float64]) == (rank > 1)
 
 
-@settings(deadline=None)
 @given(ranks=ranks_of_levels, rotary=rotaries, position=st.integers(-(2**40), 2**40))
 def test_norms_are_kept_up_to_the_temperature(ranks, rotary, position) -> None:
     x = sample(1, 1, 1, sum(ranks))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import structattn as sa
@@ -16,7 +16,6 @@ def brute_levels(sizes, i, j):
     return 1 + sum(i // size == j // size for size in sizes[1:])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     ranks=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     finest=st.integers(1, 5),
@@ -56,7 +55,6 @@ def test_halving_rounds_up_what_does_not_divide() -> None:
     assert sa.LevelLayout.halving((2, 2, 2), 1).block_sizes == (4, 2, 1)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     T=st.integers(1, 12),
     S=st.integers(1, 12),
@@ -113,7 +111,6 @@ def test_scaling_as_factors_is_the_scaling() -> None:
         assert layout.score_factors(0.3) == ((1.0,) * 3, (0.3,) * 3)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     cuts=st.lists(st.lists(st.integers(1, 20), max_size=3), min_size=2, max_size=2),
     T=st.integers(1, 25),

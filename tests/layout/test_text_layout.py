@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import structattn as sa
@@ -53,7 +53,6 @@ def test_segments_are_what_the_text_says(rows: list[list[int]]) -> None:
     assert TABLE.segments(packed, cu_seqlens=borders).rows == expected(rows)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     rows=st.lists(ids, min_size=1, max_size=3),
     units=st.sampled_from([("paragraph",), ("line",), ("paragraph", "line"), ("line", "word"), UNITS]),

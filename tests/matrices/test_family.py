@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from structattn.errors import ConfigError
@@ -215,7 +215,6 @@ def test_butterflies_are_the_fast_transforms() -> None:
     assert difference(m.to_dense(), torch.kron(h, torch.kron(h, h))) < ROUNDING
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_random_terms_keep_the_contract(data) -> None:
     """Any terms on any sizes: products agree with the dense form, ranks and counts with the formulas."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from structattn.matrices import (
@@ -53,7 +53,6 @@ def results(product, x, cotangent, parameters):
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-@settings(max_examples=12, deadline=None)
 @given(
     shape=st.sampled_from([(8, 8), (12, 8), (8, 20)]),
     batch=st.sampled_from([(), (3,), (2, 2)]),

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -91,7 +91,6 @@ def cases(draw):
     return layout, shape, bias, options
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     case=cases(), budget=st.sampled_from([50, 3000, 2**17]), size=st.sampled_from([1.0, 30.0]), seed=st.integers(0, 99)
 )

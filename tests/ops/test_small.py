@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import structattn as sa
@@ -38,7 +38,6 @@ def check(q, k, v, **options):
         assert_close(a, b, gradient=number > 0)
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     B=st.integers(1, 3),
     heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
@@ -57,7 +56,6 @@ def test_it_is_the_definition(B, heads, lengths, D, V, is_causal, window, scale,
         check(q, k, v, is_causal=is_causal, window=window, scale=scale)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     heads=st.sampled_from([(1, 1), (2, 2), (4, 2)]),
     lengths=st.sampled_from([(1, 1), (1, 9), (3, 7), (17, 17), (33, 20)]),

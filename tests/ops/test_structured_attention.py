@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import structattn as sa
@@ -92,7 +92,6 @@ nested = st.integers(1, 3).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     structure=nested,
     scaling=st.sampled_from(["variance", "mup", "paper", "paper_sum"]),

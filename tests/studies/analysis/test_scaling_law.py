@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from structattn.errors import ConfigError
@@ -15,7 +15,6 @@ def measured(law: PowerLaw, noise: float, rng, seeds: int = 2, points=COMPUTE) -
     return [[law.loss(c) * float(np.exp(noise * rng.standard_normal())) for _ in range(seeds)] for c in points]
 
 
-@settings(max_examples=60, deadline=None)
 @given(floor=st.floats(0.0, 3.0), slope=st.floats(0.3, 5.0), exponent=st.floats(0.05, 1.0), first=st.floats(1e3, 1e18))
 def test_exact_curves_come_back(floor, slope, exponent, first) -> None:
     points = first * np.geomspace(1, 1000, 8)

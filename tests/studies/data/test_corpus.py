@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from structattn.cli import main
@@ -528,7 +528,6 @@ def test_wrong_settings(tmp_path, options, words) -> None:
         config_of(tmp_path, **options)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.text(st.characters(exclude_categories=("Cs",)), max_size=60))
 def test_tokenizers_lose_nothing(text) -> None:
     pairs = BytePairs.train(WORDS, 300)
@@ -555,7 +554,6 @@ def test_bad_tokenizers(monkeypatch) -> None:
         BytePairs.train(WORDS, 300)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4),
     data=st.data(),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from structattn.layers.attention import Attention
@@ -22,7 +22,6 @@ def test_octaves_cover_every_place_once(length: int) -> None:
     assert all(b == 2 * a - 1 for a, b in ranges[:-1])
 
 
-@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(0, 2**31))
 def test_sums_by_octave_by_loops(length: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

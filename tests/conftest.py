@@ -1,0 +1,25 @@
+"""What ``make test`` runs, and what only ``make test-full`` does: ``pytest --full``."""
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# The same examples in every run: what fails here fails for everyone. `--full` draws many more, and new ones in each run except in CI.
+settings.register_profile("few", max_examples=12, derandomize=True, deadline=None)
+settings.register_profile("many", max_examples=200, derandomize="CI" in os.environ, deadline=None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests marked full, and many random examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("many" if config.getoption("--full") else "few")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        full = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=full)
+        items[:] = [item for item in items if item not in set(full)]

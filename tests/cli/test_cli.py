@@ -230,7 +230,10 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["train", "forecast", "--set", "training.steps=1_0"], "training.steps: expected a whole number, got '1_0'"),
         (["compare", "text", "--widths", "64", "x"], "--widths: expected a whole number, got 'x'"),
         (["compare", "text", "--attention", "--seeds", "2"], "--attention: expected a text, or several"),
-        (["compare", "forecast", "--attention", "standard", " standard"], "every attention spec once"),
+        (
+            ["compare", "forecast", "--attention", "standard", " standard"],
+            "specs must be unique, got standard,  standard",
+        ),
         (["train", "forecast", "--attention", "standard:"], "expected a value after the colon, got nothing"),
         (["train", "forecast", "--seed", "-1"], "--seed must be an int of at least 0"),
         (["sweep", "forecast", "--param", "training.weight_decay=log:1e-4:1", "--seed", "-1"], "seed must be an int"),

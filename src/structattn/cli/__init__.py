@@ -119,7 +119,7 @@ def _compare(command: Compare, session: Session) -> None:
         on_open=partial(session.began, takes=f"{recipe.num_runs:,} runs of {length}"),
         runner=_runner(command.ray_address, None if command.ray_address else command.jobs),
     )
-    print(f"\n{format_results(done.results)}\n\n{verdict(done.results)}\n")
+    print(f"\n{format_results(done.record)}\n\n{verdict(done.record)}\n")
     _print_paths(done.folder, done.report)
 
 

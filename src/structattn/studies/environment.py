@@ -6,17 +6,17 @@ import os
 import platform
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
 
 import structattn
 from structattn.memory import physical_memory
+from structattn.studies.records.common import Hardware
 
 
-def hardware() -> dict[str, Any]:
-    """The machine in words that matter for a timing: processor, cores, memory (GiB), device."""
+def hardware() -> Hardware:
+    """This machine."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -24,13 +24,13 @@ def hardware() -> dict[str, Any]:
         model = names[0] if names else model
     cuda = torch.cuda.is_available()
     memory = physical_memory()
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_gib": None if memory is None else round(memory / 2**30, 1),
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-    }
+    return Hardware(
+        cpu=model,
+        cores=os.cpu_count(),
+        threads=torch.get_num_threads(),
+        memory_gib=None if memory is None else round(memory / 2**30, 1),
+        device=torch.cuda.get_device_name() if cuda else "cpu",
+    )
 
 
 def versions() -> dict[str, str]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from structattn.errors import CheckpointError, ConfigError, DataError
 from structattn.models.language_model import LanguageModel
 from structattn.studies.data.corpus import Tokenizer
 from structattn.studies.data.plain_text import is_there
+from structattn.studies.records.run import RunRecord
 from structattn.studies.settings import from_plain
 from structattn.studies.tasks.base import Task, TextModel
 from structattn.studies.tasks.registry import task_class
@@ -52,15 +52,15 @@ def _reading(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"the run in {folder} is damaged: {error}; train it again") from error
 
 
-def _built_spec(data: dict[str, Any]) -> str:
-    """The spec that the model of a run was built from; runs from before there was a choice are in the standard parametrisation."""
-    return spec_for(data["spec"], data["config"].get("parametrization", "standard"))
+def _built_spec(record: RunRecord) -> str:
+    """The spec that the model of a run was built from; runs from before there was a choice are in the standard parametrization."""
+    return spec_for(record.spec, record.config.get("parametrization", "standard"))
 
 
-def _check_size(folder: Path, data: dict[str, Any], weights: dict[str, Tensor], build: Callable[[], nn.Module]) -> None:
+def _check_size(folder: Path, record: RunRecord, weights: dict[str, Tensor], build: Callable[[], nn.Module]) -> None:
     """Raises ``CheckpointError`` if the model of a record is not of the size of its weights, before it takes any memory."""
     most = sum(weight.numel() for weight in weights.values())
-    sizes = {name: size for name in _SIZES if isinstance(size := data["task_config"].get(name), int)}
+    sizes = {name: size for name in _SIZES if isinstance(size := record.task_config.get(name), int)}
     too_large = {name: size for name, size in sizes.items() if size > most}
     if not too_large and sizes.get("num_layers", 1) * sizes.get("embed_dim", 1) > most:
         too_large = {"num_layers": sizes["num_layers"]}
@@ -89,10 +89,10 @@ def load_run(folder: Path, data_path: Path | None = None) -> Run:
         ConfigError: ``data_path`` is given to a task that has no data of a user's own.
     """
     found = read_finished(folder)
-    data = found.record
+    record = found.record
     with _reading(folder):
-        kind = task_class(data["task"])
-        config = data["task_config"]
+        kind = task_class(record.task)
+        config = record.task_config
         before = kind.data_path(config)
     if data_path is not None:
         if before is None:
@@ -104,15 +104,15 @@ def load_run(folder: Path, data_path: Path | None = None) -> Run:
         )
     with _reading(folder):
         task = kind(from_plain(kind.config_class, config))
-        if data.get("data", task.data_sha256) != task.data_sha256:
+        if record.data not in (None, task.data_sha256):  # the first runs did not know it
             raise DataError(
                 f"the data have changed since the run in {folder} was trained, so that a score would mean nothing: put back what they were, or "
                 "name their new place with --data"
             )
-        _check_size(folder, data, found.weights, lambda: task.build_model(_built_spec(data)))
-        model = task.build_model(_built_spec(data))
+        _check_size(folder, record, found.weights, lambda: task.build_model(_built_spec(record)))
+        model = task.build_model(_built_spec(record))
         model.load_state_dict(found.weights, strict=True)
-        return Run(task=task, spec=data["spec"], seed=data["seed"], model=model.eval())
+        return Run(task=task, spec=record.spec, seed=record.seed, model=model.eval())
 
 
 def load_language_model(folder: Path) -> LanguageModel:
@@ -140,11 +140,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return _text_model(folder, read_record(folder)).tokenizer
 
 
-def _text_model(folder: Path, data: dict[str, Any]) -> TextModel:
+def _text_model(folder: Path, record: RunRecord) -> TextModel:
     with _reading(folder):
-        found = task_class(data["task"]).text_model(data["task_config"], data.get("record", {}))
+        found = task_class(record.task).text_model(record.task_config, record.record)
     if found is None:
         raise ConfigError(
-            f"{folder} is a run of {data['task']}, which is no language model: train one with 'structattn train text'"
+            f"{folder} is a run of {record.task}, which is no language model: train one with 'structattn train text'"
         )
     return found

@@ -118,7 +118,7 @@ def opened(
     if os.environ.get("RANK", "0") != "0" and out is not None:
         yield out
         return
-    folder = out if out is not None else _last(owner) if resume else _new(owner)
+    folder = out if out is not None else last_folder(owner) if resume else _new(owner)
     made = not folder.exists() or (out is None and not resume)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,8 +214,8 @@ def _read(folder: Path) -> dict[str, Any] | None:
     return dict(content)
 
 
-def _last(owner: Owner) -> Path:
-    """The folder below ``runs/`` that was begun last with the same command, task and settings."""
+def last_folder(owner: Owner) -> Path:
+    """The folder below ``runs/`` that was begun last with the same command, task and settings; raises ``ConfigError`` if there is none."""
     found = []
     for path in RUNS.glob(f"*/{OWNER}"):
         with contextlib.suppress(ConfigError, OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from dataclasses import asdict
 from typing import get_args
 
 import torch
@@ -131,7 +132,7 @@ def info() -> str:
         except importlib.metadata.PackageNotFoundError:
             found = "not installed"
         lines.append(f"{extra:<13} {found}")
-    lines += [f"{name:<13} {value}" for name, value in hardware().items()]
+    lines += [f"{name:<13} {value}" for name, value in asdict(hardware()).items()]
     lines.append("backends")
     for backend in get_args(Backend):
         if backend == "auto":

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,17 @@ from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.studies.analysis.scaling import scaling
 from structattn.studies.budget import affordable_steps
-from structattn.studies.compare import _training
 from structattn.studies.data.corpus import Characters
+from structattn.studies.point_runs import training_of
+from structattn.studies.records import Row
+from structattn.studies.records.common import to_json
+from structattn.studies.records.comparison import Scaling
+from structattn.studies.records.typed import read_as
 from structattn.studies.report.scaling import format_scaling, scaling_verdict
 from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.registry import presets_of, recipe_for
 from structattn.studies.training.build import spec_for
+from structattn.testing.records import made_comparison, made_row
 
 BUDGETS = (1e12, 2e12, 4e12, 8e12, 16e12)
 
@@ -83,23 +89,15 @@ def test_widths_of_models_without_any_are_refused(tmp_path: Path, capsys) -> Non
     assert "width" in capsys.readouterr().err
 
 
-def row(spec: str, width: int, budget: float, losses: list[float], setting: str | None = None) -> dict:
-    return {
-        "spec": spec,
-        "setting": setting,
-        "width": width,
-        "budget": budget,
-        "compute": 0.99 * budget,
-        "num_params": width**2,
-        "scores": losses,
-    }
+def row(spec: str, width: int, budget: float, losses: list[float]) -> Row:
+    return made_row(spec, *losses, width=width, budget=budget, compute=0.99 * budget, num_params=width**2)
 
 
 def law(budget: float, saved: float = 1.0) -> float:
     return 1.2 + 0.8 * (budget / saved / 4e12) ** -0.3
 
 
-def rows(saved: float, noise: float = 0.0) -> list[dict]:
+def rows(saved: float, noise: float = 0.0) -> list[Row]:
     """Standard attention, and a method that needs ``saved`` times its compute; the wider model is better from 4e12 on."""
     found = []
     for budget, width in itertools.product(BUDGETS, (64, 128)):
@@ -113,48 +111,47 @@ def rows(saved: float, noise: float = 0.0) -> list[dict]:
 
 def test_the_frontier_takes_the_best_width_and_the_saving_is_found() -> None:
     found = scaling(rows(0.8), ("standard", "mlr:32|32"))
-    assert found["baseline"] == "standard"
-    standard, mlr = found["series"]
-    assert [p["width"] for p in standard["frontier"]["points"]] == [64, 64, 128, 128, 128]
-    assert mlr["frontier"]["multiplier"]["estimate"] == pytest.approx(0.8, rel=1e-3)
-    assert mlr["frontier"]["multiplier"]["is_distinguishable"]
-    assert standard["frontier"]["multiplier"] is None
-    assert mlr["frontier"]["fit"]["exponent"] == pytest.approx(0.3, rel=0.02)
-    assert [law["width"] for law in mlr["widths"]] == [64, 128]
-    assert json.loads(json.dumps(found)) == found
+    assert found.baseline == "standard"
+    standard, mlr = found.series
+    assert [p.width for p in standard.frontier.points] == [64, 64, 128, 128, 128]
+    assert mlr.frontier.multiplier.estimate == pytest.approx(0.8, rel=1e-3)
+    assert mlr.frontier.multiplier.is_distinguishable
+    assert standard.frontier.multiplier is None
+    assert mlr.frontier.fit.exponent == pytest.approx(0.3, rel=0.02)
+    assert [law.width for law in mlr.widths] == [64, 128]
+    assert read_as(Scaling, json.loads(to_json(found)), "results.json") == found
 
 
-def test_what_noise_hides_is_not_told_apart() -> None:
+def test_what_noise_hides_is_not_distinguishable() -> None:
     found = scaling(rows(0.99, noise=0.01), ("standard", "mlr:32|32"))
-    multiplier = found["series"][1]["frontier"]["multiplier"]
-    assert not multiplier["is_distinguishable"]
-    assert multiplier["interval"][0] < 0.99 < multiplier["interval"][1]
+    multiplier = found.series[1].frontier.multiplier
+    assert not multiplier.is_distinguishable
+    assert multiplier.interval[0] < 0.99 < multiplier.interval[1]
 
 
 def test_without_three_budgets_nothing_is_fitted_and_without_spread_no_interval_is_given() -> None:
-    two = [r for r in rows(0.8) if r["budget"] <= 2e12]
-    assert all(s["frontier"]["fit"] is None for s in scaling(two, ("standard",))["series"])
-    three = [{**r, "scores": r["scores"][:1]} for r in rows(0.8) if r["budget"] <= 4e12]
-    frontier = scaling(three, ("standard", "mlr:32|32"))["series"][1]["frontier"]
-    assert frontier["fit"] is not None
-    assert frontier["intervals"] is None
-    assert frontier["multiplier"]["interval"] is None
-    assert not frontier["multiplier"]["is_distinguishable"]
+    two = [r for r in rows(0.8) if r.budget <= 2e12]
+    assert all(s.frontier.fit is None for s in scaling(two, ("standard",)).series)
+    three = [replace(r, scores=r.scores[:1]) for r in rows(0.8) if r.budget <= 4e12]
+    frontier = scaling(three, ("standard", "mlr:32|32")).series[1].frontier
+    assert frontier.fit is not None
+    assert frontier.intervals is None
+    assert frontier.multiplier.interval is None
+    assert not frontier.multiplier.is_distinguishable
 
 
 def test_settings_have_baselines_of_their_own() -> None:
-    both = [{**r, "setting": name} for name, saved in (("near", 0.5), ("far", 2.0)) for r in rows(saved)]
-    found = {(s["setting"], s["spec"]): s["frontier"] for s in scaling(both, ("standard", "mlr:32|32"))["series"]}
-    assert found["near", "mlr:32|32"]["multiplier"]["estimate"] == pytest.approx(0.5, rel=1e-3)
-    assert found["far", "mlr:32|32"]["multiplier"]["estimate"] == pytest.approx(2.0, rel=1e-3)
+    both = [replace(r, setting=name) for name, saved in (("near", 0.5), ("far", 2.0)) for r in rows(saved)]
+    found = {(s.setting, s.spec): s.frontier for s in scaling(both, ("standard", "mlr:32|32")).series}
+    assert found["near", "mlr:32|32"].multiplier.estimate == pytest.approx(0.5, rel=1e-3)
+    assert found["far", "mlr:32|32"].multiplier.estimate == pytest.approx(2.0, rel=1e-3)
 
 
 def test_words_say_what_was_found() -> None:
-    results = {"metric": "nats_per_char", "metric_label": "nats", "seeds": [0, 1]}
-    saved = {**results, "scaling": scaling(rows(0.8), ("standard", "mlr:32|32"))}
+    saved = made_comparison(scaling=scaling(rows(0.8), ("standard", "mlr:32|32")))
     assert "With less compute than standard" in scaling_verdict(saved)
     assert "0.80" in format_scaling(saved)
-    hidden = {**results, "scaling": scaling(rows(0.99, noise=0.01), ("standard", "mlr:32|32"))}
+    hidden = made_comparison(scaling=scaling(rows(0.99, noise=0.01), ("standard", "mlr:32|32")))
     assert "Not distinguishable from standard" in scaling_verdict(hidden)
 
 
@@ -200,7 +197,7 @@ def test_a_grid_from_the_command_line(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize("spec", ["standard", "mlr:16|16|16|16"])
 def test_a_budget_of_any_size_is_counted_at_once(spec: str) -> None:
     (point, *_) = grid("widths=64", "budgets=1e18").points()
-    training = _training("text", point.recipe, spec)
+    training = training_of("text", point.recipe, spec)
     with torch.device("meta"):
         model = point.recipe.task.build_model(spec_for(spec, "mup"), Characters())
     step = point.recipe.training.batch_size * model.flops_per_example()

@@ -14,8 +14,10 @@ from scipy.stats import tukey_hsd
 from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.studies.analysis.model_selection import critical_differences, search
+from structattn.studies.records import Row
 from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.registry import recipe_for
+from structattn.testing.records import made_baseline, made_row
 
 
 def test_every_setting_is_a_point_and_rates_are_chosen_at_each() -> None:
@@ -43,8 +45,8 @@ def test_searches_that_make_no_sense(changes: tuple[str, ...], message: str) -> 
         apply_overrides(recipe_for("forecast", "ett-short"), changes)
 
 
-def row(spec: str, searched: str, validation: float, *scores: float, group: str | None = None) -> dict:
-    return {"spec": spec, "group": group, "searched": searched, "validation": validation, "scores": list(scores)}
+def row(spec: str, searched: str, validation: float, *scores: float, group: str | None = None) -> Row:
+    return made_row(spec, *scores, group=group, searched=searched, validation=validation)
 
 
 def test_validation_chooses_and_the_test_does_not() -> None:
@@ -56,17 +58,17 @@ def test_validation_chooses_and_the_test_does_not() -> None:
         row("a", "x=1", 0.1, 0.70, group="other"),
     ]
     baselines = [
-        {"name": "ridge", "group": None, "searched": "x=1", "validation": 0.3},
-        {"name": "ridge", "group": None, "searched": "x=2", "validation": 0.2},
-        {"name": "rule", "group": None, "searched": "x=1", "validation": None},
-        {"name": "rule", "group": None, "searched": "x=2", "validation": None},
+        made_baseline("ridge", searched="x=1", validation=0.3),
+        made_baseline("ridge", searched="x=2", validation=0.2),
+        made_baseline("rule", searched="x=1"),
+        made_baseline("rule", searched="x=2"),
     ]
     found = search(rows, baselines)
-    assert [(one["group"], one["rows"], one["baselines"]) for one in found] == [
-        (None, [2, 1], [1, 2]),
-        ("other", [4], []),
+    assert [(one.group, one.rows, one.baselines) for one in found] == [
+        (None, (2, 1), (1, 2)),
+        ("other", (4,), ()),
     ]
-    assert found[0]["critical_differences"] is None
+    assert found[0].critical_differences is None
 
 
 @pytest.mark.parametrize("sizes", [(3, 3, 3), (3, 10, 5)])
@@ -79,9 +81,9 @@ def test_critical_differences_are_games_and_howells(sizes: tuple[int, ...]) -> N
     lowest = statistics.fmean(scores[0])
     found = critical_differences(scores)
     assert found is not None
-    assert (found["level"], found["seeds"], found["best"], found["differences"][0]) == (0.95, 3, 0, 0.0)
+    assert (found.level, found.seeds, found.best, found.differences[0]) == (0.95, 3, 0, 0.0)
     for i in (1, 2):
-        shift = lowest + found["differences"][i] - statistics.fmean(scores[i])
+        shift = lowest + found.differences[i] - statistics.fmean(scores[i])
         moved = [[score + shift for score in own] if j == i else own for j, own in enumerate(scores)]
         p = tukey_hsd(*moved, equal_var=False).pvalue[0, i]
         assert p == pytest.approx(0.05, abs=1e-6)
@@ -92,9 +94,9 @@ def test_critical_differences_without_spread_or_seeds() -> None:
     assert critical_differences([[1.0, 2.0]]) is None
     found = critical_differences([[2.0, 2.0], [1.0, 1.0], [3.0, 4.0]])
     assert found is not None
-    assert found["best"] == 1
-    assert found["differences"][:2] == [0.0, 0.0]
-    assert found["differences"][2] > 0
+    assert found.best == 1
+    assert found.differences[:2] == (0.0, 0.0)
+    assert found.differences[2] > 0
 
 
 def test_a_search_from_the_command_line(tmp_path: Path, capsys) -> None:

@@ -222,7 +222,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path, capsys) -> None:
     assert main(["generate", str(tmp_path / "run"), "--max-new-tokens", "2"]) == 0  # needs no data
     record = tmp_path / "run" / "run.json"  # of a version that did not know the data
     known = json.loads(record.read_text())
-    for name in ("data", "progress", "signature"):
+    for name in ("format_version", "data", "progress", "signature"):
         del known[name]
     record.write_text(json.dumps(known))
     assert main(["evaluate", str(tmp_path / "run")]) == 0

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from structattn.studies.records import ComparisonRecord
 from structattn.studies.report._common import fmt_count, fmt_pm, fmt_score
 from structattn.studies.report._plotting import spread
 from structattn.studies.report.html import write_report
 from structattn.studies.report.table import format_table, verdict
+from structattn.testing.records import made_baseline, made_comparison, made_row
 
 TASKS = ("nearest-neighbor", "forecast", "icl-regression")
 EXTRA = {
@@ -25,7 +27,7 @@ EXTRA = {
 }
 
 
-def made_up(task: str, seeds: int = 2) -> dict[str, Any]:
+def made_up(task: str, seeds: int = 2) -> ComparisonRecord:
     metric = {"nearest-neighbor": "nmse", "forecast": "mse", "icl-regression": "nmse"}[task]
     specs = {
         "standard": (0.62, 8),
@@ -52,31 +54,27 @@ def made_up(task: str, seeds: int = 2) -> dict[str, Any]:
             }
         if task == "icl-regression":
             details = {"error_by_point": [max(score, 1 - p / 20 * (1 - score)) for p in range(1, 41)]}
+        histories = tuple(
+            tuple(
+                {"step": k * 100, "train_loss": 1.0, f"validation_{metric}": s + (1 - s) * math.exp(-k / 4)}
+                for k in range(1, 21)
+            )
+            for s in scores
+        )
         rows.append(
-            {
-                "spec": spec,
-                "score": score,
-                "score_std": 0.04 * score if seeds > 1 else None,
-                "scores": scores,
-                "metrics": {"mae": score**0.5, metric: score},
-                "num_params": 8192 * (index + 1),
-                "flops_per_example": 1_234_567 * (index + 1),
-                "seconds": 8.13 + index,
-                "peak_memory_bytes": 400_000_000,
-                "rank": rank if task == "nearest-neighbor" else None,
-                "histories": [
-                    [
-                        {
-                            "step": k * 100,
-                            "train_loss": 1.0,
-                            f"validation_{metric}": s + (1 - s) * math.exp(-k / 4),
-                        }
-                        for k in range(1, 21)
-                    ]
-                    for s in scores
-                ],
-                "details": details,
-            }
+            made_row(
+                spec,
+                *scores,
+                score=score,
+                score_std=0.04 * score if seeds > 1 else None,
+                metrics={"mae": score**0.5, metric: score},
+                num_params=8192 * (index + 1),
+                flops_per_example=1_234_567 * (index + 1),
+                seconds=8.13 + index,
+                rank=rank if task == "nearest-neighbor" else None,
+                histories=histories,
+                details=details,
+            )
         )
     baselines: list[dict[str, Any]] = {
         "nearest-neighbor": [{"name": "mean of the values", "metrics": {"nmse": 1.0}, "note": "ignores keys"}],
@@ -102,24 +100,22 @@ def made_up(task: str, seeds: int = 2) -> dict[str, Any]:
             }
         ],
     }[task]
-    return {
-        "task": task,
-        "metric": metric,
-        "metric_label": "squared error per dimension (1 = knows nothing)",
-        "question": "Does a score of full rank find the nearest neighbour with small heads?",
-        "command": f"structattn compare --task {task} --preset demo",
-        "preset": "demo",
-        "created": "2026-11-21T04:00:00Z",
-        "seeds": list(range(seeds)),
-        "config": {
-            "task": {"dim": 64, "points": 32},
-            "train": {"steps": 2000, "lr": 1e-3, "betas": [0.9, 0.95]},
-        },
-        "versions": {"structattn": "0.1.0", "torch": "2.11.0", "python": "3.12"},
-        "hardware": {"cpu": "Some CPU", "cores": 2, "memory_gib": 7.7512, "device": "cpu"},
-        "rows": rows,
-        "baselines": baselines,
-    }
+    return made_comparison(
+        tuple(rows),
+        tuple(made_baseline(**baseline) for baseline in baselines),
+        task=task,
+        metric=metric,
+        command=f"structattn compare {task} --preset demo",
+        preset="demo",
+        seeds=tuple(range(seeds)),
+        config={"task": {"dim": 64, "points": 32}, "training": {"steps": 2000, "batch_size": 8, "betas": [0.9, 0.95]}},
+    )
+
+
+def with_rows(record: ComparisonRecord, *changes: dict[str, Any]) -> ComparisonRecord:
+    """The record with other values in its first rows."""
+    rows = [replace(row, **new) for row, new in zip(record.rows, changes, strict=False)]
+    return replace(record, rows=(*rows, *record.rows[len(rows) :]))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -151,11 +147,9 @@ def test_report_is_complete_and_repeatable(task: str, seeds: int, tmp_path: Path
 def test_page_without_figures_and_with_hostile_names(tmp_path: Path) -> None:
     figures = pytest.importorskip("structattn.studies.report.figures")
     results = made_up("nearest-neighbor")
-    for row in results["rows"][:2]:
-        row["spec"] = '<script>alert("$x_{$")</script> id="x"'
-    results["question"] = "<b>&"
-    results["config"]["<i>"] = "</table>"
-    results["baselines"][0]["name"] = "<img src=x>"
+    results = with_rows(results, *[{"spec": '<script>alert("$x_{$")</script> id="x"'}] * 2)
+    baselines = tuple(replace(baseline, name="<img src=x>") for baseline in results.baselines)
+    results = replace(results, question="<b>&", config={**results.config, "<i>": "</table>"}, baselines=baselines)
     drawn = figures.draw_figures(results, tmp_path)
     for shown in (drawn, []):
         page = write_report(results, shown, tmp_path / "r.html").read_text(encoding="utf-8")
@@ -168,19 +162,16 @@ def test_page_without_figures_and_with_hostile_names(tmp_path: Path) -> None:
 def test_missing_and_diverged_numbers_leave_no_nan(tmp_path: Path) -> None:
     figures = pytest.importorskip("structattn.studies.report.figures")
     results = made_up("forecast")
-    bad = results["rows"][0]
-    bad.update(score=float("nan"), score_std=None, scores=[float("nan")], seconds=None, peak_memory_bytes=None)
-    bad["metrics"] = {"mae": float("inf")}
-    bad["details"] = {}
-    bad["histories"] = [[{"step": 1, "validation_mse": float("nan")}]]
-    results["baselines"][0]["metrics"] = {}
+    nan = float("nan")
+    bad = {"score": nan, "scores": (nan,), "seconds": nan, "metrics": {"mae": float("inf")}, "details": {}}
+    results = with_rows(results, bad | {"histories": (({"step": 1, "validation_mse": nan},),)})
+    results = replace(results, baselines=(replace(results.baselines[0], metrics={}), *results.baselines[1:]))
     drawn = figures.draw_figures(results, tmp_path)
     page = write_report(results, drawn, tmp_path / "r.html").read_text(encoding="utf-8")
     for text in (page, format_table(results), verdict(results)):
         assert not re.search(r"\b(nan|inf)\b", text, flags=re.IGNORECASE)
     assert "standard has no finite score" in verdict(results)
-    for row in results["rows"]:
-        row.update(score=None, scores=[], histories=[], details={})
+    results = with_rows(results, *[{"score": nan, "scores": (), "histories": (), "details": {}}] * 5)
     assert figures.draw_figures(results, tmp_path) == []
     assert "nothing to compare" in verdict(results)
     assert "*" not in format_table(results)
@@ -194,13 +185,10 @@ def test_verdict_says_what_the_numbers_allow() -> None:
     assert "more than the spread over 2 seeds" in text
     assert "loses" not in text
     assert "one seed: spread unknown" in verdict(made_up("nearest-neighbor", seeds=1))
-    close = copy.deepcopy(results)
-    close["rows"][0].update(score=0.0601)
+    close = with_rows(results, {"score": 0.0601})
     assert "standard has the lowest" in verdict(close)
-    assert "not told apart" in verdict(close)
-    nothing = copy.deepcopy(results)
-    for row in nothing["rows"]:
-        row["score"] = row["score"] / 100 + 0.99
+    assert "not statistically distinguishable" in verdict(close)
+    nothing = with_rows(results, *({"score": row.score / 100 + 0.99} for row in results.rows))
     assert "none of them learned" in verdict(nothing)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from structattn.errors import CheckpointError
 from structattn.studies.runner.local import LocalRunner
 from structattn.studies.runner.runs import Job, ScoredJob
 from structattn.studies.runner.train_all import train_all
@@ -116,33 +115,34 @@ def _scored(folder: Path, seed: int = 0) -> ScoredJob:
 
 def test_the_process_that_trains_scores_too_and_only_once(tmp_path, monkeypatch) -> None:
     jobs = [_scored(tmp_path / str(seed), seed) for seed in range(2)]
-    with pytest.raises(CheckpointError, match="--resume"):
-        jobs[0].scores()
+    assert jobs[0].record() is None
     train_all(jobs, runner=LocalRunner(2), resume=False, show_progress=False)
-    found = [job.scores() for job in jobs]
+    found = [job.scores(job.record()) for job in jobs]
     task = ICLRegressionTask(jobs[0].task)
     models = [job.run(resume=True, show_progress=False).model.eval() for job in jobs]
-    assert [scored["metrics"] for scored in found] == [task.evaluate(model, "test") for model in models]
-    assert found[0]["metrics"] != found[1]["metrics"]
-    assert found[0]["details"] == json.loads(json.dumps(task.details(models[0])))
-    assert found[0]["details"]
-    assert not found[1]["details"]
+    assert [scored.metrics for scored in found] == [task.evaluate(model, "test") for model in models]
+    assert found[0].metrics != found[1].metrics
+    assert found[0].details == json.loads(json.dumps(task.details(models[0])))
+    assert found[0].details
+    assert not found[1].details
     with monkeypatch.context() as patched:
         patched.setattr(ICLRegressionTask, "evaluate", lambda *_: pytest.fail("scored again"))
         jobs[0].run(resume=True, show_progress=False)
-    assert jobs[0].scores() == found[0]
+    assert jobs[0].scores(jobs[0].record()) == found[0]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model_sha256": "0", "metrics": {}, "details": {}}'])
 def test_scores_that_are_damaged_or_of_other_weights_are_found_again(tmp_path, content) -> None:
     job = _scored(tmp_path)
     job.run(resume=False, show_progress=False)
-    found = job.scores()
+    record = job.record()
+    found = job.scores(record)
     (tmp_path / "scores.json").write_text(content)
-    with pytest.raises(CheckpointError, match="scores"):
-        job.scores()
+    assert job.scores(record) is None
+    assert not job.is_done
     job.run(resume=True, show_progress=False)
-    assert job.scores() == found
+    assert job.scores(record) == found
+    assert job.is_done
 
 
 def test_runs_of_one_process_may_differ_in_precision(tmp_path) -> None:
@@ -150,4 +150,4 @@ def test_runs_of_one_process_may_differ_in_precision(tmp_path) -> None:
     job.run(resume=False, show_progress=False)
     other = replace(job, folder=tmp_path / "second", training=replace(job.training, precision="bf16"))
     other.run(resume=False, show_progress=False)
-    assert other.scores()["metrics"] != job.scores()["metrics"]
+    assert other.scores(other.record()).metrics != job.scores(job.record()).metrics

@@ -237,8 +237,8 @@ def test_a_corpus_whose_preparation_is_killed_at_any_file_operation_is_the_same(
 def test_a_comparison_that_is_killed_gives_the_same_results_and_never_loses_a_finished_run(
     tmp_path: Path, disk, monkeypatch
 ) -> None:
-    def write(results, out: Path) -> Path:  # the real ones take a second, and are written in the same way
-        write_atomic(out / "report.html", str(results["rows"]))
+    def write(record, out: Path) -> Path:  # the real ones take a second, and are written in the same way
+        write_atomic(out / "report.html", str(record.rows))
         return out / "report.html"
 
     monkeypatch.setattr(pages, "write_pages", write)
@@ -247,7 +247,7 @@ def test_a_comparison_that_is_killed_gives_the_same_results_and_never_loses_a_fi
 
     def compared(folder: Path) -> list[tuple]:
         found = compare("nearest-neighbor", recipe, folder, resume=True, show_progress=False)
-        return [(row["spec"], row["metrics"], row["histories"], row["details"]) for row in found.results["rows"]]
+        return [(row.spec, row.metrics, row.histories, row.details) for row in found.record.rows]
 
     whole, expected = tmp_path / "whole", []
     points = disk.run(whole, lambda: expected.append(compared(whole)))

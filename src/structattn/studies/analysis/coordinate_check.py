@@ -346,7 +346,7 @@ def _results(config: CheckConfig, show_progress: bool) -> dict[str, Any]:
         "config": json.loads(json.dumps(dataclasses.asdict(config))),
         "quantities": QUANTITIES,
         "versions": versions(),
-        "hardware": hardware(),
+        "hardware": dataclasses.asdict(hardware()),
         "seconds": time.perf_counter() - started,
         "coordinates": coordinates,
         "transfers": transfers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import time
@@ -182,7 +183,7 @@ def _results(
         "seed": seed,
         "refine": refine,
         "versions": versions(),
-        "hardware": hardware(),
+        "hardware": dataclasses.asdict(hardware()),
         "matrices": [_fit_all(matrix, candidates, show) for matrix, candidates in plans],
     }
 

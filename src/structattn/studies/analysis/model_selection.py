@@ -6,47 +6,40 @@ import math
 import statistics
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 from structattn.errors import MissingDependencyError
+from structattn.studies.records.comparison import BaselineRow, Choice, CriticalDifferences, Row
 
-Row = dict[str, Any]
 _LEVEL = 0.95
 
 
-def search(rows: Sequence[Row], baselines: Sequence[Row]) -> list[dict[str, Any]]:
-    """The choices of a comparison's rows, as plain data for ``results.json``.
+def search(rows: Sequence[Row], baselines: Sequence[BaselineRow]) -> tuple[Choice, ...]:
+    """What validation chooses for each group of a comparison's rows: for each method the row with the lowest validation score.
 
-    Args:
-        rows: of ``results.json``: spec, group, searched, validation, scores.
-        baselines: the same, with a name for a spec.
-
-    Returns:
-        For each group ``group``, its name; ``rows``, the places in ``rows`` of each method's choice, by the lowest validation score;
-        ``baselines``, the same for baselines, where one without a validation score keeps its first; ``critical_differences`` (see there).
+    A baseline without a validation score keeps its first row.
     """
     found = []
-    for group in dict.fromkeys(row["group"] for row in rows):
-        chosen = _choose([(i, row["spec"], row["validation"]) for i, row in enumerate(rows) if row["group"] == group])
+    for group in dict.fromkeys(row.group for row in rows):
+        chosen = _choose([(i, row.spec, row.validation) for i, row in enumerate(rows) if row.group == group])
         best = _choose(
             [
-                (i, row["name"], math.inf if row["validation"] is None else row["validation"])
+                (i, row.name, math.inf if row.validation is None else row.validation)
                 for i, row in enumerate(baselines)
-                if row["group"] == group
+                if row.group == group
             ]
         )
-        needed = critical_differences([rows[i]["scores"] for i in chosen])
-        found.append({"group": group, "rows": chosen, "baselines": best, "critical_differences": needed})
-    return found
+        needed = critical_differences([rows[i].scores for i in chosen])
+        found.append(Choice(group=group, rows=chosen, baselines=best, critical_differences=needed))
+    return tuple(found)
 
 
-def _choose(entries: Sequence[tuple[int, str, float]]) -> list[int]:
+def _choose(entries: Sequence[tuple[int, str, float]]) -> tuple[int, ...]:
     """The place of the lowest value of each name, in the order of the names."""
     names = dict.fromkeys(name for _, name, _ in entries)
-    return [min((value, i) for i, other, value in entries if other == name)[1] for name in names]
+    return tuple(min((value, i) for i, other, value in entries if other == name)[1] for name in names)
 
 
-def critical_differences(scores: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+def critical_differences(scores: Sequence[Sequence[float]]) -> CriticalDifferences | None:
     """How far each method's mean over seeds must be from the lowest before seeds are no explanation.
 
     Games and Howell's test: the 95 % point of the studentised range of all methods, since the lowest was picked from among them, with the
@@ -57,8 +50,7 @@ def critical_differences(scores: Sequence[Sequence[float]]) -> dict[str, Any] | 
         scores: one for each seed, of each method, lower is better.
 
     Returns:
-        ``level``; ``seeds`` per method; ``best``, the place of the lowest mean; ``differences`` from it, one for each method, 0 for itself
-        and where neither of the two has any spread. ``None`` with one seed or one method.
+        The differences, 0 for the lowest itself and where neither of the two has any spread. ``None`` with one seed or one method.
 
     Raises:
         MissingDependencyError: without SciPy.
@@ -70,11 +62,11 @@ def critical_differences(scores: Sequence[Sequence[float]]) -> dict[str, Any] | 
         return None
     best = min(range(count), key=lambda i: statistics.fmean(scores[i]))
     errors = [statistics.variance(own) / len(own) for own in scores]
-    differences = [
+    differences = tuple(
         0.0 if i == best else _games_howell(count, (errors[best], errors[i]), (len(scores[best]), len(own)))
         for i, own in enumerate(scores)
-    ]
-    return {"level": _LEVEL, "seeds": seeds, "best": best, "differences": differences}
+    )
+    return CriticalDifferences(level=_LEVEL, seeds=seeds, best=best, differences=differences)
 
 
 def _games_howell(count: int, errors: tuple[float, float], sizes: tuple[int, int]) -> float:

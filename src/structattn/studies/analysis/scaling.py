@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from structattn.studies.analysis.scaling_law import Interval, compute_multiplier, fit_power_law, law_intervals
+from structattn.studies.records.comparison import ComputeShare, Law, LawPoint, Row, Scaling, Series
 
-Row = dict[str, Any]
 _FITTED = 3  # numbers of a law; a law through as many points leaves nothing to judge it by
 
 
-def scaling(rows: Sequence[Row], specs: Sequence[str]) -> dict[str, Any]:
-    """The laws of a comparison's rows, as plain data for ``results.json``.
+def scaling(rows: Sequence[Row], specs: Sequence[str]) -> Scaling:
+    """The laws of a comparison's rows.
 
     Args:
-        rows: of ``results.json``: spec, setting, width, budget, compute, scores.
+        rows: of the comparison, each with a budget.
         specs: in the order of the recipe; the first is what the others are measured against, unless ``standard`` is among them.
-
-    Returns:
-        ``baseline``: that spec; ``series``: for each setting and spec ``frontier``, the law over the best width of every budget, and
-        ``widths``, the law at each width. A law has ``points`` (width, compute, losses of the seeds), ``fit`` (irreducible,
-        coefficient, exponent, reference; ``None`` with fewer than three budgets), ``intervals`` of those (``None`` where neither seeds nor
-        points are more than the fit needs), and ``multiplier``: the compute that it takes for the baseline's losses in the same
-        setting, as a share (``None`` for the baseline, without a fit, or where they share no loss).
 
     Raises:
         ConfigError: a loss that is not positive and finite.
@@ -35,79 +26,74 @@ def scaling(rows: Sequence[Row], specs: Sequence[str]) -> dict[str, Any]:
     The best width is chosen by the mean over seeds of the losses that are shown, for the baseline as for every other.
     """
     baseline = "standard" if "standard" in specs else specs[0]
-    found: dict[tuple[str | None, str], dict[int | None, list[Row]]] = {}
+    found: dict[tuple[str | None, str], dict[int | None, list[LawPoint]]] = {}
     for row in rows:
-        found.setdefault((row["setting"], row["spec"]), {}).setdefault(row["width"], []).append(row)
-    points = {
-        key: {None: _frontier(widths), **{width: _points(of_width) for width, of_width in widths.items()}}
-        for key, widths in found.items()
-    }
+        found.setdefault((row.setting, row.spec), {}).setdefault(row.width, []).append(_point(row))
     series = []
-    for (setting, spec), curves in points.items():
-        standard = None if spec == baseline else points.get((setting, baseline))
-        laws = {width: _law(curve, standard.get(width) if standard else None) for width, curve in curves.items()}
-        series.append(
-            {
-                "setting": setting,
-                "spec": spec,
-                "frontier": laws[None],
-                "widths": [{"width": width, **law} for width, law in laws.items() if width is not None],
-            }
-        )
-    return {"baseline": baseline, "series": series}
+    for (setting, spec), widths in found.items():
+        other = {} if spec == baseline else found.get((setting, baseline), {})
+        frontier = _law(None, _best_of(widths), _best_of(other))
+        laws = [_law(width, points, other.get(width, [])) for width, points in widths.items() if width is not None]
+        series.append(Series(setting=setting, spec=spec, frontier=frontier, widths=tuple(laws)))
+    return Scaling(baseline=baseline, series=tuple(series))
 
 
-def _points(rows: Sequence[Row]) -> list[Row]:
-    return [
-        {
-            "width": row["width"],
-            "budget": row["budget"],
-            "compute": row["compute"],
-            "num_params": row["num_params"],
-            "losses": row["scores"],
-        }
-        for row in sorted(rows, key=lambda row: row["budget"])
-    ]
+def _point(row: Row) -> LawPoint:
+    assert row.budget is not None  # without budgets there are no laws
+    return LawPoint(
+        width=row.width, budget=row.budget, compute=row.compute, num_params=row.num_params, losses=row.scores
+    )
 
 
-def _frontier(widths: dict[int | None, list[Row]]) -> list[Row]:
+def _best_of(widths: dict[int | None, list[LawPoint]]) -> list[LawPoint]:
     """The best width at each budget."""
-    budgets: dict[float, list[Row]] = {}
-    for rows in widths.values():
-        for point in _points(rows):
-            budgets.setdefault(point["budget"], []).append(point)
-    return [min(budgets[budget], key=lambda point: statistics.fmean(point["losses"])) for budget in sorted(budgets)]
+    budgets: dict[float, list[LawPoint]] = {}
+    for point in (point for points in widths.values() for point in points):
+        budgets.setdefault(point.budget, []).append(point)
+    return [min(points, key=lambda point: statistics.fmean(point.losses)) for points in budgets.values()]
 
 
-def _law(points: list[Row], baseline: list[Row] | None) -> dict[str, Any]:
+def _law(width: int | None, points: list[LawPoint], baseline: list[LawPoint]) -> Law:
+    points = sorted(points, key=lambda point: point.budget)
     compute, losses = _measured(points)
-    law: dict[str, Any] = {"points": points, "fit": None, "intervals": None, "multiplier": None}
     if len(set(compute)) < _FITTED:
-        return law
-    law["fit"] = dataclasses.asdict(fit_power_law(compute, losses))
+        return Law(width=width, points=tuple(points), fit=None, intervals=None, multiplier=None)
+    intervals = None
     if _has_spread(points):
-        law["intervals"] = {name: _plain(interval) for name, interval in law_intervals(compute, losses).items()}
-    if baseline is not None and len({point["compute"] for point in baseline}) >= _FITTED:
-        found = compute_multiplier(_measured(baseline), (compute, losses))
-        if found is not None:
-            known = _has_spread(points) and _has_spread(baseline)
-            law["multiplier"] = {
-                "estimate": found.ratio.estimate,
-                "interval": _plain(found.ratio) if known else None,
-                "losses": list(found.losses),
-                "is_distinguishable": known and found.is_distinguishable,
-            }
-    return law
+        intervals = {name: _ends(interval) for name, interval in law_intervals(compute, losses).items()}
+    return Law(
+        width=width,
+        points=tuple(points),
+        fit=fit_power_law(compute, losses),
+        intervals=intervals,
+        multiplier=_share(points, sorted(baseline, key=lambda point: point.budget)),
+    )
 
 
-def _measured(points: list[Row]) -> tuple[list[float], list[list[float]]]:
-    return [point["compute"] for point in points], [point["losses"] for point in points]
+def _share(points: list[LawPoint], baseline: list[LawPoint]) -> ComputeShare | None:
+    """The compute for the baseline's losses; ``None`` where there are too few, or the two share none."""
+    if len({point.compute for point in baseline}) < _FITTED:
+        return None
+    found = compute_multiplier(_measured(baseline), _measured(points))
+    if found is None:
+        return None
+    known = _has_spread(points) and _has_spread(baseline)
+    return ComputeShare(
+        estimate=found.ratio.estimate,
+        interval=_ends(found.ratio) if known else None,
+        losses=found.losses,
+        is_distinguishable=known and found.is_distinguishable,
+    )
 
 
-def _has_spread(points: list[Row]) -> bool:
+def _measured(points: list[LawPoint]) -> tuple[list[float], list[tuple[float, ...]]]:
+    return [point.compute for point in points], [point.losses for point in points]
+
+
+def _has_spread(points: list[LawPoint]) -> bool:
     """Whether there is more than the law needs, so that an interval means something."""
-    return len(points) > _FITTED or all(len(point["losses"]) > 1 for point in points)
+    return len(points) > _FITTED or all(len(point.losses) > 1 for point in points)
 
 
-def _plain(interval: Interval) -> list[float]:
-    return [interval.low, interval.high]
+def _ends(interval: Interval) -> tuple[float, float]:
+    return interval.low, interval.high

@@ -369,5 +369,5 @@ def plans(request: PlanRequest, specs: tuple[str, ...]) -> list[Plan]:
     if not specs:
         raise ConfigError("give at least one attention spec to plan for")
     if len(set(specs)) != len(specs):
-        raise ConfigError(f"every attention spec once, got {', '.join(specs)}")
+        raise ConfigError(f"specs must be unique, got {', '.join(specs)}")
     return [make_plan(replace(request, attention=spec)) for spec in specs]

@@ -2,7 +2,7 @@
 
 from structattn.studies.records.common import FORMAT_VERSION, Hardware, Json
 from structattn.studies.records.comparison import BaselineRow, Choice, ComparisonRecord, Row, read_comparison
-from structattn.studies.records.run import ModelCosts, Progress, RunRecord, ScoreRecord, read_run
+from structattn.studies.records.run import Progress, RunRecord, ScoreRecord, read_run
 
 __all__ = [
     "FORMAT_VERSION",
@@ -11,7 +11,6 @@ __all__ = [
     "ComparisonRecord",
     "Hardware",
     "Json",
-    "ModelCosts",
     "Progress",
     "Row",
     "RunRecord",

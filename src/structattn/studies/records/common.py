@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from structattn.errors import CheckpointError
+from structattn.errors import CheckpointError, ConfigError
 from structattn.studies.records.typed import read_as
 
 Json = dict[str, Any]  # what a task or a user decides: settings, and what a task's own figures need
@@ -37,14 +37,16 @@ def read_versioned(kind: type[T], data: object, where: str) -> T:
     """A record of any format that this version knows: fields that an older one lacks get their defaults.
 
     Raises:
-        CheckpointError: it was written by a newer version, or a field is wrong (see ``read_as``).
+        ConfigError: it was written by a newer version: it is not damaged, and must not be written again.
+        CheckpointError: a field is wrong (see ``read_as``).
     """
     if not isinstance(data, dict):
         return read_as(kind, data, where)
     version = data.get("format_version", 1)
     if version not in range(1, FORMAT_VERSION + 1):
-        raise CheckpointError(
-            f"{where}: expected format version {FORMAT_VERSION} or older, got {version!r}: it was written by another version of structattn"
+        raise ConfigError(
+            f"{where}: expected format version {FORMAT_VERSION} or older, got {version!r}: it was written by another version of structattn, "
+            "read it with that one"
         )
     return read_as(kind, {**data, "format_version": FORMAT_VERSION}, where)
 
@@ -54,6 +56,7 @@ def read_file(kind: type[T], path: Path) -> T:
 
     Raises:
         CheckpointError: the file is missing or no JSON, or as ``read_versioned``.
+        ConfigError: as ``read_versioned``.
     """
     try:
         data = json.loads(path.read_bytes())

@@ -64,7 +64,9 @@ class Row(Place):
         metrics: mean over seeds, by name.
         learning_rate, batch_size: of the training.
         sweep: how the rate was chosen; ``None`` where there was no choice.
-        num_params, flops_per_example, rank: see ``ModelCosts``.
+        num_params: trainable ones.
+        flops_per_example: of the forward pass, 2 per multiply-add.
+        rank: the largest rank that the bilinear form of one head can have, where the model says it.
         compute: forward FLOPs of all training examples, mean over seeds.
         seconds, steps_per_second, tokens_per_second, mfu: of the training, means over seeds.
         peak_memory_bytes: the largest.
@@ -259,6 +261,7 @@ def read_comparison(folder: Path) -> ComparisonRecord:
     """The record of a comparison's folder.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it was written by a newer version.
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: it was written by a newer version.
     """
     return read_file(ComparisonRecord, folder / RESULTS)

@@ -56,44 +56,28 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelCosts:
-    """What a model costs, counted on its structure.
-
-    Attributes:
-        num_params: trainable parameters.
-        flops_per_example: forward FLOPs of one example, 2 per multiply-add.
-        rank: the largest rank that the bilinear form of one head can have, where the model says it.
-    """
-
-    num_params: int
-    flops_per_example: int
-    rank: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """A finished run: ``run.json``, written once, after the weights.
 
     Attributes:
         task, spec, seed: what was trained.
-        data: SHA-256 of the data that the task read; empty where it makes its own.
+        data: SHA-256 of the data that the task read; empty where it makes its own, ``None`` in the first runs, which did not
+            know it.
         config, task_config: settings of the training and of the task.
         record: what a trained model needs besides settings and weights (see ``Task.record``).
         progress: what the run did; ``None`` in a record of version 0.1.0, which has it in the last checkpoint.
-        model: what the model costs; ``None`` in a record of format 1.
         model_sha256: of ``model.safetensors``.
     """
 
     format_version: int = FORMAT_VERSION
     task: str
-    data: str = ""
+    data: str | None = None
     spec: str
     seed: int
     config: Json
     task_config: Json
     record: Json = field(default_factory=dict)
     progress: Progress | None = None
-    model: ModelCosts | None = None
     model_sha256: str
 
 
@@ -116,7 +100,7 @@ def read_run(data: dict[str, Any], where: str) -> RunRecord:
     """The record of a run from the data of any version.
 
     Raises:
-        CheckpointError: see ``read_versioned``.
+        CheckpointError, ConfigError: see ``read_versioned``.
     """
     progress = data.get("progress")
     if data.get("format_version", 1) == 1 and isinstance(progress, dict):

@@ -1,15 +1,16 @@
-"""What the table, the figures and the page share: picking numbers out of the results, writing files whole."""
+"""What the table, the figures and the page share: picking numbers out of a record, and numbers in words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
-Results = Mapping[str, Any]
-Row = Mapping[str, Any]
+from structattn.studies.records.comparison import BaselineRow, ComparisonRecord, Row
+
 Table = tuple[list[str], list[list[str]]]  # the header, and the cells of each line
-
+AnyRow = TypeVar("AnyRow", Row, BaselineRow)
 DASH = "\N{EN DASH}"
 
 
@@ -28,51 +29,48 @@ def finite_list(values: Any) -> list[float]:
 
 def score_of(row: Row) -> float | None:
     """The mean score of an attention row."""
-    return finite(row.get("score"))
+    return finite(row.score)
 
 
-def baseline_score(results: Results, baseline: Row) -> float | None:
+def baseline_score(record: ComparisonRecord, baseline: BaselineRow) -> float | None:
     """A baseline's value of the metric that the comparison is decided by."""
-    return finite((baseline.get("metrics") or {}).get(results["metric"]))
+    return finite(baseline.metrics.get(record.metric))
 
 
 def row_name(row: Row) -> str:
     """What a row is called in a figure: its spec, and the settings that it differs in from other rows."""
-    return f"{row['spec']} ({row['variant']})" if row.get("variant") else str(row["spec"])
+    return f"{row.spec} ({row.variant})" if row.variant else row.spec
 
 
-def ranked_rows(results: Results) -> list[Row]:
+def ranked_rows(record: ComparisonRecord) -> list[Row]:
     """The rows with a finite score, best (lowest) first."""
-    scored = [(s, i, row) for i, row in enumerate(results["rows"]) if (s := score_of(row)) is not None]
+    scored = [(s, i, row) for i, row in enumerate(record.rows) if (s := score_of(row)) is not None]
     return [row for _, _, row in sorted(scored, key=lambda t: t[:2])]
 
 
-def by_variant(results: Results) -> dict[str, Results]:
-    """The results of each variant of the settings, by its text; by an empty text where there is only one."""
-    names = dict.fromkeys(str(row.get("variant") or "") for row in results["rows"])
+def by_variant(record: ComparisonRecord) -> dict[str, ComparisonRecord]:
+    """The part of a record at each variant of the settings, by its text; by an empty text where there is only one."""
 
-    def part(entries: Any, name: str) -> list[Row]:
-        return [entry for entry in entries or [] if str(entry.get("variant") or "") == name]
+    def at(name: str, rows: Sequence[AnyRow]) -> tuple[AnyRow, ...]:
+        return tuple(row for row in rows if (row.variant or "") == name)
 
-    return {
-        name: {**results, "rows": part(results["rows"], name), "baselines": part(results.get("baselines"), name)}
-        for name in names
-    }
+    names = dict.fromkeys(row.variant or "" for row in record.rows)
+    return {name: replace(record, rows=at(name, record.rows), baselines=at(name, record.baselines)) for name in names}
 
 
-def standard_row(results: Results) -> Row | None:
+def standard_row(record: ComparisonRecord) -> Row | None:
     """The row of standard attention with a finite score, if the comparison has one."""
-    rows = ranked_rows(results)
-    exact = [row for row in rows if row["spec"] == "standard"]
-    return next(iter(exact or [row for row in rows if str(row["spec"]).startswith("standard:")]), None)
+    rows = ranked_rows(record)
+    exact = [row for row in rows if row.spec == "standard"]
+    return next(iter(exact or [row for row in rows if row.spec.startswith("standard:")]), None)
 
 
-def other_metrics(results: Results) -> list[str]:
+def other_metrics(record: ComparisonRecord) -> list[str]:
     """Names of the metrics besides the score, in the order in which they first appear."""
     names: dict[str, None] = {}
-    for entry in [*results["rows"], *(results.get("baselines") or [])]:
-        names.update(dict.fromkeys(entry.get("metrics") or {}))
-    names.pop(results["metric"], None)
+    for metrics in [row.metrics for row in record.rows] + [row.metrics for row in record.baselines]:
+        names.update(dict.fromkeys(metrics))
+    names.pop(record.metric, None)
     return list(names)
 
 

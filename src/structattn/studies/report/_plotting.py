@@ -1,20 +1,12 @@
-"""What the figures need besides matplotlib: style, places of labels, numbers read from the results."""
+"""What the figures need besides matplotlib: style, places of labels, numbers read from a record."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from structattn.studies.report._common import (
-    Results,
-    Row,
-    baseline_score,
-    finite,
-    finite_list,
-    fmt_score,
-    ranked_rows,
-    score_of,
-)
+from structattn.studies.records.comparison import ComparisonRecord, Row
+from structattn.studies.report._common import baseline_score, finite, finite_list, fmt_score, ranked_rows, score_of
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", "-.", ":")
@@ -116,24 +108,24 @@ def wide(values: Iterable[float]) -> bool:
     return bool(items) and min(items) > 0 and max(items) / min(items) > 20
 
 
-def seed_words(results: Results) -> str:
+def seed_words(record: ComparisonRecord) -> str:
     """How many seeds were run, in words."""
-    count = max((len(finite_list(row.get("scores"))) for row in results["rows"]), default=0)
+    count = max((len(finite_list(row.scores)) for row in record.rows), default=0)
     return f"{count} seeds" if count > 1 else "one seed, so the spread is unknown"
 
 
-def lowest(results: Results) -> str:
+def lowest(record: ComparisonRecord) -> str:
     """The best row and its score, as the end of a sentence."""
-    ranked = ranked_rows(results)
-    return f"; lowest: {ranked[0]['spec']} at {fmt_score(score_of(ranked[0]))}" if ranked else ""
+    ranked = ranked_rows(record)
+    return f"; lowest: {ranked[0].spec} at {fmt_score(score_of(ranked[0]))}" if ranked else ""
 
 
-def curve(results: Results, row: Row, key: str = "step") -> tuple[list[float], list[list[float]]]:
+def curve(record: ComparisonRecord, row: Row, key: str = "step") -> tuple[list[float], list[list[float]]]:
     """Where a row was validated, as steps or another number of its histories, and all seeds' values there."""
     found: dict[float, list[float]] = {}
-    for history in row.get("histories") or []:
+    for history in row.histories:
         for point in history:
-            name = f"validation_{results['metric']}"
+            name = f"validation_{record.metric}"
             if name not in point:
                 name = next((key for key in point if key.startswith("validation_")), name)
             step, value = finite(point.get(key)), finite(point.get(name))
@@ -142,11 +134,11 @@ def curve(results: Results, row: Row, key: str = "step") -> tuple[list[float], l
     return sorted(found), [found[step] for step in sorted(found)]
 
 
-def baselines_in_view(results: Results, values: Sequence[float]) -> tuple[list[tuple[float, str]], str]:
+def baselines_in_view(record: ComparisonRecord, values: Sequence[float]) -> tuple[list[tuple[float, str]], str]:
     """The baselines near enough to the attentions' scores to share an axis, and words about the others."""
     shown, away = [], ""
-    for baseline in results.get("baselines") or []:
-        value, name = baseline_score(results, baseline), str(baseline["name"])
+    for baseline in record.baselines:
+        value, name = baseline_score(record, baseline), baseline.name
         if value is None:
             continue
         if min(values) <= 0 or min(values) / 50 <= value <= max(values) * 50:
@@ -156,9 +148,9 @@ def baselines_in_view(results: Results, values: Sequence[float]) -> tuple[list[t
     return shown, away
 
 
-def row_style(results: Results, row: Row) -> dict[str, Any]:
+def row_style(record: ComparisonRecord, row: Row) -> dict[str, Any]:
     """Colour and dashes of a row: the same in every figure, and told apart without colour past seven rows."""
-    index = next(i for i, r in enumerate(results["rows"]) if r is row)
+    index = next(i for i, r in enumerate(record.rows) if r is row)
     return {"color": OKABE_ITO[index % 7], "linestyle": LINES[index // 7 % 4]}
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from structattn.studies.report._common import Results, Row, fmt_count, fmt_seconds
+from structattn.studies.report._common import fmt_count, fmt_seconds
 from structattn.studies.report.html import escaped, figure_html, repeat_html, write_page
 
 if TYPE_CHECKING:
     from structattn.studies.report.figures import Figure
+
+Results = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 _BUDGET = 0.25
 _HEADER = ("structure", "parameters", "of dense", "error", "method", "seconds")
@@ -109,7 +113,13 @@ def write_fit_report(results: Results, figure: Figure, path: Path) -> Path:
         f'<div class="verdict"><b>Verdict</b>{escaped(fit_verdict(results))}</div>',
         figure_html(figure, 0),
         *parts,
-        repeat_html(results),
+        repeat_html(
+            results["command"],
+            {name: results[name] for name in ("seed", "preset") if name in results},
+            results["versions"],
+            results["hardware"],
+            results.get("config", {}),
+        ),
         '<h2>What is measured</h2><ul class="notes"><li>Error: ||M - A|| / ||A|| in the Frobenius norm, in float64.</li>'
         "<li>Optimal: no matrix of the structure is nearer. Otherwise the error is the best found and an upper bound.</li>"
         "<li>★ and *: the nearest within a quarter of the parameters of a dense matrix.</li>"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from structattn.files import write_atomic
-from structattn.studies.report._common import Results, Row, baseline_score, ranked_rows, score_of
+from structattn.studies.records.comparison import ComparisonRecord
+from structattn.studies.report._common import baseline_score, ranked_rows, score_of
 from structattn.studies.report.table import baseline_cells, header, row_cells, verdict
 from structattn.studies.tasks.registry import tables_of
 
@@ -63,32 +65,32 @@ table{font-size:8pt}th,td{padding:.2rem .3rem}*{print-color-adjust:exact}}
 """
 
 
-def write_report(results: Results, figures: Iterable[Figure], path: Path) -> Path:
+def write_report(record: ComparisonRecord, figures: Iterable[Figure], path: Path) -> Path:
     """Writes the page.
 
     Args:
-        results: what ``results.json`` holds.
+        record: what ``results.json`` holds.
         figures: what :func:`structattn.studies.report.figures.draw_figures` returned; may be empty.
         path: the file to write; replaced in one step when it exists.
 
     Returns:
         ``path``.
     """
-    title = f"Attention compared: {results['task']}"
+    title = f"Attention compared: {record.task}"
     shown = "".join(figure_html(figure, index) for index, figure in enumerate(figures))
     body = [
         f"<h1>{escaped(title)}</h1>",
-        f'<p class="question">{escaped(results["question"])}</p>',
-        f'<p class="dim">preset {escaped(results["preset"])} · {escaped(str(results["created"])[:16].replace("T", " "))} UTC · {_seeds(results)}</p>',
-        _facts(results),
-        f'<div class="verdict"><b>Verdict</b>{escaped(verdict(results))}</div>',
-        f"<h2>Results</h2>{_table(results)}",
-        f'<p class="dim">Score: {escaped(results["metric"])}, {escaped(results["metric_label"])}; '
+        f'<p class="question">{escaped(record.question)}</p>',
+        f'<p class="dim">preset {escaped(record.preset)} · {escaped(record.created[:16].replace("T", " "))} UTC · {_seeds(record)}</p>',
+        _facts(record),
+        f'<div class="verdict"><b>Verdict</b>{escaped(verdict(record))}</div>',
+        f"<h2>Results</h2>{_table(record)}",
+        f'<p class="dim">Score: {escaped(record.metric)}, {escaped(record.metric_label)}; '
         "lower is better. ★ marks the best attention; the bars show the score on one linear scale.</p>",
-        *task_tables(results),
+        *task_tables(record),
         f"<h2>Figures</h2>{shown}" if shown else "",
-        repeat_html(results),
-        _notes(results),
+        repeat_comparison(record),
+        _notes(record),
     ]
     return write_page(title, body, path)
 
@@ -117,28 +119,28 @@ def escaped(value: Any) -> str:
     return escape(str(value), quote=True)
 
 
-def _facts(results: Results) -> str:
+def _facts(record: ComparisonRecord) -> str:
     """What was compared on what: the data, the length of the training, and every spec in words."""
-    training = (results.get("config") or {}).get("training") or {}
-    facts = list((results.get("data") or {}).items())
+    training = record.config.get("training") or {}
+    facts = list(record.data.items())
     if training:
         most = "at most " if training.get("patience") else ""
         facts.append(("training", f"{most}{training['steps']:,} steps of {training['batch_size']:,} examples"))
-    facts += [(spec, meaning) for spec, meaning in (results.get("meanings") or {}).items()]
+    facts += list(record.meanings.items())
     return _pairs(facts) if facts else ""
 
 
-def _seeds(results: Results) -> str:
-    seeds = list(results["seeds"])
+def _seeds(record: ComparisonRecord) -> str:
+    seeds = record.seeds
     word = "seed" if len(seeds) == 1 else "seeds"
     return escaped(f"{word} {', '.join(str(s) for s in seeds)}")
 
 
-def _table(results: Results) -> str:
-    ranked = ranked_rows(results)
+def _table(record: ComparisonRecord) -> str:
+    ranked = ranked_rows(record)
     best = ranked[0] if ranked else None
-    baselines: list[Row] = list(results.get("baselines") or [])
-    values = [score_of(row) for row in results["rows"]] + [baseline_score(results, b) for b in baselines]
+    baselines = record.baselines
+    values = [score_of(row) for row in record.rows] + [baseline_score(record, b) for b in baselines]
     top = max((v for v in values if v is not None), default=0.0)
 
     def line(cells: list[str], score: float | None, css: str = "", note: str = "") -> str:
@@ -151,12 +153,10 @@ def _table(results: Results) -> str:
         rest = "".join(f"<td>{escaped(cell)}</td>" for cell in cells[2:])
         return f"<tr{f' class={chr(34)}{css}{chr(34)}' if css else ''}>{first}{second}{rest}</tr>"
 
-    names = header(results)
+    names = header(record)
     head = "".join(f'<th scope="col">{escaped(name)}</th>' for name in names)
-    rows = "".join(line(row_cells(results, r), score_of(r), "best" if r is best else "") for r in results["rows"])
-    base = "".join(
-        line(baseline_cells(results, b), baseline_score(results, b), note=str(b.get("note") or "")) for b in baselines
-    )
+    rows = "".join(line(row_cells(record, r), score_of(r), "best" if r is best else "") for r in record.rows)
+    base = "".join(line(baseline_cells(record, b), baseline_score(record, b), note=b.note) for b in baselines)
     if base:
         label = f'<tr><th scope="rowgroup" colspan="{len(names)}">Baselines without attention</th></tr>'
         base = f'<tbody class="base">{label}{base}</tbody>'
@@ -173,9 +173,9 @@ def table_html(header: Iterable[str], lines: Iterable[list[str]]) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
-def task_tables(results: Results) -> list[str]:
+def task_tables(record: ComparisonRecord) -> list[str]:
     """The tables that the task adds, each below its title."""
-    made = {title: make(results) for title, make in tables_of(results["task"]).items()}
+    made = {title: make(record) for title, make in tables_of(record.task).items()}
     return [f'<p class="dim">{escaped(title)}</p>{table_html(*table)}' for title, table in made.items() if table]
 
 
@@ -219,34 +219,36 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
     return f'<div class="wide"><table class="plain"><tbody>{rows}</tbody></table></div>'
 
 
-def repeat_html(results: Results) -> str:
-    """The command, seeds, versions and machine of a run."""
-    hardware = dict(results.get("hardware") or {})
+def repeat_comparison(record: ComparisonRecord) -> str:
+    """How to repeat a comparison."""
+    facts = {"seeds": ", ".join(map(str, record.seeds)), "preset": record.preset}
+    return repeat_html(record.command, facts, record.versions, asdict(record.hardware), record.config)
+
+
+def repeat_html(
+    command: str,
+    facts: Mapping[str, object],
+    versions: Mapping[str, str],
+    hardware: Mapping[str, object],
+    config: Mapping[str, Any],
+) -> str:
+    """The command of a run, its seeds and what else decides it, versions, machine, and settings where there are any."""
     where = [(key.replace("_gib", " (GiB)"), _short(value)) for key, value in hardware.items()]
-    versions = [(f"version of {key}", str(value)) for key, value in (results.get("versions") or {}).items()]
-    settings = _flat(results.get("config") or {})
-    folded = (
-        f"<details><summary>All settings ({len(settings)})</summary>{_pairs(settings)}</details>"
-        if results.get("config")
-        else ""
-    )
-    seeds = [(name, _words(results[name])) for name in ("seeds", "seed", "preset") if name in results]
-    command = f"<pre><code>{escaped(results['command'])}</code></pre>"
-    return f"<h2>How to repeat this</h2>{command}{_pairs([*seeds, *versions, *where])}{folded}"
-
-
-def _words(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    names = [(f"version of {key}", value) for key, value in versions.items()]
+    settings = _flat(config)
+    folded = f"<details><summary>All settings ({len(settings)})</summary>{_pairs(settings)}</details>" if config else ""
+    said = [(name, str(value)) for name, value in facts.items()]
+    return f"<h2>How to repeat this</h2><pre><code>{escaped(command)}</code></pre>{_pairs([*said, *names, *where])}{folded}"
 
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _notes(results: Results) -> str:
-    several = len(list(results["seeds"])) > 1
+def _notes(record: ComparisonRecord) -> str:
+    several = len(record.seeds) > 1
     notes = [
-        f"The score is {results['metric']}: {results['metric_label']}. Lower is better.",
+        f"The score is {record.metric}: {record.metric_label}. Lower is better.",
         "± is the standard deviation over seeds." if several else "One seed was run, so no spread is known.",
         "FLOPs are those of the forward pass of one example, 2 per multiply-add, counted on the structure.",
         "Peak memory is the resident set of the process; seconds are wall-clock on this machine.",

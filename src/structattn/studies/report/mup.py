@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from structattn.studies.report._common import DASH, Results, Row, fmt_seconds
+from structattn.studies.report._common import DASH, fmt_seconds
 from structattn.studies.report.html import escaped, figure_html, repeat_html, table_html, write_page
 
 if TYPE_CHECKING:
     from structattn.studies.report.figures import Figure
+
+Results = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 KINDS = {"mup": "muP", "standard": "standard parametrisation"}
 FLAT = 0.1
@@ -123,7 +126,13 @@ def write_mup_report(results: Results, figures: Iterable[Figure], path: Path) ->
         *(figure_html(figure, index) for index, figure in enumerate(figures)),
         f"<h2>Slopes</h2><p class='dim'>Of log size against log width at the widths {escaped(fitted)}.</p>",
         table_html(*_slopes(results)),
-        repeat_html(results),
+        repeat_html(
+            results["command"],
+            {name: results[name] for name in ("seed", "preset") if name in results},
+            results["versions"],
+            results["hardware"],
+            results.get("config", {}),
+        ),
         '<h2>What is measured</h2><ul class="notes">'
         "<li>Sizes are root mean squares on held-out prompts, after steps on one fixed batch of in-context regression.</li>"
         "<li>Learned scores: attention scores of the trained weights minus those of the initial weights, for the same hidden "

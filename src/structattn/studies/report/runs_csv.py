@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+from typing import Any
 
-from structattn.studies.report._common import Results, Row
+from structattn.studies.records.comparison import ComparisonRecord, Place
 
 _COLUMNS = (
     "attention",
@@ -23,11 +24,11 @@ _COLUMNS = (
 )
 
 
-def runs_csv(results: Results) -> str:
+def runs_csv(record: ComparisonRecord) -> str:
     """The runs of all rows, a line for each seed, and a line for each baseline, which has neither seed nor costs.
 
     Args:
-        results: what ``results.json`` holds.
+        record: what ``results.json`` holds.
 
     Returns:
         The columns ``attention``; ``setting``, ``searched``, ``width`` and ``budget`` (forward FLOPs), where the recipe varies them; ``seed``,
@@ -35,29 +36,29 @@ def runs_csv(results: Results) -> str:
         ``parameters``; ``tokens_per_second``, the mean over the seeds of a row; and the metric on the test split under its own name.
     """
     text = io.StringIO()
-    writer = csv.DictWriter(text, (*_COLUMNS, results["metric"]), lineterminator="\n")
+    writer = csv.DictWriter(text, (*_COLUMNS, record.metric), lineterminator="\n")
     writer.writeheader()
-    for row in results["rows"]:
-        for i, score in enumerate(row["scores"]):
+    for row in record.rows:
+        for i, score in enumerate(row.scores):
             writer.writerow(
                 {
-                    "attention": row["spec"],
+                    "attention": row.spec,
                     **_place(row),
-                    "seed": results["seeds"][i],
-                    "learning_rate": row["learning_rate"],
-                    "steps": row["steps"][i],
-                    "best_step": row["best_steps"][i],
-                    "compute": row["histories"][i][-1]["compute"],
-                    "parameters": row["num_params"],
-                    "tokens_per_second": row["tokens_per_second"],
-                    results["metric"]: score,
+                    "seed": record.seeds[i],
+                    "learning_rate": row.learning_rate,
+                    "steps": row.steps[i],
+                    "best_step": row.best_steps[i],
+                    "compute": row.histories[i][-1]["compute"],
+                    "parameters": row.num_params,
+                    "tokens_per_second": row.tokens_per_second,
+                    record.metric: score,
                 }
             )
-    for row in results["baselines"]:
-        score = row["metrics"].get(results["metric"])
-        writer.writerow({"attention": row["name"], **_place(row), results["metric"]: score})
+    for baseline in record.baselines:
+        score_of_metric = {record.metric: baseline.metrics.get(record.metric)}
+        writer.writerow({"attention": baseline.name, **_place(baseline), **score_of_metric})
     return text.getvalue()
 
 
-def _place(row: Row) -> Row:
-    return {name: row[name] for name in ("setting", "searched", "width", "budget")}
+def _place(row: Place) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in ("setting", "searched", "width", "budget")}

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from structattn.studies.records.comparison import ComparisonRecord
 from structattn.studies.report import table
-from structattn.studies.report._common import Results
 from structattn.studies.report.scaling import format_scaling, scaling_verdict
 from structattn.studies.report.search import format_search, search_verdict
 
 
-def format_results(results: Results) -> str:
+def format_results(record: ComparisonRecord) -> str:
     """The table: scaling laws where there are budgets, choices where there is a search, else a line per attention."""
-    if results.get("search"):
-        return format_search(results)
-    return format_scaling(results) if results.get("scaling") else table.format_table(results)
+    if record.search:
+        return format_search(record)
+    return format_scaling(record) if record.scaling else table.format_table(record)
 
 
-def verdict(results: Results) -> str:
+def verdict(record: ComparisonRecord) -> str:
     """What the comparison shows, and what it does not."""
-    if results.get("search"):
-        return search_verdict(results)
-    return scaling_verdict(results) if results.get("scaling") else table.verdict(results)
+    if record.search:
+        return search_verdict(record)
+    return scaling_verdict(record) if record.scaling else table.verdict(record)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from structattn.studies.report._common import DASH, Results, Row, finite, fmt_count, fmt_score, fmt_seconds
+from structattn.studies.report._common import DASH, finite, fmt_count, fmt_score, fmt_seconds
 from structattn.studies.report.html import escaped, figure_html, repeat_html, table_html, write_page
 
 if TYPE_CHECKING:
     from structattn.studies.report.figures import Figure
+
+Results = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 _SHOWN = 12  # trials of the table on a terminal
 _MEANING = {
@@ -151,7 +154,13 @@ def write_sweep_report(results: Results, figures: Iterable[Figure], path: Path) 
         table_html(_header(results), [_cells(results, trial) for trial in ranked_trials(results)]),
         f'<p class="dim">{escaped(_legend(results))}</p>',
         _messages(results),
-        repeat_html(results),
+        repeat_html(
+            results["command"],
+            {name: results[name] for name in ("seed", "preset") if name in results},
+            results["versions"],
+            results["hardware"],
+            results.get("config", {}),
+        ),
         _notes(results),
     ]
     return write_page(title, body, path)

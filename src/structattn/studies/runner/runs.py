@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,18 @@ from accelerate.state import AcceleratorState
 
 from structattn.errors import CheckpointError, TrainingDivergedError
 from structattn.files import read_signed, signed, write_atomic
+from structattn.studies.records.run import RunRecord, ScoreRecord
+from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
 from structattn.studies.training.config import TrainingConfig
-from structattn.studies.training.finished import is_finished, read_record
+from structattn.studies.training.finished import is_finished, progress_of, read_record
+from structattn.studies.training.identity import check_identity, identity_of
 from structattn.studies.training.loop import TrainingResult, train
 
 logger = logging.getLogger(__name__)
 _SCORES = "scores.json"
+_UNSIGNED = ("model_sha256", "metrics", "details")  # of version 0.1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +59,29 @@ class Job:
         """The file that gets what the run writes where it has a process of its own; removed if that is nothing."""
         return self.folder / "run.log"
 
+    def record(self) -> RunRecord | None:
+        """The record of the run, if it is finished; one file is read, and none is changed.
+
+        Raises:
+            CheckpointError: the folder holds a run of other settings or data.
+        """
+        if not is_finished(self.folder):
+            return None
+        try:
+            found = read_record(self.folder)
+            progress = progress_of(found, self.folder)
+        except CheckpointError:
+            return None  # damaged: ``run`` says so, and makes it again from a checkpoint if it can
+        if progress is None:
+            return None
+        task = shared_task(self.task_name, self.task)
+        check_identity(asdict(found), identity_of(task, self.spec, self.training, self.seed), task, self.folder)
+        return replace(found, progress=progress)
+
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do but to read it."""
-        return is_finished(self.folder)
+        """Whether nothing is left to do but to read it; raises ``CheckpointError`` as ``record``."""
+        return self.record() is not None
 
     def run(
         self,
@@ -110,46 +132,25 @@ class ScoredJob(Job):
     @property
     def is_done(self) -> bool:
         """See ``Job``."""
-        try:
-            return super().is_done and self._kept() is not None
-        except CheckpointError:
-            return False
+        found = self.record()
+        return found is not None and self.scores(found) is not None
 
     def _finish(self, task: Task, result: TrainingResult) -> None:
         """Scores it, unless that was done before."""
-        if self._kept() is not None:
+        record = read_record(self.folder)
+        if self.scores(record) is not None:
             return
         result.model.eval()
         metrics, details = task.scores(result.model, with_details=self.seed == 0)
-        found = {"model_sha256": self._weights(), "metrics": metrics, "details": details}
-        write_atomic(self.folder / _SCORES, signed(found))
+        found = ScoreRecord(model_sha256=record.model_sha256, metrics=metrics, details=details)
+        write_atomic(self.folder / _SCORES, signed(asdict(found)))
 
-    def scores(self) -> dict[str, Any]:
-        """Of a finished run ``metrics``, the scores on the test split, and ``details`` (see ``Task.details``) of the first seed.
-
-        Raises:
-            CheckpointError: it was not run, or its weights are not those that were scored.
-        """
-        found = self._kept() if is_finished(self.folder) else None
-        if found is None:
-            raise CheckpointError(f"{self.folder / _SCORES} does not hold the scores of this run: give --resume")
-        return found
-
-    def _kept(self) -> dict[str, Any] | None:
+    def scores(self, record: RunRecord) -> ScoreRecord | None:
+        """The scores of a run on the test split; ``None`` if it was not scored, or with other weights, or the file is damaged: then ``run``
+        scores it."""
+        path = self.folder / _SCORES
         try:
-            found = read_signed(self.folder / _SCORES, ("model_sha256", "metrics", "details"))
+            found = read_as(ScoreRecord, read_signed(path, _UNSIGNED), str(path))
         except CheckpointError:
-            return None  # never written, or damaged: scored again
-        is_whole = isinstance(found.get("metrics"), dict) and isinstance(found.get("details"), dict)
-        return found if is_whole and found.get("model_sha256") == self._weights() else None
-
-    def _weights(self) -> str:
-        """The digest of the weights that the run ended with."""
-        return str(read_record(self.folder)["model_sha256"])
-
-
-def kept_score(result: TrainingResult, patience: int | None, metric: str) -> float:
-    """The validation score of the weights that a run ends with: the best ones under early stopping, else the last; infinite if it is not finite."""
-    entries = [e for e in result.history if patience is None or e["step"] == result.best_step]
-    score = entries[-1][f"validation_{metric}"] if entries else math.inf
-    return float(score) if math.isfinite(score) else math.inf
+            return None
+        return found if found.model_sha256 == record.model_sha256 else None

@@ -114,7 +114,7 @@ def _results(plan: SweepPlan, task: Task, trials: list[dict[str, Any]]) -> dict[
         "parameters": [to_plain(parameter) for parameter in plan.parameters],
         "config": json.loads(json.dumps(to_plain(plan.settings))),
         "versions": versions(),
-        "hardware": hardware(),
+        "hardware": dataclasses.asdict(hardware()),
         "trials": trials,
         "seconds": sum(trial["seconds"] for trial in trials),
         "best": _best(plan, trials),

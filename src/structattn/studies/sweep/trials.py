@@ -159,8 +159,10 @@ class _Trials(Listener):
         elif trial.stopped:
             self._end(trial, "stopped", trial.score)
         else:
-            progress = read_run(read_record(job.folder), str(job.folder)).progress
-            assert progress is not None  # it finished now
+            record = job.record()
+            assert record is not None  # it finished now
+            assert record.progress is not None
+            progress = record.progress
             task = task_class(job.task_name)(job.task)
             model = empty_model(task, job.spec, job.training.parametrization)
             count = sum(p.numel() for p in model.parameters() if p.requires_grad)

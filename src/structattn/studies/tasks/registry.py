@@ -13,7 +13,8 @@ if TYPE_CHECKING:  # the command line lists the names without importing PyTorch
     from collections.abc import Callable
 
     from structattn.studies.recipe import Preset, Recipe
-    from structattn.studies.report._common import Results, Table
+    from structattn.studies.records import ComparisonRecord
+    from structattn.studies.report._common import Table
     from structattn.studies.report.figures.canvas import Drawing
     from structattn.studies.tasks.base import Task
 
@@ -72,12 +73,12 @@ def _report(name: str, part: str) -> dict[str, Any]:
     return found
 
 
-def figures_of(name: str) -> dict[str, Callable[[Results], Drawing | None]]:
+def figures_of(name: str) -> dict[str, Callable[[ComparisonRecord], Drawing | None]]:
     """What draws the figures of a task, by file name, each from the results of a comparison; needs matplotlib."""
     return _report(name, "FIGURES")
 
 
-def tables_of(name: str) -> dict[str, Callable[[Results], Table | None]]:
+def tables_of(name: str) -> dict[str, Callable[[ComparisonRecord], Table | None]]:
     """What makes the tables that a task adds to a report, by title, each from the results of a comparison."""
     return _report(name, "TABLES")
 

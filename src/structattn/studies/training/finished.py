@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -13,6 +12,9 @@ from torch import Tensor
 
 from structattn.errors import CheckpointError
 from structattn.files import read_signed, signed, write_atomic
+from structattn.studies.records.run import Progress, RunRecord, read_run, without_state
+from structattn.studies.records.typed import read_as
+from structattn.studies.training.checkpoint import load_latest
 
 RECORD, WEIGHTS = "run.json", "model.safetensors"
 # Version 0.1.0 did not sign its records and kept the progress in the last checkpoint only.
@@ -21,14 +23,9 @@ _UNSIGNED = ("task", "data", "spec", "seed", "config", "task_config", "record", 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """The record of a finished run and its weights.
+    """The record of a finished run and its weights, by name, on the CPU."""
 
-    Attributes:
-        record: task, spec, seed, settings, and since 0.2 the progress.
-        weights: by name, on the CPU.
-    """
-
-    record: dict[str, Any]
+    record: RunRecord
     weights: dict[str, Tensor]
 
 
@@ -37,15 +34,16 @@ def is_finished(folder: Path) -> bool:
     return (folder / RECORD).is_file()
 
 
-def write_finished(folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """Writes the weights and then the record, which makes the run a finished one.
+def write_finished(folder: Path, record: RunRecord, weights: dict[str, Tensor]) -> None:
+    """Writes the weights and then the record, with their digest, which makes the run a finished one.
 
     Raises:
         CheckpointError: a file cannot be written.
     """
     content = save(weights)
     write_atomic(folder / WEIGHTS, content)
-    write_atomic(folder / RECORD, signed({**record, "model_sha256": hashlib.sha256(content).hexdigest()}))
+    record = replace(record, model_sha256=hashlib.sha256(content).hexdigest())
+    write_atomic(folder / RECORD, signed(asdict(record)))
 
 
 def _why_not_finished(folder: Path) -> str:
@@ -60,7 +58,7 @@ def _why_not_finished(folder: Path) -> str:
     return f"expected {RECORD} and {WEIGHTS}, which structattn train writes"
 
 
-def read_record(folder: Path) -> dict[str, Any]:
+def read_record(folder: Path) -> RunRecord:
     """The record of a finished run.
 
     Raises:
@@ -68,10 +66,20 @@ def read_record(folder: Path) -> dict[str, Any]:
     """
     if not is_finished(folder):
         raise CheckpointError(f"{folder} holds no finished run: {_why_not_finished(folder)}")
-    record = read_signed(folder / RECORD, _UNSIGNED)
-    if not isinstance(record.get("model_sha256"), str):
-        raise CheckpointError(f"{folder / RECORD} is no record of a run: it has no model_sha256")
-    return record
+    return read_run(read_signed(folder / RECORD, _UNSIGNED), str(folder / RECORD))
+
+
+def progress_of(record: RunRecord, folder: Path) -> Progress | None:
+    """What a finished run did; of one of version 0.1.0 the last checkpoint says it, ``None`` where that is gone.
+
+    Raises:
+        CheckpointError: all checkpoints of such a run are damaged.
+    """
+    if record.progress is not None:
+        return record.progress
+    checkpoint = load_latest(folder / "checkpoints")
+    state = checkpoint.state.get("progress", {}) if checkpoint else {}
+    return read_as(Progress, without_state(state), str(folder / "checkpoints")) if state.get("finished") else None
 
 
 def read_finished(folder: Path) -> FinishedRun:
@@ -84,9 +92,9 @@ def read_finished(folder: Path) -> FinishedRun:
     try:
         content = path.read_bytes()
         digest = hashlib.sha256(content).hexdigest()
-        if digest != record["model_sha256"]:
+        if digest != record.model_sha256:
             raise CheckpointError(
-                f"{path} was changed since it was written: expected sha256 {record['model_sha256'][:12]}, got "
+                f"{path} was changed since it was written: expected sha256 {record.model_sha256[:12]}, got "
                 f"{digest[:12]}; the run is damaged, train it again"
             )
         return FinishedRun(record, load(content))

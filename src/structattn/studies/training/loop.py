@@ -18,6 +18,7 @@ from structattn.checks import MAX_SEED, check_int
 from structattn.errors import ConfigError
 from structattn.progress import progress_bar
 from structattn.studies import interrupt
+from structattn.studies.records.run import Progress
 from structattn.studies.tasks.base import Task
 from structattn.studies.training.checkpoint import has_checkpoints, load_latest
 from structattn.studies.training.config import TrainingConfig
@@ -37,38 +38,26 @@ class TrainingResult:
 
     Attributes:
         model: with the final weights, or with early stopping the best ones. Under FSDP it is sharded: all processes must call it together.
-        history: one entry per validation: step, compute (forward FLOPs of all training examples so far), train_loss (mean since
-            the last one), validation_<metric>.
-        steps: steps that were run.
-        best_step: step of the best validation score.
-        seconds: training and validation, over all sessions of a resumed run.
-        peak_memory_bytes: see ``PeakMemory``; of the last session.
-        speeds: one entry per validation, of the training since the last one without validations and checkpoints: step, seconds,
-            tokens_per_second, mfu and hfu (see ``SpeedMeter``), peak_memory_bytes so far. They differ from one run to the next, unlike
-            ``history``.
+        progress: what the run did.
     """
 
     model: Any
-    history: list[dict[str, float]]
-    steps: int
-    best_step: int
-    seconds: float
-    peak_memory_bytes: int
-    speeds: list[dict[str, float]]
+    progress: Progress
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens that all processes trained on, per second of training."""
-        return self._mean_speed("tokens_per_second")
+    def history(self) -> tuple[dict[str, float], ...]:
+        """See ``Progress``."""
+        return self.progress.history
 
     @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation: those of the training steps over what the machine's matrix products could do meanwhile."""
-        return self._mean_speed("mfu")
+    def steps(self) -> int:
+        """See ``Progress.step``."""
+        return self.progress.step
 
-    def _mean_speed(self, name: str) -> float:
-        seconds = sum(entry["seconds"] for entry in self.speeds)
-        return sum(entry[name] * entry["seconds"] for entry in self.speeds) / seconds if seconds else 0.0
+    @property
+    def best_step(self) -> int:
+        """See ``Progress``."""
+        return self.progress.best_step
 
 
 def _collect(run: Run, losses: list[Tensor]) -> tuple[float, int]:
@@ -80,15 +69,15 @@ def _collect(run: Run, losses: list[Tensor]) -> tuple[float, int]:
     Raises:
         TrainingDivergedError: a loss is not finite. Nothing was saved since.
     """
-    progress = run.progress
+    state = run.state
     values = run.accelerator.reduce(torch.stack(losses), reduction="mean").tolist()
-    first = progress.step - len(values)
+    first = state.step - len(values)
     losses.clear()
     for step, value in enumerate(values, start=first):
         if not math.isfinite(value):
             raise run.diverged(f"the training loss is {value}", step)
-        progress.loss_sum += value
-        progress.loss_count += 1
+        state.loss_sum += value
+        state.loss_count += 1
     asked = torch.tensor(float(interrupt.asked() > 0), device=run.accelerator.device)
     stops = float(run.accelerator.reduce(asked, reduction="sum")) > 0
     return float(values[-1]), (interrupt.asked() or signal.SIGTERM) if stops else 0
@@ -122,24 +111,24 @@ class _Board:
 
 def _validate(run: Run, board: _Board) -> bool:
     """Scores the model, keeps the best weights; returns whether to stop early."""
-    progress = run.progress
+    state = run.state
     run.model.eval()
     metrics = run.task.evaluate(run.model, "validation")
     run.model.train()
-    train_loss = progress.loss_sum / max(1, progress.loss_count)
-    entry = {"step": progress.step, "compute": progress.compute, "train_loss": train_loss}
-    progress.loss_sum, progress.loss_count = 0.0, 0
-    progress.history.append(entry | {f"validation_{name}": value for name, value in metrics.items()})
+    train_loss = state.loss_sum / max(1, state.loss_count)
+    entry = {"step": state.step, "compute": state.compute, "train_loss": train_loss}
+    state.loss_sum, state.loss_count = 0.0, 0
+    state.history.append(entry | {f"validation_{name}": value for name, value in metrics.items()})
     for name, value in metrics.items():
-        board.add(f"validation/{name}", value, progress.step)
+        board.add(f"validation/{name}", value, state.step)
     score = metrics[run.task.metric]
-    if score < progress.best_score:
-        progress.best_score, progress.best_step, progress.bad_validations = score, progress.step, 0
+    if score < state.best_score:
+        state.best_score, state.best_step, state.bad_validations = score, state.step, 0
         if run.config.patience is not None:
             run.keep_best()
     else:
-        progress.bad_validations += 1
-    return run.config.patience is not None and progress.bad_validations >= run.config.patience
+        state.bad_validations += 1
+    return run.config.patience is not None and state.bad_validations >= run.config.patience
 
 
 def _speed_meter(run: Run) -> SpeedMeter:
@@ -153,9 +142,9 @@ def _speed_meter(run: Run) -> SpeedMeter:
 
 def _record_speed(run: Run, meter: SpeedMeter, memory: PeakMemory, board: _Board) -> None:
     """One more entry of ``speeds``, of the main process's view, and the same for TensorBoard."""
-    step = run.progress.step
+    step = run.state.step
     speed, peak = meter.read(), memory.peak_bytes()
-    run.progress.speeds.append({"step": step} | speed | {"peak_memory_bytes": peak})
+    run.state.speeds.append({"step": step} | speed | {"peak_memory_bytes": peak})
     for name in ("tokens_per_second", "mfu", "hfu"):
         board.add(f"speed/{name}", speed[name], step)
     board.add("memory/peak_bytes", peak, step)
@@ -167,57 +156,55 @@ def _loop(
     on_steps: Callable[[int], None],
     on_evaluation: Callable[[dict[str, float]], None],
 ) -> None:
-    progress, config, task = run.progress, run.config, run.task
+    state, config, task = run.state, run.config, run.task
     main = run.accelerator.is_main_process
-    board = _Board(run.run_dir / "tensorboard" if main else None, progress.step)
+    board = _Board(run.run_dir / "tensorboard" if main else None, state.step)
     meter = _speed_meter(run)
     memory = PeakMemory()
     memory.start()
-    before, started = progress.seconds, time.perf_counter()
-    bar = progress_bar(
-        total=config.steps, initial=progress.step, desc=run.spec, unit="step", show=show_progress and main
-    )
+    before, started = state.seconds, time.perf_counter()
+    bar = progress_bar(total=config.steps, initial=state.step, desc=run.spec, unit="step", show=show_progress and main)
     alone = run.accelerator.num_processes == 1
     between = 1 if not alone and run.accelerator.device.type == "cpu" else _STEPS_BETWEEN_WAITS
     run.model.train()
-    on_steps(progress.step)
+    on_steps(state.step)
     try:
         stop = False
         losses: list[Tensor] = []
         meter.start()
-        while progress.step < config.steps and not stop:
-            flops = config.batch_size * task.flops(run.model, progress.step)
-            progress.compute += flops
-            meter.count(config.batch_size * task.tokens(run.model, progress.step), flops)
+        while state.step < config.steps and not stop:
+            flops = config.batch_size * task.flops(run.model, state.step)
+            state.compute += flops
+            meter.count(config.batch_size * task.tokens(run.model, state.step), flops)
             loss, rate = train_step(run)
             losses.append(loss)
-            progress.step += 1
+            state.step += 1
             bar.update()
             on_steps(1)
-            validates = progress.step % config.eval_every == 0 or progress.step == config.steps
-            saves = progress.step % config.checkpoint_every == 0 and progress.step < config.steps
+            validates = state.step % config.eval_every == 0 or state.step == config.steps
+            saves = state.step % config.checkpoint_every == 0 and state.step < config.steps
             asked = 0
             if validates or saves or len(losses) >= between or (alone and interrupt.asked()):
                 newest, asked = _collect(run, losses)
-                board.add("train/loss", newest, progress.step)
-                board.add("train/learning_rate", rate, progress.step)
+                board.add("train/loss", newest, state.step)
+                board.add("train/learning_rate", rate, state.step)
                 bar.set_postfix(loss=f"{newest:.4f}", refresh=False)
-            saves = saves or (asked > 0 and progress.step < config.steps)
+            saves = saves or (asked > 0 and state.step < config.steps)
             if validates or saves:
                 wait_for_device(run.accelerator.device)
                 meter.stop()
             if validates:
                 _record_speed(run, meter, memory, board)
                 stop = _validate(run, board)
-                on_evaluation(progress.history[-1])
-            progress.seconds = before + time.perf_counter() - started
+                on_evaluation(state.history[-1])
+            state.seconds = before + time.perf_counter() - started
             if saves and not stop:
                 run.save()
                 if asked:
                     raise interrupt.Stopped(asked)
             if validates or saves:
                 meter.start()
-        progress.peak_memory_bytes = memory.peak_bytes()
+        state.peak_memory_bytes = memory.peak_bytes()
         run.finish()
     finally:
         bar.close()
@@ -266,30 +253,25 @@ def train(
     if not resume and (is_finished(run_dir) or has_checkpoints(run_dir / "checkpoints")):
         raise ConfigError(f"{run_dir} already holds a run: resume it, or use another folder")
     run = Run(task, spec, config, seed, run_dir)
+    tell = on_steps or (lambda _: None)
+    tell_evaluation = on_evaluation or (lambda _: None)
     with named_loss(run.accelerator.process_index, run.accelerator.num_processes):
-        if not run.read_result():
+        finished = run.read_result()
+        if finished is None:
             run.prepare_training()
             checkpoint = load_latest(run.checkpoints)
             if checkpoint is not None:
                 run.restore(checkpoint)
-                if run.progress.finished:
+                if run.state.finished:
                     run.write_result()  # it was killed between its last checkpoint and its model files, or they are damaged
-        tell = on_steps or (lambda _: None)
-        tell_evaluation = on_evaluation or (lambda _: None)
-        for entry in run.progress.history:
+        before = finished or run.state.progress()
+        for entry in before.history:
             tell_evaluation(entry)
-        if run.progress.finished:
-            tell(run.progress.step)
-        else:
+        if finished is None and not run.state.finished:
             with interrupt.at_steps():
                 _loop(run, show_progress, tell, tell_evaluation)
-        tell(config.steps - run.progress.step)
-    return TrainingResult(
-        model=run.model.eval(),
-        history=run.progress.history,
-        steps=run.progress.step,
-        best_step=run.progress.best_step,
-        seconds=run.progress.seconds,
-        peak_memory_bytes=run.progress.peak_memory_bytes,
-        speeds=run.progress.speeds,
-    )
+        else:
+            tell(before.step)
+        progress = finished or run.state.progress()
+        tell(config.steps - progress.step)
+    return TrainingResult(model=run.model.eval(), progress=progress)

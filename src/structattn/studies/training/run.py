@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +15,8 @@ from torch import Tensor, nn
 
 from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
 from structattn.files import remove_temporary
+from structattn.studies.records.run import Progress, RunRecord, without_state
+from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import Task
 from structattn.studies.training import processes, sharding
 from structattn.studies.training.build import build_model, build_optimizer, checkpoint_activations, compiled
@@ -24,19 +24,19 @@ from structattn.studies.training.checkpoint import (
     Checkpoint,
     has_checkpoints,
     latest_checkpoint,
-    load_latest,
     save_checkpoint,
 )
-from structattn.studies.training.config import WITHOUT_EFFECT, TrainingConfig
-from structattn.studies.training.finished import is_finished, read_finished, write_finished
+from structattn.studies.training.config import TrainingConfig
+from structattn.studies.training.finished import is_finished, progress_of, read_finished, write_finished
+from structattn.studies.training.identity import check_identity, identity_of
 
 logger = logging.getLogger(__name__)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass
-class Progress:
-    """What changes during a run besides weights and moments; plain data in the checkpoint."""
+class LoopState:
+    """What changes during a run besides weights and moments; plain data in the checkpoint. The record of the run keeps a part of it."""
 
     step: int = 0
     history: list[dict[str, float]] = dataclasses.field(default_factory=list)
@@ -50,6 +50,10 @@ class Progress:
     loss_sum: float = 0.0
     loss_count: int = 0
     finished: bool = False
+
+    def progress(self) -> Progress:
+        """What the run did, for its record."""
+        return read_as(Progress, without_state(dataclasses.asdict(self)), "the progress of the run")
 
 
 class Run:
@@ -83,19 +87,8 @@ class Run:
         if config.activation_checkpointing:
             checkpoint_activations(self.model)
         self.best: dict[str, Tensor] = {}
-        self.progress = Progress()
-        self.settings = json.loads(
-            json.dumps(
-                {
-                    "task": task.name,
-                    "data": task.data_sha256,
-                    "spec": spec,
-                    "seed": seed,
-                    "config": _lasting(dataclasses.asdict(config)),
-                    "task_config": dataclasses.asdict(task.config),
-                }
-            )
-        )
+        self.state = LoopState()
+        self.identity = identity_of(task, spec, config, seed)
 
     def prepare_evaluation(self) -> None:
         """Puts the model on the device; sharded, it is shared among the processes."""
@@ -143,8 +136,8 @@ class Run:
         groups = {"model": dict(self.model.state_dict()), "optimizer": moments, "best": self.best}
         tensors = {name: sharding.whole(group, keep=main) for name, group in groups.items()}
         if main:
-            state = {"settings": self.settings, "progress": dataclasses.asdict(self.progress)}
-            save_checkpoint(self.checkpoints, self.progress.step, tensors=tensors, state=state)
+            state = {"settings": self.identity, "progress": dataclasses.asdict(self.state)}
+            save_checkpoint(self.checkpoints, self.state.step, tensors=tensors, state=state)
         self.accelerator.wait_for_everyone()
 
     def _check_weights(self) -> None:
@@ -152,7 +145,7 @@ class Run:
         with torch.no_grad():
             finite = torch.stack([sharding.own_part(p).isfinite().all() for p in self.model.parameters()]).all()
         if float(self.accelerator.reduce((~finite).float(), reduction="sum")) > 0:
-            raise self.diverged("a weight is not finite", self.progress.step - 1)
+            raise self.diverged("a weight is not finite", self.state.step - 1)
 
     def diverged(self, what: str, step: int) -> TrainingDivergedError:
         """The error of a run that went wrong at a step, which names the checkpoint from before it."""
@@ -164,52 +157,33 @@ class Run:
             advice = "no weight had changed yet: look at the data and at the settings of the task"
         return TrainingDivergedError(f"{self.spec}: {what} at step {step}; {advice}. {where}")
 
-    def _check_belongs(self, saved: dict[str, Any]) -> None:
-        """Raises ``CheckpointError`` unless the saved settings are those of this run."""
-        # A setting that is newer than the checkpoint had its default value then.
-        config = _default_settings() | _lasting(saved.get("config", {}))
-        data = saved.get("data", self.settings["data"])  # not known to earlier checkpoints
-        if data != self.settings["data"]:
-            raise CheckpointError(
-                f"the data have changed since the run in {self.run_dir} was started: put back what they were, or use another folder"
-            )
-        found = {name: saved.get(name) for name in self.settings} | {"config": config, "data": data}
-        place = self.task.data_path(self.settings["task_config"])
-        if saved.get("data") and place is not None:  # the same data may have been moved
-            found["task_config"] = self.task.with_data_path(found["task_config"], place)
-        _check_settings(found, self.settings, str(self.run_dir))
-
-    def read_result(self) -> bool:
-        """Takes over what a finished run of the same settings left, and changes no file. ``False`` if there is nothing, or only a
-        checkpoint to make it from.
+    def read_result(self) -> Progress | None:
+        """Takes over the weights that a finished run of the same settings left, and changes no file; what it did. ``None`` if there is
+        nothing, or only a checkpoint to make it from.
 
         Raises:
             CheckpointError: the run is of other settings, or is damaged and has no checkpoint.
         """
         if not is_finished(self.run_dir):
-            return False
+            return None
         try:
             found = read_finished(self.run_dir)
         except CheckpointError as error:
             if not has_checkpoints(self.checkpoints):
                 raise
             logger.warning("%s. The run is finished again from its last checkpoint", error)
-            return False
-        progress = found.record.get("progress")
-        if progress is None:  # version 0.1.0 has it in the last checkpoint only
-            checkpoint = load_latest(self.checkpoints)
-            progress = checkpoint and checkpoint.state.get("progress")
-            if not progress or not progress.get("finished"):
-                return False
-        self._check_belongs(found.record)
+            return None
+        progress = progress_of(found.record, self.run_dir)
+        if progress is None:
+            return None
+        check_identity(dataclasses.asdict(found.record), self.identity, self.task, self.run_dir)
         self.prepare_evaluation()
         self.load(found.weights)
-        self.progress = Progress(**progress)
-        return True
+        return progress
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Puts a checkpoint back; raises ``CheckpointError`` if it belongs to other settings."""
-        self._check_belongs(checkpoint.state.get("settings", {}))
+        check_identity(checkpoint.state.get("settings", {}), self.identity, self.task, self.run_dir)
         self.load(checkpoint.tensors["model"])
         own = self.model.state_dict()
         self.best = {
@@ -223,7 +197,7 @@ class Run:
                 self.optimizer.optimizer.state[p] = {
                     key: value if key == "step" else sharding.divided_like(value, p) for key, value in entry.items()
                 }
-        self.progress = Progress(**checkpoint.state["progress"])
+        self.state = LoopState(**checkpoint.state["progress"])
 
     def load(self, weights: dict[str, Tensor]) -> None:
         """Puts whole weights into the model, sharded or not."""
@@ -242,7 +216,7 @@ class Run:
 
     def finish(self) -> None:
         """Marks the run as finished, loads the best weights, and writes the model and its record."""
-        self.progress.finished = True
+        self.state.finished = True
         self.save()
         self.write_result()
 
@@ -252,11 +226,9 @@ class Run:
         main = self.accelerator.is_main_process
         tensors = sharding.whole(dict(self.model.state_dict()), keep=main)
         if main:
-            record = {
-                **self.settings,
-                "record": self.task.record(),
-                "progress": dataclasses.asdict(self.progress),
-            }
+            record = RunRecord(
+                **self.identity, record=self.task.record(), progress=self.state.progress(), model_sha256=""
+            )
             for folder in (self.checkpoints, self.run_dir):
                 remove_temporary(folder)  # of saves that were killed: from here on nothing else would
             write_finished(self.run_dir, record, tensors)
@@ -266,29 +238,3 @@ class Run:
         """Puts the best weights into the model, where early stopping kept them."""
         if self.best:
             self.load(self.best)
-
-
-def _default_settings() -> dict[str, Any]:
-    found = {
-        field.name: field.default
-        for field in dataclasses.fields(TrainingConfig)
-        if field.default is not dataclasses.MISSING
-    }
-    return _lasting(json.loads(json.dumps(found)))
-
-
-def _lasting(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings that a result depends on, which must be the same when a run is resumed."""
-    return {name: value for name, value in config.items() if name not in WITHOUT_EFFECT}
-
-
-def _check_settings(saved: dict[str, Any], current: dict[str, Any], where: str, path: str = "") -> None:
-    for key in sorted(set(saved) | set(current)):
-        old, new = saved.get(key), current.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            _check_settings(old, new, where, f"{path}{key}.")
-        elif old != new:
-            raise CheckpointError(
-                f"the run in {where} was started with {path}{key} = {old!r}, now {new!r}: resume with the same settings, or "
-                "use another folder"
-            )

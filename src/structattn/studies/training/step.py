@@ -38,7 +38,7 @@ def learning_rate_at(step: int, config: TrainingConfig) -> float:
 
 def train_step(run: Run) -> tuple[Tensor, float]:
     """One optimiser step; returns the loss, still on its device, and the learning rate."""
-    step, config, accelerator = run.progress.step, run.config, run.accelerator
+    step, config, accelerator = run.state.step, run.config, run.accelerator
     # Dropout is a function of (seed, step) too: no random state has to be stored to resume bit for bit.
     torch.manual_seed(derive_seed("dropout", run.seed, step, accelerator.process_index))
     rate = learning_rate_at(step, config)
@@ -71,7 +71,7 @@ def _backward(run: Run, batch: Batch) -> Tensor:
         waits = nullcontext() if part is parts[-1] else _without_exchange(run)
         with waits:
             with run.accelerator.autocast():
-                loss = run.task.loss(run.trained, part, run.progress.step)
+                loss = run.task.loss(run.trained, part, run.state.step)
             loss = loss * (len(next(iter(part.values()))) / count)
             run.accelerator.backward(loss)
         total = loss.detach() if total is None else total + loss.detach()

@@ -13,7 +13,7 @@ def error_by_coordinate(results: Results) -> Drawing | None:
 
 
 def largest_error(results: Results) -> Table:
-    return ["method", "largest error"], [[row_name(row), "1.25"] for row in results["rows"]]
+    return ["method", "largest error"], [[row_name(row), "1.25"] for row in record.rows]
 
 
 FIGURES = {"error-by-coordinate": error_by_coordinate}

@@ -6,28 +6,29 @@ from typing import Any
 
 from matplotlib.figure import Figure as MplFigure
 
-from structattn.studies.report._common import Results, finite_list, row_name
+from structattn.studies.records.comparison import ComparisonRecord
+from structattn.studies.report._common import finite_list, row_name
 from structattn.studies.report._plotting import GREY, row_style, wide
 from structattn.studies.report.figures.canvas import end_labels, log_axis, new_canvas
 
 
-def by_position(results: Results, key: str, xlabel: str) -> MplFigure | None:
+def by_position(record: ComparisonRecord, key: str, xlabel: str) -> MplFigure | None:
     """One line per attention and baseline of a list under ``details[key]``."""
     lines: list[tuple[str, list[float], dict[str, Any]]] = []
-    for row in results["rows"]:
-        if values := finite_list((row.get("details") or {}).get(key)):
-            lines.append((row_name(row), values, {**row_style(results, row), "lw": 1.6}))
+    for row in record.rows:
+        if values := finite_list(row.details.get(key)):
+            lines.append((row_name(row), values, {**row_style(record, row), "lw": 1.6}))
     bound = [v for _, values, _ in lines for v in values]
     if not lines:
         return None
-    for index, baseline in enumerate(results.get("baselines") or []):
-        if values := finite_list((baseline.get("details") or {}).get(key)):
+    for index, baseline in enumerate(record.baselines):
+        if values := finite_list(baseline.details.get(key)):
             style: dict[str, Any] = {
                 "color": GREY,
                 "linestyle": ((0, (4, 3)), ":", "-.")[index % 3],
                 "lw": 1.2,
             }
-            lines.append((str(baseline["name"]), values, style))
+            lines.append((baseline.name, values, style))
     height = max(3.7, 0.19 * len(lines) + 0.7)
     figure = new_canvas(height)
     ax = figure.add_subplot()
@@ -40,7 +41,7 @@ def by_position(results: Results, key: str, xlabel: str) -> MplFigure | None:
         log_axis(ax, "y")
     ax.margins(x=0.01)
     ax.set_xlabel(xlabel)
-    ax.set_ylabel(str(results["metric"]))
+    ax.set_ylabel(record.metric)
     low, high = ax.get_ylim()
     ends = [(float(len(v)), min(max(v[-1], low), high), name, str(style["color"])) for name, v, style in lines]
     end_labels(ax, ends, height - 0.6)

@@ -6,21 +6,24 @@ from collections.abc import Sequence
 
 from matplotlib.ticker import FuncFormatter
 
-from structattn.studies.report._common import Results, row_name
+from structattn.studies.records.comparison import ComparisonRecord
+from structattn.studies.report._common import row_name
 from structattn.studies.report._plotting import GREY, curve, lowest, row_style, wide
 from structattn.studies.report.figures.canvas import Drawing, end_labels, log_axis, new_canvas
 
 
-def draw_curves(results: Results, key: str, label: str, levels: Sequence[tuple[float, str]] = ()) -> Drawing | None:
+def draw_curves(
+    record: ComparisonRecord, key: str, label: str, levels: Sequence[tuple[float, str]] = ()
+) -> Drawing | None:
     """Validation error during training against ``key`` of the histories, one line per row, with the spread over seeds.
 
     Args:
-        results: what ``results.json`` holds.
+        record: what ``results.json`` holds.
         key: ``"step"``, or another growing number of the histories.
         label: what it is, for the axis.
         levels: dashed lines across the figure, each a value and its name.
     """
-    curves = [(row, *curve(results, row, key)) for row in results["rows"]]
+    curves = [(row, *curve(record, row, key)) for row in record.rows]
     curves = [found for found in curves if found[1]]
     if not curves:
         return None
@@ -29,7 +32,7 @@ def draw_curves(results: Results, key: str, label: str, levels: Sequence[tuple[f
     ends = []
     for row, places, values in curves:
         means = [sum(v) / len(v) for v in values]
-        style = row_style(results, row)
+        style = row_style(record, row)
         ax.plot(places, means, lw=1.6, marker="o" if len(places) == 1 else None, **style)
         ax.fill_between(
             places, [min(v) for v in values], [max(v) for v in values], color=style["color"], alpha=0.15, lw=0
@@ -45,10 +48,10 @@ def draw_curves(results: Results, key: str, label: str, levels: Sequence[tuple[f
         ax.axhline(value, color=GREY, lw=1.0, ls=(0, (4, 3)), zorder=1)
         ends.append((ax.get_xlim()[1], value, name, GREY))
     ax.set_xlabel(label)
-    ax.set_ylabel(f"validation {results['metric']}")
+    ax.set_ylabel(f"validation {record.metric}")
     end_labels(ax, ends, 3.0)
     several = max(len(vs) for _, _, values in curves for vs in values) > 1
     band = "mean over seeds, band from lowest to highest" if several else "one seed, so no spread is shown"
     dashed = "; dashed lines are the baselines" if levels else ""
     caption = f"Error on validation data against {label} ({band}{dashed})."
-    return figure, caption, f"Error against {label}{lowest(results)}."
+    return figure, caption, f"Error against {label}{lowest(record)}."

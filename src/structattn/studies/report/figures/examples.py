@@ -6,40 +6,41 @@ import math
 
 from matplotlib.ticker import MultipleLocator
 
-from structattn.studies.report._common import Results, ranked_rows, standard_row
+from structattn.studies.records.comparison import ComparisonRecord
+from structattn.studies.report._common import ranked_rows, standard_row
 from structattn.studies.report._plotting import GREY, row_style
 from structattn.studies.report.figures.canvas import Drawing, new_canvas
 
 
-def axis_labels(results: Results) -> dict[str, str]:
+def axis_labels(record: ComparisonRecord) -> dict[str, str]:
     """What a value and a step of the series are, in words: the task says, or they stay nameless."""
-    return {"value": "value", "step": "steps"} | dict(results.get("axis_labels", {}))
+    return {"value": "value", "step": "steps"} | record.axis_labels
 
 
-def examples_figure(results: Results) -> Drawing | None:
+def examples_figure(record: ComparisonRecord) -> Drawing | None:
     """Forecasts of the best row and of standard attention against what came, with the intervals of the best."""
-    labels_of = axis_labels(results)
-    ranked, standard = ranked_rows(results), standard_row(results)
-    shown = [row for row in ranked[:1] if (row.get("details") or {}).get("examples")]
-    if standard is not None and standard not in shown and (standard.get("details") or {}).get("examples"):
+    labels_of = axis_labels(record)
+    ranked, standard = ranked_rows(record), standard_row(record)
+    shown = [row for row in ranked[:1] if row.details.get("examples")]
+    if standard is not None and standard not in shown and standard.details.get("examples"):
         shown.append(standard)
     if not shown:
         return None
-    count = min(3, *(len(row["details"]["examples"]) for row in shown), 3)
+    count = min(3, *(len(row.details["examples"]) for row in shown), 3)
     figure = new_canvas(1.75 * count + 0.7)
     axes = [figure.add_subplot(count, 1, i + 1) for i in range(count)]
     for index, ax in enumerate(axes):
-        example = shown[0]["details"]["examples"][index]
+        example = shown[0].details["examples"][index]
         history, truth = list(example["history"])[-168:], list(example["truth"])
         ax.plot(range(-len(history) + 1, 1), history, color="#9a9a9a", lw=1.0, label="history")
         ahead = range(1, len(truth) + 1)
         ax.plot(ahead, truth, color="black", lw=1.4, label="truth")
         for place, row in enumerate(shown):
-            forecast = list(row["details"]["examples"][index]["forecast"])
-            style = {**row_style(results, row), "linestyle": ("-", (0, (4, 1.5)))[place]}
+            forecast = list(row.details["examples"][index]["forecast"])
+            style = {**row_style(record, row), "linestyle": ("-", (0, (4, 1.5)))[place]}
             if place == 0 and "low" in example:
                 ax.fill_between(ahead, example["low"], example["high"], color=style["color"], alpha=0.15, lw=0)
-            name = f"{row['spec']} (lowest error)" if row is ranked[0] else str(row["spec"])
+            name = f"{row.spec} (lowest error)" if row is ranked[0] else row.spec
             ax.plot(range(1, len(forecast) + 1), forecast, lw=1.4, label=name, **style)
         ax.axvline(0, color=GREY, lw=0.8)
         ax.margins(x=0.01)
@@ -50,12 +51,12 @@ def examples_figure(results: Results) -> Drawing | None:
     axes[-1].set_xlabel(f"{labels_of['step']} from the start of the forecast")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
-    names = " and ".join(str(row["spec"]) for row in shown)
+    names = " and ".join(row.spec for row in shown)
     caption = f"{count} forecasts by {names}, after at most 168 {labels_of['step']} of history: examples, not evidence."
-    details = shown[0]["details"]
+    details = shown[0].details
     if "interval" in details:
         caption += (
-            f" Shaded: intervals of {shown[0]['spec']}, as wide as its errors on validation windows, made to hold "
+            f" Shaded: intervals of {shown[0].spec}, as wide as its errors on validation windows, made to hold "
             f"{100 * details['interval']:.0f} % of the truth; of all test values they hold {100 * details['coverage']:.0f} %."
         )
     if "shaded" in details:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from structattn.studies.report._common import Results, Row
 from structattn.studies.report._plotting import GREY, OKABE_ITO
 from structattn.studies.report.figures.canvas import Drawing, Figure, new_canvas, write_figure
 from structattn.studies.report.fits import fit_verdict
+
+Results = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 _FLOOR = 1e-4  # smaller errors are drawn on this line: what separates 1e-6 from 1e-15 is not the structure
 _MARKS = {

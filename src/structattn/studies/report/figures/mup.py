@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from structattn.studies.report._common import Results, Row, finite
+from structattn.studies.report._common import finite
 from structattn.studies.report._plotting import OKABE_ITO
 from structattn.studies.report.figures.canvas import Drawing, Figure, log_axis, new_canvas, write_figure
 from structattn.studies.report.mup import FLAT, KINDS, largest_slope
+
+Results = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 
 def draw_mup(results: Results, folder: Path) -> list[Figure]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from structattn.studies.report._common import Results, Row, fmt_flops
+from structattn.studies.records.comparison import ComparisonRecord, Law, Row
+from structattn.studies.report._common import fmt_flops
 from structattn.studies.report._plotting import GREY, OKABE_ITO, spec_style
 from structattn.studies.report.figures.canvas import (
     MOST_COLUMNS,
@@ -29,36 +31,40 @@ from structattn.studies.report.figures.canvas import (
     shared_legend,
     write_figure,
 )
-from structattn.studies.report.scaling import mean_loss, series_of, settings_of
+from structattn.studies.report.scaling import laws, mean_loss, series_of, settings_of
 from structattn.studies.tasks.registry import figures_of
 
 
-def draw_scaling(results: Results, folder: Path) -> list[Figure]:
+def draw_scaling(record: ComparisonRecord, folder: Path) -> list[Figure]:
     """Draws the figures of a grid of widths and budgets; a figure without any data is left out.
 
     Args:
-        results: what ``results.json`` holds, with ``scaling``.
+        record: what ``results.json`` holds, with ``scaling``.
         folder: where the files go; made when missing.
     """
-    plans: list[tuple[str, Callable[[Results], Drawing | None]]] = [
+    plans: list[tuple[str, Callable[[ComparisonRecord], Drawing | None]]] = [
         ("loss-against-compute", _frontiers),
         ("compute-saved", _saved),
         ("loss-against-compute-by-width", _widths),
         ("isoflop", _isoflop),
         ("ablation", _ablation),
     ]
-    drawn = [write_figure(name, functools.partial(draw, results), folder) for name, draw in plans]
-    for name, draw in figures_of(results["task"]).items():
-        drawn.append(write_figure(name, functools.partial(_of_largest, results, draw), folder))
+    drawn = [write_figure(name, functools.partial(draw, record), folder) for name, draw in plans]
+    for name, draw in figures_of(record.task).items():
+        drawn.append(write_figure(name, functools.partial(_of_largest, record, draw), folder))
     return [figure for figure in drawn if figure is not None]
 
 
-def _specs(results: Results) -> list[str]:
-    return list(dict.fromkeys(series["spec"] for series in results["scaling"]["series"]))
+def _specs(record: ComparisonRecord) -> list[str]:
+    return list(dict.fromkeys(series.spec for series in laws(record).series))
 
 
-def _style(results: Results, spec: str) -> dict[str, Any]:
-    return spec_style(_specs(results), spec)
+def _style(record: ComparisonRecord, spec: str) -> dict[str, Any]:
+    return spec_style(_specs(record), spec)
+
+
+def _budgets(record: ComparisonRecord) -> list[float]:
+    return sorted({row.budget for row in record.rows if row.budget is not None})
 
 
 def _columns(members: int) -> int:
@@ -80,96 +86,95 @@ def _log_x(ax: Axes, values: Sequence[float]) -> None:
     ax.tick_params(axis="x", labelsize=7.5)
 
 
-def _draw_law(ax: Axes, law: Row, style: dict[str, Any], label: str) -> None:
+def _draw_law(ax: Axes, law: Law, style: dict[str, Any], label: str) -> None:
     """Every seed small, their mean, and the fitted law through them."""
-    points = law["points"]
-    compute = [point["compute"] for point in points]
+    points = law.points
+    compute = [point.compute for point in points]
     for point in points:
-        ax.plot([point["compute"]] * len(point["losses"]), point["losses"], "_", color=style["color"], ms=5, alpha=0.6)
+        ax.plot([point.compute] * len(point.losses), point.losses, "_", color=style["color"], ms=5, alpha=0.6)
     means = [mean_loss(point) for point in points]
-    if law["fit"] is None:
+    if law.fit is None:
         ax.plot(compute, means, lw=1.3, ms=4, label=label, **style)
         return
     ax.plot([], [], lw=1.3, ms=4, label=label, **style)
     ax.plot(compute, means, ls="", ms=4, color=style["color"], marker=style["marker"])
-    fit, along = law["fit"], np.geomspace(min(compute), max(compute), 60)
-    fitted = fit["irreducible"] + fit["coefficient"] * (along / fit["reference"]) ** -fit["exponent"]
-    ax.plot(along, fitted, lw=1.3, color=style["color"], ls=style["linestyle"])
+    fit, along = law.fit, np.geomspace(min(compute), max(compute), 60)
+    ax.plot(along, [fit.loss(compute) for compute in along], lw=1.3, color=style["color"], ls=style["linestyle"])
 
 
-def _seeds(results: Results) -> str:
-    count = len(results["seeds"])
+def _seeds(record: ComparisonRecord) -> str:
+    count = len(record.seeds)
     return f"dashes are the {count} seeds, marks their mean" if count > 1 else "one seed each"
 
 
-def _frontiers(results: Results) -> Drawing | None:
-    settings = settings_of(results)
+def _frontiers(record: ComparisonRecord) -> Drawing | None:
+    settings = settings_of(record)
     figure, panels = panel_grid(len(settings), 3.4)
     for ax, setting in zip(panels, settings, strict=True):
-        for series in series_of(results, setting):
-            _draw_law(ax, series["frontier"], _style(results, series["spec"]), series["spec"])
+        for series in series_of(record, setting):
+            _draw_law(ax, series.frontier, _style(record, series.spec), series.spec)
         ax.set_title(setting or "", fontsize=9, loc="left")
-        _finish(results, ax, [p["compute"] for s in series_of(results, setting) for p in s["frontier"]["points"]])
-    _label_left(results, panels)
+        _finish(record, ax, [p.compute for s in series_of(record, setting) for p in s.frontier.points])
+    _label_left(record, panels)
     shared_legend(figure, panels)
-    caption = f"Loss against training compute at the best width of every budget ({_seeds(results)}); lines are fitted power laws."
+    caption = f"Loss against training compute at the best width of every budget ({_seeds(record)}); lines are fitted power laws."
     return figure, caption, "Loss against compute, a line per attention."
 
 
-def _finish(results: Results, ax: Axes, compute: Sequence[float]) -> None:
-    budgets = sorted({row["budget"] for row in results["rows"]})
+def _finish(record: ComparisonRecord, ax: Axes, compute: Sequence[float]) -> None:
+    budgets = _budgets(record)
     _log_x(ax, budgets if len(budgets) <= 6 else compute)
     ax.set_xlabel("training compute, forward FLOPs")
 
 
-def _label_left(results: Results, panels: Sequence[Axes]) -> None:
+def _label_left(record: ComparisonRecord, panels: Sequence[Axes]) -> None:
     for ax in panels:
         if ax.get_subplotspec().is_first_col():  # type: ignore[union-attr]
-            ax.set_ylabel(f"test {results['metric']}")
+            ax.set_ylabel(f"test {record.metric}")
 
 
-def _widths(results: Results) -> Drawing | None:
-    widths = sorted({law["width"] for series in results["scaling"]["series"] for law in series["widths"]})
+def _widths(record: ComparisonRecord) -> Drawing | None:
+    widths = sorted({law.width for series in laws(record).series for law in series.widths if law.width is not None})
     if len(widths) < 2:
         return None
-    settings = settings_of(results)
+    settings = settings_of(record)
     panels_of = [(setting, width) for setting in settings for width in widths]
     figure, panels = panel_grid(len(panels_of), 2.5, columns=_columns(len(widths)))
     for ax, (setting, width) in zip(panels, panels_of, strict=True):
-        for series in series_of(results, setting):
-            law = next((law for law in series["widths"] if law["width"] == width), None)
+        for series in series_of(record, setting):
+            law = next((law for law in series.widths if law.width == width), None)
             if law is not None:
-                _draw_law(ax, law, _style(results, series["spec"]), series["spec"])
+                _draw_law(ax, law, _style(record, series.spec), series.spec)
         ax.set_title(f"{setting}, E = {width}" if setting else f"E = {width}", fontsize=9, loc="left")
-        _finish(results, ax, [row["compute"] for row in results["rows"]])
-    _label_left(results, panels)
+        _finish(record, ax, [row.compute for row in record.rows])
+    _label_left(record, panels)
     shared_legend(figure, panels)
-    return figure, f"Loss against training compute at each width ({_seeds(results)}).", "Loss by width and compute."
+    return figure, f"Loss against training compute at each width ({_seeds(record)}).", "Loss by width and compute."
 
 
-def _isoflop(results: Results) -> Drawing | None:
+def _isoflop(record: ComparisonRecord) -> Drawing | None:
     """Loss against parameters, a curve per budget: where the best size lies."""
-    series = [s for s in results["scaling"]["series"] if len(s["widths"]) > 2]
+    series = [s for s in laws(record).series if len(s.widths) > 2]
     if not series:
         return None
-    budgets = sorted({row["budget"] for row in results["rows"]})
+    budgets = _budgets(record)
     shades = [OKABE_ITO[0]] if len(budgets) == 1 else None
-    figure, panels = panel_grid(len(series), 2.3, columns=_columns(len(_specs(results))))
+    figure, panels = panel_grid(len(series), 2.3, columns=_columns(len(_specs(record))))
     for ax, one in zip(panels, series, strict=True):
         for index, budget in enumerate(budgets):
-            points = [p for law in one["widths"] for p in law["points"] if p["budget"] == budget]
-            points.sort(key=lambda p: p["num_params"])
+            points = [p for law in one.widths for p in law.points if p.budget == budget]
+            points.sort(key=lambda p: p.num_params)
             colour = shades[0] if shades else _shade(index / (len(budgets) - 1))
             ax.plot(
-                [p["num_params"] for p in points], [mean_loss(p) for p in points],
+                [p.num_params for p in points], [mean_loss(p) for p in points],
                 "o-", ms=3.5, lw=1.2, color=colour, label=f"{fmt_flops(budget)} FLOPs",
             )  # fmt: skip
-        name = f"{one['spec']}\n{one['setting']}" if one["setting"] else one["spec"]
+        name = f"{one.spec}\n{one.setting}" if one.setting else one.spec
         ax.set_title(name, fontsize=8, loc="left")
-        _log_x(ax, [p["num_params"] for law in one["widths"] for p in law["points"][-1:]])
+        _log_x(ax, [p.num_params for law in one.widths for p in law.points[-1:]])
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e6:.3g}M"))
         ax.set_xlabel("parameters")
-    _label_left(results, panels)
+    _label_left(record, panels)
     shared_legend(figure, panels)
     return figure, "Loss against the size of the model, a curve per budget (IsoFLOP).", "IsoFLOP curves."
 
@@ -181,22 +186,20 @@ def _shade(share: float) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _saved(results: Results) -> Drawing | None:
+def _saved(record: ComparisonRecord) -> Drawing | None:
     found = [
-        (series, series["frontier"]["multiplier"])
-        for series in results["scaling"]["series"]
-        if series["frontier"]["multiplier"] is not None
+        (series, series.frontier.multiplier) for series in laws(record).series if series.frontier.multiplier is not None
     ]
     if not found:
         return None
     figure = new_canvas(0.32 * len(found) + 1.0)
     ax = figure.add_subplot()
     for place, (series, multiplier) in enumerate(reversed(found)):
-        style = _style(results, series["spec"])
-        if multiplier["interval"] is not None:
-            ax.plot(multiplier["interval"], [place] * 2, lw=1.6, color=style["color"])
-        ax.plot([multiplier["estimate"]], [place], "o", ms=6, color=style["color"])
-    names = [f"{s['spec']} ({s['setting']})" if s["setting"] else s["spec"] for s, _ in reversed(found)]
+        style = _style(record, series.spec)
+        if multiplier.interval is not None:
+            ax.plot(multiplier.interval, [place] * 2, lw=1.6, color=style["color"])
+        ax.plot([multiplier.estimate], [place], "o", ms=6, color=style["color"])
+    names = [f"{s.spec} ({s.setting})" if s.setting else s.spec for s, _ in reversed(found)]
     ax.set_yticks(range(len(found)), names)
     ax.set_ylim(-0.6, len(found) - 0.4)
     ax.grid(False, axis="y")
@@ -212,51 +215,46 @@ def _saved(results: Results) -> Drawing | None:
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.xaxis.set_minor_locator(NullLocator())
     # Beside long names the axes are narrower than their label.
-    ax.set_xlabel(
-        f"compute for the loss of {results['scaling']['baseline']}, as a share (lower is better)", loc="right"
-    )
+    ax.set_xlabel(f"compute for the loss of {laws(record).baseline}, as a share (lower is better)", loc="right")
     caption = "Compute that each attention needs for the baseline's losses, with 95 % intervals; left of the dashed line is less."
     return figure, caption, "Compute ratios with intervals."
 
 
-def _ablation(results: Results) -> Drawing | None:
+def _ablation(record: ComparisonRecord) -> Drawing | None:
     """All methods at the largest budget, best first."""
-    points = [(s, s["frontier"]["points"][-1]) for s in results["scaling"]["series"]]
+    points = [(s, s.frontier.points[-1]) for s in laws(record).series]
     if len(points) < 2:
         return None
     points.sort(key=lambda found: -mean_loss(found[1]))
     figure = new_canvas(0.3 * len(points) + 0.9)
     ax = figure.add_subplot()
     for place, (series, point) in enumerate(points):
-        colour = _style(results, series["spec"])["color"]
-        ax.plot(point["losses"], [place] * len(point["losses"]), "|", color=colour, ms=10, mew=1.3, alpha=0.75)
+        colour = _style(record, series.spec)["color"]
+        ax.plot(point.losses, [place] * len(point.losses), "|", color=colour, ms=10, mew=1.3, alpha=0.75)
         ax.plot([mean_loss(point)], [place], "o", color=colour, ms=6)
-    ax.set_yticks(
-        range(len(points)), [f"{s['spec']} ({s['setting']})" if s["setting"] else s["spec"] for s, _ in points]
-    )
+    ax.set_yticks(range(len(points)), [f"{s.spec} ({s.setting})" if s.setting else s.spec for s, _ in points])
     ax.set_ylim(-0.6, len(points) - 0.4)
     ax.grid(False, axis="y")
-    ax.set_xlabel(
-        f"test {results['metric']} at {fmt_flops(points[0][1]['budget'])} FLOPs (lower is better)", loc="right"
-    )
+    ax.set_xlabel(f"test {record.metric} at {fmt_flops(points[0][1].budget)} FLOPs (lower is better)", loc="right")
     caption = "Every attention at the largest budget, at its best width: bars are seeds, dots their mean."
     return figure, caption, "Losses at the largest budget."
 
 
-def _of_largest(results: Results, draw: Callable[[Results], Drawing | None]) -> Drawing | None:
+def _of_largest(record: ComparisonRecord, draw: Callable[[ComparisonRecord], Drawing | None]) -> Drawing | None:
     """A figure of the task, of the models of the largest budget at their best widths."""
-    drawing = draw({**results, "rows": [{**row, "variant": row["setting"]} for row in _at_largest(results)]})
+    rows = tuple(replace(row, variant=row.setting) for row in _at_largest(record))
+    drawing = draw(replace(record, rows=rows))
     if drawing is None:
         return None
     figure, caption, alt = drawing
     return figure, f"{caption} Models of the largest budget.", alt
 
 
-def _at_largest(results: Results) -> list[Row]:
+def _at_largest(record: ComparisonRecord) -> list[Row]:
     """For each series the row of the largest budget at the best width."""
     found = []
-    for series in results["scaling"]["series"]:
-        point = series["frontier"]["points"][-1]
-        places = (series["setting"], series["spec"], point["width"], point["budget"])
-        found.append(next(r for r in results["rows"] if (r["setting"], r["spec"], r["width"], r["budget"]) == places))
+    for series in laws(record).series:
+        point = series.frontier.points[-1]
+        places = (series.setting, series.spec, point.width, point.budget)
+        found.append(next(r for r in record.rows if (r.setting, r.spec, r.width, r.budget) == places))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from structattn.studies.report._common import Results, Row, finite, fmt_score
+from structattn.studies.report._common import finite, fmt_score
 from structattn.studies.report._plotting import GREY, OKABE_ITO, spread, wide
 from structattn.studies.report.figures.canvas import Drawing, Figure, log_axis, new_canvas, write_figure
 from structattn.studies.report.sweep import fmt_value, position, short_names
@@ -21,6 +22,10 @@ _COLUMNS = 3
 _FAR = 20  # times the median score
 _MOST_POWERS = 8
 _LETTER = 0.068  # inches, of a label
+
+
+Results = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 
 def draw_sweep(results: Results, folder: Path) -> list[Figure]:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from structattn.studies.report._common import Results, Table, fmt_score, row_name
+from structattn.studies.records.comparison import ComparisonRecord
+from structattn.studies.report._common import Table, fmt_score, row_name
 from structattn.studies.report._plotting import lowest
 from structattn.studies.report.figures.by_position import by_position
 from structattn.studies.report.figures.canvas import Drawing
 from structattn.studies.report.figures.examples import axis_labels, examples_figure
 
 
-def error_by_lead(results: Results) -> Drawing | None:
+def error_by_lead(record: ComparisonRecord) -> Drawing | None:
     """Error against how far ahead."""
-    figure = by_position(results, "error_by_lead", f"{axis_labels(results)['step']} ahead")
+    figure = by_position(record, "error_by_lead", f"{axis_labels(record)['step']} ahead")
     caption = "Error against how far ahead the forecast looks; baselines in grey."
-    return None if figure is None else (figure, caption, f"Error by forecast lead{lowest(results)}.")
+    return None if figure is None else (figure, caption, f"Error by forecast lead{lowest(record)}.")
 
 
-def error_by_column(results: Results) -> Table | None:
+def error_by_column(record: ComparisonRecord) -> Table | None:
     """The error of each column of the data, where there are several."""
-    errors = {row_name(row): (row.get("details") or {}).get("error_by_column") or {} for row in results["rows"]}
+    errors = {row_name(row): row.details.get("error_by_column") or {} for row in record.rows}
     names = list(dict.fromkeys(name for found in errors.values() for name in found))
     if not names:
         return None

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 from matplotlib.ticker import FuncFormatter
 
-from structattn.studies.report._common import Results, Row, by_variant, finite, score_of
+from structattn.studies.records.comparison import ComparisonRecord, Row
+from structattn.studies.report._common import by_variant, finite, score_of
 from structattn.studies.report._plotting import GREY, OKABE_ITO, baselines_in_view, lowest, seed_words
 from structattn.studies.report.figures.by_position import by_position
 from structattn.studies.report.figures.canvas import Drawing, new_canvas, point_labels
 from structattn.studies.report.figures.curves import draw_curves
 
 
-def error_against_compute(results: Results) -> Drawing | None:
-    if len(by_variant(results)) > 1:
+def error_against_compute(record: ComparisonRecord) -> Drawing | None:
+    if len(by_variant(record)) > 1:
         return None  # errors at different sizes do not share an axis
-    scores = [v for row in results["rows"] if (v := score_of(row)) is not None]
-    levels, _ = baselines_in_view(results, scores) if scores else ([], "")
-    return draw_curves(results, "compute", "training compute (forward FLOPs of all examples)", levels)
+    scores = [v for row in record.rows if (v := score_of(row)) is not None]
+    levels, _ = baselines_in_view(record, scores) if scores else ([], "")
+    return draw_curves(record, "compute", "training compute (forward FLOPs of all examples)", levels)
 
 
-def error_by_point(results: Results) -> Drawing | None:
-    figure = by_position(results, "error_by_point", "examples in the prompt")
+def error_by_point(record: ComparisonRecord) -> Drawing | None:
+    figure = by_position(record, "error_by_point", "examples in the prompt")
     caption = "Error against the examples seen in the prompt; baselines in grey, cut off at the frame."
-    return None if figure is None else (figure, caption, f"Error by prompt length{lowest(results)}.")
+    return None if figure is None else (figure, caption, f"Error by prompt length{lowest(record)}.")
 
 
-def error_against_rank_over_dimension(results: Results) -> Drawing | None:
+def error_against_rank_over_dimension(record: ComparisonRecord) -> Drawing | None:
     """Error against the rank of a head over the dimension of the data, one line per variant of the settings."""
     lines: dict[str, list[tuple[float, float, Row]]] = {}
-    for row in results["rows"]:
-        dim, rank, score = finite((row.get("details") or {}).get("dim")), finite(row.get("rank")), score_of(row)
+    for row in record.rows:
+        dim, rank, score = finite(row.details.get("dim")), finite(row.rank), score_of(row)
         if dim and rank and score is not None:
-            lines.setdefault(str(row.get("variant") or ""), []).append((rank / dim, score, row))
+            lines.setdefault(row.variant or "", []).append((rank / dim, score, row))
     points = sorted({x for line in lines.values() for x, _, _ in line})
     if len(points) < 2:
         return None
@@ -42,19 +43,19 @@ def error_against_rank_over_dimension(results: Results) -> Drawing | None:
         colour = OKABE_ITO[index % len(OKABE_ITO)]
         places = sorted(line, key=lambda point: point[:2])
         ax.plot([x for x, *_ in places], [y for _, y, _ in places], "o", color=colour, ms=6, label=name or None)
-        labels += [(x, y, str(row["spec"]), colour) for x, y, row in places]
+        labels += [(x, y, row.spec, colour) for x, y, row in places]
     ax.axvline(1.0, color=GREY, lw=1.0, ls=(0, (4, 3)), zorder=1)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.set_ylim(0, 1.08 * max(1.0, *(y for _, y, _, _ in labels)))
     ax.margins(x=0.08)
     ax.set_xlabel("rank of a head's score matrix over the dimension of the inputs (dashed: equal)")
-    ax.set_ylabel(str(results["metric"]))
+    ax.set_ylabel(record.metric)
     if len(lines) > 1:
         figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=8)
     point_labels(figure, ax, labels)
-    caption = f"Error against rank over dimension ({seed_words(results)}); other differences remain."
-    return figure, caption, f"Scatter plot of error against rank over dimension{lowest(results)}."
+    caption = f"Error against rank over dimension ({seed_words(record)}); other differences remain."
+    return figure, caption, f"Scatter plot of error against rank over dimension{lowest(record)}."
 
 
 FIGURES = {

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from matplotlib.ticker import FixedLocator, FuncFormatter
 
-from structattn.studies.report._common import Results, finite, score_of
+from structattn.studies.records.comparison import ComparisonRecord
+from structattn.studies.report._common import finite, score_of
 from structattn.studies.report._plotting import GREY, lowest, row_style, seed_words, wide
 from structattn.studies.report.figures.canvas import Drawing, log_axis, new_canvas, point_labels
 
 
-def error_against_rank(results: Results) -> Drawing | None:
+def error_against_rank(record: ComparisonRecord) -> Drawing | None:
     """Error against the rank of the score matrix of one head."""
-    points = [(row, finite(row.get("rank")), score_of(row)) for row in results["rows"]]
+    points = [(row, finite(row.rank), score_of(row)) for row in record.rows]
     known = [(row, x, y) for row, x, y in points if x is not None and y is not None]
     if not known:
         return None
     ranks = sorted({x for _, x, _ in known})
-    top = max(float(results["config"]["task"]["dim"]), ranks[-1])
+    top = max(float(record.config["task"]["dim"]), ranks[-1])
     figure = new_canvas(4.0)
     ax = figure.add_subplot()
     for row, x, y in known:
-        ax.plot([x], [y], "o", ms=7, color=row_style(results, row)["color"])
+        ax.plot([x], [y], "o", ms=7, color=row_style(record, row)["color"])
     if wide(y for *_, y in known):
         log_axis(ax, "y")
     else:
@@ -42,10 +43,10 @@ def error_against_rank(results: Results) -> Drawing | None:
     ax.annotate("1 = knows nothing", (0.01, 1.0), (0, 3), xycoords=ax.get_yaxis_transform(),
                 textcoords="offset points", fontsize=8, color=GREY)  # fmt: skip
     ax.set_xlabel(f"rank of the score matrix (axis ends at {top:g})")
-    ax.set_ylabel(str(results["metric"]))
-    point_labels(figure, ax, [(x, y, str(row["spec"]), row_style(results, row)["color"]) for row, x, y in known])
-    caption = f"Error against the rank of the score matrix M ({seed_words(results)}); other differences remain."
-    return figure, caption, f"Scatter plot of error against rank{lowest(results)}."
+    ax.set_ylabel(record.metric)
+    point_labels(figure, ax, [(x, y, row.spec, row_style(record, row)["color"]) for row, x, y in known])
+    caption = f"Error against the rank of the score matrix M ({seed_words(record)}); other differences remain."
+    return figure, caption, f"Scatter plot of error against rank{lowest(record)}."
 
 
 FIGURES = {"error-against-rank": error_against_rank}

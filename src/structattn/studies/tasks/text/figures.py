@@ -6,41 +6,41 @@ from typing import Any
 
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from structattn.studies.report._common import Results, Row
+from structattn.studies.records.comparison import ComparisonRecord, Row
 from structattn.studies.report._plotting import spec_style
 from structattn.studies.report.figures.canvas import Drawing, panel_grid, shared_legend
 
 _SAME = 0.5  # where a logarithmic axis shows the token itself, at distance 0
 
 
-def loss_by_position(results: Results) -> Drawing | None:
+def loss_by_position(record: ComparisonRecord) -> Drawing | None:
     """Loss against the tokens of context, a line per attention variant, a panel for each setting."""
-    label = f"test {results['metric']}"
-    figure = _panels(results, "loss_by_position", "tokens of context, up to twice as many", label)
+    label = f"test {record.metric}"
+    figure = _panels(record, "loss_by_position", "tokens of context, up to twice as many", label)
     return None if figure is None else (figure, "Loss against the context that a token has.", "Loss by position.")
 
 
-def attention_by_distance(results: Results) -> Drawing | None:
+def attention_by_distance(record: ComparisonRecord) -> Drawing | None:
     """The share of attention against how far back it reaches."""
     label = "share of attention, mean over layers"
-    figure = _panels(results, "attention_by_distance", "distance to the key, up to twice as far", label)
+    figure = _panels(record, "attention_by_distance", "distance to the key, up to twice as far", label)
     caption = "How far back attention reaches: the share of all attention by distance."
     return None if figure is None else (figure, caption, "Attention by distance.")
 
 
-def _panels(results: Results, key: str, xlabel: str, ylabel: str) -> Any:
-    rows = [row for row in results["rows"] if (row.get("details") or {}).get(key)]
+def _panels(record: ComparisonRecord, key: str, xlabel: str, ylabel: str) -> Any:
+    rows = [row for row in record.rows if row.details.get(key)]
     if not rows:
         return None
-    specs = list(dict.fromkeys(row["spec"] for row in rows))
-    variants = list(dict.fromkeys(row.get("variant") for row in rows))
+    specs = list(dict.fromkeys(row.spec for row in rows))
+    variants = list(dict.fromkeys(row.variant for row in rows))
     figure, panels = panel_grid(len(variants), 3.2)
-    longest = max(row["details"]["octaves"][-1][1] for row in rows)
+    longest = max(row.details["octaves"][-1][1] for row in rows)
     marks = [float(2**i) for i in range(longest.bit_length())]
     for ax, variant in zip(panels, variants, strict=True):
         for row in rows:
-            if row.get("variant") == variant:
-                ax.plot(*_line(row, key), ms=4, lw=1.3, label=row["spec"], **spec_style(specs, row["spec"]))
+            if row.variant == variant:
+                ax.plot(*_line(row, key), ms=4, lw=1.3, label=row.spec, **spec_style(specs, row.spec))
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_locator(FixedLocator([_SAME, *marks] if key == "attention_by_distance" else marks))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value == _SAME else f"{value:g}"))
@@ -56,8 +56,8 @@ def _panels(results: Results, key: str, xlabel: str, ylabel: str) -> Any:
 
 def _line(row: Row, key: str) -> tuple[list[float], list[float]]:
     """Where the octaves begin, and the values there; of attention by distance the mean over the layers, with the token itself first."""
-    positions = [float(first) for first, _ in row["details"]["octaves"]]
-    values = row["details"][key]
+    positions = [float(first) for first, _ in row.details["octaves"]]
+    values = row.details[key]
     if key == "attention_by_distance":
         positions = [_SAME, *positions]
         layers = [[0.0 if v is None else v for v in layer] for layer in values]

@@ -114,11 +114,12 @@ def compare(
     settings = to_plain(recipe) | tasks[0].identity(to_plain(recipe.task))
     owner = Owner(command="compare", task=task_name, settings=settings, free=_FREE)
     known = functools.partial(comparison_record, task=task_name)
-    place = last_folder(owner) if resume and out is None else out
-    finished = _finished(place, owner, points) if resume and place is not None else None
-    if finished is not None and place is not None and (place / REPORT).is_file():
-        check_owner(place, owner, resume=True, record=known)  # the folder may be one that cannot be written
-        return Comparison(record=finished, folder=place, report=place / REPORT)
+    place, finished = last_folder(owner) if resume and out is None else out, None
+    if resume and place is not None and (place / RESULTS).is_file():
+        check_owner(place, owner, resume=True, record=known)
+        finished = _finished(place, owner, points)
+        if finished is not None and (place / REPORT).is_file():
+            return Comparison(record=finished, folder=place, report=place / REPORT)
     with opened(place, owner, resume=resume, record=known, on_open=on_open) as folder:
         record = finished
         if record is None:
@@ -137,8 +138,6 @@ def compare(
 
 def _finished(folder: Path, owner: Owner, points: Sequence[PointRuns]) -> ComparisonRecord | None:
     """The record of a comparison of the same settings whose runs are all there; ``None`` if something is left to do."""
-    if not (folder / RESULTS).is_file():
-        return None
     try:
         record = read_comparison(folder)
     except CheckpointError:

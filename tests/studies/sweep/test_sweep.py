@@ -15,13 +15,13 @@ from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.spec.grammar import split_specs
 from structattn.studies.folders import Owner
+from structattn.studies.records.run import Progress
 from structattn.studies.settings import apply_overrides
 from structattn.studies.sweep.halving import Halving
 from structattn.studies.sweep.plan import Journal, SweepPlan
 from structattn.studies.sweep.space import Parameter, RunSettings, parse_parameters, setting_types
 from structattn.studies.tasks.registry import TASKS, recipe_for
 from structattn.studies.training.checkpoint import latest_checkpoint, load_checkpoint
-from structattn.studies.records.run import Progress
 
 SMALL = (
     "task.dim=8",
@@ -174,9 +174,7 @@ def test_the_command_of_a_trial_says_its_settings_exactly(tmp_path: Path) -> Non
 
 def test_the_score_is_that_of_the_weights_that_are_kept() -> None:
     history = tuple({"step": step, "validation_mse": score} for step, score in ((1, 3.0), (2, 1.0), (3, 2.0)))
-    progress = Progress(
-        step=3, best_step=2, history=history, speeds=(), seconds=0, peak_memory_bytes=0, compute=0
-    )
+    progress = Progress(step=3, best_step=2, history=history, speeds=(), seconds=0, peak_memory_bytes=0, compute=0)
     assert progress.final_validation_score("mse", patience=None) == 2.0
     assert progress.final_validation_score("mse", patience=1) == 1.0
     history[-1]["validation_mse"] = float("nan")

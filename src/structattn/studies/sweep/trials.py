@@ -16,7 +16,6 @@ from typing import Any
 from structattn.errors import ConfigError, DataError, MissingDependencyError, ShapeError, TrainingDivergedError
 from structattn.progress import progress_bar
 from structattn.seeds import derive_seed
-from structattn.studies.records.run import read_run
 from structattn.studies.runner.base import Listener, Runner, in_words
 from structattn.studies.runner.runs import Job
 from structattn.studies.sweep.halving import Halving
@@ -24,7 +23,6 @@ from structattn.studies.sweep.plan import Journal, SweepPlan
 from structattn.studies.sweep.space import Parameter
 from structattn.studies.tasks.registry import shared_task, task_class
 from structattn.studies.training.build import empty_model
-from structattn.studies.training.finished import read_record
 
 try:
     import optuna

@@ -48,6 +48,14 @@ ROW = {"row": (None, *COUNT)}
 
 # What is called, arguments that are right, and wrong values of each argument.
 TABLE = {
+    "LayerCaches": (
+        sa.LayerCaches,
+        {"layers": [sa.LevelCache(), sa.LevelCache()]},
+        {
+            "layers": (None, "x", 3, [], [None], torch.zeros(2), [3, sa.LevelCache()]),
+            "text": (3, "x", [], torch.zeros(2)),
+        },
+    ),
     "AttentionSpec": (
         sa.AttentionSpec,
         {},

@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 demo: $(VENV)/.installed-train
 	$(BIN)/structattn compare nearest-neighbor --preset demo
-	$(BIN)/structattn compare text --preset demo
+	$(BIN)/structattn compare text --preset demo --jobs 2
 
 test: $(VENV)/.installed-dev lint
 	$(PYTEST)

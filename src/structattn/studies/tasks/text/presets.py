@@ -125,7 +125,7 @@ PRESETS = {
     ),
     "demo": Preset(
         replace(_DEMO, training=replace(_DEMO.training, learning_rate=6e-3), seeds=2),
-        "1 MB of English text (PEPs), characters as tokens, context of 128, levels against standard attention, 700 steps, two seeds; about three "
+        "1 MB of English text (PEPs), characters as tokens, context of 128, levels against standard attention, 700 steps, two seeds; two to four "
         "minutes on 2 CPU cores",
     ),
     "smoke": Preset(

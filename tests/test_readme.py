@@ -1,6 +1,7 @@
 """Every Python snippet of the README and the docs runs by itself, and what it prints is on its page."""
 
 import re
+import runpy
 import shlex
 from functools import partial
 from io import StringIO
@@ -142,3 +143,12 @@ def test_pages_link_to_files_that_are_there() -> None:
             r"^\[\w+\]: (\S+)$", text, re.MULTILINE
         ):
             assert (page.parent / target).exists(), f"{names(page)} links to {target}"
+
+
+def test_the_picture_of_levels_is_drawn_from_a_layout(monkeypatch, tmp_path) -> None:
+    script = runpy.run_path(
+        str(ROOT / "docs" / "draw_levels.py")
+    )  # asserts that the colour of each pair is its shared rank
+    monkeypatch.setitem(script["draw"].__globals__, "IMAGE", tmp_path / "levels.png")
+    script["draw"]()
+    assert (tmp_path / "levels.png").stat().st_size > 20_000

@@ -149,7 +149,7 @@ def test_byte_pairs_know_their_newlines() -> None:
     [
         (lambda: TextLayout((4,)), "2 to 4 ranks"),
         (lambda: TextLayout((4, 1, 1, 1, 1)), "2 to 4 ranks"),
-        (lambda: TextLayout((4, 4), ("verse",)), "unknown part of a text 'verse'"),
+        (lambda: TextLayout((4, 4), ("verse",)), "unknown text unit 'verse'"),
         (lambda: TextLayout((4, 4, 4), ("line",)), "one unit for each rank but the first"),
         (lambda: TextLayout((4, 4, 4), ("line", "paragraph")), "from the largest to the smallest"),
         (lambda: TextLayout((4, 0)), "level 2 must be an int of at least 1"),

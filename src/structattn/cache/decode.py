@@ -116,7 +116,7 @@ class _Columns:
         Args:
             stores: filled alike.
             level: theirs.
-            shared: only positions that share exactly so many levels with the last token. Default: all that are seen.
+            shared: only positions that share exactly this many levels with the last token. Default: all that are seen.
         """
         positions, store = self.view.positions, stores[0]
         if len(positions) == 1:
@@ -164,8 +164,8 @@ class _Columns:
             edges = [max(0, found[0]) for found in starts] + [self.count]
             return [(slice(a, b), value) for a, b, value in zip(edges, edges[1:], values, strict=False) if b > a]
         column = torch.arange(self.count, device=self.device)
-        borders = torch.tensor(starts, device=self.device)  # (L, B)
-        shared = (column >= borders[..., None]).sum(0)  # (B, N)
+        first = torch.tensor(starts, device=self.device)  # (L, B)
+        shared = (column >= first[..., None]).sum(0)  # (B, N)
         table = torch.tensor([0.0, *values], dtype=like.dtype, device=self.device)
         return table[shared][:, None, None]
 

@@ -111,7 +111,7 @@ class Store:
         return sum(page.numel() * page.element_size() for page in self.pages)
 
     def grow(self, slots: int, like: Tensor) -> None:
-        """Allocates pages until there are so many slots, for the rows, heads, dtype and device of ``like`` (B, heads, ...)."""
+        """Allocates pages until there are ``slots`` of them, for the rows, heads, dtype and device of ``like`` (B, heads, ...)."""
         while self.capacity < slots:
             size = self.reserve if self.reserve and not self.capacity else self.page_size
             if self.longest is not None:

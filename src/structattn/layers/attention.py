@@ -306,7 +306,7 @@ class Attention(nn.Module):
 
     @property
     def _known_layout(self) -> Layout | None:
-        """The layout, of a text without borders where it depends on the text."""
+        """The layout, of a text without segments where it depends on the text."""
         return self.layout.bound if isinstance(self.layout, TextLayout) else self.layout
 
     def _decode(self, x: Tensor, cache: LevelCache, layout: LevelLayout | None) -> Tensor:

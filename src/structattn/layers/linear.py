@@ -1,4 +1,4 @@
-"""``StructuredLinear`` in the place of ``nn.Linear``, and ``replace_linears``, which puts it there in a finished model."""
+"""``StructuredLinear``, a drop-in for ``nn.Linear``, and ``replace_linears``, which swaps the linear layers of a model."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class StructuredLinear(nn.Module):
         """The muP roles of the factors where a module declares one for ``weight``, as if this were the linear layer it replaces.
 
         Args:
-            role: an output starts at zero: so does one group of factors, in which M is linear, and the others as ever. Any other
+            role: an output starts at zero: so does one group of factors, in which M is linear, and the others as always. Any other
                 role leaves the factors theirs.
         """
         check_type("role", role, Role, "a mup.Role")
@@ -183,7 +183,7 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
     occurs several times in the model stays one layer.
 
     Some layers are kept, without asking the rule, because more than y = W x + b happens with their weight: those with a
-    ``forward`` of their own in their class (subclasses of ``nn.Linear``, quantised layers); the parts of ``nn.MultiheadAttention``, which
+    ``forward`` that their class defines (subclasses of ``nn.Linear``, quantised layers); the parts of ``nn.MultiheadAttention``, which
     multiplies with its parameters itself (``structattn.Attention`` replaces it whole); and the parts of an adapter, that is, of
     a module with a ``base_layer``, as LoRA layers have (replace first, then add adapters).
 
@@ -217,7 +217,7 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
         for part in module.modules()
     }
     new: dict[int, StructuredLinear] = {}
-    places: list[tuple[str, nn.Module, str, nn.Linear]] = []
+    slots: list[tuple[str, nn.Module, str, nn.Linear]] = []
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, nn.Linear) or id(module) in kept or type(module).forward is not nn.Linear.forward:
             continue
@@ -230,12 +230,12 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
                 raise ConfigError(f"the rule returned for {name} a matrix that another layer already has: copy it")
             new[id(module)] = _like(module, structure)
         parent, _, last = name.rpartition(".")
-        places.append((name, model.get_submodule(parent), last, module))
-    if any(not name for name, *_ in places):
+        slots.append((name, model.get_submodule(parent), last, module))
+    if any(not name for name, *_ in slots):
         raise ConfigError("the model is itself a linear layer: make a StructuredLinear of its sizes instead")
-    for _, parent_module, last, module in places:
+    for _, parent_module, last, module in slots:
         setattr(parent_module, last, new[id(module)])
-    return tuple(name for name, *_ in places)
+    return tuple(name for name, *_ in slots)
 
 
 def _check_replaceable(name: str, layer: nn.Linear, owners: dict[int, set[int]]) -> None:
@@ -267,7 +267,7 @@ def _check_replaceable(name: str, layer: nn.Linear, owners: dict[int, set[int]])
 
 
 def _like(layer: nn.Linear, structure: Structure | StructuredMatrix | str) -> StructuredLinear:
-    """The structured layer that stands in for a given one."""
+    """The structured layer that replaces a given one."""
     new = StructuredLinear(
         layer.in_features,
         layer.out_features,

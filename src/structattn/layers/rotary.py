@@ -48,8 +48,8 @@ class RotaryScaling:
 
     With the split ``per_level`` N and d are those of the level.
 
-    All are static: the frequencies depend on this value alone. Dynamic scaling, where s follows the current length, does not
-    go with a key cache: cached keys were rotated with the frequencies of their own time, and turning them again at every step
+    All are static: the frequencies depend on this value only. Dynamic scaling, where s follows the current length, does not
+    go with a key cache: cached keys were rotated with the frequencies of the length at that time, and turning them again at every step
     would cost a pass over the cache for each token. Choose s for the longest context instead.
 
     Args:
@@ -129,7 +129,7 @@ class Rotary:
 
         (x_i + j x_{i + n_l})  ->  exp(j p theta) (x_i + j x_{i + n_l}),    n_l = floor(r_l / 2), i < n_l.
 
-    So every slice is closed under the pairing, and <q_i[slice l], k_j[slice l]> depends on the positions by i - j alone, for
+    So every slice is closed under the pairing, and <q_i[slice l], k_j[slice l]> depends on the positions only by i - j, for
     each level. With one level this is the usual rotation of the two halves of the head dimension.
 
     With N = sum n_l and theta_i = base^(-i/N), i = 0 the fastest, ``split`` says which level gets which frequencies:
@@ -138,7 +138,7 @@ class Rotary:
       sees only near pairs, the fastest.
     * ``"interleaved"``: every level gets frequencies from the whole range, evenly spread: in the order of (k + 1/2) / n_l, k =
       0 ... n_l - 1, over all levels, at a tie the deepest level first.
-    * ``"per_level"``: every level has the whole range of its own, theta_k = base^(-k/n_l).
+    * ``"per_level"``: every level has the whole range, theta_k = base^(-k/n_l).
 
     Within a level frequencies go from fast to slow. With one level the three are equal.
 
@@ -204,8 +204,8 @@ class Rotary:
         if self.split == "low_far":
             owners = [level for level in reversed(levels) for _ in range(pairs[level])]
         else:
-            places = sorted(((k + 0.5) / pairs[level], -level) for level in levels for k in range(pairs[level]))
-            owners = [-negative for _, negative in places]
+            order = sorted(((k + 0.5) / pairs[level], -level) for level in levels for k in range(pairs[level]))
+            owners = [-negative for _, negative in order]
         handed = list(zip(owners, self._range(len(owners)), strict=True))
         return tuple(tuple(theta for owner, theta in handed if owner == level) for level in levels)
 
@@ -272,7 +272,7 @@ class RotaryEmbedding(nn.Module):
         starts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
         self._sizes, self._order = sizes, order
         self._turns = turns
-        self._partners = [starts[piece] + i for piece in order for i in range(sizes[piece])]
+        self._partners = [starts[span] + i for span in order for i in range(sizes[span])]
         self.register_buffer("turns", torch.tensor(self._turns), persistent=False)
         self.register_buffer("partners", torch.tensor(self._partners), persistent=False)
 
@@ -335,9 +335,9 @@ class RotaryEmbedding(nn.Module):
         """x with the two of every pair exchanged."""
         if x.shape[-2] == 1:  # decoding: one small operation counts, and the gather is that
             return x.index_select(-1, self.partners)
-        # Long inputs: whole pieces are copied, forwards and backwards, several times faster than a gather of single numbers.
-        pieces = x.split(self._sizes, dim=-1)
-        return torch.cat([pieces[piece] for piece in self._order], dim=-1)
+        # Long inputs: whole spans are copied, forwards and backwards, several times faster than a gather of single numbers.
+        spans = x.split(self._sizes, dim=-1)
+        return torch.cat([spans[span] for span in self._order], dim=-1)
 
     def extra_repr(self) -> str:
         """The text form and the ranks, for ``repr``."""

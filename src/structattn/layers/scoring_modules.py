@@ -76,7 +76,7 @@ class ScoringModule(nn.Module):
 
     @property
     def level_sizes(self) -> tuple[int, ...]:
-        """Sizes of the parts of D that have norms and scales of their own, so that a rotation keeps to them. Default: one part."""
+        """Sizes of the slices of D that have separate norms and scales, which a rotation must not mix. Default: one slice."""
         return (self.feature_dim,)
 
     @property
@@ -273,7 +273,7 @@ class BilinearScoring(OneNormScoring):
 
 
 class MLRScoring(ScoringModule):
-    """Bilinear MLR: the features of each level, each level with a norm and a scale of its own."""
+    """Bilinear MLR: the features of each level, each with its own norm and scale."""
 
     matrix: MultiLevelLowRank
 
@@ -302,7 +302,7 @@ class MLRScoring(ScoringModule):
         return self.matrix.feature_sizes
 
     def order(self, num_queries: int, num_keys: int) -> Order:
-        # Each level has a scale of its own, which the formed orders could not tell apart: the features are the definition.
+        # Each level has its own scale, which the formed orders cannot apply: the features are the definition.
         return "factored"
 
     def scaled(self, query: Tensor) -> tuple[Tensor, float]:

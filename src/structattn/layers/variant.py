@@ -16,7 +16,7 @@ from structattn.layout.halving import Halving
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 
-Form = LowRank | BTT | MLR | Matrix
+AnyScoring = LowRank | BTT | MLR | Matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +30,15 @@ class AttentionSpec:
         num_heads: overrides the model's number of heads (``standard:1``); ``None`` keeps it.
     """
 
-    scoring: Form = field(default_factory=LowRank)
+    scoring: AnyScoring = field(default_factory=LowRank)
     layout: LevelLayout | GlobalWindowLayout | Halving | TextLayout | None = None
     window: int | None = None
     num_heads: int | None = None
 
     def __post_init__(self) -> None:
-        check_type("scoring", self.scoring, Form, "a scoring.LowRank, BTT, MLR or Matrix", "parse_spec reads text")
+        check_type(
+            "scoring", self.scoring, AnyScoring, "a scoring.LowRank, BTT, MLR or Matrix", "parse_spec reads text"
+        )
         layouts = LevelLayout | GlobalWindowLayout | Halving | TextLayout | None
         check_type("layout", self.layout, layouts, "a layout or None", "parse_spec reads text")
         if self.window is not None:

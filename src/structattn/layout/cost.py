@@ -38,7 +38,7 @@ def visible_pairs_per_level(
     Args:
         layout: the levels.
         num_queries, num_keys, window, is_causal: as ``visible_pairs``.
-        row: the batch row, where rows have segments of their own.
+        row: the batch row, where rows have different segments.
 
     Cost: O((T + S) L).
     """

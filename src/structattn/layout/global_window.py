@@ -22,8 +22,8 @@ class GlobalWindowLayout:
     A baseline of the paper. Not one softmax, so it has no log-sum-exp and is not a ``LevelLayout``.
 
     Args:
-        ranks: dimensions (r_1, r_2) of the global and of the windowed part; they sum to the head dimension.
-        window: visible keys of the windowed part, as the ``window`` of ``structured_attention``.
+        ranks: dimensions (r_1, r_2) of the global and of the windowed softmax; they sum to the head dimension.
+        window: visible keys of the windowed softmax, as the ``window`` of ``structured_attention``.
         scaling: ``"variance"`` c = 1/sqrt(r), or ``"mup"`` 8/r.
 
     Raises:
@@ -55,7 +55,7 @@ class GlobalWindowLayout:
 
     @property
     def scales(self) -> tuple[float, float]:
-        """(c_1, c_2), what the scores of both parts are multiplied by."""
+        """(c_1, c_2), what the scores of the two softmaxes are multiplied by."""
         first, second = (8 / rank if self.scaling == "mup" else rank**-0.5 for rank in self.ranks)
         return first, second
 
@@ -65,7 +65,7 @@ class GlobalWindowLayout:
         return sum(self.ranks)
 
     def score_flops(self, num_positions: int, is_causal: bool = True) -> int:
-        """FLOPs of all the scores of one head over T positions, 2 per multiply-add, counting visible pairs alone."""
+        """FLOPs of all the scores of one head over T positions, 2 per multiply-add, counting only visible pairs."""
         check_size("num_positions", num_positions, MAX_COUNTED)
         check_bool("is_causal", is_causal)
         everywhere = visible_pairs(num_positions, num_positions, None, is_causal)

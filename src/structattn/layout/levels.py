@@ -219,7 +219,7 @@ class LevelLayout:
 
     @property
     def num_rows(self) -> int | None:
-        """The number of batch rows (packed sequences) with segments of their own; ``None`` when all have the same blocks."""
+        """The number of batch rows (packed sequences) with different segments; ``None`` when all have the same blocks."""
         return None if self.boundaries is None or len(self.boundaries) == 1 else len(self.boundaries)
 
     def blocks(self, level: int, positions: Tensor, rows: Tensor | int = 0) -> Tensor:
@@ -228,8 +228,8 @@ class LevelLayout:
         Args:
             level: 2 to L (all positions share level 1).
             positions: int tensor; negative ones lie in blocks without keys.
-            rows: the batch row (packed sequence) of each position, broadcastable to it. Default 0. It matters for
-                ``boundaries`` per row alone.
+            rows: the batch row (packed sequence) of each position, broadcastable to it. Default 0. It matters only for
+                ``boundaries`` per row.
 
         Returns:
             int64 tensor of the shape of ``positions``: equal values are one block, within a row.
@@ -247,10 +247,10 @@ class LevelLayout:
         # One sorted list for all rows: a start p of row r is r * 2^40 + p, and so is a position.
         far = 2**40
         starts = [r * far + start for r, segments in enumerate(self.boundaries) for start in segments[level - 1]]
-        place = positions.long().clamp(min=-1)
+        keys = positions.long().clamp(min=-1)
         if self.num_rows is not None:
-            place = place + torch.as_tensor(rows, device=positions.device) * far
-        return torch.searchsorted(torch.tensor(starts, device=positions.device), place.contiguous(), right=True)
+            keys = keys + torch.as_tensor(rows, device=positions.device) * far
+        return torch.searchsorted(torch.tensor(starts, device=positions.device), keys.contiguous(), right=True)
 
     def block_start(self, level: int, position: int, row: int = 0) -> int:
         """The first position of the block of a level in which ``position`` (at least 0) lies; 0 at level 1."""
@@ -284,7 +284,7 @@ class LevelLayout:
 
         Args:
             i, j: positions, ints or int tensors that broadcast; negative ones lie in blocks without keys.
-            row: the batch row, where rows have segments of their own.
+            row: the batch row, where rows have different segments.
 
         Returns:
             An int for ints, else an int64 tensor of the broadcast shape.

@@ -1,4 +1,4 @@
-"""Levels whose segments are parts of the text: paragraphs, lines and words in place of blocks of equal size.
+"""Levels whose segments are units of the text: paragraphs, lines and words in place of blocks of equal size.
 
 A ``TextLayout`` says which level is which part; ``TextUnits`` says what each token means for them; from both and the tokens of a
 batch comes a ``LevelLayout`` with free segments, which ``ops`` computes. No token changes a segment before it.
@@ -33,8 +33,8 @@ class Segments:
     """Where the segments of each sequence of a batch start.
 
     Attributes:
-        units: the parts, from the largest to the smallest.
-        rows: for each batch row (packed sequence) and each part the starts, rising from 0; those of a part include those of the
+        units: from the largest to the smallest.
+        rows: for each batch row (packed sequence) and each unit the starts, rising from 0; those of a unit include those of the
             larger ones.
     """
 
@@ -44,7 +44,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class TextLayout:
-    """``LevelLayout`` with level 1 global and the deeper ones parts of the text, such as paragraph > line.
+    """``LevelLayout`` with level 1 global and the deeper ones units of the text, such as paragraph > line.
 
     Args:
         ranks: dimensions per level, level 1 first; two to four.
@@ -83,9 +83,9 @@ class TextLayout:
         if not self.units:
             object.__setattr__(self, "units", UNITS[: len(self.ranks) - 1])
         for unit in self.units:
-            check_choice("part of a text", unit, UNITS)
-        places = [UNITS.index(unit) for unit in self.units]
-        if len(places) != len(self.ranks) - 1 or places != sorted(set(places)):
+            check_choice("text unit", unit, UNITS)
+        order = [UNITS.index(unit) for unit in self.units]
+        if len(order) != len(self.ranks) - 1 or order != sorted(set(order)):
             raise ConfigError(
                 f"a text layout needs one unit for each rank but the first, from the largest to the smallest ({', '.join(UNITS)}): got "
                 f"ranks {self.ranks} and units {self.units}"
@@ -104,7 +104,7 @@ class TextLayout:
 
     @property
     def bound(self) -> LevelLayout:
-        """The layout of a text without any border, whose costs no other text exceeds."""
+        """The layout of a text with one segment per level, whose costs no other text exceeds."""
         return LevelLayout.from_boundaries(self.ranks, ((0,),) * len(self.ranks), self.scaling, self.value_ranks)
 
     def at(self, segments: Segments) -> LevelLayout:
@@ -131,7 +131,7 @@ class TextLayout:
 
 @dataclass(frozen=True)
 class TextUnits:
-    """What each token of a vocabulary means for the parts of a text; made by ``of``.
+    """How each token of a vocabulary begins and ends text units; made by ``of``.
 
     A line ends with the token that holds a newline, a paragraph with the one that completes two newlines in a row: the segment begins at the
     token after it. A word ends with whitespace; it also begins with a token such as ``" the"``, whitespace and more.
@@ -176,9 +176,7 @@ class TextUnits:
         check_tensor("tokens", tokens)
         check_int_tensor("tokens", tokens, (None,) * tokens.dim())
         if tokens.is_meta:
-            raise ShapeError(
-                "tokens are on the meta device and have no numbers, which the parts of a text are read from"
-            )
+            raise ShapeError("tokens are on the meta device and have no numbers, from which text units are read")
         ids = tokens.detach().cpu().long()
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.marks):
             raise ShapeError(f"token ids lie in [0, {len(self.marks)}), got {int(ids.min())} to {int(ids.max())}")
@@ -197,25 +195,25 @@ class TextUnits:
         Args:
             tokens: (B, T) ids.
             left_padding, cu_seqlens: as of ``structured_attention``; packed sequences are the rows of what is returned.
-            units: the parts that are wanted.
+            units: those that are wanted.
 
         Cost: O(B T); the device is waited for.
         """
         check_int_tensor("tokens", tokens, (None, None))
         check_type("units", units, tuple | list, f"a tuple of {', '.join(UNITS)}")
         for unit in units:
-            check_choice("part of a text", unit, UNITS)
+            check_choice("text unit", unit, UNITS)
         batch, length = tokens.shape
         check_sequences(batch, left_padding, cu_seqlens)
-        place = torch.arange(length, device="cpu").expand(batch, -1)
+        index = torch.arange(length, device="cpu").expand(batch, -1)
         if cu_seqlens is None:
             sequence = torch.arange(batch, device="cpu")[:, None].expand(-1, length)
-            position = place if left_padding is None else place - left_padding.detach().cpu()[:, None]
+            position = index if left_padding is None else index - left_padding.detach().cpu()[:, None]
             count = batch
         else:
-            borders = cu_seqlens.detach().cpu().long()
-            sequence = torch.bucketize(place, borders[1:], right=True)
-            position, count = place - borders[sequence], len(borders) - 1
+            offsets = cu_seqlens.detach().cpu().long()
+            sequence = torch.bucketize(index, offsets[1:], right=True)
+            position, count = index - offsets[sequence], len(offsets) - 1
         marks = torch.nn.functional.pad(self.marks_of(tokens), (2, 0))
         found = _starts(marks, position, sequence, count, tuple(units))
         return Segments(
@@ -252,7 +250,7 @@ def _starts(
         sequence: (B, T), its number, not falling.
     """
     own = marks[:, 2:]
-    # A sequence knows nothing of what stands before it.
+    # A sequence does not depend on what is before it.
     last = marks[:, 1:-1].where(position >= 1, 0)
     before = marks[:, :-2].where(position >= 2, 0)
     is_first = position == 0
@@ -295,7 +293,7 @@ class TextHistory:
 
     Args:
         table: of the vocabulary.
-        units: the parts that are wanted.
+        units: those that are wanted.
         left_padding: (B,) ints, or ``None``.
     """
 

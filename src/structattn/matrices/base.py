@@ -4,7 +4,7 @@ A structure supplies the products of ONE vector family with its matrix and its t
 everything else (batches, heads, dense form, bilinear form, choice of contraction) is here.
 
 Axes: P matrices (all heads), R vectors, M x N the shape of one matrix, F inner dimension of the factors. The canonical
-shape holds vectors as columns, (P, size, R); ``columns.py`` says why.
+shape is feature-major, (P, size, R); ``feature_major.py`` says why.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from structattn.checks import (
     quoted,
 )
 from structattn.errors import ConfigError, ShapeError
-from structattn.matrices.feature_major import to_columns, to_rows
+from structattn.matrices.feature_major import to_feature_major, to_token_major
 from structattn.memory import check_memory
 from structattn.optim.roles import Role
 
 Order = Literal["factored", "formed_left", "formed_right"]
 
-# On a CPU a matrix of at most so many rows and columns is written out before it multiplies many vectors. One core (AMD EPYC,
+# On a CPU a matrix of at most this many rows and columns is written out before it multiplies many vectors. One core (AMD EPYC,
 # MKL, float32), forward and backward of 4,096 vectors, times faster than the factors: btt:1 2.0 at 64, 1.4 at 128, 0.8 at 256;
 # 8 of them 1.9, 1.4 and 1.1; the features of 8 mlr:4|2|2 1.7 at 64.
 MOST_ROWS_WRITTEN_OUT = 128
@@ -191,11 +191,11 @@ class StructuredMatrix(nn.Module, ABC):
 
     @abstractmethod
     def _matmul(self, x: Tensor) -> Tensor:
-        """M x for columns x (1 or P, N, R): (P, M, R). With a leading 1 every matrix gets the same vectors."""
+        """M x for feature-major x (1 or P, N, R): (P, M, R). With a leading 1 every matrix gets the same vectors."""
 
     @abstractmethod
     def _rmatmul(self, x: Tensor) -> Tensor:
-        """M^T x for columns x (1 or P, M, R): (P, N, R)."""
+        """M^T x for feature-major x (1 or P, M, R): (P, N, R)."""
 
     @property
     @abstractmethod
@@ -253,15 +253,15 @@ class StructuredMatrix(nn.Module, ABC):
             rows = rows.movedim(num_outer, -2)
             return rows.squeeze(-2) if vector else rows
         if is_shared:
-            columns = to_columns(tokens.reshape(-1, size))[None]
+            vectors = to_feature_major(tokens.reshape(-1, size))[None]
         else:
             full = tokens.reshape(*lead, num_tokens, size).expand(*outer, *batch_shape, num_tokens, size)
-            # The matrices stand between tokens and features, so one 2-D transposition serves all of them.
+            # The dimension of the matrices is between tokens and features, so one 2-D transposition serves all of them.
             order = [*range(num_outer), num_outer + depth, *range(num_outer, num_outer + depth), num_outer + depth + 1]
-            columns = to_columns(full.permute(order).flatten(0, num_outer).flatten(1)).unflatten(0, (num, size))
-        out = apply(columns)
+            vectors = to_feature_major(full.permute(order).flatten(0, num_outer).flatten(1)).unflatten(0, (num, size))
+        out = apply(vectors)
         height = out.shape[1]
-        rows = to_rows(out.reshape(num * height, out.shape[2])).reshape(*outer, num_tokens, *batch_shape, height)
+        rows = to_token_major(out.reshape(num * height, out.shape[2])).reshape(*outer, num_tokens, *batch_shape, height)
         order = [*range(num_outer), *range(num_outer + 1, num_outer + 1 + depth), num_outer, num_outer + 1 + depth]
         rows = rows.permute(order)
         return rows.squeeze(-2) if vector else rows

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from structattn.checks import check_size, check_sizes
 from structattn.errors import ConfigError
 from structattn.matrices.factored import FactoredMatrix
-from structattn.matrices.feature_major import written_columns
+from structattn.matrices.feature_major import contiguous_features
 from structattn.memory import check_memory
 
 _LARGEST_PRIME = 7
@@ -62,7 +62,7 @@ def default_radices(num_rows: int, num_cols: int, owner: str = "Butterfly") -> t
 
 
 class Butterfly(FactoredMatrix):
-    """A product of k stages; stage t mixes index t of the vector alone, with a matrix of its own for every value of the others.
+    """A product of k stages; stage t mixes index t of the vector only, with a separate matrix for every value of the others.
 
     A vector of num_cols numbers has indices (i_1, ..., i_k), i_t < n_t; one of num_rows has (o_1, ..., o_k), o_t < m_t.
     Stage k acts first and stage 1 last; stage t turns i_t into o_t:
@@ -202,11 +202,11 @@ class Butterfly(FactoredMatrix):
         return self._grid[t][2] // self.row_radices[t], self._grid[t][3] // self.col_radices[t]
 
     def _forward_stages(self, x: Tensor, weights: Mapping[int, Tensor]) -> Tensor:
-        """Stages hi ... lo (0-based, descending) on columns in natural order, with channels innermost.
+        """Stages hi ... lo (0-based, descending) on feature-major vectors in natural order, with channels innermost.
 
-        Between the stages the indices stand rotated: the next index leads and the product of a stage is one batched matrix
+        Between the stages the indices are rotated: the next index leads and the product of a stage is one batched matrix
         product that reads it strided and writes contiguous memory, so no stage copies anything (constant geometry). The
-        matrices of the batch stand behind the untouched indices.
+        matrices of the batch come after the other indices.
         """
         hi, lo = max(weights), min(weights)
         tokens = x.shape[-1]
@@ -215,7 +215,7 @@ class Butterfly(FactoredMatrix):
         # (p, i_1 .. i_hi, o_hi+1 .. o_k, ch, R) to (i_hi .. i_lo reversed, i_1 .. i_lo-1, p, o .., ch, R)
         turned, kept = untouched[lo:], math.prod(untouched[:lo])
         inner = math.prod(touched)
-        x = written_columns(x).reshape(x.shape[0], kept, *turned, inner, channels, tokens)
+        x = contiguous_features(x).reshape(x.shape[0], kept, *turned, inner, channels, tokens)
         n = len(turned)
         x = x.permute(*range(n + 1, 1, -1), 1, 0, n + 2, n + 3, n + 4)
         outers = list(turned)  # sizes of i_lo .. i_t, not yet transformed
@@ -236,7 +236,7 @@ class Butterfly(FactoredMatrix):
             a, b = len(outers), len(done)
             w = w.permute(*range(a + 1, 1, -1), 1, 0, 2 + a + b, *range(1 + a + b, 1 + a, -1), 3 + a + b, 4 + a + b)
             if shared:
-                # All matrices read the same columns: their outputs stand side by side in one product.
+                # All matrices read the same vectors: their outputs are concatenated in one product.
                 count = weight.shape[0]
                 w = w.reshape(rest, count, inner * math.prod(done), height, width).transpose(1, 2)
                 w = w.reshape(-1, count * height, width)
@@ -255,14 +255,14 @@ class Butterfly(FactoredMatrix):
         return x.permute(1, 0, *range(2 + m, 2, -1), 2, 3 + m, 4 + m).flatten(1, -2)
 
     def _backward_stages(self, x: Tensor, weights: Mapping[int, Tensor]) -> Tensor:
-        """Transposed stages lo ... hi (ascending) on columns in natural order; the mirror image of ``_forward_stages``."""
+        """Transposed stages lo ... hi (ascending) on feature-major vectors in natural order; the mirror image of ``_forward_stages``."""
         lo, hi = min(weights), max(weights)
         tokens = x.shape[-1]
         num = x.shape[0]
         kept = math.prod(self.col_radices[:lo])
         inner = math.prod(self.row_radices[hi + 1 :])
         # (p, kept, o_lo .. o_hi, inner, ch, R) to (o_lo .. o_hi, inner, p, kept, ch, R)
-        x = written_columns(x).reshape(
+        x = contiguous_features(x).reshape(
             num, kept, math.prod(self.row_radices[lo : hi + 1]) * inner, self._channels(lo)[0], tokens
         )
         x = x.permute(2, 0, 1, 3, 4)

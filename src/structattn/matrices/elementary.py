@@ -12,7 +12,7 @@ from structattn.checks import check_size
 from structattn.matrices.base import StructuredMatrix
 from structattn.matrices.btt import check_pair, factor_pair
 from structattn.matrices.factored import FactoredMatrix
-from structattn.matrices.feature_major import written_columns
+from structattn.matrices.feature_major import contiguous_features
 
 
 def heads_matmul(weight: Tensor, x: Tensor) -> Tensor:
@@ -20,10 +20,10 @@ def heads_matmul(weight: Tensor, x: Tensor) -> Tensor:
 
     Args:
         weight: (P, C, A).
-        x: columns, (1 or P, A, R).
+        x: feature-major vectors, (1 or P, A, R).
 
     Returns:
-        (P, C, R); of shared columns, a view that lies token by token, as linear layers have it.
+        (P, C, R); of shared vectors, a token-major view, as linear layers have it.
     """
     num, height, size = weight.shape
     if x.shape[0] == 1:
@@ -187,7 +187,7 @@ class LowRank(FactoredMatrix):
 class Kronecker(FactoredMatrix):
     """M = A ⊗ B, M[(i_a, i_b), (i_c, i_d)] = A[i_a, i_c] B[i_b, i_d].
 
-    The two factors act one after the other, the one first that makes the whole product cheaper. It is the right factor of the
+    The two factors act in sequence, first the one that makes the whole product cheaper. It is the right factor of the
     bilinear form, and the one that grouped heads share.
 
     Args:
@@ -268,7 +268,7 @@ class Kronecker(FactoredMatrix):
     def _on_outer(self, weight: Tensor, x: Tensor, size: int) -> Tensor:
         """(W ⊗ I_size) x: weight (P, A, C), x (1 or P, C * size, R) to (P, A * size, R)."""
         num, height, width = weight.shape
-        x = written_columns(x)
+        x = contiguous_features(x)
         flat = x.reshape(x.shape[0], width, size * x.shape[2])
         out = weight.reshape(num * height, width) @ flat[0] if x.shape[0] == 1 else weight @ flat
         return out.reshape(num, height * size, x.shape[2])

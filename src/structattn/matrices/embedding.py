@@ -141,7 +141,7 @@ def _kaleidoscope(m: Kaleidoscope) -> list[Piece]:
     if mixing > 1:
         raise ConfigError(
             f"a Kaleidoscope whose butterflies have {mixing} stages is not one MLBTC term: its stages mix the indices 1, ..., "
-            f"{mixing}, ..., 1 in turn, and a term holds two runs of stages of which each must leave some index alone, but "
+            f"{mixing}, ..., 1 in turn, and a term holds two runs of stages, each of which must leave some index unchanged, but "
             "wherever the cut is, one run mixes them all and becomes one dense block. It is a term smaller than a dense matrix "
             "only if its butterflies have one stage, or its inner_size makes it low rank. Use MLBTC.from_matrix on each "
             "butterfly, or fit an MLBTC to to_dense()"

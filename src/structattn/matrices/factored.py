@@ -72,7 +72,7 @@ class FactoredMatrix(StructuredMatrix):
 
     @abstractmethod
     def _left_features(self, x: Tensor) -> Tensor:
-        """L^T x for columns x (1 or P, M, R): (P, F, R)."""
+        """L^T x for feature-major x (1 or P, M, R): (P, F, R)."""
 
     @abstractmethod
     def _left_expand(self, u: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class FactoredMatrix(StructuredMatrix):
 
     @abstractmethod
     def _right_features(self, y: Tensor) -> Tensor:
-        """R^T y for columns y (1 or P', N, R): (P', F, R), with P' the number of right factors."""
+        """R^T y for feature-major y (1 or P', N, R): (P', F, R), with P' the number of right factors."""
 
     @abstractmethod
     def _right_expand(self, w: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Moving between token-major and feature-major memory: where the time of structured products goes if it is done badly.
 
-Inside a structure vectors stand as columns, (matrices, size, tokens) with the tokens innermost, so that every permutation
+Inside a structure vectors are feature-major, (matrices, size, tokens) with the tokens innermost, so that every permutation
 of features moves whole rows and every block product reads and writes unit strides. The two changes of layout are done by
-functions of their own because autograd would otherwise leave the transposition to a strided copy inside some kernel,
+separate functions because autograd would otherwise leave the transposition to a strided copy inside some kernel,
 which is several times slower than one plain 2-D transposition.
 """
 
@@ -55,36 +55,36 @@ def _is_plain(x: Tensor) -> bool:
     return not x.requires_grad or torch.compiler.is_compiling()
 
 
-def to_columns(rows: Tensor) -> Tensor:
+def to_feature_major(x: Tensor) -> Tensor:
     """(R, N) row-major to (N, R) as a view."""
-    if _is_plain(rows):
-        return rows.t()
-    result: Tensor = _TransposedView.apply(rows)  # type: ignore[no-untyped-call]
+    if _is_plain(x):
+        return x.t()
+    result: Tensor = _TransposedView.apply(x)  # type: ignore[no-untyped-call]
     return result
 
 
-def to_rows(columns: Tensor) -> Tensor:
+def to_token_major(x: Tensor) -> Tensor:
     """(N, R) to (R, N) in contiguous memory; no copy where it already is."""
-    if columns.t().is_contiguous():
-        return columns.t()
-    if _is_plain(columns):
-        return columns.t().contiguous()
-    result: Tensor = _Transpose.apply(columns)  # type: ignore[no-untyped-call]
+    if x.t().is_contiguous():
+        return x.t()
+    if _is_plain(x):
+        return x.t().contiguous()
+    result: Tensor = _Transpose.apply(x)  # type: ignore[no-untyped-call]
     return result
 
 
-def written_columns(x: Tensor) -> Tensor:
+def contiguous_features(x: Tensor) -> Tensor:
     """(P, N, R) with the tokens innermost in memory; no copy where they already are."""
     num, size, tokens = x.shape
     return x.reshape(num * size, tokens).contiguous().view(num, size, tokens)
 
 
 def block_product(weight: Tensor, x: Tensor) -> Tensor:
-    """The block-diagonal product: block k of every matrix times block k of the columns.
+    """The block-diagonal product: block k of every matrix times block k of the vectors.
 
     Args:
         weight: (P, K, C, A).
-        x: (1 or P, K, A, R); with a leading 1 every matrix gets the same columns.
+        x: (1 or P, K, A, R); with a leading 1 every matrix gets the same vectors.
 
     Returns:
         (P, K, C, R). Cost: 2 P K C A R FLOPs.
@@ -99,7 +99,7 @@ def block_product(weight: Tensor, x: Tensor) -> Tensor:
 def exchanged_block_product(weight: Tensor, x: Tensor, num_groups: int) -> Tensor:
     """``block_product`` with the transposed weight, then the stride permutation that exchanges blocks and groups.
 
-    The columns of each block are ``num_groups`` groups of s: element (k, j, r) of the product goes to (j, k, r). The
+    The outputs of each block are ``num_groups`` groups of s: element (k, j, r) of the product goes to (j, k, r). The
     permutation costs nothing: the weights are permuted instead, so that the result is a view with mergeable strides.
 
     Args:

@@ -12,7 +12,7 @@ from structattn.checks import check_size
 from structattn.matrices.butterfly import Butterfly, default_radices
 from structattn.matrices.factored import FactoredMatrix
 
-_MOST_PAIRS = 1024  # of butterflies, which are modules of their own
+_MOST_PAIRS = 1024  # of butterflies, which are modules themselves
 
 
 class Kaleidoscope(FactoredMatrix):

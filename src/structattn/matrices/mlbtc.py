@@ -74,19 +74,19 @@ class MLBTC(BlockTermSum):
                 structure that is not of this package.
         """
         with without_autocast():
-            pieces = block_terms(m)
-        right_shape = pieces[0].right.shape[:-3]
+            found = block_terms(m)
+        right_shape = found[0].right.shape[:-3]
         out = cls(
             m.num_rows,
             m.num_cols,
-            tuple(piece.term for piece in pieces),
+            tuple(term.term for term in found),
             batch_shape=m.batch_shape,
             right_batch_shape=tuple(right_shape),
-        ).to(pieces[0].left)
+        ).to(found[0].left)
         with torch.no_grad():
-            for (left, right), piece in zip(out.factors(), pieces, strict=True):
-                left.copy_(piece.left)
-                right.copy_(piece.right)
+            for (left, right), term in zip(out.factors(), found, strict=True):
+                left.copy_(term.left)
+                right.copy_(term.right)
         return out
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Block terms: P_L (⊕ L) P_R (⊕ Rᵀ), the piece that low rank, MLR, BTT, Monarch and MLBTC are sums of.
+"""Block terms: P_L (⊕ L) P_R (⊕ Rᵀ), of which low rank, MLR, BTT, Monarch and MLBTC are sums.
 
 ``BlockTerm`` is the shape of one term, ``BlockTermSum`` a structured matrix that is a sum of them. A permutation is a name
 or indices: ``"identity"``; ``"stride"``, which exchanges the block index with the index inside a block; or a tuple ``p`` with
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from structattn.checks import check_choice, check_size, describe, is_int
 from structattn.errors import ConfigError
 from structattn.matrices.factored import FactoredMatrix
-from structattn.matrices.feature_major import block_product, exchanged_block_product, written_columns
+from structattn.matrices.feature_major import block_product, contiguous_features, exchanged_block_product
 
 Permutation = Literal["identity", "stride"] | tuple[int, ...]
 
@@ -127,13 +127,13 @@ class BlockTerm:
                 return torch.tensor(indices)
 
 
-def _take(columns: Tensor, index: Tensor) -> Tensor:
+def _take(x: Tensor, index: Tensor) -> Tensor:
     """Entries of (P, N, R) in another order."""
-    return columns.index_select(1, index.to(columns.device))
+    return x.index_select(1, index.to(x.device))
 
 
 class _Term:
-    """A block term at work on columns. Indices of free permutations are kept on the CPU and follow the vectors."""
+    """Applies a block term to feature-major vectors. Indices of free permutations are kept on the CPU and follow the vectors."""
 
     def __init__(self, shape: BlockTerm, num_rows: int, num_cols: int) -> None:
         shape.check_sizes(num_rows, num_cols)
@@ -195,9 +195,9 @@ class _Term:
     def _left_blocks(self, x: Tensor) -> Tensor:
         b = self.shape.left_blocks
         if self.shape.left_permutation == "stride":
-            return written_columns(x).unflatten(1, (-1, b)).transpose(1, 2)
+            return contiguous_features(x).unflatten(1, (-1, b)).transpose(1, 2)
         if self.rows_back is not None:
-            x = _take(written_columns(x), self.rows_back)
+            x = _take(contiguous_features(x), self.rows_back)
         return x.unflatten(1, (b, -1))
 
 
@@ -245,7 +245,7 @@ class BlockTermSum(FactoredMatrix):
 
     @abstractmethod
     def factors(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """The left and right parameter of every term, in the shapes of ``BlockTerm`` behind the batch dimensions."""
+        """The left and right parameter of every term, in the shapes of ``BlockTerm`` after the batch dimensions."""
 
     @property
     def factor_groups(self) -> list[list[nn.Parameter]]:
@@ -294,13 +294,13 @@ class BlockTermSum(FactoredMatrix):
         return u.split(self.feature_sizes, dim=1)
 
     def _left_expand(self, u: Tensor) -> Tensor:
-        pieces = zip(self._work, self.used_factors(), self._split(u), strict=True)
-        return self._sum([t.write(left, part.unflatten(1, (left.shape[1], -1))) for t, (left, _), part in pieces])
+        used = zip(self._work, self.used_factors(), self._split(u), strict=True)
+        return self._sum([t.write(left, part.unflatten(1, (left.shape[1], -1))) for t, (left, _), part in used])
 
     def _right_expand(self, w: Tensor) -> Tensor:
-        pieces = zip(self._work, self.used_factors(), self._split(w), strict=True)
+        used = zip(self._work, self.used_factors(), self._split(w), strict=True)
         return self._sum(
-            [t.write_right(self._spread_right(right), t.to_right_groups(part)) for t, (_, right), part in pieces]
+            [t.write_right(self._spread_right(right), t.to_right_groups(part)) for t, (_, right), part in used]
         )
 
     @property
@@ -339,6 +339,6 @@ class BlockTermSum(FactoredMatrix):
 
         The rank of a product of random sparse factors is the largest number of disjoint paths from rows through features to
         columns. All blocks of a term are alike, so a flow that loads every feature of a term equally loads all rows and all
-        columns equally too, and only the three totals bind.
+        columns equally too, and only the three totals limit it.
         """
         return min(self.num_rows, self.num_cols, self.inner_dim)

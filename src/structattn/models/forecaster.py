@@ -35,11 +35,11 @@ class Forecaster(nn.Module):
         patch_length: steps per token.
         stride: steps between the starts of tokens.
         embed_dim, num_layers, num_heads, mlp_ratio, dropout, rotary: of the trunk.
-        num_outputs: numbers forecast for each step, such as quantiles. Default ``None``: one, without an axis of its own.
-        num_historic: covariates known in the look-back alone. Default 0.
+        num_outputs: numbers forecast for each step, such as quantiles. Default ``None``: one, without an axis for it.
+        num_historic: covariates known only in the look-back. Default 0.
         num_future: covariates known in the look-back and the horizon. Default 0.
         num_static: covariates of the whole series. Default 0.
-        head_tokens: the head reads the last so many tokens, which have seen the others. Default ``None``: all of them, whose
+        head_tokens: the number of last tokens that the head reads, which have seen the others. Default ``None``: all of them, whose
             head has horizon * num_outputs * tokens * E weights.
         instance_norm: default ``True``. Covariates are read as they come.
         marks_missing: a term of each token says which of its steps were not observed; it starts at zero. Default ``False``.
@@ -163,15 +163,15 @@ class Forecaster(nn.Module):
         """Forecasts.
 
         Args:
-            window: (B, look_back) scaled values; or (B, C, look_back) of C columns, each forecast by itself, without covariates.
+            window: (B, look_back) scaled values; or (B, C, look_back) of C series, each forecast by itself, without covariates.
             historic: (B, look_back, num_historic), if there are any.
             future: (B, look_back + horizon, num_future), if there are any.
             static: (B, num_static), if there are any.
             observed: (B, look_back) bool: of other steps no value is read, not even for the norm, whose last value is the last
-                one observed; they stand at it. Default ``None``: all are observed.
+                one observed, and replaces theirs. Default ``None``: all are observed.
 
         Returns:
-            (B, horizon), or (B, horizon, num_outputs) if that was given; with C behind B for columns.
+            (B, horizon), or (B, horizon, num_outputs) if that was given; with C after B for C series.
 
         Raises:
             ShapeError: a tensor is missing, has another shape, or belongs to covariates that the model does not have.
@@ -219,7 +219,7 @@ class Forecaster(nn.Module):
             last = window[:, -1:]
             spread = torch.sqrt(window.var(dim=1, keepdim=True, unbiased=False) + _EPS)
             return (window - last) / spread, last, spread
-        # What stands at steps that were not observed may be anything, NaN too: a product with zero would keep it.
+        # The values of steps that were not observed may be anything, NaN too: a product with zero would keep it.
         window = torch.where(observed, window, 0.0)
         if not self.instance_norm:
             return window, window.new_zeros(1, 1), window.new_ones(1, 1)
@@ -227,8 +227,8 @@ class Forecaster(nn.Module):
         mean = window.sum(dim=1, keepdim=True) / count
         centred = torch.where(observed, window - mean, 0.0)
         spread = torch.sqrt(centred.square().sum(dim=1, keepdim=True) / count + _EPS)
-        places = torch.arange(1, self.look_back + 1, device=window.device)
-        newest = (places * observed).argmax(dim=1, keepdim=True)
+        steps = torch.arange(1, self.look_back + 1, device=window.device)
+        newest = (steps * observed).argmax(dim=1, keepdim=True)
         last = window.gather(1, newest)
         return torch.where(observed, (window - last) / spread, 0.0), last, spread
 

@@ -24,7 +24,7 @@ class ICLRegressor(nn.Module):
         dim: d, dimension of the inputs; y is padded to it with zeros.
         num_points: N, most pairs in a prompt; the sequence has 2 N tokens.
         embed_dim, num_layers, num_heads, qk_norm: of the trunk.
-        read_in_std: of the initial read-in. Default ``None``: 1/sqrt(d), so that the tokens of x and the learned positions do not
+        read_in_std: of the initial input projection. Default ``None``: 1/sqrt(d), so that the tokens of x and the learned positions do not
             start at the same size; 0.02 is the reference's.
 
     Source: Garg et al. 2022; Kuang et al. 2025, section 4.
@@ -66,7 +66,7 @@ class ICLRegressor(nn.Module):
         nn.init.zeros_(self.read_out.weight)
 
     def parameter_roles(self) -> dict[str, Role]:
-        """The muP roles of the read-in, whose inputs do not grow with the width, and of the read-out."""
+        """The muP roles of the input projection, whose inputs do not grow with the width, and of the output head."""
         return {
             "read_in.weight": Role(kind="embedding", std=self.read_in_std),
             "read_out.weight": Role(kind="output", fan_in=self.read_out.in_features),
@@ -93,12 +93,12 @@ class ICLRegressor(nn.Module):
         check_like("ys", ys, self.read_in.weight)
         padded = F.pad(ys[..., None], (0, self.dim - 1))
         tokens = torch.stack([xs, padded], dim=2).flatten(1, 2)
-        features = self.trunk(self.read_in(tokens))[:, ::2]  # only at the x: nothing is read off at the y
+        features = self.trunk(self.read_in(tokens))[:, ::2]  # only at the x: no prediction is made at the y
         out: Tensor = self.read_out(features)[..., 0]
         return out
 
     def flops(self, num_points: int) -> int:
-        """Forward FLOPs of a prompt of that many pairs, 2 per multiply-add, without the read-in: compute is counted without
+        """Forward FLOPs of a prompt of that many pairs, 2 per multiply-add, without the input projection: compute is counted without
         embeddings (Kuang et al. 2025, section 4)."""
         check_size("num_points", num_points)
         if num_points not in self._flops:  # asked for at every step
@@ -110,5 +110,5 @@ class ICLRegressor(nn.Module):
         return self.trunk.layers[0].attention.scoring.matrix.rank_bound
 
     def flops_per_example(self) -> int:
-        """``flops`` of a full prompt, N pairs: without the read-in."""
+        """``flops`` of a full prompt, N pairs: without the input projection."""
         return self.flops(self.num_points)

@@ -34,7 +34,7 @@ from structattn.optim.roles import Role
 
 
 class LanguageModel(nn.Module):
-    """Token embedding, causal trunk, untied read-out: (B, T) token ids to (B, T, V) logits of the token after each.
+    """Token embedding, causal trunk, untied LM head: (B, T) token ids to (B, T, V) logits of the token after each.
 
     Args:
         vocab_size: V, number of different tokens.
@@ -42,7 +42,7 @@ class LanguageModel(nn.Module):
         num_layers, embed_dim, num_heads, num_kv_heads, mlp_ratio, dropout: of the trunk (see ``Transformer``).
         context_length: longest sequence, in tokens, where positions are learned; MLR blocks are halved from it.
         rotary: rotary positions, and then no limit of length. Default ``None``: learned positions.
-        text_units: what the tokens mean for the parts of a text, which ``mlr-text`` needs (``TextUnits.of``). Default ``None``.
+        text_units: how the tokens begin and end lines and words, which ``mlr-text`` needs (``TextUnits.of``). Default ``None``.
         device, dtype: of the parameters, as ``nn.Linear``.
 
     Raises:
@@ -111,7 +111,7 @@ class LanguageModel(nn.Module):
             self.to(dtype)
 
     def parameter_roles(self) -> dict[str, Role]:
-        """The muP role of the read-out; embeddings are known by their type."""
+        """The muP role of the LM head; embeddings are known by their type."""
         return {"read_out.weight": Role(kind="output", fan_in=self.read_out.in_features)}
 
     def forward(
@@ -199,7 +199,7 @@ class LanguageModel(nn.Module):
         return LayerCaches(caches, text=TextHistory(self.text_units, self._units, caches.left_padding))
 
     def flops_per_example(self) -> int:
-        """Forward FLOPs of a sequence of the context length, read-out included, 2 per multiply-add."""
+        """Forward FLOPs of a sequence of the context length, LM head included, 2 per multiply-add."""
         read_out = 2 * self.context_length * self.read_out.in_features * self.vocab_size
         return self.trunk.flops(self.context_length) + read_out
 
@@ -227,8 +227,8 @@ class LanguageModel(nn.Module):
             stop_tokens: a prompt ends with the first of these that it produces. Default: none.
             seed: of ``sampling``, from 0 to 2**63 - 1. Default ``None``: drawn from torch's global generator.
             use_cache: ``False`` computes the whole sequence anew for each token: much slower, and there to check the cache.
-            prefill_chunk: prompts are read in pieces of so many tokens, which bounds the memory of a long prompt. Default
-                ``None``: in one piece.
+            prefill_chunk: prompts are read in chunks of this many tokens, which bounds the memory of a long prompt. Default
+                ``None``: in one chunk.
             caches: from ``new_cache``, to keep them: they end with all tokens but the last. If they already hold tokens, the
                 prompts follow those. Default ``None``: new ones, dropped at the end.
 
@@ -254,8 +254,8 @@ class LanguageModel(nn.Module):
             prefill_chunk=prefill_chunk,
             caches=caches,
         )
-        columns = zip(*steps, strict=True)
-        return [[token for token in column if token is not None] for column in columns]
+        rows = zip(*steps, strict=True)
+        return [[token for token in row if token is not None] for row in rows]
 
     def stream(
         self,
@@ -332,9 +332,9 @@ class LanguageModel(nn.Module):
                 if caches is None:
                     features = self._features(unread, None, padding)
                 else:
-                    for piece in unread.split(prefill_chunk or unread.shape[1], dim=1):
+                    for chunk in unread.split(prefill_chunk or unread.shape[1], dim=1):
                         with guarded(caches):
-                            features = self._features(piece, caches, None)
+                            features = self._features(chunk, caches, None)
                 drawn = sampler.draw(self.read_out(features[:, -1]), running)
             yield [token if runs else None for token, runs in zip(drawn, running, strict=True)]
             running = [runs and token not in stop_tokens for token, runs in zip(drawn, running, strict=True)]

@@ -85,13 +85,13 @@ class Sampling:
         p = ((logits - logits.amax(-1, keepdim=True)) / float(self.temperature)).softmax(-1)
         if self.top_k is None and self.top_p is None:
             return p
-        ordered, places = p.sort(dim=-1, descending=True, stable=True)
+        ordered, index = p.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             ordered[..., self.top_k :] = 0
         if self.top_p is not None:
             before = ordered.cumsum(-1) - ordered
             ordered[before >= self.top_p * ordered.sum(-1, keepdim=True)] = 0
-        p = torch.zeros_like(p).scatter_(-1, places, ordered)
+        p = torch.zeros_like(p).scatter_(-1, index, ordered)
         return p / p.sum(-1, keepdim=True)
 
 
@@ -102,7 +102,7 @@ class RowSampler:
     """Draws one token per row and step, by inversion: the first token at which the summed probabilities pass a uniform number.
 
     A row's uniform numbers depend on the seed, the row's prompt and the step, not on the other rows nor on how logits were
-    computed; the k-th of several equal prompts has a stream of its own. Rounding differences in logits change a token only
+    computed; the k-th of several equal prompts has its own stream. Rounding differences in logits change a token only
     where a uniform number falls within them.
 
     Args:

@@ -121,7 +121,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         if self.text_units and not reads_text:
             raise ConfigError(
-                "mlr-text has the parts of a text as levels, and this model does not know which tokens end lines: give LanguageModel "
+                "mlr-text has text units as levels, and this model does not know which tokens end lines: give LanguageModel "
                 "text_units, or choose another spec, such as mlr"
             )
         self.norm = nn.LayerNorm(embed_dim, bias=bias)
@@ -147,9 +147,9 @@ class Transformer(nn.Module):
                 x is the whole sequence.
             left_padding: (B,) ints, leading tokens of each row that are padding: they are not attended to, and positions
                 are counted from the first real token. What comes out for padding means nothing. With ``caches`` theirs holds.
-            cu_seqlens: (N + 1,) ints, the borders of N sequences that x, of one row, holds one after the other: they do not attend to
+            cu_seqlens: (N + 1,) ints, the offsets of N sequences that are concatenated in the one row of x: they do not attend to
                 each other, and positions are counted in each. Default ``None``: every row is a sequence.
-            segments: of the texts, of each of ``text_units``; with ``caches`` those that the tokens see. Needed with ``mlr-text`` alone.
+            segments: of the texts, of each of ``text_units``; with ``caches`` those that the tokens see. Needed only with ``mlr-text``.
 
         Returns:
             (B, T, E).
@@ -210,9 +210,9 @@ class Transformer(nn.Module):
         elif left_padding is not None:
             positions = torch.arange(length, device=left_padding.device) - left_padding[:, None]
         elif cu_seqlens is not None:
-            places = torch.arange(length, device=cu_seqlens.device)
-            starts = cu_seqlens[torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True)]
-            positions = (places - starts)[None]
+            index = torch.arange(length, device=cu_seqlens.device)
+            starts = cu_seqlens[torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True)]
+            positions = (index - starts)[None]
         else:
             positions = torch.arange(length, device="cpu")
         end = start + length
@@ -265,7 +265,7 @@ class Transformer(nn.Module):
 
     @property
     def text_units(self) -> tuple[Unit, ...]:
-        """The parts of a text that are levels of a layer, from the largest to the smallest."""
+        """The text units that are levels of a layer, from the largest to the smallest."""
         wanted = {unit for layout in self._text_layouts for unit in layout.units}
         return tuple(unit for unit in UNITS if unit in wanted)
 

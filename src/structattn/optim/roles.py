@@ -31,7 +31,7 @@ class Role:
     ==========  ==========================================================  ============  ======================
     kind        what                                                        initial std   learning rate (AdamW)
     ==========  ==========================================================  ============  ======================
-    embedding   token and position embeddings, the read-in of numbers       0.02, or std  rate
+    embedding   token and position embeddings, input projections            0.02, or std  rate
     hidden      a matrix that reads the width: q, k, v, MLP in              1/sqrt(f)     rate base_fan_in sqrt(u) / f
     factor      one factor of a structured matrix, f that of one block      1/sqrt(f)     likewise
     output      attention output, MLP output, head                          0             likewise
@@ -46,7 +46,7 @@ class Role:
             default, for kinds whose row does not mention it.
         uses: u, of a matrix: how many times one vector meets it, in a number that grows with the width. Default 1. The gradients
             of these uses add up with random signs, not in step as the inputs of one sum do, so that a step at the rate of the
-            fan-in alone would fade like 1/sqrt(u): a Kronecker product's factors meet sqrt(E) slices of a vector of E numbers.
+            fan-in alone would vanish like 1/sqrt(u): a Kronecker product's factors meet sqrt(E) slices of a vector of E numbers.
         std: initial standard deviation of an embedding, the same at every width. Default ``None``: 0.02.
 
     Raises:
@@ -141,7 +141,7 @@ class DrawsFactors(Protocol):
 
 
 class ComputesWeight(Protocol):
-    """A layer whose ``weight`` is made of several parameters, so that it can stand where a linear layer was."""
+    """A layer whose ``weight`` is made of several parameters, so that it can replace a linear layer."""
 
     def weight_roles(self, role: Role) -> Mapping[str, Role]:
         """The roles of these parameters, by name relative to the layer, where the weight as a whole has that role."""
@@ -182,7 +182,7 @@ def _declared(module: nn.Module) -> Mapping[str, Role]:
 
 
 def _walk(module: nn.Module, parts: Sequence[str]) -> Any:
-    """What stands there; by attributes, since the wrappers of compile and FSDP pass these on."""
+    """The attribute at that path; by attributes, since the wrappers of compile and FSDP pass these on."""
     value: Any = module
     for part in parts:
         while isinstance(value, nn.parallel.DistributedDataParallel | nn.DataParallel):

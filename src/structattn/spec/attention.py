@@ -64,7 +64,7 @@ def _ranks_and_window(text: str) -> dict[str, Any]:
 
 
 def _bilinear(name: str) -> Form:
-    """The form ``bilinear-FAMILY`` of a family that has no scoring of its own."""
+    """The form ``bilinear-FAMILY`` of a family without a scoring class."""
     family = structure.FORMS[name]
     return Form(
         syntax=f"bilinear-{family.syntax}",
@@ -110,7 +110,7 @@ FORMS: dict[str, Form] = {
     "mlr-text": Form(
         syntax="mlr-text:R|R|...[@UNIT|...][,values=V|V|...]",
         example="mlr-text:32|16|16",
-        meaning="MLR attention whose levels are all text and then its parts, paragraph, line and word unless UNITs are given; for "
+        meaning="MLR attention whose levels are the whole text and then its units, paragraph, line and word unless UNITs are given; for "
         "language models",
         value=_units,
         options=_LAYOUT,
@@ -252,7 +252,7 @@ def _scoring_terms(spec: AttentionSpec) -> list[str]:
                 name = found.family
                 raise ConfigError(f"Matrix of {name} has no text form: bilinear-{name} is the scoring of that name")
             return [write_term(f"bilinear-{found}", **_options(scoring))]
-    raise ConfigError("a score with a matrix of one's own has no text form: give a Structure, or keep the object")
+    raise ConfigError("a score with a given matrix has no text form: give a Structure, or keep the object")
 
 
 def _layout_terms(spec: AttentionSpec) -> list[str]:

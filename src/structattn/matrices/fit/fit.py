@@ -95,9 +95,9 @@ def fit(
 
     Raises:
         ShapeError: ``dense`` has another shape than ``like``.
-        DataError: ``dense`` holds NaN or infinity; the first place is named. Or it is complex, or no numbers; or the nearest
+        DataError: ``dense`` holds NaN or infinity; the first position is named. Or it is complex, or no numbers; or the nearest
             matrix does not fit into ``like``'s dtype.
-        ConfigError: ``like`` shares right factors or caps them (``rms_cap``), so a nearest matrix has no factors of its own;
+        ConfigError: ``like`` shares right factors or caps them (``rms_cap``), so a nearest matrix has no separate factors;
             or the structure does not exist at this size.
 
     Cost: an SVD per block, all work in float64; refinement forms the dense matrix at every step.
@@ -161,11 +161,11 @@ def _check_like(like: StructuredMatrix, dense: Tensor) -> None:
     if tuple(dense.shape) != expected:
         raise ShapeError(f"fit: {type(like).__name__} has shape {expected}, got a matrix of shape {tuple(dense.shape)}")
     if isinstance(like, FactoredMatrix) and (like.rms_cap or like.right_batch_shape != like.batch_shape):
-        raise ConfigError("fit: the matrix must have right factors of its own and no rms_cap; build one without them")
+        raise ConfigError("fit: the matrix must have separate right factors and no rms_cap; build one without them")
 
 
 def _single(like: StructuredMatrix, place: tuple[int, ...]) -> StructuredMatrix:
-    """The matrix at a place of the batch alone, in float64."""
+    """One matrix of the batch, in float64."""
     one = like.rebatched(()).double()
     with torch.no_grad():
         for name, value in one.named_parameters():

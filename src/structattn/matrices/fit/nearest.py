@@ -55,7 +55,7 @@ def nearest_term(term: BlockTerm, dense: Tensor) -> tuple[Tensor, Tensor]:
     """The factors of the block term nearest to ``dense``: optimal for its permutations, whatever they are.
 
     Feature f of a term belongs to one left block k' and one right block k and adds a matrix of rank 1 to the submatrix of
-    their rows and columns alone. So every submatrix (k', k) is a problem of its own: the best approximation whose rank is the
+    only their rows and columns. So every submatrix (k', k) is a separate problem: the best approximation whose rank is the
     number of its features, by a truncated SVD; submatrices without features are not reached at all.
 
     Args:
@@ -104,7 +104,7 @@ def term_product(term: BlockTerm, left: Tensor, right: Tensor) -> Tensor:
 
 @dataclass
 class Descent:
-    """A sum of block terms on its way to ``target``; every sweep improves it.
+    """A sum of block terms that approaches ``target``; every sweep over the terms improves it.
 
     Block coordinate descent with momentum: each term in turn takes its nearest matrix to what the others leave
     (``nearest_term``), the others being extrapolated along their last change. A sweep that would raise the error is undone

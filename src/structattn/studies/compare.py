@@ -19,9 +19,10 @@ from structattn.studies.analysis.model_selection import search
 from structattn.studies.analysis.scaling import scaling
 from structattn.studies.environment import hardware, versions
 from structattn.studies.folders import Owner, check_owner, last_folder, opened
+from structattn.studies.grid import Point, points_of
 from structattn.studies.old_folders import comparison_record
 from structattn.studies.point_runs import ModelCosts, PointRuns
-from structattn.studies.recipe import Point, Recipe
+from structattn.studies.recipe import Recipe
 from structattn.studies.records.common import to_json
 from structattn.studies.records.comparison import (
     RESULTS,
@@ -108,7 +109,7 @@ def compare(
     from structattn.studies.report.pages import write_pages
 
     shared_task.cache_clear()  # the data may have changed since another comparison
-    points = [PointRuns(task_name=task_name, point=point, out=Path()) for point in recipe.points()]
+    points = [PointRuns(task_name=task_name, point=point, out=Path()) for point in points_of(recipe)]
     tasks = [shared_task(task_name, runs.point.recipe.task) for runs in points]
     models = [runs.models() for runs in points]
     settings = to_plain(recipe) | tasks[0].identity(to_plain(recipe.task))

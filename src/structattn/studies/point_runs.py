@@ -16,7 +16,8 @@ from torch import nn
 from structattn.checks import MAX_LENGTH
 from structattn.errors import ConfigError
 from structattn.studies.budget import affordable_steps, flops_of
-from structattn.studies.recipe import Point, Recipe
+from structattn.studies.grid import Point
+from structattn.studies.recipe import Recipe
 from structattn.studies.runner.runs import Job, ScoredJob
 from structattn.studies.tasks.registry import shared_task
 from structattn.studies.training.build import empty_model, spec_for

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from structattn.errors import ConfigError
-from structattn.studies.settings import Change, apply_overrides
+from structattn.studies.settings import Change
 from structattn.studies.training.config import TrainingConfig
 
 MOST_RUNS = 100_000
@@ -18,14 +17,24 @@ MOST_RUNS = 100_000
 _SET_BY = {"widths": ("task.embed_dim", "task.num_heads", "widths"), "budgets": ("budgets",)}
 
 
-def _key(setting: str) -> str:
-    return Change.parse(setting).name
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Settings that are varied together.
 
+    Attributes:
+        name: for tables.
+        changes: of the settings, by how each is written.
+    """
 
-def _named(variant: str) -> tuple[str, list[str]]:
-    """The name of a variant, the whole text where it has none, and its settings."""
-    name, named, settings = variant.partition(": ")
-    return name, (settings if named else variant).split()
+    name: str
+    changes: dict[str, Change]
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Reads ``"task.dim=4 task.num_heads=2"``, which is its own name, or ``"small: task.dim=4"``."""
+        name, named, settings = text.partition(": ")
+        written = (settings if named else text).split()
+        return cls(name=name, changes={one: Change.parse(one) for one in written})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +93,7 @@ class Recipe:
         for name in ("learning_rates", "variants", "search", "widths", "budgets"):
             values = getattr(self, name)
             if len(set(values)) != len(values):
-                raise ConfigError(f"{name}: every one once, got {', '.join(map(str, values))}")
+                raise ConfigError(f"{name} must be unique, got {', '.join(map(str, values))}")
         if self.equal not in ("steps", "compute"):
             raise ConfigError(f"equal: {self.equal!r} is not steps or compute")
         if self.sweep_settings and not self.learning_rates:
@@ -101,38 +110,40 @@ class Recipe:
     def _check_search(self) -> None:
         if self.search and self.budgets:
             raise ConfigError("a search and budgets exclude each other: a scaling law is of settings that are given")
-        searched = {_key(setting) for text in self.search for setting in _named(text)[1]}
-        for variant in self.variants:
-            if lost := [setting for setting in _named(variant)[1] if _key(setting) in searched]:
-                raise ConfigError(
-                    f"variants: {lost[0]} would be lost, since the search sets it: leave one of the two out"
-                )
+        self._check_kept(
+            {change.name for text in self.search for change in Variant.parse(text).changes.values()},
+            "the search sets it",
+        )
 
     def _check_variants(self) -> None:
-        names = [name for name, named, _ in (variant.partition(": ") for variant in self.variants) if named]
+        names = [Variant.parse(text).name for text in self.variants]
         if len(set(names)) != len(names):
             raise ConfigError(
-                f"variants: every name once, or their results would be taken for one, got {', '.join(names)}"
+                f"variants: names must be unique, since results are identified by them, got {', '.join(names)}"
             )
-        for place, values in (("widths", self.widths), ("budgets", self.budgets)):
-            for variant in self.variants if values else ():
-                _, settings = _named(variant)
-                if lost := [text for text in settings if _key(text) in _SET_BY[place]]:
-                    raise ConfigError(
-                        f"variants: {lost[0]} would be lost, since {place} set it: leave one of the two out"
-                    )
+        for axis, names_set in _SET_BY.items():
+            if getattr(self, axis):
+                self._check_kept(set(names_set), f"{axis} set it")
+
+    def _check_kept(self, names: set[str], why: str) -> None:
+        """Raises ``ConfigError`` if a variant sets one of these settings, which something else sets as well."""
+        for text in self.variants:
+            for written, change in Variant.parse(text).changes.items():
+                if change.name in names:
+                    raise ConfigError(f"variants: {written} would be lost, since {why}: leave one of the two out")
 
     def _check_widths(self) -> None:
         if self.training.parametrization != "mup" and len(self.widths) > 1:
             raise ConfigError(
                 "a learning rate holds at several widths under muP only: set training.parametrization=mup"
             )
-        head_dim = self._head_dim()
+        head_dim = self.head_dim()
         if wrong := [width for width in self.widths if width < 1 or width % head_dim]:
             raise ConfigError(f"widths must be multiples of the head dimension, {head_dim} here, got {wrong[0]}")
 
-    def _head_dim(self) -> int:
-        task: Any = self.task
+    def head_dim(self) -> int:
+        """That of the settings; raises ``ConfigError`` for models without a width."""
+        task = self.task
         if not hasattr(task, "embed_dim") or not hasattr(task, "num_heads"):
             raise ConfigError(f"the models of {type(task).__name__} have no width to vary: leave widths empty")
         return int(task.embed_dim // task.num_heads)
@@ -143,61 +154,6 @@ class Recipe:
         points = math.prod(len(values) or 1 for values in (self.variants, self.widths, self.budgets, self.search))
         swept = len(self.learning_rates) - (not self.sweep_settings) if len(self.learning_rates) > 1 else 0
         return points * len(self.attention) * (self.seeds + swept)
-
-    def points(self) -> list[Point]:
-        """Everything under which the attentions are compared: variants x widths x budgets x search, in that order; at least one point."""
-        axes = itertools.product(
-            self.variants or ("",), self.widths or (None,), self.budgets or (None,), self.search or ("",)
-        )
-        return [self._point(*place) for place in axes]
-
-    def _point(self, variant: str, width: int | None, budget: float | None, search: str) -> Point:
-        name, changes = _named(variant)
-        searched, choices = _named(search)
-        changes += choices
-        if width is not None:
-            changes += [f"task.embed_dim={width}", f"task.num_heads={width // self._head_dim()}"]
-        if budget is not None:
-            short = f"{budget:g}"
-            changes.append(f"budgets={short if float(short) == budget else repr(budget)}")
-        alone = replace(self, variants=(), search=(), widths=(), budgets=())
-        recipe = apply_overrides(alone, tuple(changes))
-        replaced = {_key(setting) for setting in self.sweep_settings}
-        return Point(
-            variant=name,
-            width=width,
-            budget=budget,
-            searched=searched,
-            settings=" ".join(changes),
-            recipe=recipe,
-            sweep_settings=" ".join(change for change in changes if _key(change) not in replaced),
-            swept=apply_overrides(recipe, self.sweep_settings),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """A recipe at one of its variants, widths and budgets.
-
-    Attributes:
-        variant: its name; empty where there is only one.
-        width, budget: ``None`` where the recipe does not vary them.
-        searched: which of the settings to choose from, by its name; empty without a search.
-        settings: all that differs from the recipe's own, as one text.
-        recipe: the settings there.
-        sweep_settings: as ``settings``, without what the runs that choose a learning rate have of their own: points that differ in nothing
-            else share those runs.
-        swept: the settings of those runs.
-    """
-
-    variant: str
-    width: int | None
-    budget: float | None
-    searched: str
-    settings: str
-    recipe: Recipe
-    sweep_settings: str
-    swept: Recipe
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from structattn.checks import MAX_LENGTH, check_int, quoted
@@ -25,10 +25,17 @@ class Change:
     Attributes:
         name: of the setting, in full: ``training.lr`` may be written for ``training.learning_rate``.
         text: its value, as ``convert`` reads it.
+        value: the value itself, where it is known; else it is read from the text.
     """
 
     name: str
     text: str
+    value: Any = None
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> Change:
+        """A change to a value that is known."""
+        return cls(name, _as_text(value), value)
 
     @classmethod
     def parse(cls, text: str) -> Change:
@@ -100,7 +107,7 @@ def _changed(config: T, changes: list[tuple[list[str], Change]]) -> T:
         elif rest:
             raise ConfigError(f"unknown setting {name!r}: {head!r} has no fields")
         else:
-            values[head] = convert(change.text, hints[head], name)
+            values[head] = convert(change.text, hints[head], name) if change.value is None else change.value
     for head, deeper in inner.items():
         values[head] = _changed(getattr(config, head), deeper)
     if isinstance(config, TrainingConfig):
@@ -115,7 +122,11 @@ def apply_overrides(config: T, overrides: tuple[str, ...]) -> T:
         ConfigError: no such field (nearest named), a section in place of a field, a value of the wrong type, or values
             that do not fit together.
     """
-    changes = [Change.parse(override) for override in overrides]
+    return with_changes(config, [Change.parse(override) for override in overrides])
+
+
+def with_changes(config: T, changes: Iterable[Change]) -> T:
+    """A copy with all changes; see ``apply_overrides``."""
     return _changed(config, [(change.name.split("."), change) for change in changes])
 
 
@@ -148,7 +159,10 @@ def _as_text(value: Any) -> str:
         return ",".join(map(_as_text, value)) or "()"
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
 
 
 def to_plain(config: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from structattn.errors import ConfigError
 from structattn.studies.analysis.scaling import scaling
 from structattn.studies.budget import affordable_steps
 from structattn.studies.data.corpus import Characters
+from structattn.studies.grid import points_of
 from structattn.studies.point_runs import training_of
 from structattn.studies.records import Row
 from structattn.studies.records.common import to_json
@@ -34,7 +35,7 @@ def grid(*changes: str):
 
 def test_a_grid_has_every_variant_at_every_width_and_budget() -> None:
     recipe = grid("widths=64,128", "budgets=1e12,4e12")
-    points = recipe.points()
+    points = points_of(recipe)
     expected = itertools.product(("learned positions", "RoPE"), (64, 128), (1e12, 4e12))
     assert [(p.variant, p.width, p.budget) for p in points] == list(expected)
     for point in points:
@@ -42,6 +43,7 @@ def test_a_grid_has_every_variant_at_every_width_and_budget() -> None:
         assert (task.embed_dim, task.embed_dim // task.num_heads) == (point.width, 64)
         assert task.rotary == ("low_far" if point.variant == "RoPE" else "")
         assert point.recipe.budgets == (point.budget,)
+        assert point.changes[f"task.embed_dim={point.width}"].value == point.width
         assert not point.recipe.widths
         assert not point.recipe.variants
     assert len({p.settings for p in points}) == 8
@@ -51,7 +53,7 @@ def test_a_grid_has_every_variant_at_every_width_and_budget() -> None:
 
 
 def test_budgets_are_kept_to_the_last_digit() -> None:
-    near = grid("widths=64", "variants=", "budgets=1000001,1000002,1e12").points()
+    near = points_of(grid("widths=64", "variants=", "budgets=1000001,1000002,1e12"))
     assert [point.recipe.budgets for point in near] == [(1000001.0,), (1000002.0,), (1e12,)]
     assert len({point.settings for point in near}) == 3
     assert near[-1].settings.endswith("budgets=1e+12")  # the short form names the folders of runs that there are
@@ -59,7 +61,7 @@ def test_budgets_are_kept_to_the_last_digit() -> None:
 
 def test_a_recipe_without_a_grid_is_one_point() -> None:
     recipe = recipe_for("text", "smoke")
-    (point,) = recipe.points()
+    (point,) = points_of(recipe)
     assert point.recipe == recipe
     assert (point.settings, point.variant, point.width, point.budget) == ("", "", None, None)
 
@@ -67,13 +69,13 @@ def test_a_recipe_without_a_grid_is_one_point() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (("widths=64,64",), "every one once"),
+        (("widths=64,64",), "widths must be unique"),
         (("widths=100",), "multiples of the head dimension, 64"),
         (("budgets=0",), "must be positive"),
         (("budgets=inf",), "must be positive"),
         (("training.parametrization=standard", "sweep_settings=", "widths=64,128"), "muP only"),
         (("equal=tokens",), "tokens"),
-        (("variants=a: task.rotary=,a: task.rotary=low_far",), "every name once"),
+        (("variants=a: task.rotary=,a: task.rotary=low_far",), "names must be unique"),
         (("variants=a: task.rotary= task.num_heads=2",), "task.num_heads=2 would be lost, since widths set it"),
         (("variants=a: budgets=1e12",), "budgets=1e12 would be lost"),
     ],
@@ -196,7 +198,7 @@ def test_a_grid_from_the_command_line(tmp_path: Path, capsys) -> None:
 
 @pytest.mark.parametrize("spec", ["standard", "mlr:16|16|16|16"])
 def test_a_budget_of_any_size_is_counted_at_once(spec: str) -> None:
-    (point, *_) = grid("widths=64", "budgets=1e18").points()
+    (point, *_) = points_of(grid("widths=64", "budgets=1e18"))
     training = training_of("text", point.recipe, spec)
     with torch.device("meta"):
         model = point.recipe.task.build_model(spec_for(spec, "mup"), Characters())
@@ -208,7 +210,7 @@ def test_a_budget_of_any_size_is_counted_at_once(spec: str) -> None:
 @pytest.mark.parametrize("preset", presets_of("text"))
 def test_every_preset_has_models_that_fit(preset: str) -> None:
     recipe = recipe_for("text", preset)
-    point = recipe.points()[-1]
+    point = points_of(recipe)[-1]
     for settings in (point.recipe, point.swept):
         with torch.device("meta"):
             for spec in recipe.attention:

@@ -14,6 +14,7 @@ from scipy.stats import tukey_hsd
 from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.studies.analysis.model_selection import critical_differences, search
+from structattn.studies.grid import points_of
 from structattn.studies.records import Row
 from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.registry import recipe_for
@@ -22,7 +23,7 @@ from structattn.testing.records import made_baseline, made_row
 
 def test_every_setting_is_a_point_and_rates_are_chosen_at_each() -> None:
     recipe = recipe_for("forecast", "ett")
-    points = recipe.points()
+    points = points_of(recipe)
     horizons, look_backs = (96, 192, 336), (96, 336, 512, 1024, 2048)
     expected = list(itertools.product(("OT", "*"), horizons, look_backs))
     places = [(p.recipe.task.data.target, p.recipe.task.horizon, p.recipe.task.look_back) for p in points]
@@ -37,7 +38,8 @@ def test_every_setting_is_a_point_and_rates_are_chosen_at_each() -> None:
     [
         (("budgets=1e12",), "exclude each other"),
         (("variants=a: task.look_back=24",), "task.look_back=24 would be lost"),
-        (("search=task.look_back=24,task.look_back=24",), "every one once"),
+        (("variants=a: training.lr=0.2", "search=training.learning_rate=0.1"), "training.lr=0.2 would be lost"),
+        (("search=task.look_back=24,task.look_back=24",), "search must be unique"),
     ],
 )
 def test_searches_that_make_no_sense(changes: tuple[str, ...], message: str) -> None:

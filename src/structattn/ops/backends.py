@@ -99,8 +99,8 @@ def _triton_backward(*arguments: Any, needs_bias: bool) -> tuple[Tensor, Tensor,
 
 TABLE: dict[str, Row] = {
     "reference": Row(forward=derivatives.definition),
-    "scaled_dot_product_attention": Row(forward=lambda *call: (sdpa.forward(*call), None)),
-    "small": Row(forward=lambda *call: (small.forward(*call), None)),
+    "scaled_dot_product_attention": Row(forward=sdpa.forward),
+    "small": Row(forward=small.forward),
     "blocked": Row(forward=blocked.forward, backward=blocked.backward),
     "triton": Row(forward=_triton_forward, backward=_triton_backward, why_not_here=_no_triton, why_not=_not_for_triton),
 }
@@ -137,8 +137,9 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
 
     The reason is not made here, since a compiler that puts a length into text fixes the program to this length.
     """
-    per_head = q.shape[2] * k.shape[2]
-    scores = q.shape[0] * q.shape[1] * per_head
+    batch, heads, num_queries, _ = q.shape
+    per_head = num_queries * k.shape[2]
+    scores = batch * heads * per_head
     is_plain = not is_transformed()
     # A compiler can trace no other backend inside of a transform.
     if not is_plain and (torch.compiler.is_compiling() or holds(scores <= DENSE_BATCH_SCORES)):
@@ -147,13 +148,13 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
         return "small", lambda: f"{_levels(call)}, {q.shape[2]} x {k.shape[2]} scores per head: all of them are kept"
     if is_plain and len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, return_lse):
         return "scaled_dot_product_attention", lambda: "one level, which PyTorch's own kernels compute"
-    if q.device.type == "cuda":
+    if q.is_cuda:
         reason = _why_not_call("triton", q, k, v, call)
         if reason is None:
             return "triton", lambda: f"{_levels(call)} in one fused kernel"
     else:
         reason = "the tensors are not on a CUDA device"
-    per_row = scores if call.attn_bias is None else scores // max(q.shape[0], 1)
+    per_row = scores if call.attn_bias is None else scores // max(batch, 1)
     # Packed sequences together make many hidden pairs, and one after another many small products.
     if call.cu_seqlens is None and holds(per_row <= DENSE_SCORES) and holds(scores <= DENSE_BATCH_SCORES):
         return "reference", lambda: f"{scores} scores are few enough for dense products (no fused kernel: {reason})"

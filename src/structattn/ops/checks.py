@@ -29,6 +29,7 @@ from structattn.layout.levels import LevelLayout
 from structattn.ops.sequences import checked_numbers
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NOTHING = nullcontext()
 _PLAIN = (Tensor, Parameter)  # exactly these, no other subclass
 
 
@@ -39,12 +40,12 @@ def taken_dtype(x: Tensor) -> torch.dtype:
 
 def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as the op takes them: under autocast in its dtype."""
-    return tensors if no_autocast() else tuple(x.to(taken_dtype(x)) for x in tensors)
+    return tensors if no_autocast() else tuple([x.to(taken_dtype(x)) for x in tensors])
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """The tensors have autocast's dtype already, and scores have float32 at least. The meta device has no autocast."""
-    return nullcontext() if x.is_meta or no_autocast() else torch.autocast(x.device.type, enabled=False)
+    return _NOTHING if no_autocast() or x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def is_eager(x: Tensor) -> bool:
@@ -64,6 +65,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
     Any number of rows, heads, queries and keys may be 0, as PyTorch's attention allows it, but no dimension of a vector.
     """
+    device = dtype = None
     for name, x in (("q", q), ("k", k), ("v", v)):  # every call pays for this: no message is made that is not needed
         if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested:
             check_tensor(name, x)
@@ -71,14 +73,17 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ShapeError(f"{name} must be 4-dimensional (batch, heads, length, dim), got shape {tuple(x.shape)}")
         if x.dtype not in _DTYPES:
             raise ShapeError(f"{name} must be floating point, of 16, 32 or 64 bits, got {x.dtype}")
-        if x.shape[3] < 1:
-            raise ShapeError(f"{name} has vectors of 0 dimensions: shape {tuple(x.shape)}")
-        if x is not q and (x.device != q.device or (x.dtype != q.dtype and taken_dtype(x) != taken_dtype(q))):
+        if device is None:
+            device, dtype = x.device, x.dtype
+        elif x.device != device or (x.dtype != dtype and taken_dtype(x) != taken_dtype(q)):
             raise ShapeError(
                 f"q, k and v need one dtype and device: q is {q.dtype} on {q.device}, {name} is {x.dtype} on {x.device}"
             )
     (batch, heads, _, dim), (key_batch, key_heads, num_keys, key_dim) = q.shape, k.shape
-    value_batch, value_heads, num_values, _ = v.shape
+    value_batch, value_heads, num_values, value_dim = v.shape
+    if dim < 1 or key_dim < 1 or value_dim < 1:
+        name, x = next((name, x) for name, x in (("q", q), ("k", k), ("v", v)) if x.shape[3] < 1)
+        raise ShapeError(f"{name} has vectors of 0 dimensions: shape {tuple(x.shape)}")
     if not batch == key_batch == value_batch:
         raise ShapeError(f"batch sizes differ: q {batch}, k {key_batch}, v {value_batch}")
     if key_heads != value_heads:

@@ -107,7 +107,7 @@ class _Once(torch.autograd.Function):
 
 def with_further_derivatives(out: Tensor, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The output of a kernel whose gradient cannot be differentiated, with gradients at every order."""
-    if not out.requires_grad or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return out
     inputs = (q, k, v) if call.attn_bias is None else (q, k, v, call.attn_bias)
     result: Tensor = _Once.apply(out, call, *inputs)  # type: ignore[no-untyped-call]

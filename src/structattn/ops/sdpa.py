@@ -27,7 +27,7 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool
         return False  # only a T x S mask could say so
     if call.is_causal and not holds(q.shape[2] == k.shape[2]) and not _has_one_query(q, call):
         return False  # PyTorch's causal queries are the first positions, not the last
-    if q.device.type != "cpu":
+    if not q.is_cpu:
         return True
     if call.dropout_p > 0:
         return False  # it keeps all scores, and its masks are not those of a seed
@@ -35,11 +35,11 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool
     return q.shape[3] == v.shape[3] or holds(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= MOST_SCORES)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
     """Plain attention of a call that ``suits``, differentiable any number of times.
 
     Returns:
-        (B, H, T, V) in q's dtype.
+        (B, H, T, V) in q's dtype, and no log-sum-exp.
 
     Cost: that of PyTorch's kernel; second derivatives that of ``reference``.
     """
@@ -67,4 +67,5 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
             scale=scale,
             enable_gqa=holds(q.shape[1] != k.shape[1]),
         )
-    return derivatives.with_further_derivatives(out if out.dtype == dtype else out.to(dtype), call, q, k, v)
+    out = out if out.dtype == dtype else out.to(dtype)
+    return (derivatives.with_further_derivatives(out, call, q, k, v) if out.requires_grad else out), None

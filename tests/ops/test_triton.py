@@ -1,7 +1,6 @@
 """The Triton kernels against the definition, and their compilation without a GPU.
 
-The kernels run on a GPU where there is one. Triton's interpreter needs its variable before anything imports triton, which
-importing structattn does; so one test runs this file again, in a process that has the variable from its start.
+The kernels run on a GPU where there is one, else in Triton's interpreter (``tests/conftest.py``).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _loop_kernel(out, stop):
 def _why_skip() -> str | None:
     """Why no kernel can run here: what is asked of Triton is a loop up to a number known at run time."""
     if DEVICE == "cuda":
-        return None if torch.cuda.is_available() else "no GPU: test_in_the_interpreter runs this in its own process"
+        return None if torch.cuda.is_available() else "no GPU, and TRITON_INTERPRET is not 1"
     out = torch.zeros(32)
     try:
         _loop_kernel[(1,)](out, 32)
@@ -211,7 +210,7 @@ def test_agrees_with_the_definition(name: str) -> None:
 
 DECODING = {
     "one query": Case(layout=HALVING, lengths=(1, 90), heads=(6, 2), batch=2),
-    "queries on both sides of a border": Case(layout=WIDE, lengths=(5, 66), heads=(2, 1)),
+    "queries on both sides of a boundary": Case(layout=WIDE, lengths=(5, 66), heads=(2, 1)),
     "window": Case(layout=FREE, lengths=(3, 80), window=20),
     "not causal, values": Case(layout=VALUES, lengths=(4, 75), is_causal=False, heads=(4, 1)),
     "float16": Case(layout=EQUAL, lengths=(2, 70), dtype=torch.float16),
@@ -238,7 +237,7 @@ def test_the_gradient_of_the_log_sum_exp_is_optional() -> None:
 
 @runs
 @pytest.mark.parametrize("layout", [HALVING, FREE, VALUES], ids=["halving", "free", "values"])
-def test_packed_sequences_are_those_computed_alone(layout: LevelLayout) -> None:
+def test_packed_sequences_are_those_computed_separately(layout: LevelLayout) -> None:
     case = Case(layout=layout, lengths=(45, 45), ends=(7, 38, 45))
     q, k, v = case.tensors()
     out, lse = triton_attention.forward(q, k, v, case.call)
@@ -305,10 +304,10 @@ def test_says_what_it_lacks() -> None:
 
 @pytest.mark.parametrize("tiles", [Tiles(own=16, walk=16), Tiles(own=64, walk=32)], ids=str)
 @pytest.mark.parametrize("layout", [HALVING, FREE, WIDE, EQUAL, VALUES], ids=str)
-def test_pieces_cover_each_dimension_once(layout: LevelLayout, tiles: Tiles) -> None:
+def test_subtiles_cover_each_dimension_once(layout: LevelLayout, tiles: Tiles) -> None:
     _, _, ends, value_ends, _, keys, values, *_ = make_plan(layout, None, 20, tiles).constants
-    for pieces, dim in ((keys, ends[-1]), (values, value_ends[-1])):
-        stored = [column for start, width, stop, _, _ in pieces for column in range(start, min(start + width, stop))]
+    for subtiles, dim in ((keys, ends[-1]), (values, value_ends[-1])):
+        stored = [column for start, width, stop, _, _ in subtiles for column in range(start, min(start + width, stop))]
         assert stored == list(range(dim))
 
 
@@ -370,17 +369,6 @@ print(max(itertools.chain(
 """
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "--tb=short"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    if BROKEN in done.stdout:
-        pytest.skip(BROKEN)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_compiles_for_a_gpu_within_the_shared_memory_of_small_ones() -> None:
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     if not ptxas.exists():

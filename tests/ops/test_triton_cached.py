@@ -1,6 +1,6 @@
 """The Triton kernel over a compressed cache against the definition over all keys, and its compilation without a GPU.
 
-As in ``test_triton``, one test runs this file again with Triton's interpreter where there is no GPU.
+Without a GPU in Triton's interpreter (``tests/conftest.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _loop_kernel(out, stop):
 def _why_skip() -> str | None:
     """Why no kernel can run here: what is asked of Triton is a loop up to a number known at run time."""
     if DEVICE == "cuda":
-        return None if torch.cuda.is_available() else "no GPU: test_in_the_interpreter runs this in its own process"
+        return None if torch.cuda.is_available() else "no GPU, and TRITON_INTERPRET is not 1"
     out = torch.zeros(32)
     try:
         _loop_kernel[(1,)](out, 32)
@@ -144,7 +144,7 @@ class Case:
         )
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """By the definition, row by row; the first of several tokens may stand before the first position of its row."""
+        """By the definition, row by row; the first of several tokens may be before the first position of its row."""
         q, k, v = self.tensors()
         heads = q.shape[1]
         k, v = (x.double().repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
@@ -220,7 +220,7 @@ CASES = {
     "several tokens": Case(layout=WIDE, queries=4, lengths=(77, 52), heads=(2, 1, 1)),
     "several tokens, one level": Case(layout=ONE, queries=4, lengths=(80, 66)),
     "several tokens, values": Case(layout=VALUES, queries=3, lengths=(84, 23), heads=(4, 1, 2)),
-    "several tokens behind padding": Case(layout=TWO, queries=8, lengths=(74, 3, 0), heads=(4, 2, 2)),
+    "several tokens after padding": Case(layout=TWO, queries=8, lengths=(74, 3, 0), heads=(4, 2, 2)),
     "wider tiles": Case(layout=WIDE, queries=2, lengths=(93, 66), tiles=Tiles(own=16, walk=32)),
     "float16": Case(layout=HALVING, dtype=torch.float16, capacities=(80, 64, 32, 16), surrounded=True),
     "float16, odd ranks, window": Case(
@@ -333,17 +333,6 @@ print(max(
 """
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "--tb=short"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    if BROKEN in done.stdout:
-        pytest.skip(BROKEN)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_compiles_for_a_gpu_within_the_shared_memory_of_small_ones() -> None:
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     if not ptxas.exists():

@@ -49,7 +49,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def is_eager(x: Tensor) -> bool:
-    """Whether operations on a tensor run as they are: no compiler, tracer, counter subclass of tensors or device without numbers takes part."""
+    """Whether operations on a tensor run as they are: no compiler, tracer or counter takes part, no subclass of tensors and no device without numbers."""
     if torch.compiler.is_compiling():
         return False
     return type(x) in _PLAIN and not x.is_meta and torch._C._len_torch_dispatch_stack() == 0

@@ -30,7 +30,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int | Tensor) -
     Returns:
         Four int64 tensors in [0, 2^32), of the broadcast shape.
 
-    Cost: about 100 integer operations; what depends on one part of the counter is computed once for each of that part.
+    Cost: about 100 integer operations; what depends on one word of the counter is computed once for each value of that word.
     """
     a, b, c, d = counter
     low, high = seed & _WORD, (seed >> 32) & _WORD

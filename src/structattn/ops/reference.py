@@ -27,7 +27,7 @@ class Positions:
         keys: (1 or B, S) int64.
         rows: the batch row or packed sequence of each, (B, 1) or (1, S); it selects the segments of a free partition.
         same: bool (1 or B, T, S), the pairs that lie in one sequence and are not padding; ``None`` when that is all. A query
-            before the first key is no padding, with or without padding behind it.
+            before the first key is no padding, with or without padding after it.
     """
 
     queries: Tensor
@@ -134,7 +134,7 @@ def attention(
     """Structured attention by its definition; the meaning of the arguments is that of ``structured_attention``.
 
     16-bit inputs are computed in float32. A query that sees no key has output 0 and log-sum-exp -inf, and no gradient. What
-    padding holds reaches nothing, NaN neither; nor does another packed sequence, each being computed alone (while PyTorch
+    padding holds reaches nothing, NaN neither; nor does another packed sequence, each being computed separately (while PyTorch
     traces, when lengths are not known, all are computed together, with a mask).
 
     Args:

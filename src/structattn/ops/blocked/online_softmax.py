@@ -275,7 +275,7 @@ def backward(
             key_1, key = _with_column(all_key[batch], 1.0)
             value_1, value = _with_column(all_value[batch], 1.0)
             outward_1, outward = _with_column(all_outward[batch], drop[batch])
-            for line in zip(*grid, strict=True):  # the chunks of one stretch of columns
+            for line in zip(*grid, strict=True):  # the chunks of one span of columns
                 cols = line[0].cols
                 key_done: Tensor | None = None
                 value_done: Tensor | None = None

@@ -1,7 +1,7 @@
 """Structured attention by fused Triton kernels: the launches, and the choice of tiles.
 
 Positions of one tile share a prefix of the levels, so most pairs need only a prefix of the head dimension: the kernels
-read and multiply no more than that (see ``triton_plan``). Scores never reach memory, sums are float32, and results are
+read and multiply no more than that (see ``plan``). Scores never reach memory, sums are float32, and results are
 deterministic: no program adds to rows of another.
 """
 

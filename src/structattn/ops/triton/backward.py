@@ -24,13 +24,13 @@ from structattn.ops.triton.plan import (
     has_fine,
     is_sliced,
     item,
-    key_pieces_of,
-    num_coarse_pieces,
+    key_subtiles_of,
+    num_coarse_subtiles,
     num_groups_of,
     scales_of,
     start_of,
     value_ends_of,
-    value_pieces_of,
+    value_subtiles_of,
     width_of,
 )
 from structattn.ops.triton.primitives import (
@@ -42,15 +42,15 @@ from structattn.ops.triton.primitives import (
     column_scale,
     fine_factor,
     load_own,
-    load_pieces,
+    load_subtiles,
     middle,
     own_tile,
     pick,
     product_of,
     reach,
-    store_pieces,
+    store_subtiles,
     visible_pairs,
-    zero_pieces,
+    zero_subtiles,
 )
 
 
@@ -96,21 +96,21 @@ def accumulate(
     ``own`` and ``walk_key`` are of the score's dimension (queries or keys), ``other`` and ``walk_value`` of the value's (dO
     or values). The walked pointers point at position 0.
     """
-    KEY_PIECES: tl.constexpr = key_pieces_of(PLAN)
-    VALUE_PIECES: tl.constexpr = value_pieces_of(PLAN)
+    KEY_SUBTILES: tl.constexpr = key_subtiles_of(PLAN)
+    VALUE_SUBTILES: tl.constexpr = value_subtiles_of(PLAN)
     lanes = tl.arange(0, WALK)
     for tile in range(start, stop, WALK):
         place = tile + lanes
         valid = (place < stop) & (place >= walk_first)
         row = place.to(tl.int64)
-        keys = load_pieces(walk_key, row * key_stride, valid, KEY_PIECES, NUM_KEY, MASKED)
-        values = load_pieces(walk_value, row * value_stride, valid, VALUE_PIECES, NUM_VALUE, MASKED)
+        keys = load_subtiles(walk_key, row * key_stride, valid, KEY_SUBTILES, NUM_KEY, MASKED)
+        values = load_subtiles(walk_value, row * value_stride, valid, VALUE_SUBTILES, NUM_VALUE, MASKED)
         if FINE:
-            score = product_of(own, keys, num_coarse_pieces(KEY_PIECES))
-            score = add_fine(score, own, keys, position, place, KEY_PIECES, PLAN)
+            score = product_of(own, keys, num_coarse_subtiles(KEY_SUBTILES))
+            score = add_fine(score, own, keys, position, place, KEY_SUBTILES, PLAN)
             scale = fine_factor(factor, position, place, PLAN)
-            grad = product_of(other, values, num_coarse_pieces(VALUE_PIECES))
-            grad = add_fine(grad, other, values, position, place, VALUE_PIECES, PLAN)
+            grad = product_of(other, values, num_coarse_subtiles(VALUE_SUBTILES))
+            grad = add_fine(grad, other, values, position, place, VALUE_SUBTILES, PLAN)
         else:
             score = product_of(own, keys, NUM_KEY)
             scale = factor
@@ -128,24 +128,24 @@ def accumulate(
             shown = visible_pairs(position, place, stop, window, OWN_IS_KEY, IS_CAUSAL, HAS_WINDOW)
             weight = tl.where(shown, weight, 0.0)
         grad = (weight * grad * scale).to(keys[0].dtype)
-        grad_key = add_weighted(grad_key, grad, keys, position, place, KEY_PIECES, NUM_KEY, FINE, PLAN)
+        grad_key = add_weighted(grad_key, grad, keys, position, place, KEY_SUBTILES, NUM_KEY, FINE, PLAN)
         if OWN_IS_KEY:
             grad_value = add_weighted(
-                grad_value, weight.to(values[0].dtype), values, position, place, VALUE_PIECES, NUM_VALUE, FINE, PLAN
+                grad_value, weight.to(values[0].dtype), values, position, place, VALUE_SUBTILES, NUM_VALUE, FINE, PLAN
             )
     return grad_key, grad_value
 
 
 @triton.jit
-def natural(pieces, PIECES: tl.constexpr, SCALES: tl.constexpr):
+def natural(subtiles, SUBTILES: tl.constexpr, SCALES: tl.constexpr):
     """Gradients of scores of base e from those of base 2, times a_l."""
     scaled = ()
-    for p in tl.static_range(count(PIECES)):
-        piece = pieces[p] * 0.6931471805599453
+    for p in tl.static_range(count(SUBTILES)):
+        subtile = subtiles[p] * 0.6931471805599453
         if count(SCALES) > 0:
-            column = start_of(PIECES, p) + tl.arange(0, width_of(PIECES, p))
-            piece = piece * column_scale(column, SCALES)[None, :]
-        scaled = scaled + (piece,)
+            column = start_of(SUBTILES, p) + tl.arange(0, width_of(SUBTILES, p))
+            subtile = subtile * column_scale(column, SCALES)[None, :]
+        scaled = scaled + (subtile,)
     return scaled
 
 
@@ -164,8 +164,8 @@ def gradient_kernel(
 
     ``num_heads`` counts the heads of the own side. A tile of keys walks over the queries of every head of its group.
     """
-    KEY_PIECES: tl.constexpr = key_pieces_of(PLAN)
-    VALUE_PIECES: tl.constexpr = value_pieces_of(PLAN)
+    KEY_SUBTILES: tl.constexpr = key_subtiles_of(PLAN)
+    VALUE_SUBTILES: tl.constexpr = value_subtiles_of(PLAN)
     SCALES: tl.constexpr = scales_of(PLAN)
     MASKED: tl.constexpr = HAS_WINDOW or OWN_IS_KEY or not ALIGNED
     FINE: tl.constexpr = has_fine(PLAN)
@@ -216,9 +216,9 @@ def gradient_kernel(
         line = (batch * num_heads + head) * num_queries + row
         own_base = tl.load(base + line, mask=row_valid, other=float("inf"))
         own_delta = tl.load(delta + line, mask=row_valid, other=0.0)
-    sums = zero_pieces(OWN, KEY_PIECES)
+    sums = zero_subtiles(OWN, KEY_SUBTILES)
     if OWN_IS_KEY:
-        value_sums = zero_pieces(OWN, VALUE_PIECES)
+        value_sums = zero_subtiles(OWN, VALUE_SUBTILES)
     else:
         value_sums = ()
     middle_low, middle_high = middle(first, end - 1, PLAN, ALIGNED, WALK)
@@ -226,11 +226,11 @@ def gradient_kernel(
         for level in range(group_of(PLAN, group, 0), group_of(PLAN, group, 1) + 1):
             value_end = pick(value_ends_of(PLAN), level)
             own = load_own(
-                own_key, row * own_key_row, row_valid, pick(ends_of(PLAN), level), KEY_PIECES,
+                own_key, row * own_key_row, row_valid, pick(ends_of(PLAN), level), KEY_SUBTILES,
                 group_of(PLAN, group, 2), SCALES,
             )  # fmt: skip
             other = load_own(
-                own_value, row * own_value_row, row_valid, value_end, VALUE_PIECES, group_of(PLAN, group, 3), ()
+                own_value, row * own_value_row, row_valid, value_end, VALUE_SUBTILES, group_of(PLAN, group, 3), ()
             )
             factor = pick(factors_of(PLAN), level)
             for walk in range(0, num_walks):
@@ -255,19 +255,19 @@ def gradient_kernel(
                         PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, OWN_IS_KEY,
                         True, False, HAS_WINDOW, False,
                     )  # fmt: skip
-            sums = clear_from(sums, pick(ends_of(PLAN), level), KEY_PIECES)
+            sums = clear_from(sums, pick(ends_of(PLAN), level), KEY_SUBTILES)
             if OWN_IS_KEY and is_sliced(PLAN):
-                value_sums = clear_from(value_sums, value_end, VALUE_PIECES)
+                value_sums = clear_from(value_sums, value_end, VALUE_SUBTILES)
     own = load_own(
-        own_key, row * own_key_row, row_valid, item(ends_of(PLAN), LAST), KEY_PIECES, count(KEY_PIECES), SCALES
+        own_key, row * own_key_row, row_valid, item(ends_of(PLAN), LAST), KEY_SUBTILES, count(KEY_SUBTILES), SCALES
     )
     other = load_own(
         own_value,
         row * own_value_row,
         row_valid,
         item(value_ends_of(PLAN), LAST),
-        VALUE_PIECES,
-        count(VALUE_PIECES),
+        VALUE_SUBTILES,
+        count(VALUE_SUBTILES),
         (),
     )
     start = tl.maximum(middle_low, low)
@@ -279,14 +279,14 @@ def gradient_kernel(
             walk_key + step * walk_key_head, walk_value + step * walk_value_head,
             base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
             start, stop, walk_first, item(factors_of(PLAN), LAST), window,
-            PLAN, count(KEY_PIECES), count(VALUE_PIECES), WALK, OWN_IS_KEY, True, IS_CAUSAL, HAS_WINDOW, FINE,
+            PLAN, count(KEY_SUBTILES), count(VALUE_SUBTILES), WALK, OWN_IS_KEY, True, IS_CAUSAL, HAS_WINDOW, FINE,
         )  # fmt: skip
-    store_pieces(
+    store_subtiles(
         grad_key + batch * grad_key_batch + head * grad_key_head, row * grad_key_row, row_valid,
-        natural(sums, KEY_PIECES, SCALES), KEY_PIECES,
+        natural(sums, KEY_SUBTILES, SCALES), KEY_SUBTILES,
     )  # fmt: skip
     if OWN_IS_KEY:
-        store_pieces(
+        store_subtiles(
             grad_value + batch * grad_value_batch + head * grad_value_head, row * grad_value_row, row_valid,
-            value_sums, VALUE_PIECES,
+            value_sums, VALUE_SUBTILES,
         )  # fmt: skip

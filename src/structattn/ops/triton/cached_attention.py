@@ -1,7 +1,7 @@
 """Decoding over a compressed key/value cache by a fused Triton kernel: the launches, and the choice of tiles.
 
 Level l of the cache has only the keys of the block that decoding is in, dimension by dimension, so that positions lie side
-by side in memory. The kernel reads the cache as it is: nothing is gathered, and no keys or scores are written.
+by side in memory. The kernel reads the cache as it is: nothing is copied, and no keys or scores are written.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ def decode(
     for the positions x = start_1 ... p of a batch row, p being that of its newest token. Arguments are taken as checked.
 
     Args:
-        q: queries, (B, H, T, D), T at most 8, rotated already; float32, float16 or bfloat16; query t stands at p - (T - 1)
+        q: queries, (B, H, T, D), T at most 8, rotated already; float32, float16 or bfloat16; query t is at p - (T - 1)
             + t and sees no later position. With T > 1 all must lie in one block of every level, and see the same first
             position (no window).
         keys: per level (B, G, r_l, C_l), in q's dtype, with any strides but the last, which is 1. G divides H.
-        values: per level (B, Gv, v_l, C_l), or the whole value alone, (B, Gv, V, C_1); likewise. Gv divides H.
+        values: per level (B, Gv, v_l, C_l), or only the whole value, (B, Gv, V, C_1); likewise. Gv divides H.
         starts: first position per level and row, (L, B) int32 or int64 on the device, not falling with the level.
         counts: positions from there to p, likewise; 0 at level 1 for a row without any. Position x is in slot x - start.
         rings: per level, whether position x is in slot x mod C_l instead.

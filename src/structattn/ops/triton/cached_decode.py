@@ -1,6 +1,6 @@
 """The decoding kernel over a compressed cache, in which level l has only the keys of the block that decoding is in.
 
-Tiles of positions that lie before the second level's block (far) have keys of the first level alone; they take a loop of
+Tiles of positions that lie before the second level's block (far) have keys of only the first level; they take a loop of
 their own without masks. In all other tiles each level loads its own positions, and masked lanes cost no memory traffic.
 """
 # mypy: ignore-errors
@@ -33,7 +33,7 @@ def load_slots(
 ):  # fmt: skip
     """Slots first ... first + WALK - 1 of all SIZE dimensions, (padded, WALK); with MASKED those from low to below high.
 
-    Zero beyond SIZE. The borders are rounded outwards to ALIGN, so that loads stay wide: slots between a border and its
+    Zero beyond SIZE. The boundaries are rounded outwards to ALIGN, so that loads stay wide: slots between a boundary and its
     rounding hold garbage. A RING has its slots modulo the capacity.
     """
     column = tl.arange(0, padded(SIZE))
@@ -70,14 +70,14 @@ def attend(
             keys[n], key_strides[n], capacities[n], first - bases[n], starts[n] - bases[n], last + 1 - bases[n],
             item(RANKS, n), WALK, item(ALIGNS, n), item(RINGS, n), MASKED,
         )  # fmt: skip
-        part = tl.dot(queries[n], tile, input_precision="ieee")
+        scores = tl.dot(queries[n], tile, input_precision="ieee")
         if item(SCALES, n) != 1.0:
-            part = part * item(SCALES, n)
+            scores = scores * item(SCALES, n)
         if n == 0:
-            score = part
+            score = scores
         else:
             shared = position >= starts[n]
-            score += tl.where(shared[None, :], part, 0.0)
+            score += tl.where(shared[None, :], scores, 0.0)
             factor = tl.where(shared, item(FACTORS, n), factor)
     score = score * factor[None, :]
     if MASKED:
@@ -89,7 +89,7 @@ def attend(
     total = total * shrink + tl.sum(weight, 1)
     added = ()
     for n in tl.static_range(count(VALUE_RANKS)):
-        part = sums[n] * shrink[:, None]
+        product = sums[n] * shrink[:, None]
         if n < VALUE_LEVELS:
             tile = load_slots(
                 values[n], value_strides[n], capacities[n], first - bases[n], starts[n] - bases[n], last + 1 - bases[n],
@@ -97,8 +97,8 @@ def attend(
             )  # fmt: skip
             if MASKED:  # weight 0 times garbage may be NaN
                 tile = tl.where(((position >= starts[n]) & (position <= last))[None, :], tile, 0.0)
-            part = tl.dot(weight.to(tile.dtype), tl.trans(tile), part, input_precision="ieee")
-        added = added + (part,)
+            product = tl.dot(weight.to(tile.dtype), tl.trans(tile), product, input_precision="ieee")
+        added = added + (product,)
     return added, highest, total
 
 

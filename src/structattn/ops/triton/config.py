@@ -144,7 +144,7 @@ def _fitted(tiles: Tiles, layout: LevelLayout, value_dim: int, itemsize: int, *,
 def default_config(layout: LevelLayout, dtype: torch.dtype, value_dim: int) -> Config | None:
     """The tiles for a layout and a dtype, or ``None`` where none fit; the smallest ones in Triton's interpreter.
 
-    The interpreter has no use for large tiles, and small ones let it test borders on short sequences.
+    The interpreter has no use for large tiles, and small ones let it test boundaries on short sequences.
     """
     if INTERPRETED:
         tiny = Tiles(own=16, walk=16)

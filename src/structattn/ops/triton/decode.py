@@ -6,9 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from structattn.ops.triton.forward import scale_pieces, walk_keys
-from structattn.ops.triton.plan import value_pieces_of
-from structattn.ops.triton.primitives import reach, store_pieces
+from structattn.ops.triton.forward import scale_subtiles, walk_keys
+from structattn.ops.triton.plan import value_subtiles_of
+from structattn.ops.triton.primitives import reach, store_subtiles
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "chunk", "num_splits", "window"])
@@ -45,7 +45,7 @@ def decode_kernel(
     total = tl.where(empty, 1.0, total)
     line = (batch * num_groups * heads_per_group + head) * num_queries + query
     line = split.to(tl.int64) * num_rows + line
-    store_pieces(partial, line * value_dim, row_valid, scale_pieces(sums, 1.0 / total), value_pieces_of(PLAN))
+    store_subtiles(partial, line * value_dim, row_valid, scale_subtiles(sums, 1.0 / total), value_subtiles_of(PLAN))
     tl.store(partial_lse + line, tl.where(empty, float("-inf"), top + tl.log2(total)), mask=row_valid)
 
 
@@ -67,7 +67,7 @@ def merge_kernel(
     for start in range(0, value_dim, WIDTH):
         column = start + tl.arange(0, WIDTH)
         inside = (split < num_splits)[:, None] & (column < value_dim)[None, :]
-        parts = tl.load(partial + line[:, None] * value_dim + column[None, :], mask=inside, other=0.0)
-        merged = tl.sum(parts * weight[:, None], 0)
+        outs = tl.load(partial + line[:, None] * value_dim + column[None, :], mask=inside, other=0.0)
+        merged = tl.sum(outs * weight[:, None], 0)
         tl.store(out + row * value_dim + column, merged.to(out.dtype.element_ty), mask=column < value_dim)
     tl.store(lse + row, tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453))

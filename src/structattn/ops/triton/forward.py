@@ -16,12 +16,12 @@ from structattn.ops.triton.plan import (
     has_fine,
     is_sliced,
     item,
-    key_pieces_of,
-    num_coarse_pieces,
+    key_subtiles_of,
+    num_coarse_subtiles,
     num_groups_of,
     scales_of,
     value_ends_of,
-    value_pieces_of,
+    value_subtiles_of,
 )
 from structattn.ops.triton.primitives import (
     add_fine,
@@ -31,23 +31,23 @@ from structattn.ops.triton.primitives import (
     clear_from,
     fine_factor,
     load_own,
-    load_pieces,
+    load_subtiles,
     middle,
     own_tile,
     pick,
     product_of,
     reach,
-    store_pieces,
+    store_subtiles,
     visible_pairs,
-    zero_pieces,
+    zero_subtiles,
 )
 
 
 @triton.jit
-def scale_pieces(pieces, factor):
+def scale_subtiles(subtiles, factor):
     scaled = ()
-    for p in tl.static_range(len(pieces)):
-        scaled = scaled + (pieces[p] * factor[:, None],)
+    for p in tl.static_range(len(subtiles)):
+        scaled = scaled + (subtiles[p] * factor[:, None],)
     return scaled
 
 
@@ -61,17 +61,17 @@ def attend(
 
     ``key`` and ``value`` point at position 0. ``factor`` is c_n log2(e) of the coarse levels that these keys share.
     """
-    KEY_PIECES: tl.constexpr = key_pieces_of(PLAN)
-    VALUE_PIECES: tl.constexpr = value_pieces_of(PLAN)
+    KEY_SUBTILES: tl.constexpr = key_subtiles_of(PLAN)
+    VALUE_SUBTILES: tl.constexpr = value_subtiles_of(PLAN)
     lanes = tl.arange(0, WALK)
     for tile in range(start, stop, WALK):
         place = tile + lanes
         valid = place < stop
         row = place.to(tl.int64)
-        keys = load_pieces(key, row * key_stride, valid, KEY_PIECES, NUM_KEY, MASKED)
+        keys = load_subtiles(key, row * key_stride, valid, KEY_SUBTILES, NUM_KEY, MASKED)
         if FINE:
-            score = product_of(query, keys, num_coarse_pieces(KEY_PIECES))
-            score = add_fine(score, query, keys, position, place, KEY_PIECES, PLAN)
+            score = product_of(query, keys, num_coarse_subtiles(KEY_SUBTILES))
+            score = add_fine(score, query, keys, position, place, KEY_SUBTILES, PLAN)
             score = score * fine_factor(factor, position, place, PLAN)
         else:
             score = product_of(query, keys, NUM_KEY) * factor
@@ -83,10 +83,10 @@ def attend(
         shrink = tl.exp2(top - highest)
         top = highest
         total = total * shrink + tl.sum(weight, 1)
-        values = load_pieces(value, row * value_stride, valid, VALUE_PIECES, NUM_VALUE, MASKED)
-        sums = scale_pieces(sums, shrink)
+        values = load_subtiles(value, row * value_stride, valid, VALUE_SUBTILES, NUM_VALUE, MASKED)
+        sums = scale_subtiles(sums, shrink)
         sums = add_weighted(
-            sums, weight.to(values[0].dtype), values, position, place, VALUE_PIECES, NUM_VALUE, FINE, PLAN
+            sums, weight.to(values[0].dtype), values, position, place, VALUE_SUBTILES, NUM_VALUE, FINE, PLAN
         )
     return sums, top, total
 
@@ -99,13 +99,13 @@ def walk_keys(
 ):  # fmt: skip
     """The softmax of a tile of queries at positions first ... last over the keys low ... high, level by level.
 
-    Without AFTER no key that shares only coarse levels stands behind the queries.
+    Without AFTER no key that shares only coarse levels is after the queries.
     """
-    KEY_PIECES: tl.constexpr = key_pieces_of(PLAN)
-    VALUE_PIECES: tl.constexpr = value_pieces_of(PLAN)
+    KEY_SUBTILES: tl.constexpr = key_subtiles_of(PLAN)
+    VALUE_SUBTILES: tl.constexpr = value_subtiles_of(PLAN)
     FINE: tl.constexpr = has_fine(PLAN)
     MASKED: tl.constexpr = HAS_WINDOW or not ALIGNED
-    sums = zero_pieces(OWN, VALUE_PIECES)
+    sums = zero_subtiles(OWN, VALUE_SUBTILES)
     # Finite, so that a row without a visible key stays free of -inf - -inf.
     top = tl.full((OWN,), -3.0e38, tl.float32)
     total = tl.zeros((OWN,), tl.float32)
@@ -122,7 +122,7 @@ def walk_keys(
                 query_offset,
                 row_valid & (position * 0 < extent),
                 pick(ends_of(PLAN), level),
-                KEY_PIECES,
+                KEY_SUBTILES,
                 group_of(PLAN, group, 2),
                 scales_of(PLAN),
             )
@@ -138,17 +138,17 @@ def walk_keys(
                     PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, True, False, HAS_WINDOW, False,
                 )  # fmt: skip
             if is_sliced(PLAN):
-                sums = clear_from(sums, pick(value_ends_of(PLAN), level), VALUE_PIECES)
+                sums = clear_from(sums, pick(value_ends_of(PLAN), level), VALUE_SUBTILES)
     LAST: tl.constexpr = coarse_of(PLAN) - 1
     own = load_own(
-        query, query_offset, row_valid, item(ends_of(PLAN), LAST), KEY_PIECES, count(KEY_PIECES), scales_of(PLAN)
+        query, query_offset, row_valid, item(ends_of(PLAN), LAST), KEY_SUBTILES, count(KEY_SUBTILES), scales_of(PLAN)
     )
     start = tl.maximum(middle_low, low)
     stop = tl.minimum(middle_high, high)
     return attend(
         sums, top, total, own, position, key, value, key_stride, value_stride, start, stop,
         item(factors_of(PLAN), LAST), window,
-        PLAN, count(KEY_PIECES), count(VALUE_PIECES), WALK, True, IS_CAUSAL, HAS_WINDOW, FINE,
+        PLAN, count(KEY_SUBTILES), count(VALUE_SUBTILES), WALK, True, IS_CAUSAL, HAS_WINDOW, FINE,
     )  # fmt: skip
 
 
@@ -187,9 +187,9 @@ def forward_kernel(
     )  # fmt: skip
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    store_pieces(
-        out + batch * out_batch + head * out_head, row * out_row, row_valid, scale_pieces(sums, 1.0 / total),
-        value_pieces_of(PLAN),
+    store_subtiles(
+        out + batch * out_batch + head * out_head, row * out_row, row_valid, scale_subtiles(sums, 1.0 / total),
+        value_subtiles_of(PLAN),
     )  # fmt: skip
     log_sum = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
     tl.store(lse + (batch * num_heads + head) * num_queries + row, log_sum, mask=row_valid)

@@ -1,13 +1,13 @@
 """How a layout becomes the compile-time constants of the Triton kernels.
 
 A kernel computes one tile of rows, its *own* tile, and walks over tiles of the other side. Own tiles never cross the
-border of a block that is about as large as a tile or larger (a *coarse* level), so all own rows share every coarse block,
-and the number of coarse levels that a pair shares depends on the walked position alone. A walk therefore visits, level
+boundary of a block that is about as large as a tile or larger (a *coarse* level), so all own rows share every coarse block,
+and the number of coarse levels that a pair shares depends only on the walked position. A walk therefore visits, level
 by level from far to near, ranges whose pairs share exactly the levels up to l: they need the first R_l dimensions and
 no mask. Only the middle, where blocks smaller than a tile (*fine* levels) begin and end, masks pairs.
 
-Dimensions are held as *pieces*, tensors of a power of two of columns, since a tensor in registers cannot be sliced: first
-pieces of the coarse dimensions, of which level l uses a prefix, then pieces of each fine level. A piece may reach beyond
+Dimensions are held as *subtiles*, tensors of a power of two of columns, since a tensor in registers cannot be sliced: first
+subtiles of the coarse dimensions, of which level l uses a prefix, then subtiles of each fine level. A subtile may reach beyond
 R_l; there the own tile is zero, and accumulators are cleared after each level, which is right because levels are walked
 in rising order.
 """
@@ -29,12 +29,12 @@ Constants = tuple[Any, ...]  # ``Plan.constants``
 
 FAR = 2**30  # beyond every position
 _MIN_WIDTH = 16  # the least size of a matrix product on tensor cores
-_WASTE = 1.5  # a level is coarse when tiles that stop at its borders have at most this many times its rows
+_WASTE = 1.5  # a level is coarse when tiles that stop at its boundaries have at most this many times its rows
 _NARROWER = 0.7  # a level has a prefix of its own when it is at most this fraction of the next wider one
 
 # (start, width, stop, level, dim): columns start ... start + width, of which those below stop count; level is the index of
-# a fine level, 0 for coarse pieces; dim is the size of the whole dimension, beyond which nothing may be read.
-Piece = tuple[int, int, int, int, int]
+# a fine level, 0 for coarse subtiles; dim is the size of the whole dimension, beyond which nothing may be read.
+Subtile = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +60,14 @@ class Plan:
 
     Attributes:
         constants: nested tuples for the kernel: block sizes; factors c_n times log2(e); ends of the ranks; ends of the value
-            ranks; (end, a_l) per level, last level first, empty when all a_l are equal; key pieces; value pieces;
-            groups of coarse levels that use the same pieces, as (first level, last level, number of key pieces, number of
-            value pieces); number of coarse levels; whether value slices exist.
+            ranks; (end, a_l) per level, last level first, empty when all a_l are equal; key subtiles; value subtiles;
+            groups of coarse levels that use the same subtiles, as (first level, last level, number of key subtiles, number of
+            value subtiles); number of coarse levels; whether value slices exist.
         anchor: own tiles start anew at multiples of this many positions.
         per_anchor: own tiles from one such position to the next.
         aligned: whether the coarse blocks are whole tiles of the walk.
-        key_width: columns of all key pieces together.
-        value_width: columns of all value pieces together.
+        key_width: columns of all key subtiles together.
+        value_width: columns of all value subtiles together.
     """
 
     constants: Constants
@@ -87,8 +87,8 @@ def _widths(total: int) -> list[int]:
     return widths
 
 
-def _pieces(ends: tuple[int, ...], coarse: int) -> tuple[Piece, ...]:
-    """The pieces of a dimension whose levels end at ``ends``, the first ``coarse`` of them being coarse."""
+def _subtiles(ends: tuple[int, ...], coarse: int) -> tuple[Subtile, ...]:
+    """The subtiles of a dimension whose levels end at ``ends``, the first ``coarse`` of them being coarse."""
     dim, stop = ends[-1], ends[coarse - 1]
     edges = [sum(_widths(stop))]
     for end in reversed(ends[: coarse - 1]):
@@ -96,15 +96,15 @@ def _pieces(ends: tuple[int, ...], coarse: int) -> tuple[Piece, ...]:
             edges.insert(0, sum(_widths(end)))
     spans = [(a, b, stop, 0) for a, b in zip([0, *edges[:-1]], edges, strict=True)]
     spans += [(ends[i - 1], ends[i], ends[i], i) for i in range(coarse, len(ends))]
-    pieces = []
+    subtiles = []
     for start, end, limit, level in spans:
         widths = _widths(end - start)
-        pieces += [(start + sum(widths[:n]), width, limit, level, dim) for n, width in enumerate(widths)]
-    return tuple(pieces)
+        subtiles += [(start + sum(widths[:n]), width, limit, level, dim) for n, width in enumerate(widths)]
+    return tuple(subtiles)
 
 
-def _used(pieces: tuple[Piece, ...], end: int) -> int:
-    return sum(piece[3] == 0 and piece[0] < end for piece in pieces)
+def _used(subtiles: tuple[Subtile, ...], end: int) -> int:
+    return sum(subtile[3] == 0 and subtile[0] < end for subtile in subtiles)
 
 
 @lru_cache(maxsize=1024)
@@ -141,11 +141,11 @@ def make_plan(
     anchor = sizes[num_coarse - 1] if num_coarse > 1 else tiles.own
     if anchor % tiles.own == 0:
         anchor = tiles.own
-    key_pieces = _pieces(rank_ends, num_coarse)
-    value_pieces = _pieces(value_ends, num_coarse if sliced else 1)
+    key_subtiles = _subtiles(rank_ends, num_coarse)
+    value_subtiles = _subtiles(value_ends, num_coarse if sliced else 1)
     if not sliced:
         value_ends *= len(levels)
-    used = [(_used(key_pieces, rank_ends[n]), _used(value_pieces, value_ends[n])) for n in range(num_coarse)]
+    used = [(_used(key_subtiles, rank_ends[n]), _used(value_subtiles, value_ends[n])) for n in range(num_coarse)]
     groups = []
     for counts, members in groupby(range(num_coarse), key=lambda n: used[n]):
         group = list(members)
@@ -157,8 +157,8 @@ def make_plan(
             rank_ends,
             value_ends,
             () if min(per_level) == largest else tuple(zip(ends, (a / largest for a in per_level), strict=True))[::-1],
-            key_pieces,
-            value_pieces,
+            key_subtiles,
+            value_subtiles,
             tuple(groups),
             num_coarse,
             sliced,
@@ -166,8 +166,8 @@ def make_plan(
         anchor=anchor,
         per_anchor=math.ceil(anchor / tiles.own),
         aligned=all(size % tiles.walk == 0 for size in sizes[1:num_coarse]),
-        key_width=sum(width for _, width, *_ in key_pieces),
-        value_width=sum(width for _, width, *_ in value_pieces),
+        key_width=sum(width for _, width, *_ in key_subtiles),
+        value_width=sum(width for _, width, *_ in value_subtiles),
     )
 
 
@@ -201,12 +201,12 @@ def scales_of(plan):
 
 
 @triton.constexpr_function
-def key_pieces_of(plan):
+def key_subtiles_of(plan):
     return plan[5]
 
 
 @triton.constexpr_function
-def value_pieces_of(plan):
+def value_subtiles_of(plan):
     return plan[6]
 
 
@@ -241,8 +241,8 @@ def count(values):
 
 
 @triton.constexpr_function
-def num_coarse_pieces(pieces):
-    return sum(piece[3] == 0 for piece in pieces)
+def num_coarse_subtiles(subtiles):
+    return sum(subtile[3] == 0 for subtile in subtiles)
 
 
 @triton.constexpr_function
@@ -251,34 +251,34 @@ def item(values, index):
 
 
 @triton.constexpr_function
-def start_of(pieces, index):
-    return pieces[index][0]
+def start_of(subtiles, index):
+    return subtiles[index][0]
 
 
 @triton.constexpr_function
-def width_of(pieces, index):
-    return pieces[index][1]
+def width_of(subtiles, index):
+    return subtiles[index][1]
 
 
 @triton.constexpr_function
-def stop_of(pieces, index):
-    return pieces[index][2]
+def stop_of(subtiles, index):
+    return subtiles[index][2]
 
 
 @triton.constexpr_function
-def level_of(pieces, index):
-    return pieces[index][3]
+def level_of(subtiles, index):
+    return subtiles[index][3]
 
 
 @triton.constexpr_function
-def dim_of(pieces, index):
-    return pieces[index][4]
+def dim_of(subtiles, index):
+    return subtiles[index][4]
 
 
 @triton.constexpr_function
-def overhangs(pieces, index):
-    """Whether a piece is wider than what may be read."""
-    return pieces[index][0] + pieces[index][1] > pieces[index][4]
+def overhangs(subtiles, index):
+    """Whether a subtile is wider than what may be read."""
+    return subtiles[index][0] + subtiles[index][1] > subtiles[index][4]
 
 
 @triton.constexpr_function

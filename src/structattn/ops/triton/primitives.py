@@ -1,6 +1,6 @@
 """Tiles of positions and dimensions inside the Triton kernels: loads, ranges of levels, products, masks.
 
-A *piece* holds some columns of a tile; tiles are tuples of pieces. See ``triton_plan`` for the plan and its terms.
+A *subtile* holds some columns of a tile; tiles are tuples of subtiles. See ``plan`` for the plan and its terms.
 """
 # mypy: ignore-errors
 # ruff: noqa: RUF005, SIM108 - the kernel language has no unpacking, and no conditional expressions of tensors
@@ -18,7 +18,7 @@ from structattn.ops.triton.plan import (
     has_fine,
     item,
     level_of,
-    num_coarse_pieces,
+    num_coarse_subtiles,
     overhangs,
     scale_end,
     scale_value,
@@ -132,22 +132,22 @@ def after(level, first, middle_high, low, high, PLAN: tl.constexpr):
 
 
 @triton.jit
-def load_pieces(pointer, offsets, valid, PIECES: tl.constexpr, NUM: tl.constexpr, MASKED: tl.constexpr):
-    """The first NUM pieces of rows at element ``offsets``; zero where not ``valid`` and beyond the dimension."""
-    pieces = ()
+def load_subtiles(pointer, offsets, valid, SUBTILES: tl.constexpr, NUM: tl.constexpr, MASKED: tl.constexpr):
+    """The first NUM subtiles of rows at element ``offsets``; zero where not ``valid`` and beyond the dimension."""
+    subtiles = ()
     for p in tl.static_range(NUM):
-        column = start_of(PIECES, p) + tl.arange(0, width_of(PIECES, p))
+        column = start_of(SUBTILES, p) + tl.arange(0, width_of(SUBTILES, p))
         place = pointer + offsets[:, None] + column[None, :]
-        if overhangs(PIECES, p):
-            inside = (column < dim_of(PIECES, p))[None, :]
+        if overhangs(SUBTILES, p):
+            inside = (column < dim_of(SUBTILES, p))[None, :]
             if MASKED:
                 inside = inside & valid[:, None]
-            pieces = pieces + (tl.load(place, mask=inside, other=0.0),)
+            subtiles = subtiles + (tl.load(place, mask=inside, other=0.0),)
         elif MASKED:
-            pieces = pieces + (tl.load(place, mask=valid[:, None], other=0.0),)
+            subtiles = subtiles + (tl.load(place, mask=valid[:, None], other=0.0),)
         else:
-            pieces = pieces + (tl.load(place),)
-    return pieces
+            subtiles = subtiles + (tl.load(place),)
+    return subtiles
 
 
 @triton.jit
@@ -162,54 +162,54 @@ def column_scale(column, SCALES: tl.constexpr):
 @triton.jit
 def load_own(
     pointer, offsets, valid, limit,
-    PIECES: tl.constexpr, NUM: tl.constexpr, SCALES: tl.constexpr,
+    SUBTILES: tl.constexpr, NUM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of the own tile, zero from ``limit`` on (fine pieces: from their level's end on), times a_l."""
-    loaded = load_pieces(pointer, offsets, valid, PIECES, NUM, True)
-    pieces = ()
+    """Subtiles of the own tile, zero from ``limit`` on (fine subtiles: from their level's end on), times a_l."""
+    loaded = load_subtiles(pointer, offsets, valid, SUBTILES, NUM, True)
+    subtiles = ()
     for p in tl.static_range(NUM):
-        column = start_of(PIECES, p) + tl.arange(0, width_of(PIECES, p))
-        if level_of(PIECES, p) == 0:
+        column = start_of(SUBTILES, p) + tl.arange(0, width_of(SUBTILES, p))
+        if level_of(SUBTILES, p) == 0:
             kept = column < limit
         else:
-            kept = column < stop_of(PIECES, p)
-        piece = tl.where(kept[None, :], loaded[p], 0.0)
+            kept = column < stop_of(SUBTILES, p)
+        subtile = tl.where(kept[None, :], loaded[p], 0.0)
         if count(SCALES) > 0:
-            piece = piece * column_scale(column, SCALES)[None, :]
-        pieces = pieces + (piece.to(loaded[p].dtype),)
-    return pieces
+            subtile = subtile * column_scale(column, SCALES)[None, :]
+        subtiles = subtiles + (subtile.to(loaded[p].dtype),)
+    return subtiles
 
 
 @triton.jit
-def zero_pieces(ROWS: tl.constexpr, PIECES: tl.constexpr):
-    pieces = ()
-    for p in tl.static_range(count(PIECES)):
-        pieces = pieces + (tl.zeros((ROWS, width_of(PIECES, p)), tl.float32),)
-    return pieces
+def zero_subtiles(ROWS: tl.constexpr, SUBTILES: tl.constexpr):
+    subtiles = ()
+    for p in tl.static_range(count(SUBTILES)):
+        subtiles = subtiles + (tl.zeros((ROWS, width_of(SUBTILES, p)), tl.float32),)
+    return subtiles
 
 
 @triton.jit
-def clear_from(pieces, limit, PIECES: tl.constexpr):
+def clear_from(subtiles, limit, SUBTILES: tl.constexpr):
     """Accumulators with zeros from column ``limit`` on."""
     cleared = ()
-    for p in tl.static_range(count(PIECES)):
-        column = start_of(PIECES, p) + tl.arange(0, width_of(PIECES, p))
-        cleared = cleared + (tl.where((column < limit)[None, :], pieces[p], 0.0),)
+    for p in tl.static_range(count(SUBTILES)):
+        column = start_of(SUBTILES, p) + tl.arange(0, width_of(SUBTILES, p))
+        cleared = cleared + (tl.where((column < limit)[None, :], subtiles[p], 0.0),)
     return cleared
 
 
 @triton.jit
-def store_pieces(pointer, offsets, valid, pieces, PIECES: tl.constexpr):
-    for p in tl.static_range(count(PIECES)):
-        column = start_of(PIECES, p) + tl.arange(0, width_of(PIECES, p))
-        kept = valid[:, None] & (column < stop_of(PIECES, p))[None, :]
+def store_subtiles(pointer, offsets, valid, subtiles, SUBTILES: tl.constexpr):
+    for p in tl.static_range(count(SUBTILES)):
+        column = start_of(SUBTILES, p) + tl.arange(0, width_of(SUBTILES, p))
+        kept = valid[:, None] & (column < stop_of(SUBTILES, p))[None, :]
         place = pointer + offsets[:, None] + column[None, :]
-        tl.store(place, pieces[p].to(pointer.dtype.element_ty), mask=kept)
+        tl.store(place, subtiles[p].to(pointer.dtype.element_ty), mask=kept)
 
 
 @triton.jit
 def product_of(own, walk, NUM: tl.constexpr):
-    """Products of own rows with walked rows over the first NUM pieces, float32."""
+    """Products of own rows with walked rows over the first NUM subtiles, float32."""
     total = tl.dot(own[0], tl.trans(walk[0]), input_precision="ieee")
     for p in tl.static_range(1, NUM):
         total = tl.dot(own[p], tl.trans(walk[p]), total, input_precision="ieee")
@@ -217,10 +217,10 @@ def product_of(own, walk, NUM: tl.constexpr):
 
 
 @triton.jit
-def add_fine(total, own, walk, own_position, walk_position, PIECES: tl.constexpr, PLAN: tl.constexpr):
-    """Adds the products over fine pieces, each for the pairs in one block of its level."""
-    for p in tl.static_range(num_coarse_pieces(PIECES), count(PIECES)):
-        same = same_block(own_position, walk_position, item(sizes_of(PLAN), level_of(PIECES, p)))
+def add_fine(total, own, walk, own_position, walk_position, SUBTILES: tl.constexpr, PLAN: tl.constexpr):
+    """Adds the products over fine subtiles, each for the pairs in one block of its level."""
+    for p in tl.static_range(num_coarse_subtiles(SUBTILES), count(SUBTILES)):
+        same = same_block(own_position, walk_position, item(sizes_of(PLAN), level_of(SUBTILES, p)))
         total += tl.where(same, tl.dot(own[p], tl.trans(walk[p]), input_precision="ieee"), 0.0)
     return total
 
@@ -235,15 +235,15 @@ def fine_factor(factor, own_position, walk_position, PLAN: tl.constexpr):
 
 
 @triton.jit
-def add_weighted(total, weight, walk, own_position, walk_position, PIECES: tl.constexpr, NUM: tl.constexpr, FINE: tl.constexpr, PLAN: tl.constexpr):  # fmt: skip
-    """Adds weight @ walk to the first NUM pieces, and with FINE to all: fine pieces by pairs in one block of their level."""
+def add_weighted(total, weight, walk, own_position, walk_position, SUBTILES: tl.constexpr, NUM: tl.constexpr, FINE: tl.constexpr, PLAN: tl.constexpr):  # fmt: skip
+    """Adds weight @ walk to the first NUM subtiles, and with FINE to all: fine subtiles by pairs in one block of their level."""
     added = ()
-    for p in tl.static_range(count(PIECES)):
-        if level_of(PIECES, p) > 0 and FINE:
-            same = same_block(own_position, walk_position, item(sizes_of(PLAN), level_of(PIECES, p)))
+    for p in tl.static_range(count(SUBTILES)):
+        if level_of(SUBTILES, p) > 0 and FINE:
+            same = same_block(own_position, walk_position, item(sizes_of(PLAN), level_of(SUBTILES, p)))
             near = tl.where(same, weight, 0.0).to(weight.dtype)
             added = added + (tl.dot(near, walk[p], total[p], input_precision="ieee"),)
-        elif p < NUM and level_of(PIECES, p) == 0:
+        elif p < NUM and level_of(SUBTILES, p) == 0:
             added = added + (tl.dot(weight, walk[p], total[p], input_precision="ieee"),)
         else:
             added = added + (total[p],)

@@ -179,7 +179,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare", "forecast", "--preset", "demmo"], "did you mean 'demo'"),
         (["compare", "forecast", "--attention", "mrl:4|4"], "did you mean 'mlr'"),
         (["compare", "forecast", "--attention", "mlr:4|4|4"], "ranks of the layout must sum"),
-        (["compare", "forecast", "--attention", "standard", "standard"], "once"),
+        (["compare", "forecast", "--attention", "standard", "standard"], "specs must be unique"),
         (["compare", "forecast", "--set", "training.stps=4"], "did you mean 'training.steps'"),
         (["compare", "forecast", "--set", "training.lrr=4"], "did you mean 'training.lr'"),
         (["compare", "forecast", "--set", "training.betas=0.9"], "training.betas: expected 2 values"),

@@ -17,7 +17,6 @@ import tyro
 
 from structattn.cli.commands import COMMANDS, Command
 from structattn.errors import ConfigError, nearest_name
-from structattn.spec.grammar import plain_number
 
 _DESCRIPTION = """Compare, train and inspect attention variants.
 
@@ -47,7 +46,11 @@ def _value(word: str, kind: Any) -> Any:
     if kind is Path and not word.strip():
         raise ValueError(f"expected {expected}, got an empty text")
     try:
-        return plain_number(word, kind) if kind in (int, float) else kind(word)
+        if kind not in (int, float):
+            return kind(word)
+        from structattn.spec.grammar import plain_number  # imports PyTorch, which takes seconds
+
+        return plain_number(word, kind)
     except (ConfigError, ValueError):
         raise ValueError(f"expected {expected}, got {word!r}") from None
 

@@ -286,8 +286,8 @@ def _place(point: Point) -> Place:
 
 
 def _baselines(point: Point, task: Task) -> list[BaselineRow]:
-    extra, place = task.baseline_details(), asdict(_place(point))
-    return [BaselineRow(**asdict(row), **place, details=extra.get(row.name, {})) for row in task.baselines()]
+    place = asdict(_place(point))
+    return [BaselineRow(**asdict(row), **place) for row in task.baselines()]
 
 
 def _record(

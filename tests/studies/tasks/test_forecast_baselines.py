@@ -23,15 +23,15 @@ def make(values, look_back=12, horizon=4):
 def test_known_errors_on_etth1(horizon):
     data = WindowedSeries(read_series(None, "date", "OT"), 336, horizon)
     rows = forecast_baselines(data, 24)
-    assert [r.baseline.name for r in rows] == ["last value", "seasonal (24 steps)", "ridge regression"]
+    assert [r.name for r in rows] == ["last value", "seasonal (24 steps)", "ridge regression"]
     for row, known in zip(rows, KNOWN[horizon], strict=True):
-        metrics = row.baseline.metrics
+        metrics = row.metrics
         assert metrics["mse"] == pytest.approx(known, rel=0.02)
-        assert len(row.error_by_lead) == horizon
-        assert np.mean(row.error_by_lead) == pytest.approx(metrics["mse"], rel=1e-9)
+        assert len(row.details["error_by_lead"]) == horizon
+        assert np.mean(row.details["error_by_lead"]) == pytest.approx(metrics["mse"], rel=1e-9)
         assert metrics["mse_units"] == pytest.approx(metrics["mse"] * data.std**2)
         assert metrics["mae_units"] == pytest.approx(metrics["mae"] * data.std)
-    assert "penalty 100 " in rows[2].baseline.note
+    assert "penalty 100 " in rows[2].note
 
 
 def test_ridge_is_the_penalised_least_squares_solution():
@@ -46,23 +46,23 @@ def test_ridge_is_the_penalised_least_squares_solution():
     fits = [np.linalg.solve(A.T @ A + p * np.eye(13), A.T @ (Y - X[:, -1:])) for p in PENALTIES]
     best = min(fits, key=lambda w: np.square(B @ w + P[:, -1:] - R).mean())
     expected = np.square(C @ best + T[:, -1:] - U).mean()
-    assert forecast_baselines(data, 4)[-1].baseline.metrics["mse"] == pytest.approx(expected, rel=1e-5)
+    assert forecast_baselines(data, 4)[-1].metrics["mse"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_seasonal_is_exact_on_a_periodic_series_with_a_horizon_over_one_season():
     rows = forecast_baselines(make(np.tile([0.0, 1.0, 5.0], 60), look_back=7, horizon=8), 3)
-    assert rows[1].baseline.metrics["mse"] == pytest.approx(0.0, abs=1e-20)
-    assert rows[0].baseline.metrics["mse"] > 0.1
+    assert rows[1].metrics["mse"] == pytest.approx(0.0, abs=1e-20)
+    assert rows[0].metrics["mse"] > 0.1
 
 
 def test_ridge_extrapolates_a_trend_through_the_intercept():
     rows = forecast_baselines(make(np.arange(200.0)), 4)
-    assert rows[-1].baseline.metrics["mse_units"] < 1e-6
+    assert rows[-1].metrics["mse_units"] < 1e-6
 
 
 def test_seasonal_left_out_when_look_back_is_shorter():
     rows = forecast_baselines(make(np.sin(np.arange(200.0))), 13)
-    assert [r.baseline.name for r in rows] == ["last value", "ridge regression"]
+    assert [r.name for r in rows] == ["last value", "ridge regression"]
     assert len(forecast_baselines(make(np.sin(np.arange(200.0))), 12)) == 3
 
 
@@ -70,7 +70,7 @@ def test_test_values_do_not_change_the_fit():
     values = np.cumsum(np.random.default_rng(1).normal(size=300))
     changed = values.copy()
     changed[240:] += 100.0
-    notes = [forecast_baselines(make(v), 4)[-1].baseline.note for v in (values, changed)]
+    notes = [forecast_baselines(make(v), 4)[-1].note for v in (values, changed)]
     assert notes[0] == notes[1]
 
 
@@ -98,10 +98,10 @@ def test_windows_are_taken_in_chunks_with_the_same_scores(monkeypatch) -> None:
     whole = forecast_baselines(data, 24)
     monkeypatch.setattr(baselines_module, "CHUNK", 500)
     for row, expected in zip(forecast_baselines(data, 24), whole, strict=True):
-        assert row.baseline.note == expected.baseline.note
-        assert row.baseline.metrics == pytest.approx(expected.baseline.metrics, rel=1e-9)
-        assert row.baseline.validation == pytest.approx(expected.baseline.validation, rel=1e-9)
-        assert row.error_by_lead == pytest.approx(expected.error_by_lead, rel=1e-9)
+        assert row.note == expected.note
+        assert row.metrics == pytest.approx(expected.metrics, rel=1e-9)
+        assert row.validation == pytest.approx(expected.validation, rel=1e-9)
+        assert row.details["error_by_lead"] == pytest.approx(expected.details["error_by_lead"], rel=1e-9)
     forecast, truth = torch.randn(2, 1300, 4)
     chunked = forecast_metrics(forecast, truth, data)
     assert chunked["mse"] == pytest.approx(float((forecast - truth).double().square().mean()), rel=1e-6)

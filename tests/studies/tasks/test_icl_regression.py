@@ -251,8 +251,7 @@ def test_baseline_rows(noise: float) -> None:
     rows = {row.name: row for row in task.baselines()}
     with_noise = ["ridge (noise known)"] if noise else []
     assert list(rows) == ["zero", "averaging", "least squares", *with_noise, "3 nearest neighbors"]
-    details = task.baseline_details()
-    assert list(details) == list(rows)
+    details = {name: row.details for name, row in rows.items()}
     xs, ys, values = (torch.cat(part) for part in zip(*task.eval_prompts("test", torch.float64), strict=True))
     for method in predictors(task.config.prompts):
         errors = (method.predict(xs, ys) - values).square().mean(0) / 4
@@ -263,7 +262,7 @@ def test_baseline_rows(noise: float) -> None:
 
 
 def test_least_squares_is_solved_by_more_than_d_pairs() -> None:
-    errors = task_of(eval_prompts=1000).baseline_details()["least squares"]["error_by_point"]
+    errors = task_of(eval_prompts=1000).baselines()[2].details["error_by_point"]
     assert max(errors[4:]) < 1e-8
     # With i < d pairs the fit knows the part of w in their span: (d - i) / d of the error remains.
     assert errors[:4] == pytest.approx([1, 0.75, 0.5, 0.25], abs=0.12)
@@ -274,7 +273,7 @@ def test_baselines_are_computed_once(monkeypatch) -> None:
     task = task_of()
     task.baselines()
     monkeypatch.setattr(PromptConfig, "draw", None)
-    assert len(task.baselines()) == len(task.baseline_details()) == 4
+    assert len(task.baselines()) == 4
 
 
 def test_ridge_is_best_under_noise_and_optimal_only_for_linear() -> None:

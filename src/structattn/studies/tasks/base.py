@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
@@ -30,12 +30,14 @@ class Baseline:
         metrics: scores on the test split, metric name to value.
         note: how it works.
         validation: the deciding metric on the validation split, by which its settings can be chosen; ``None`` where it has none.
+        details: what the task's figures need (lists and numbers only), by the names that ``Task.details`` gives them.
     """
 
     name: str
     metrics: dict[str, float]
     note: str
     validation: float | None = None
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,14 +203,17 @@ class Task(ABC):
 
     @abstractmethod
     def baselines(self) -> list[Baseline]:
-        """Scores of the methods without attention, on the test split."""
+        """Scores of the methods without attention, on the test split; asked for once at each point of a comparison."""
 
     def record(self) -> dict[str, Any]:
         """What a trained model needs besides settings and weights, as plain data, for ``run.json``; empty by default."""
         return {}
 
     def details(self, model: nn.Module) -> dict[str, Any]:
-        """What the task's own figures need from a trained model (lists and numbers only); empty by default."""
+        """What the task's figures need from a trained model (lists and numbers only); empty by default.
+
+        ``train_windows``, where there is one, is the number of examples of an epoch, in which reports then count the training.
+        """
         return {}
 
     def scores(self, model: nn.Module, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any]]:
@@ -217,8 +222,4 @@ class Task(ABC):
 
     def axis_labels(self) -> dict[str, str]:
         """What a ``value`` and a ``step`` of the data are, in words for figures; empty by default."""
-        return {}
-
-    def baseline_details(self) -> dict[str, dict[str, Any]]:
-        """The same for baselines, by name; empty by default."""
         return {}

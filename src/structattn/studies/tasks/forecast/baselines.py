@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,19 +15,6 @@ from structattn.studies.tasks.base import Baseline
 
 PENALTIES = (1e-6, 1.0, 10.0, 100.0, 1000.0, 10000.0)
 CHUNK = 16384  # windows that are copied at the same time: views of a long series would be large as copies
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaselineForecast:
-    """A baseline on the test split.
-
-    Attributes:
-        baseline: its name, scores and how it works.
-        error_by_lead: mean squared error (scaled) of each step ahead, ``horizon`` numbers.
-    """
-
-    baseline: Baseline
-    error_by_lead: list[float]
 
 
 def forecast_metrics(forecast: Tensor, truth: Tensor, data: WindowedSeries) -> dict[str, float]:
@@ -63,7 +49,7 @@ def _errors(mse: float, mae: float, data: WindowedSeries) -> dict[str, float]:
     return {"mse": mse, "mae": mae, "mse_units": mse * data.std**2, "mae_units": mae * data.std}
 
 
-def forecast_baselines(data: WindowedSeries, season: int | None) -> list[BaselineForecast]:
+def forecast_baselines(data: WindowedSeries, season: int | None) -> list[Baseline]:
     """Scores on the test split of the last value, the last season and ridge regression.
 
     Args:
@@ -72,7 +58,7 @@ def forecast_baselines(data: WindowedSeries, season: int | None) -> list[Baselin
             out when the look-back is shorter than that, or without a season.
 
     Returns:
-        One row for each method.
+        One row for each method, with ``error_by_lead`` in its details: the mean squared error (scaled) of each step ahead.
 
     Raises:
         ConfigError: season below 1.
@@ -107,12 +93,17 @@ def _windows(data: WindowedSeries, split: SeriesSplit) -> tuple[Tensor, Tensor]:
     return X, Y
 
 
-def _score(name: str, method: Callable[[Tensor], Tensor], data: WindowedSeries, note: str) -> BaselineForecast:
+def _score(name: str, method: Callable[[Tensor], Tensor], data: WindowedSeries, note: str) -> Baseline:
     squared, absolute = _mean_errors(method, data, "test", name)
     validation, _ = _mean_errors(method, data, "validation", name)
     metrics = _errors(float(squared.mean()), float(absolute.mean()), data)
-    baseline = Baseline(name=name, metrics=metrics, note=note, validation=float(validation.mean()))
-    return BaselineForecast(baseline=baseline, error_by_lead=squared.tolist())
+    return Baseline(
+        name=name,
+        metrics=metrics,
+        note=note,
+        validation=float(validation.mean()),
+        details={"error_by_lead": squared.tolist()},
+    )
 
 
 def _mean_errors(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from structattn.studies.data.series import Series, SeriesSplit, WindowedSeries
 from structattn.studies.tasks.base import Baseline
-from structattn.studies.tasks.forecast.baselines import BaselineForecast, forecast_baselines, forecast_metrics
+from structattn.studies.tasks.forecast.baselines import forecast_baselines, forecast_metrics
 
 
 class WindowedChannels:
@@ -66,7 +66,7 @@ class WindowedChannels:
             [forecast_metrics(forecast[:, i], truth[:, i], channel) for i, channel in enumerate(self.channels)]
         )
 
-    def baselines(self, season: int | None) -> list[BaselineForecast]:
+    def baselines(self, season: int | None) -> list[Baseline]:
         """``forecast_baselines`` of every channel by itself, averaged over the channels.
 
         Args:
@@ -79,18 +79,18 @@ class WindowedChannels:
         return [_average(list(of_channels)) for of_channels in rows]
 
 
-def _average(rows: list[BaselineForecast]) -> BaselineForecast:
-    first = rows[0].baseline
+def _average(rows: list[Baseline]) -> Baseline:
+    first = rows[0]
     note = first.note if len(rows) == 1 else f"each column by itself; of the first: {first.note}"
-    leads = torch.tensor([row.error_by_lead for row in rows], dtype=torch.float64).mean(0)
-    known = [row.baseline.validation for row in rows if row.baseline.validation is not None]
-    baseline = Baseline(
+    leads = torch.tensor([row.details["error_by_lead"] for row in rows], dtype=torch.float64).mean(0)
+    known = [row.validation for row in rows if row.validation is not None]
+    return Baseline(
         name=first.name,
-        metrics=_mean([row.baseline.metrics for row in rows]),
+        metrics=_mean([row.metrics for row in rows]),
         note=note,
         validation=sum(known) / len(known) if known else None,
+        details={"error_by_lead": leads.tolist()},
     )
-    return BaselineForecast(baseline=baseline, error_by_lead=leads.tolist())
 
 
 def _mean(metrics: list[dict[str, float]]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from structattn.studies.data.series import usual_season
 from structattn.studies.data.series_file import read_columns
 from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of
 from structattn.studies.tasks.forecast.baseline_models import BaselineModel, BaselineModelSpec
-from structattn.studies.tasks.forecast.baselines import CHUNK, BaselineForecast
+from structattn.studies.tasks.forecast.baselines import CHUNK
 from structattn.studies.tasks.forecast.data import WindowedChannels
 
 INTERVAL = 0.8  # the share of truths that the intervals of examples are meant to hold
@@ -197,24 +197,18 @@ class ForecastTask(Task):
         return self.data.metrics(*self._forecast(model, split))
 
     @cached_property
-    def baseline_forecasts(self) -> list[BaselineForecast]:
-        """Last value, seasonal and ridge regression, with their errors by lead time."""
-        season = self.config.season or usual_season(self.data.channels[0].series)
-        return self.data.baselines(season)
+    def _baselines(self) -> list[Baseline]:
+        return self.data.baselines(self.config.season or usual_season(self.data.channels[0].series))
 
     def baselines(self) -> list[Baseline]:
-        """Last value, seasonal and ridge regression."""
-        return [row.baseline for row in self.baseline_forecasts]
+        """Last value, seasonal and ridge regression, with ``error_by_lead``; computed once."""
+        return self._baselines
 
     def axis_labels(self) -> dict[str, str]:
         """Of ETT data the oil temperature is in degrees Celsius; of other columns only the name is known."""
         shown = self.data.channels[-1].series
         value = "oil temperature (°C)" if shown.is_ett and shown.name == "OT" else shown.name
         return {"value": value, "step": "hours" if shown.step == "1 hour" else "steps"}
-
-    def baseline_details(self) -> dict[str, dict[str, Any]]:
-        """``error_by_lead`` by the name of the baseline."""
-        return {row.baseline.name: {"error_by_lead": row.error_by_lead} for row in self.baseline_forecasts}
 
     def scores(self, model: nn.Module, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any]]:
         """See ``Task``: both are of the same forecasts, which are made once."""

@@ -16,7 +16,7 @@ from structattn.errors import ConfigError
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.seeds import generator
 from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of
-from structattn.studies.tasks.icl_regression.baselines import Predictor, predictors
+from structattn.studies.tasks.icl_regression.baselines import predictors
 from structattn.studies.tasks.icl_regression.prompts import COVARIATES, Covariates, DrawnPrompts, PromptConfig
 
 # Prompts of an evaluation that are drawn, and given to the model, at a time. Each chunk has its own random stream, so
@@ -253,26 +253,28 @@ class ICLRegressionTask(Task):
         return {"error_by_point": self._point_errors(model, "test").tolist(), "dim": self.config.dim}
 
     @cached_property
-    def _baseline_errors(self) -> list[tuple[Predictor, Tensor]]:
-        """Each baseline and its scores by point on the test split, in float64."""
+    def _baselines(self) -> list[Baseline]:
         methods = predictors(self.config.shift.of(self.config.prompts))
         totals = [torch.zeros(self.config.full_points, dtype=torch.float64) for _ in methods]
         for drawn in self.eval_prompts("test", torch.float64):
             for xs, ys, values in zip(*(part.split(_BASELINE_CHUNK) for part in drawn), strict=True):
                 for method, total in zip(methods, totals, strict=True):
                     total += (method.predict(xs, ys) - values).square().sum(0)
-        return [(method, self._score(total)) for method, total in zip(methods, totals, strict=True)]
-
-    def baselines(self) -> list[Baseline]:
-        """Zero, averaging, least squares, nearest neighbors and, with noise, ridge regression; computed once."""
+        found = [(method, self._score(total)) for method, total in zip(methods, totals, strict=True)]
         return [
-            Baseline(name=method.name, metrics=_summary(errors), note=method.note)
-            for method, errors in self._baseline_errors
+            Baseline(
+                name=method.name,
+                metrics=_summary(errors),
+                note=method.note,
+                details={"error_by_point": errors.tolist()},
+            )
+            for method, errors in found
         ]
 
-    def baseline_details(self) -> dict[str, dict[str, Any]]:
-        """``error_by_point`` of each baseline."""
-        return {method.name: {"error_by_point": errors.tolist()} for method, errors in self._baseline_errors}
+    def baselines(self) -> list[Baseline]:
+        """Zero, averaging, least squares, nearest neighbors and, with noise, ridge regression, in float64, with ``error_by_point``;
+        computed once."""
+        return self._baselines
 
 
 def _summary(errors: Tensor) -> dict[str, float]:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import structattn as sa
-from structattn.cli.commands import TaskCommand
 from structattn.cli.parsing import parse
+from structattn.cli.tasks import TaskCommand
 from structattn.spec.attention import FORMS
 from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.registry import recipe_for

@@ -223,7 +223,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare", "forecast", "--seeds", "0"], "seeds must be at least 1"),
         ([], "expected a command"),
         (["mup"], "one of mup check, mup roles"),
-        (["--jobs"], "expected a command, its options behind it, got '--jobs'"),
+        (["--jobs"], "expected a command before its options, got '--jobs'"),
         (["--version", "x"], "unknown command 'x'"),
         (["compare", "forecast", "--seeds", "two"], "--seeds: expected a whole number, got 'two'"),
         (["compare", "forecast", "--seeds", "1_0"], "--seeds: expected a whole number, got '1_0'"),

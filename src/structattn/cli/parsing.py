@@ -45,6 +45,8 @@ def _value(word: str, kind: Any) -> Any:
     expected = _KINDS[kind][1]
     if kind is Path and not word.strip():
         raise ValueError(f"expected {expected}, got an empty text")
+    from structattn.spec.grammar import plain_number  # brings torch, which takes a second: help does without
+
     try:
         if kind not in (int, float):
             return kind(word)
@@ -108,7 +110,7 @@ def parse(arguments: Sequence[str]) -> Command:
         raise SystemExit(0)
     got = f", got {arguments[0]!r}" if arguments else ""
     raise ConfigError(
-        f"expected a command, its options behind it{got}: one of {', '.join(group or COMMANDS)}; structattn --help says what they do"
+        f"expected a command before its options{got}: one of {', '.join(group or COMMANDS)}; structattn --help says what they do"
     )
 
 

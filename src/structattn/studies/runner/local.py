@@ -208,6 +208,7 @@ def _serve(pipe: Connection, threads: int, stop: Any) -> None:
             with _logged(job.log):
                 error = run_for_parent(job, tell, ask)
             pipe.send((_END, error))
+    os._exit(0)  # at once: what libraries do at exit takes long on a busy machine, and the parent waits
 
 
 @contextlib.contextmanager

@@ -1,0 +1,254 @@
+"""The commands that need no task: fit, mup, plan, bench."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from structattn.cli.output import print_paths, require_extra
+from structattn.cli.session import Session
+from structattn.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Fit structured matrices to dense ones and write a table, a figure and a report.
+
+    Example:
+      structattn fit weights.npy --structures "btt:2" "mlr:8|4|2|2"
+    """
+
+    matrices: tyro.conf.Positional[tuple[str, ...]] = ("gaussian", "hadamard", "line", "etth1")
+    """What to fit: .npy files; folders of finished runs (RUN or RUN@LAYER.HEAD: the score matrix of a head); examples by name
+    (gaussian, hadamard, line, etth1)."""
+    structures: tuple[str, ...] = ()
+    """Structures, each in quotes (see `structattn structures`), or mlr-allocated:R. Default: several of every family."""
+    size: int = 64
+    """Rows and columns of the examples."""
+    refine: int | None = None
+    """L-BFGS iterations after the first fit. Default: 100 where the first fit is not optimal."""
+    seed: int = 0
+    """Seed of the refinement."""
+    out: Path | None = None
+    """Output folder. Default: runs/fit-DATE-TIME."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        require_extra()
+        from structattn.studies.analysis.fits import fit_matrices
+        from structattn.studies.analysis.matrix_examples import load_matrix
+        from structattn.studies.report.fits import fit_verdict, format_fits
+
+        done = fit_matrices(
+            [load_matrix(text, self.size) for text in self.matrices],
+            self.structures,
+            self.out,
+            refine=self.refine,
+            seed=self.seed,
+            command=session.line,
+            on_open=session.writes_to,
+        )
+        print(f"\n{format_fits(done.results)}\n\n{fit_verdict(done.results)}\n")
+        print_paths(done.folder, done.report)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MupCheck:
+    """Check that sizes inside models and best learning rates do not depend on the width: a table, figures and a report.
+
+    It trains small models on the CPU: 15 minutes on one core, 1 minute with --quick. The time is proportional to the number of structures
+    and seeds; the width 1024 takes as long as all smaller widths together.
+
+    Example:
+      structattn mup check --quick
+    """
+
+    structures: tuple[str, ...] | None = None
+    """Attention specs, each in quotes; ranks are proportions of the head dimension. Default: one of every kind."""
+    widths: tuple[int, ...] | None = None
+    """Widths at which the sizes of activations are measured. Default: 32 64 128 256 512 1024."""
+    steps: tuple[int, ...] | None = None
+    """Training steps after which they are measured. Default: 1 2 4 8."""
+    seeds: int | None = None
+    """Initialisations at the largest width; smaller widths get up to 8 times as many. Default: 4."""
+    heads: int | None = None
+    """Attention heads at every width. Default: 2."""
+    learning_rate: float | None = None
+    """Learning rate of matrices with --base-width inputs, where sizes are measured. Default: 0.001."""
+    base_width: int | None = None
+    """The width at which both parametrisations have the same rate for matrices. Default: 64."""
+    transfer: bool = True
+    """Also find the best learning rate at several widths, for the given structures, or for three of the default ones."""
+    transfer_widths: tuple[int, ...] | None = None
+    """Widths for which the best learning rate is found. Default: 32 64 128 256."""
+    transfer_steps: int | None = None
+    """Training steps of each of these runs. Default: 40."""
+    quick: bool = False
+    """Fewer models: two structures and three widths, and the best learning rates of one structure; options still count."""
+    out: Path | None = None
+    """Output folder. Default: runs/mup-DATE-TIME."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        require_extra()
+        from structattn.studies.analysis.coordinate_check import QUICK, CheckConfig, mup_check
+        from structattn.studies.report.mup import format_mup, mup_verdict
+
+        config = QUICK if self.quick else CheckConfig()
+        given = {
+            "structures": self.structures,
+            "transfer_structures": self.structures,  # of those that a user names, all
+            "widths": self.widths,
+            "record_steps": self.steps,
+            "seeds": self.seeds,
+            "learning_rate": self.learning_rate,
+            "base_width": self.base_width,
+            "transfer_widths": self.transfer_widths if self.transfer else (),
+            "transfer_steps": self.transfer_steps,
+            "bench": None if self.heads is None else replace(config.bench, num_heads=self.heads),
+        }
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        done = mup_check(replace(config, **changes), self.out, command=session.line, on_open=session.writes_to)
+        print(f"\n{format_mup(done.results)}\n\n{mup_verdict(done.results)}\n")
+        print_paths(done.folder, done.report)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MupRoles:
+    """Show the muP role, initial scale and learning rate of every parameter of a small language model.
+
+    Example:
+      structattn mup roles "bilinear-btt:1"
+    """
+
+    attention: tyro.conf.Positional[str] = "standard"
+    """An attention spec (see `structattn specs`)."""
+    embed_dim: int = 256
+    """Width of the model."""
+    heads: int = 4
+    """Attention heads."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        from structattn.studies.listings import mup_roles
+
+        print(mup_roles(self.attention, self.embed_dim, self.heads))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Estimate what training a language model takes: parameters, FLOPs, memory, parallelism and time.
+
+    The size is a name, your numbers, or both: your numbers then replace those of the name.
+
+    Example:
+      structattn plan text --model 7b --context 32768 --attention standard "mlr:64|32|16|16"
+    """
+
+    task: tyro.conf.Positional[Literal["text"]]
+    """The kind of the data."""
+    model: str | None = None
+    """125m, 350m, 760m, 1.3b, 2.7b, 6.7b (or 7b), 13b or 175b."""
+    attention: tuple[str, ...] = ("standard",)
+    """Specs to compare, each in quotes (see `structattn specs`)."""
+    context: int = 2048
+    """Tokens of a sequence."""
+    embed_dim: int | None = None
+    """Width."""
+    num_layers: int | None = None
+    """Transformer blocks."""
+    num_heads: int | None = None
+    """Attention heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads. Default: the number of attention heads."""
+    vocab_size: int = 50257
+    """Size of the vocabulary."""
+    precision: Literal["bf16", "float32"] = "bf16"
+    """bf16: autocast, with weights, gradients and moments in float32."""
+    batch_tokens: int | None = None
+    """Tokens of a step, over all GPUs. Default: the model's; 524288 without a model."""
+    gpu_memory: float = 80.0
+    """GiB of one GPU."""
+    tokens: float | None = None
+    """Number of training tokens. Default: see the table."""
+    gpu_flops: float | None = None
+    """FLOPs per second that you measured on one GPU in training. Default: no time is printed."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        from structattn.studies.planning.plan import PlanRequest, plans
+        from structattn.studies.planning.plan_table import format_plans
+
+        request = PlanRequest.of(
+            self.model,
+            embed_dim=self.embed_dim,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            batch_tokens=self.batch_tokens,
+            num_kv_heads=self.num_kv_heads,
+            vocab_size=self.vocab_size,
+            context_length=self.context,
+            precision=self.precision,
+            gpu_memory_gib=self.gpu_memory,
+            tokens=self.tokens,
+            gpu_flops=self.gpu_flops,
+        )
+        print(format_plans(plans(request, self.attention)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Time structured code against standard code; needs a checkout of the repository, which contains the benchmarks.
+
+    Example:
+      structattn bench attention --quick
+    """
+
+    name: tyro.conf.Positional[str]
+    """attention, decode, model, step or linear."""
+    quick: bool = False
+    """A few sizes and repeats, no peak memory: a minute or two."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    dtype: str = "float32"
+    """float32 or bfloat16."""
+    repeats: int | None = None
+    """Measurements of every variant. Default: 21; 3 with --quick."""
+    only: str = ""
+    """A regular expression on benchmark/mode/T=512,.../variant. Default: all."""
+    patience: float | None = None
+    """Seconds per size that may be lost to repeats that other programs disturb. Default: 60; 2 with --quick."""
+    out: Path | None = None
+    """Folder of the results. Default: benchmarks/results of the repository."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        require_extra()
+        import structattn
+
+        root = Path(structattn.__file__).parents[2]
+        if not (root / "benchmarks" / "run.py").is_file():
+            raise ConfigError(
+                "the benchmarks are not in the installed package but in its repository: clone it and run "
+                "pip install -e '.[train]' there"
+            )
+        sys.path.insert(0, str(root))  # by name, so that the library itself does not depend on them
+        benchmarks, report = (importlib.import_module(f"benchmarks.{name}") for name in ("run", "report"))
+        result, paths = benchmarks.run_and_write(
+            self.name,
+            device=self.device,
+            dtype=self.dtype,
+            repeats=self.repeats,
+            only=self.only,
+            patience_s=self.patience,
+            quick=self.quick,
+            out=self.out,
+        )
+        print(report.markdown(result))
+        for path in paths:
+            print(path)

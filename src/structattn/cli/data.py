@@ -1,0 +1,93 @@
+"""The commands for corpora: data prepare, data info."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import tyro
+
+from structattn.cli.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Make a corpus (shards of tokens) from text files or a data set, once for any number of runs.
+
+    Example:
+      structattn data prepare text --source books/ --tokens bpe --out corpus
+    """
+
+    kind: tyro.conf.Positional[Literal["text"]]
+    """The kind of the data."""
+    source: str
+    """A text file, a file of JSON lines, a folder of them, or the name of a data set, such as openwebtext, which is streamed."""
+    tokens: str = "chars"
+    """chars, the 96 characters of the paper; bytes; or bpe, byte-pair encoding trained on the training documents."""
+    vocab_size: int = 4096
+    """Number of tokens of bpe."""
+    unknown: str = "error"
+    """What to do with a character that is not among the 96: error or drop."""
+    document_start: str = ""
+    """In text files, a line that starts with this text starts a document. Default: each file is a document."""
+    text_column: str = "text"
+    """The field of JSON lines and data sets that holds the text."""
+    dataset_split: str = "train"
+    """The split of a data set."""
+    max_documents: int | None = None
+    """Use only this number of documents, the first ones. Default: all."""
+    validation: float = 0.05
+    """Share of the documents that is kept for validation."""
+    test: float = 0.05
+    """Share of the documents that is kept for the test."""
+    out: Path
+    """Folder of the corpus."""
+    resume: bool = False
+    """Continue what --out already holds."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        from structattn.studies.data.corpus import Corpus, PrepareConfig, Source, prepare
+
+        source = Source(
+            path=self.source,
+            document_start=self.document_start,
+            text_column=self.text_column,
+            dataset_split=self.dataset_split,
+            max_documents=self.max_documents,
+        )
+        config = PrepareConfig(
+            source=source,
+            tokens=cast(Any, self.tokens),  # a wrong word is named by the settings
+            vocab_size=self.vocab_size,
+            unknown=cast(Any, self.unknown),
+            validation=self.validation,
+            test=self.test,
+        )
+        prepare(config, self.out, resume=self.resume, on_open=session.began)
+        print(Corpus(self.out).summary())
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """Show what a corpus holds; with --verify, check that its files are unchanged.
+
+    Example:
+      structattn data info corpus --verify
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """The corpus."""
+    verify: bool = False
+    """Read every file and compare its hash."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        from structattn.studies.data.corpus import Corpus
+
+        corpus = Corpus(self.folder)
+        if self.verify:
+            corpus.verify()
+            print("every file is as it was written")
+        print(corpus.summary())

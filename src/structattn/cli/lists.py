@@ -1,0 +1,73 @@
+"""The commands that print a list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tyro
+
+from structattn.cli.session import Session
+from structattn.cli.tasks import TaskName
+
+
+@dataclass(frozen=True)
+class Structures:
+    """List the text forms of structured matrices, with parameters and cost."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        from structattn.studies import listings
+
+        print(listings.structures())
+
+
+@dataclass(frozen=True)
+class Info:
+    """List versions, devices, and which backends can run here (and why not)."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        from structattn.studies import listings
+
+        print(listings.info())
+
+
+@dataclass(frozen=True)
+class Specs:
+    """List the text forms of attention variants, with parameters and cost."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        from structattn.studies import listings
+
+        print(listings.specs())
+
+
+@dataclass(frozen=True)
+class Presets:
+    """List the presets of every task."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        from structattn.studies import listings
+
+        print(listings.presets())
+
+
+@dataclass(frozen=True)
+class Settings:
+    """List the settings that --set changes, with their values in a preset.
+
+    Example:
+      structattn settings forecast --preset demo
+    """
+
+    task: tyro.conf.Positional[TaskName]
+    preset: str = "default"
+    """The preset whose values are shown (see `structattn presets`)."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        from structattn.studies import listings
+
+        print(listings.settings(self.task, self.preset))

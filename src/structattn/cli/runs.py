@@ -1,0 +1,104 @@
+"""The commands for finished runs: evaluate, generate."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from structattn.cli.output import print_metrics, require_extra
+from structattn.cli.session import Session
+
+RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Score a finished run on the test split.
+
+    Example:
+      structattn evaluate runs/text --cache
+    """
+
+    run: tyro.conf.Positional[RunFolder]
+    """Folder that `structattn train` wrote."""
+    data: Path | None = None
+    """The current place of its training data, if they were moved."""
+    cache: bool = False
+    """text: also score it through the key/value cache, and print the difference."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        require_extra()
+        from structattn.studies.evaluate import load_run
+
+        run = load_run(self.run, self.data)
+        cached = run.task.evaluate_cached(run.model, "test") if self.cache else {}
+        print(f"{run.task.name}  {run.spec}  seed {run.seed}")
+        metrics = run.task.evaluate(run.model, "test")
+        print_metrics(metrics)
+        for name, value in cached.items():
+            print(f"{'through the cache':<25} {value:.6g}")
+            print(f"{'difference':<25} {value - metrics[name]:.1e}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Continue prompts with a language model that `structattn train text` trained.
+
+    Example:
+      structattn generate runs/text --prompt "The purpose of" --max-new-tokens 200
+    """
+
+    run: tyro.conf.Positional[RunFolder]
+    """Folder that `structattn train text` wrote."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to continue; may be repeated. Default: a line break."""
+    max_new_tokens: int | None = None
+    """Maximum number of new characters per prompt. Default: what fits the learned positions; 512 with rotary positions."""
+    temperature: float = 0.8
+    """Divides the logits: 0 always takes the most likely character, 1 samples from the probabilities of the model."""
+    top_k: int | None = None
+    """Sample only from this number of the most likely characters."""
+    top_p: float | None = None
+    """Sample only from the most likely characters that together have this probability."""
+    stop: str = ""
+    """Stop when the new text ends with this text."""
+    seed: int = 0
+    """Seed of the sampling."""
+    cache: bool = True
+    """Use a key/value cache; without it, everything is computed again for each character."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        require_extra()
+        from structattn.models.sampling import Sampling
+        from structattn.studies.evaluate import load_language_model, load_tokenizer
+        from structattn.studies.generate import TextGeneration
+
+        prompts = self.prompt or ("\n",)
+        generation = TextGeneration(
+            load_language_model(self.run),
+            prompts,
+            tokenizer=load_tokenizer(self.run),
+            sampling=Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p),
+            max_new_tokens=self.max_new_tokens,
+            stop=self.stop,
+            seed=self.seed,
+            use_cache=self.cache,
+        )
+        texts = [""] * len(prompts)
+        if len(prompts) == 1:
+            print(prompts[0], end="", flush=True)
+        for step in generation:
+            new = [character or "" for character in step]
+            texts = [text + character for text, character in zip(texts, new, strict=True)]
+            if len(prompts) == 1:
+                print(new[0], end="", flush=True)
+        if len(prompts) > 1:
+            print("\n\n".join(f"---\n{prompt}{text}" for prompt, text in zip(prompts, texts, strict=True)), end="")
+        print(flush=True)
+        print(generation.summary(), file=sys.stderr)

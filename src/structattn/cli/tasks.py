@@ -1,0 +1,272 @@
+"""The commands that train models of a task: compare, train, sweep."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from structattn.cli.output import print_metrics, print_paths, require_extra
+from structattn.cli.session import Session
+from structattn.errors import ConfigError
+from structattn.studies.tasks.registry import TASKS
+
+# The names are those of the registry, which imports no task for them.
+TaskName = Annotated[str, tyro.conf.arg(metavar="TASK", help=f"One of {', '.join(TASKS)}.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskCommand:
+    task: tyro.conf.Positional[TaskName]
+    preset: str = "default"
+    """Named settings of the task (see `structattn presets`)."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A setting, as section.field=value, such as training.steps=500; may be repeated."""
+    out: Path | None = None
+    """Output folder. Default: runs/TASK-DATE-TIME."""
+    resume: bool = False
+    """Continue what --out already holds."""
+    data: Path | None = None
+    """forecast: your CSV file; text: a text file, or a folder from `structattn data prepare text`; chronos: the folder of a trained
+    Chronos T5 to fine-tune."""
+    time: str | None = None
+    """forecast: its time column. Default: date."""
+    target: str | None = None
+    """forecast: the column to forecast. Default: OT."""
+
+    def recipe(self) -> Any:
+        """The preset's recipe with the settings of the command line."""
+        from structattn.studies.settings import apply_overrides
+        from structattn.studies.tasks.registry import recipe_for, task_class
+
+        overrides = list(self.set)
+        options = task_class(self.task).data_options
+        for name, value in (("data", self.data), ("time", self.time), ("target", self.target)):
+            if value is None:
+                continue
+            if name not in options:
+                tasks = ", ".join(task for task in TASKS if name in task_class(task).data_options)
+                raise ConfigError(f"--{name} belongs to {tasks}, not to {self.task}")
+            overrides.append(f"task.{options[name]}={value}")
+        return apply_overrides(recipe_for(self.task, self.preset), tuple(overrides))
+
+    def recipe_of_runs(self) -> Any:
+        """The same for a command that uses only the settings of single runs."""
+        from structattn.studies.settings import Change
+
+        recipe = self.recipe()
+        for text in self.set:
+            name = Change.parse(text).name
+            if name.partition(".")[0] not in ("task", "training"):
+                instead = f"give --{name}" if name == "attention" else "leave it out"
+                raise ConfigError(f"--set {name} belongs to structattn compare: {instead}")
+        return recipe
+
+
+def _check_no_launcher(command: str) -> None:
+    if _num_processes() > 1:
+        raise ConfigError(
+            f"the processes of a launcher train one model together (structattn train); {command} trains several models with --jobs"
+        )
+
+
+def _runner(address: str, jobs: int | None) -> Any:
+    """What trains many models: a Ray cluster, or processes of this machine."""
+    from structattn.checks import check_int
+
+    if jobs is not None:
+        check_int("--jobs", jobs, minimum=1)
+    if address:
+        from structattn.studies.runner.ray import RayRunner
+
+        return RayRunner(address, jobs)
+    from structattn.studies.runner.local import LocalRunner
+
+    return LocalRunner(jobs)
+
+
+def _num_processes() -> int:
+    """The number that torchrun or accelerate launch started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(TaskCommand):
+    """Train attention variants on one task and write a table, figures and a report.
+
+    Examples:
+      structattn compare nearest-neighbor --preset demo
+      structattn compare forecast --attention standard "mlr:8|4|2|2" --seeds 3 --out runs/mine
+      structattn compare forecast --data my.csv --time date --target y
+    """
+
+    attention: tuple[str, ...] = ()
+    """Specs to compare, each in quotes (see `structattn specs`). Default: the preset's."""
+    seeds: int | None = None
+    """Runs per variant. Default: the preset's."""
+    widths: tuple[int, ...] = ()
+    """Widths of the models (task.embed_dim), each with all variants. Default: the preset's."""
+    budgets: tuple[float, ...] = ()
+    """Training compute of the runs in forward FLOPs, such as 1e12 4e12 16e12; three or more give scaling laws. Default: the preset's."""
+    jobs: int = 1
+    """Models trained at the same time, each in its own process; for small models as many as there are cores."""
+    ray_address: str = ""
+    """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file system that its machines share."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        require_extra()
+        from structattn.studies.compare import compare
+        from structattn.studies.report.summary import format_results, verdict
+
+        _check_no_launcher("compare")
+        given = {
+            "attention": self.attention,
+            "seeds": self.seeds,
+            "widths": self.widths,
+            "budgets": self.budgets,
+        }
+        recipe = replace(self.recipe(), **{name: value for name, value in given.items() if value not in (None, ())})
+        if self.ray_address and self.jobs != 1:
+            raise ConfigError("--jobs is only for this machine: on a Ray cluster its cores and GPUs decide")
+        length = " or ".join(f"{budget:g} FLOPs" for budget in recipe.budgets) or f"{recipe.training.steps:,} steps"
+        done = compare(
+            self.task,
+            recipe,
+            self.out,
+            preset=self.preset,
+            command=session.line,
+            resume=self.resume,
+            on_open=partial(session.began, takes=f"{recipe.num_runs:,} runs of {length}"),
+            runner=_runner(self.ray_address, None if self.ray_address else self.jobs),
+        )
+        print(f"\n{format_results(done.record)}\n\n{verdict(done.record)}\n")
+        print_paths(done.folder, done.report)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TaskCommand):
+    """Train one attention variant; the folder can be evaluated and resumed.
+
+    Example:
+      structattn train text --attention "mlr:8|8|8|8" --out runs/text
+    """
+
+    attention: str = "standard"
+    """The spec to train (see `structattn specs`)."""
+    seed: int = 0
+    """Seed of weights, data order and dropout."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        require_extra()
+        from structattn.checks import MAX_SEED, check_int
+        from structattn.studies.folders import Owner, check_owner, opened
+        from structattn.studies.old_folders import run_record
+        from structattn.studies.settings import to_plain
+        from structattn.studies.tasks.registry import task_class
+        from structattn.studies.training.build import empty_model
+        from structattn.studies.training.finished import is_finished
+        from structattn.studies.training.loop import train
+
+        if _num_processes() > 1 and self.out is None:
+            raise ConfigError("the processes of a launcher share one folder: give --out")
+        recipe = self.recipe_of_runs()
+        check_int("--seed", self.seed, minimum=0, maximum=MAX_SEED)
+        task = task_class(self.task)(recipe.task)
+        settings = {
+            "attention": self.attention,
+            "seed": self.seed,
+            **task.identity(to_plain(recipe.task)),
+            "training": to_plain(recipe.training),
+        }
+        free = ("training.process_timeout",)
+        owner = Owner(command="train", task=self.task, settings=settings, free=free)
+        empty_model(task, self.attention, recipe.training.parametrization)  # a size that fits no machine is named first
+        place: AbstractContextManager[Path] = opened(self.out, owner, resume=self.resume, record=run_record)
+        finished = self.resume and self.out is not None and is_finished(self.out)
+        if finished and self.out is not None:
+            check_owner(self.out, owner, resume=True, record=run_record)
+            place = nullcontext(self.out)  # a finished run is only read: its folder may be one that cannot be written
+        with place as out:
+            result = train(
+                task,
+                self.attention,
+                recipe.training,
+                seed=self.seed,
+                run_dir=out,
+                resume=self.resume,
+                on_steps=None if finished else lambda _: session.began(out, f"{recipe.training.steps:,} steps"),
+            )
+            # Every process of a launcher evaluates, since each may hold a part of the model, and one speaks for all.
+            metrics = task.evaluate(result.model, "test")
+        if os.environ.get("RANK", "0") == "0":
+            print_metrics(metrics)
+            print(f"run      {out}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(TaskCommand):
+    """Hyperparameter sweep of a task: many runs, the best by validation score, and the command line that trains it again.
+
+    Example:
+      structattn sweep forecast --param training.learning_rate=log:1e-4:1e-2 --trials 20
+    """
+
+    param: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A parameter to vary, in quotes: NAME=log:LOW:HIGH, NAME=uniform:LOW:HIGH, NAME=int:LOW:HIGH or NAME=choice:A,B,..., where NAME is a
+    setting, such as training.learning_rate, or attention; may be repeated."""
+    trials: int = 20
+    """Number of runs, including those of an interrupted sweep."""
+    attention: str = "standard"
+    """The spec to train, unless it is a parameter."""
+    seed: int = 0
+    """Seed of the runs and of the proposed values."""
+    scheduler: Literal["asha", "none"] = "asha"
+    """asha: stop trials that are not among the best quarter at their step; none: run every trial to its end."""
+    grace_period: int | None = None
+    """Steps that every trial gets. Default: a sixteenth of the longest run, and at least training.eval_every."""
+    jobs: int | None = None
+    """Trials at the same time, each in its own process. Default: one for each GPU, or for each core without GPUs."""
+    ray_address: str = ""
+    """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file system that its machines share."""
+
+    def execute(self, session: Session) -> None:
+        """Runs the command."""
+        require_extra()
+        from structattn.studies.report.sweep import format_sweep, sweep_verdict
+        from structattn.studies.sweep.plan import SweepPlan
+        from structattn.studies.sweep.space import RunSettings
+        from structattn.studies.sweep.sweep import sweep
+
+        _check_no_launcher("sweep")
+        recipe = self.recipe_of_runs()
+        given = {"--data": self.data and self.data.absolute(), "--time": self.time, "--target": self.target}
+        plan = SweepPlan(
+            task_name=self.task,
+            settings=RunSettings(task=recipe.task, training=recipe.training),
+            params=self.param,
+            trials=self.trials,
+            folder=self.out,
+            attention=self.attention,
+            seed=self.seed,
+            scheduler=self.scheduler,
+            grace_period=self.grace_period,
+            preset=self.preset,
+            changes=self.set,
+            given=tuple(word for option, value in given.items() if value is not None for word in (option, str(value))),
+        )
+        done = sweep(
+            plan,
+            runner=_runner(self.ray_address, self.jobs),
+            command=session.line,
+            resume=self.resume,
+            on_open=partial(session.began, takes=f"{plan.trials:,} trials of at most {plan.longest:,} steps"),
+        )
+        print(f"\n{format_sweep(done.results)}\n\n{sweep_verdict(done.results)}\n\n{done.results['best']['command']}\n")
+        print_paths(done.folder, done.report)

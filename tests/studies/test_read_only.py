@@ -116,13 +116,16 @@ def test_only_what_is_missing_of_a_comparison_is_made_again(finished: Path, tmp_
     assert after["results.json"] == before["results.json"]
     assert after["report.html"][2] == contents(finished)["comparison/report.html"][2]
     assert (out / "figures").is_dir()
-    # A run that is gone is trained again, with the same result; a damaged record is written again.
+    # A run that is gone, or its weights, is made again, with the same result; a damaged record is written again.
     weights = (first / "model.safetensors").read_bytes()
     rows = read_comparison(out).rows
-    shutil.rmtree(first)
+    (first / "model.safetensors").unlink()
     monkeypatch.setattr(
         pages, "write_pages", lambda record, folder: folder / "report.html"
     )  # as before: it takes seconds
+    assert main(command) == 0
+    assert (first / "model.safetensors").read_bytes() == weights
+    shutil.rmtree(first)
     assert main(command) == 0
     assert (first / "model.safetensors").read_bytes() == weights
     (out / "results.json").write_text("{")

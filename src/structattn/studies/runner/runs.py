@@ -18,7 +18,7 @@ from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
 from structattn.studies.training.config import TrainingConfig
-from structattn.studies.training.finished import is_finished, progress_of, read_record
+from structattn.studies.training.finished import WEIGHTS, is_finished, progress_of, read_record
 from structattn.studies.training.identity import check_identity, identity_of
 from structattn.studies.training.loop import TrainingResult, train
 
@@ -65,7 +65,7 @@ class Job:
         Raises:
             CheckpointError: the folder holds a run of other settings or data.
         """
-        if not is_finished(self.folder):
+        if not (is_finished(self.folder) and (self.folder / WEIGHTS).is_file()):
             return None
         try:
             found = read_record(self.folder)

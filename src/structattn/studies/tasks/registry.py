@@ -96,7 +96,7 @@ def recipe_for(task: str, preset: str) -> Recipe:
     return presets[preset].recipe
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=32)
 def shared_task(name: str, config: Any) -> Task:
     """The task of settings, made once for all runs of a comparison: reading its data may take minutes."""
     return task_class(name)(config)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from structattn.errors import ConfigError
+
 Value = TypeVar("Value")
 
 
@@ -35,10 +37,14 @@ def register(kind: type, form: TextForm) -> None:
 
 
 def _form(kind: type) -> TextForm:
-    if kind not in _FORMS:
+    """The form of a type, or of the type that it extends."""
+    if not _FORMS:
         for filler in _fillers:
             filler()
-    return _FORMS[kind]
+    for base in kind.__mro__:
+        if base in _FORMS:
+            return _FORMS[base]
+    raise ConfigError(f"{kind.__name__} has no text form")
 
 
 def read(kind: type[Value], text: str) -> Value:

@@ -77,3 +77,13 @@ def test_values_of_lower_floors_find_their_form() -> None:
         text_forms.read(Structure, "btt:x")
     with pytest.raises(ConfigError, match="has no text form"):
         str(Structure("btt", (("rank", 2), ("row_dims", (4, 4)))))
+
+
+def test_a_class_that_extends_another_has_its_form() -> None:
+    class Slow(Rotary):
+        pass
+
+    assert str(Slow(base=500.0)) == "low_far,base=500"
+    assert Slow.parse("low_far,base=500") == Rotary(base=500.0)
+    with pytest.raises(ConfigError, match="int has no text form"):
+        text_forms.write(3)

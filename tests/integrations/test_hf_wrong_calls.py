@@ -63,7 +63,7 @@ TABLE = [
     (LevelCacheLayer().batch_select_indices, "indices", (None, 3, [0])),
     *((lambda **o: StructAttnForCausalLM(StructAttnConfig(**OPTIONS | {"attention": "standard"} | o)), name, (2**40, 2**31 - 1)) for name in ("vocab_size", "intermediate_size")),
     (own, "dtype", ("nope", "\ud800")),
-    (own, "id2label", (3, "x", [1])),
+    (own, "id2label", (3, "x", [1], {"a": 1})),
     (level_cache, "model", NO_MODELS),
     *((call, name, INTS) for call in (LevelCacheLayer, lambda **o: level_cache(PLAIN, **o)) for name in ("max_length", "page_size")),
     *((own, name, INTS) for name in (*OPTIONS, "max_position_embeddings", "num_key_value_heads", "intermediate_size")),
@@ -119,6 +119,7 @@ INPUTS = {
         LONGS.log(),
         LONGS.to("meta"),
         LONGS.to_sparse(),
+        torch.tensor(1),
     ),
     "position_ids": (
         7,
@@ -136,7 +137,17 @@ INPUTS = {
     "inputs_embeds": (7, "x", torch.ones(5, 32), torch.ones(1, 5, 31), torch.ones(1, 5, 32)),  # the last beside tokens
 }
 HEAD = {
-    "labels": (7, "x", LONGS[:, :4], LONGS * 0.5, LONGS * 60, LONGS * -3, LONGS.int(), LONGS.to(torch.uint16)),
+    "labels": (
+        7,
+        "x",
+        LONGS[:, :4],
+        LONGS * 0.5,
+        LONGS * 60,
+        LONGS * -3,
+        LONGS.int(),
+        LONGS.to(torch.uint16),
+        LONGS.to("meta"),
+    ),
     "logits_to_keep": (-1, "x", 1.5, True, torch.ones(2), [1]),
 }
 
@@ -148,13 +159,26 @@ def test_wrong_inputs(kind) -> None:
         for value in values:
             with pytest.raises(StructAttnError):
                 model(**{"input_ids": IDS, name: value})
-    for wrong in (*([None] if kind == "own" else []), 7, "x", [1], IDS[0], IDS.double(), IDS[:, :0], IDS + 50):
+    for wrong in (
+        *([None] if kind == "own" else []),
+        7,
+        "x",
+        [1],
+        IDS[0],
+        IDS.double(),
+        IDS[:, :0],
+        IDS + 50,
+        IDS.to("meta"),
+    ):
         with pytest.raises(StructAttnError):
             model.generate(wrong, max_new_tokens=1)
-    for mask in (LONGS * 0, LONGS * float("nan"), "x"):
+    for mask in (LONGS * 0, LONGS * float("nan"), "x", torch.tensor(1), LONGS[0], LONGS[None]):
         with pytest.raises(StructAttnError):
             model.generate(IDS, attention_mask=mask, max_new_tokens=1, pad_token_id=0)
-    for embeds in (*INPUTS["inputs_embeds"][:-1], torch.ones(1, 5, 32).long()):
+    for embeds in (
+        *INPUTS["inputs_embeds"][:-1],
+        *(torch.ones(1, 5, 32).to(x) for x in (torch.long, torch.float64, "meta")),
+    ):
         with pytest.raises(StructAttnError):
             model(inputs_embeds=embeds)
     assert model(inputs_embeds=torch.ones(1, 5, 32)).logits.isfinite().all()

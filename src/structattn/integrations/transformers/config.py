@@ -105,7 +105,11 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
             Rotary.parse(self.rotary)
         try:
             super().__post_init__(**kwargs)
-        except (AttributeError, TypeError) as error:  # of transformers, for its own fields, such as dtype and id2label
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+        ) as error:  # of transformers, for its own fields, such as dtype and id2label
             raise ConfigError(
                 f"transformers cannot use a field of this config: {shortened(ascii(str(error)))}"
             ) from error

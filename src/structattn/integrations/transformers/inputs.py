@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +25,13 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
     def checked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         check_inputs(self.config, given)
+        if given.get("inputs_embeds") is not None:
+            _check_as_weights(given["inputs_embeds"], self.get_input_embeddings().weight)
         if "logits_to_keep" in names:  # a causal language model
             check_keep(given.get("logits_to_keep", 0))
             if given.get("labels") is not None:
                 tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-                check_labels(given["labels"], tokens.shape[:2], self.config.vocab_size)
+                check_labels(given["labels"], tokens, self.config.vocab_size)
         return forward(self, *args, **kwargs)
 
     return checked_forward
@@ -76,6 +78,8 @@ def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
     if isinstance(mask, Tensor):
         check_tensor("attention_mask", mask)
         _check_numbers("attention_mask", mask, tokens)
+        if mask.dim() not in (2, 4):  # one of 4 dimensions is refused where it is read, with its remedy
+            raise ShapeError(f"attention_mask must be of shape ({batch}, tokens), got {tuple(mask.shape)}")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         if mask.shape[0] != batch:
             raise ShapeError(f"attention_mask must have a row for each of {batch}, got shape {tuple(mask.shape)}")
@@ -92,11 +96,12 @@ def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
         check_bool("use_cache", given["use_cache"])
 
 
-def check_labels(labels: Any, shape: Sequence[int], vocab_size: int) -> None:
+def check_labels(labels: Any, tokens: Tensor, vocab_size: int) -> None:
     """Raises ``ShapeError`` or ``ConfigError`` unless labels are tokens, or -100, one for each position."""
     _check_ints("labels", labels, (torch.int64,))
-    if labels.shape != shape:
-        raise ShapeError(f"labels must be of shape {tuple(shape)}, got {tuple(labels.shape)}")
+    _check_numbers("labels", labels, tokens)
+    if labels.shape != tokens.shape[:2]:
+        raise ShapeError(f"labels must be of shape {tuple(tokens.shape[:2])}, got {tuple(labels.shape)}")
     _check_range("labels", labels.where(labels != -100, 0), 0, vocab_size)
 
 
@@ -113,6 +118,13 @@ def _check_ints(name: str, x: Any, dtypes: tuple[torch.dtype, ...]) -> None:
     if x.dim() != 2 or x.dtype not in dtypes or 0 in x.shape:
         raise ShapeError(
             f"{name} must be {dtypes[-1]} of shape (batch, tokens) with at least one token, got {x.dtype} of shape {tuple(x.shape)}"
+        )
+
+
+def _check_as_weights(embeds: Tensor, weight: Tensor) -> None:
+    if embeds.is_meta != weight.is_meta or (embeds.dtype == torch.float64) != (weight.dtype == torch.float64):
+        raise ShapeError(
+            f"inputs_embeds must be like the weights of the model, {weight.dtype} on {weight.device}, got {embeds.dtype} on {embeds.device}"
         )
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from structattn.checks import check_path, quoted
-from structattn.errors import CheckpointError, ConfigError, nearest_name
+from structattn.errors import CheckpointError, ConfigError, ShapeError, nearest_name
 from structattn.integrations.transformers.cache import guarded, own_layer
 from structattn.integrations.transformers.inputs import check_inputs
 
@@ -116,7 +117,12 @@ class OwnModel:
         """
         ids = kwargs.get("input_ids") if inputs is None else inputs
         if ids is not None:
-            check_inputs(self.config, {"input_ids": ids, "attention_mask": kwargs.get("attention_mask")})  # type: ignore[attr-defined]
+            mask = kwargs.get("attention_mask")
+            check_inputs(self.config, {"input_ids": ids, "attention_mask": mask})  # type: ignore[attr-defined]
+            if ids.is_meta:
+                raise ShapeError("generate needs token ids with values, got a tensor on the meta device")
+            if isinstance(mask, Tensor) and mask.dim() != 2:
+                raise ShapeError(f"generate needs an attention_mask of shape (batch, tokens), got {tuple(mask.shape)}")
         elif (
             not args
             and not {"inputs_embeds", "generation_config", "bos_token_id"} & set(kwargs)

@@ -357,7 +357,7 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
         logits = self.lm_head(x[:, keep])
         loss = None
         if labels is not None:
-            check_labels(labels, x.shape[:2], self.config.vocab_size)
+            check_labels(labels, x, self.config.vocab_size)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         result = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states

@@ -526,6 +526,7 @@ def test_a_wrong_step_raises() -> None:
         timing.checked_error("wrong", work, FLOAT32)
 
 
+@pytest.mark.full
 def test_a_compiled_step_is_right() -> None:
     (group,) = step.step_groups(CPU, FLOAT32, shapes=[SMALL_STEP], modes=["compiled"])
     built = {case.label: case.build() for case in group.cases if case.label in ("standard", "bilinear-btt:1")}

@@ -202,6 +202,7 @@ def test_pipeline_pads_series_of_any_length():
     assert pipeline.predict([short, long], num_samples=4).shape == (2, 4, 7)
 
 
+@pytest.mark.full
 def test_saved_and_loaded_in_a_new_process(tmp_path):
     pipeline = new_pipeline("mlr:4|2|2", decoder_spec="window:3", **SIZES)
     pipeline.inner_model.save_pretrained(tmp_path / "model")

@@ -190,6 +190,7 @@ def test_dropout_and_the_cache() -> None:
         model(IDS, use_cache=True)
 
 
+@pytest.mark.full
 def test_compiled_whole() -> None:
     model = make("mlr:4|2|2", num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

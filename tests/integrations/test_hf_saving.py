@@ -83,6 +83,7 @@ def test_reloaded_in_a_new_process(tmp_path) -> None:
     assert found.splitlines() == [f"{name} {type(model).__name__} True" for name, model in models.items()]
 
 
+@pytest.mark.full
 def test_without_the_import_loading_fails(tmp_path) -> None:
     changed().save_pretrained(tmp_path / "changed")
     own().save_pretrained(tmp_path / "own")

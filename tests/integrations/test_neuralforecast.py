@@ -301,6 +301,7 @@ def test_the_default_search_space_holds_models_that_can_be_built() -> None:
     assert AutoStructTransformer(h=24).config["h"] == 24
 
 
+@pytest.mark.full
 def test_the_search_with_ray(tmp_path) -> None:
     ray = pytest.importorskip("ray")
     from neuralforecast.common._base_auto import RayOptions

@@ -273,6 +273,7 @@ def test_a_sweep_never_raises_the_error() -> None:
     assert all(b <= a for a, b in zip(errors, errors[1:], strict=False))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dense", [line_kernel(32), gaussian(16, 24)], ids=["line", "gaussian"])
 def test_rank_allocation(dense) -> None:
     found = allocate_ranks(dense, 8)
@@ -356,6 +357,7 @@ def test_the_scale_of_the_matrix_does_not_matter(text, exponent) -> None:
     assert bool(found.matrix.to_dense().isfinite().all())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scale", [1e-200, 1e200])
 def test_the_scale_does_not_matter_to_rank_allocation(scale) -> None:
     dense = gaussian(8, 8)
@@ -403,6 +405,7 @@ def test_weights_in_any_memory_layout_are_fitted() -> None:
     assert torch.equal(fit(dense, like).matrix.to_dense(), dense)
 
 
+@pytest.mark.full
 def test_errors_are_those_of_the_returned_matrix_and_dtype() -> None:
     dense = gaussian(16, 16)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -42,13 +42,18 @@ def one_thread():
 @pytest.mark.parametrize(
     "structure",
     [
-        "standard",
         "bilinear-btt:1",
-        "bilinear-btt:2",
-        "bilinear-mlr:4|2|1|1",
         "mlr:4|2|1|1",
-        "bilinear-kronecker",
-        "global-window:1|1@4",
+        *(
+            pytest.param(spec, marks=pytest.mark.full)
+            for spec in (
+                "standard",
+                "bilinear-btt:2",
+                "bilinear-mlr:4|2|1|1",
+                "bilinear-kronecker",
+                "global-window:1|1@4",
+            )
+        ),
     ],
 )
 def test_sizes_do_not_depend_on_the_width_under_mup(structure) -> None:

@@ -11,7 +11,7 @@ from structattn.errors import ConfigError, DataError
 from structattn.studies.compare import compare
 from structattn.studies.evaluate import load_run
 from structattn.studies.folders import Owner
-from structattn.studies.runner.runs import train_all
+from structattn.studies.runner.local import LocalRunner
 from structattn.studies.settings import apply_overrides, to_plain
 from structattn.studies.tasks.nearest_neighbor.task import NearestNeighborConfig, NearestNeighborTask
 from structattn.studies.tasks.registry import TASKS, recipe_for, task_class
@@ -90,7 +90,7 @@ def test_fewer_than_one_job_is_refused(tmp_path, capsys, jobs) -> None:
         assert main([*words, "--jobs", jobs, "--out", str(out)]) == 2
         assert "jobs must be an int of at least 1" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="jobs must be an int of at least 1"):
-        train_all([], workers=int(jobs), resume=False, show_progress=False)
+        LocalRunner(int(jobs))
     assert not out.exists()
 
 

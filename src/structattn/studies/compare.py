@@ -35,7 +35,7 @@ from structattn.studies.records.comparison import (
     read_comparison,
 )
 from structattn.studies.records.run import Progress, ScoreRecord
-from structattn.studies.report._common import fmt_flops
+from structattn.studies.report.numbers import fmt_flops
 from structattn.studies.report.runs_csv import runs_csv
 from structattn.studies.runner.base import Runner
 from structattn.studies.runner.local import LocalRunner

@@ -20,7 +20,7 @@ from structattn.studies.records import Row
 from structattn.studies.records.common import to_json
 from structattn.studies.records.comparison import Scaling
 from structattn.studies.records.typed import read_as
-from structattn.studies.report.scaling import format_scaling, scaling_verdict
+from structattn.studies.report.scaling import table, verdict
 from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.registry import presets_of, recipe_for
 from structattn.studies.training.build import spec_for
@@ -151,10 +151,10 @@ def test_settings_have_baselines_of_their_own() -> None:
 
 def test_words_say_what_was_found() -> None:
     saved = made_comparison(scaling=scaling(rows(0.8), ("standard", "mlr:32|32")))
-    assert "With less compute than standard" in scaling_verdict(saved)
-    assert "0.80" in format_scaling(saved)
+    assert "With less compute than standard" in verdict(saved)
+    assert "0.80" in table(saved).text()
     hidden = made_comparison(scaling=scaling(rows(0.99, noise=0.01), ("standard", "mlr:32|32")))
-    assert "Not distinguishable from standard" in scaling_verdict(hidden)
+    assert "Not distinguishable from standard" in verdict(hidden)
 
 
 TINY = [

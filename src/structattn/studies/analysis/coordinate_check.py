@@ -298,16 +298,16 @@ def mup_check(
     Raises:
         ConfigError: an unusable folder.
     """
-    from structattn.studies.report.figures import draw_mup  # matplotlib is optional
-    from structattn.studies.report.mup import write_mup_report
+    from structattn.studies.report.figures.mup import draw  # matplotlib is optional
+    from structattn.studies.report.mup import page
+    from structattn.studies.report.page import write_page
 
     settings = dataclasses.asdict(config)
     with opened(out, Owner(command="mup check", task="", settings=settings), resume=None, on_open=on_open) as folder:
         results = _results(config, show_progress) | {"command": command}
         try:
             write_atomic(folder / "results.json", json.dumps(results, indent=1))
-            figures = draw_mup(results, folder / "figures")
-            report = write_mup_report(results, figures, folder / "report.html")
+            report = write_page(page(results, draw(results, folder / "figures")), folder / "report.html")
         except OSError as error:
             raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
     return Check(results=results, folder=folder, report=report)

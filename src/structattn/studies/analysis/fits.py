@@ -141,8 +141,9 @@ def fit_matrices(
             fitted), or an unusable folder.
         DataError: a matrix is not finite.
     """
-    from structattn.studies.report.figures import draw_fits  # matplotlib is optional
-    from structattn.studies.report.fits import write_fit_report
+    from structattn.studies.report.figures.fits import draw  # matplotlib is optional
+    from structattn.studies.report.fits import page
+    from structattn.studies.report.page import write_page
 
     names = [matrix.name for matrix in matrices]
     if not matrices or len(set(names)) != len(names):
@@ -167,8 +168,7 @@ def fit_matrices(
         results = _results(plans, refine, seed, command, show_progress)
         try:
             write_atomic(folder / "results.json", json.dumps(results, indent=1))
-            figure = draw_fits(results, folder / "figures")
-            report = write_fit_report(results, figure, folder / "report.html")
+            report = write_page(page(results, draw(results, folder / "figures")), folder / "report.html")
         except OSError as error:
             raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
     return Fits(results=results, folder=folder, report=report)

@@ -1,16 +1,13 @@
-"""Fits of structures to matrices: the text table, the figure error against parameters, and the page."""
+"""Fits of structures to matrices: tables, verdict and page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from structattn.studies.report._common import fmt_count, fmt_seconds
-from structattn.studies.report.html import escaped, figure_html, repeat_html, write_page
-
-if TYPE_CHECKING:
-    from structattn.studies.report.figures import Figure
+from structattn.studies.report.numbers import fmt_count, fmt_seconds
+from structattn.studies.report.page import Figure, Origin, Page, Section
+from structattn.studies.report.table import Line, Table
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -19,19 +16,19 @@ _BUDGET = 0.25
 _HEADER = ("structure", "parameters", "of dense", "error", "method", "seconds")
 
 
-def _cells(matrix: Row, row: Row) -> list[str]:
+def _cells(matrix: Row, row: Row) -> tuple[str, ...]:
     size = matrix["num_rows"] * matrix["num_cols"]
     method = f"{row['method']}{' (optimal)' if row['is_optimal'] else ''}"
     if row["detail"]:
         method += f": {row['detail']}"
-    return [
+    return (
         row["structure"],
         f"{row['num_params']:,}",
         f"{100 * row['num_params'] / size:.1f}%",
         fmt_error(row["relative_error"]),
         method,
         fmt_seconds(row["seconds"]),
-    ]
+    )
 
 
 def fmt_error(value: float) -> str:
@@ -50,26 +47,30 @@ def _nearest(matrix: Row) -> Row | None:
     return min(rows, key=lambda row: (max(row["relative_error"], 1e-9), row["num_params"]), default=None)
 
 
-def format_fits(results: Results) -> str:
-    """The results as one aligned table per matrix, in the order of parameters."""
-    blocks = []
+def tables(results: Results) -> list[Table]:
+    """One for each matrix, in the order of parameters, the nearest structure of few parameters marked."""
+    found = []
     for matrix in results["matrices"]:
-        lines = [list(_HEADER), *(_cells(matrix, row) for row in _ordered(matrix))]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
-        best = _nearest(matrix)
-        text = [f"{matrix['name']}  {matrix['num_rows']} x {matrix['num_cols']}: {matrix['about']}"]
-        for line in lines:
-            cells = [
-                cell.ljust(width) if column in (0, 4) else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ]
-            mark = "*" if best is not None and line[0] == best["structure"] else " "
-            text.append(f"{mark} {'  '.join(cells)}".rstrip())
-        blocks.append("\n".join(text))
-    return "\n\n".join([*blocks, "error: relative, Frobenius norm; * nearest within a quarter of the dense parameters"])
+        best, size = _nearest(matrix), matrix["num_rows"] * matrix["num_cols"]
+        found.append(
+            Table(
+                header=_HEADER,
+                lines=tuple(Line(cells=_cells(matrix, row), is_best=row is best) for row in _ordered(matrix)),
+                words=("method",),
+                title=f"{matrix['name']}, {matrix['num_rows']} x {matrix['num_cols']}: {matrix['about']}; "
+                f"a dense matrix has {fmt_count(size)} parameters",
+            )
+        )
+    return found
 
 
-def fit_verdict(results: Results) -> str:
+def text(results: Results) -> str:
+    """The tables and the verdict for a terminal."""
+    note = "error: relative, Frobenius norm; * nearest within a quarter of the dense parameters"
+    return "\n\n".join([*(table.text() for table in tables(results)), note, verdict(results)])
+
+
+def verdict(results: Results) -> str:
     """For every matrix, what is nearest within a quarter of the dense parameters, beside low rank."""
     sentences = []
     for matrix in results["matrices"]:
@@ -83,46 +84,22 @@ def fit_verdict(results: Results) -> str:
     return f"Nearest within {100 * _BUDGET:.0f} % of the parameters of a dense matrix. " + " ".join(sentences)
 
 
-def _words(column: int) -> str:
-    return ' class="words"' if _HEADER[column] == "method" else ""
-
-
-def write_fit_report(results: Results, figure: Figure, path: Path) -> Path:
-    """Writes the self-contained page: verdict, figure, a table per matrix, how to repeat it."""
-    parts = []
-    for matrix in results["matrices"]:
-        best = _nearest(matrix)
-        head = "".join(f'<th scope="col"{_words(i)}>{escaped(name)}</th>' for i, name in enumerate(_HEADER))
-        lines = []
-        for row in _ordered(matrix):
-            cells = _cells(matrix, row)
-            css = ' class="best"' if row is best else ""
-            rest = "".join(f"<td{_words(i)}>{escaped(cell)}</td>" for i, cell in enumerate(cells) if i)
-            lines.append(f'<tr{css}><th scope="row">{"★ " if css else ""}{escaped(cells[0])}</th>{rest}</tr>')
-        parts.append(
-            f"<h2>{escaped(matrix['name'])}, {matrix['num_rows']} x {matrix['num_cols']}</h2>"
-            f'<p class="dim">{escaped(matrix["about"])}; a dense matrix has '
-            f"{fmt_count(matrix['num_rows'] * matrix['num_cols'])} parameters</p>"
-            f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-        )
-    title = "Structures fitted to matrices"
-    body = [
-        f"<h1>{title}</h1>",
-        '<p class="question">How near does each structure come to a given matrix, and at how many parameters?</p>',
-        f'<p class="dim">{escaped(results["created"])}</p>',
-        f'<div class="verdict"><b>Verdict</b>{escaped(fit_verdict(results))}</div>',
-        figure_html(figure, 0),
-        *parts,
-        repeat_html(
-            results["command"],
-            {name: results[name] for name in ("seed", "preset") if name in results},
-            results["versions"],
-            results["hardware"],
-            results.get("config", {}),
+def page(results: Results, figures: Sequence[Figure]) -> Page:
+    """Verdict, figure, a table for each matrix, how to repeat it."""
+    return Page(
+        title="Structures fitted to matrices",
+        question="How near does each structure come to a given matrix, and at how many parameters?",
+        byline=[results["created"]],
+        verdict=verdict(results),
+        sections=(
+            Section(figures=figures),
+            *(Section(heading="Tables" * (not i), table=table) for i, table in enumerate(tables(results))),
         ),
-        '<h2>What is measured</h2><ul class="notes"><li>Error: ||M - A|| / ||A|| in the Frobenius norm, in float64.</li>'
-        "<li>Optimal: no matrix of the structure is nearer. Otherwise the error is the best found and an upper bound.</li>"
-        "<li>★ and *: the nearest within a quarter of the parameters of a dense matrix.</li>"
-        "<li>Seconds are wall-clock on this machine, one run.</li></ul>",
-    ]
-    return write_page(title, body, path)
+        origin=Origin.of(results),
+        notes=(
+            "Error: ||M - A|| / ||A|| in the Frobenius norm, in float64.",
+            "Optimal: no matrix of the structure is nearer. Otherwise the error is the best found and an upper bound.",
+            "★ and *: the nearest within a quarter of the parameters of a dense matrix.",
+            "Seconds are wall-clock on this machine, one run.",
+        ),
+    )

@@ -1,24 +1,20 @@
-"""The muP check: text table, figures of sizes and learning rates against width, and the page."""
+"""The muP check: table, verdict and page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from structattn.studies.report._common import DASH, fmt_seconds
-from structattn.studies.report.html import escaped, figure_html, repeat_html, table_html, write_page
-
-if TYPE_CHECKING:
-    from structattn.studies.report.figures import Figure
+from structattn.studies.report.numbers import DASH, fmt_seconds
+from structattn.studies.report.page import Figure, Origin, Page, Section
+from structattn.studies.report.table import Line, Table
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 KINDS = {"mup": "muP", "standard": "standard parametrisation"}
 FLAT = 0.1
-_HEADER = ("structure", "parametrisation", "largest slope", "where", "best rates", "spread")
 
 
 def _where(results: Results, row: Row) -> str:
@@ -49,31 +45,38 @@ def _rate(rate: float | None) -> str:
     return DASH if rate is None else f"2^{math.log2(rate):g}"
 
 
-def _cells(results: Results, row: Row) -> list[str]:
+def _cells(results: Results, row: Row) -> tuple[str, ...]:
     transfer = _transfer_of(results, row)
     rates = spread = DASH
     if transfer is not None:
         rates = " ".join(_rate(rate) for rate in transfer["best_rates"])
         spread = DASH if transfer["spread"] is None else f"{transfer['spread']:.0f}"
-    return [
+    return (
         row["structure"],
         KINDS[row["parametrization"]],
         largest_slope(row),
         _where(results, row),
         rates,
         spread,
-    ]
+    )
 
 
-def format_mup(results: Results) -> str:
-    """The results as one aligned table, a line per structure and parametrisation."""
-    lines = [list(_HEADER), *(_cells(results, row) for row in results["coordinates"])]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([*text, "", *_legend(results)])
+def table(results: Results) -> Table:
+    """A line for each structure and parametrisation."""
+    return Table(
+        header=("structure", "parametrisation", "largest slope", "where", "best rates", "spread"),
+        lines=tuple(Line(cells=_cells(results, row)) for row in results["coordinates"]),
+        words=("parametrisation", "where"),
+        notes=_notes(results),
+    )
 
 
-def _legend(results: Results) -> list[str]:
+def text(results: Results) -> str:
+    """The table and the verdict for a terminal."""
+    return f"{table(results).text()}\n\n{verdict(results)}"
+
+
+def _notes(results: Results) -> tuple[str, ...]:
     first = results["coordinates"][0]
     fitted = ", ".join(map(str, first["slope_widths"]))
     words = [f"largest slope: of log size against log width, furthest from 0, fitted to the widths {fitted}; 0 is flat"]
@@ -82,10 +85,10 @@ def _legend(results: Results) -> list[str]:
         words.append(
             f"best rates: of the widths {shown}, tried in factors of 2; spread: log2 of the largest over the smallest"
         )
-    return words
+    return tuple(words)
 
 
-def mup_verdict(results: Results) -> str:
+def verdict(results: Results) -> str:
     """Which structures are flat under muP, how far the standard parametrisation is from it, and how far best rates move."""
     rows = {kind: [r for r in results["coordinates"] if r["parametrization"] == kind] for kind in KINDS}
     flat = [row["structure"] for row in rows["mup"] if _steepness(row) <= FLAT]
@@ -110,46 +113,39 @@ def mup_verdict(results: Results) -> str:
     return words
 
 
-def write_mup_report(results: Results, figures: Iterable[Figure], path: Path) -> Path:
-    """Writes the self-contained page: verdict, table, figures, all slopes, how to repeat it."""
-    title = "Does muP hold?"
-    fitted = ", ".join(map(str, results["coordinates"][0]["slope_widths"]))
-    body = [
-        f"<h1>{title}</h1>",
-        '<p class="question">Do sizes inside the model and the best learning rate stay where they are as the model grows wider?</p>',
-        f'<p class="dim">{escaped(results["created"])} · {fmt_seconds(results["seconds"])} seconds</p>',
-        f'<div class="verdict"><b>Verdict</b>{escaped(mup_verdict(results))}</div>',
-        "<h2>Results</h2>",
-        table_html(_HEADER, [_cells(results, row) for row in results["coordinates"]]),
-        "".join(f'<p class="dim">{escaped(words)}</p>' for words in _legend(results)),
-        "<h2>Figures</h2>",
-        *(figure_html(figure, index) for index, figure in enumerate(figures)),
-        f"<h2>Slopes</h2><p class='dim'>Of log size against log width at the widths {escaped(fitted)}.</p>",
-        table_html(*_slopes(results)),
-        repeat_html(
-            results["command"],
-            {name: results[name] for name in ("seed", "preset") if name in results},
-            results["versions"],
-            results["hardware"],
-            results.get("config", {}),
+def page(results: Results, figures: Sequence[Figure]) -> Page:
+    """Verdict, table, figures, all slopes, how to repeat it."""
+    return Page(
+        title="Does muP hold?",
+        question="Are the sizes inside the model and the best learning rate the same at every width of the model?",
+        byline=(results["created"], f"{fmt_seconds(results['seconds'])} seconds"),
+        verdict=verdict(results),
+        sections=(
+            Section(heading="Results", table=table(results)),
+            Section(heading="Figures", figures=figures),
+            Section(heading="Slopes", table=_slopes(results)),
         ),
-        '<h2>What is measured</h2><ul class="notes">'
-        "<li>Sizes are root mean squares on held-out prompts, after steps on one fixed batch of in-context regression.</li>"
-        "<li>Learned scores: attention scores of the trained weights minus those of the initial weights, for the same hidden "
-        "states. Under muP the initial scores themselves fade like one over the root of the head dimension.</li>"
-        "<li>Standard: every matrix starts at 1/sqrt(fan-in), scores are divided by the root of their dimension, one learning rate "
-        "for all.</li></ul>",
-    ]
-    return write_page(title, body, path)
+        origin=Origin.of(results),
+        notes=(
+            "Sizes are root mean squares on held-out prompts, after steps on one fixed batch of in-context regression.",
+            "Learned scores: attention scores of the trained weights minus those of the initial weights, for the same hidden states. Under "
+            "muP the initial scores themselves fade like one over the root of the head dimension.",
+            "Standard: every matrix starts at 1/sqrt(fan-in), scores are divided by the root of their dimension, one learning rate for all.",
+        ),
+    )
 
 
-def _slopes(results: Results) -> tuple[tuple[str, ...], list[list[str]]]:
-    names = results["quantities"]
-    lines = []
+def _slopes(results: Results) -> Table:
+    rows = []
     for row in results["coordinates"]:
-        for name, words in names.items():
-            found = {step: slope for step, slope in row["slopes"][name].items() if step != "0"}
-            cells = [DASH if slope is None else f"{slope:+.2f}" for slope in found.values()]
-            lines.append([row["structure"], KINDS[row["parametrization"]], words, *cells])
-    steps = [step for step in results["coordinates"][0]["slopes"]["output"] if step != "0"]
-    return ("structure", "parametrisation", "size", *(f"step {step}" for step in steps)), lines
+        for name, words in results["quantities"].items():
+            found = [slope for step, slope in row["slopes"][name].items() if step != "0"]
+            cells = [DASH if slope is None else f"{slope:+.2f}" for slope in found]
+            rows.append([row["structure"], KINDS[row["parametrization"]], words, *cells])
+    first = results["coordinates"][0]
+    steps = [f"step {step}" for step in first["slopes"]["output"] if step != "0"]
+    fitted = ", ".join(map(str, first["slope_widths"]))
+    title = f"Of log size against log width at the widths {fitted}"
+    return Table.of(
+        ("structure", "parametrisation", "size", *steps), rows, words=("parametrisation", "size"), title=title
+    )

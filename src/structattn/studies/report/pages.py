@@ -1,22 +1,32 @@
-"""Which figures and which page a comparison gets: of one size of model, of a grid of sizes and budgets, or of a search."""
+"""What a comparison shows: of one size of model, of a grid of sizes and budgets, or of model selection."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from structattn.studies.records.comparison import ComparisonRecord
-from structattn.studies.report.figures import draw_figures, draw_scaling, draw_search
-from structattn.studies.report.html import write_report
-from structattn.studies.report.scaling import write_scaling_report
-from structattn.studies.report.search import write_search_report
+from structattn.studies.report import comparison, scaling, selection
+from structattn.studies.report.figures import comparison as comparison_figures
+from structattn.studies.report.figures import scaling as scaling_figures
+from structattn.studies.report.figures import selection as selection_figures
+from structattn.studies.report.page import write_page
+
+
+def _kind(record: ComparisonRecord) -> tuple[Any, Any]:
+    """The module of tables, verdict and page, and that of figures."""
+    if record.search:
+        return selection, selection_figures
+    return (scaling, scaling_figures) if record.scaling else (comparison, comparison_figures)
+
+
+def text(record: ComparisonRecord) -> str:
+    """The table and the verdict for a terminal."""
+    kind, _ = _kind(record)
+    return f"{kind.table(record).text()}\n\n{kind.verdict(record)}"
 
 
 def write_pages(record: ComparisonRecord, out: Path) -> Path:
-    """Writes ``figures/`` and ``report.html``; returns the page. Needs matplotlib."""
-    if record.scaling:
-        draw, write = draw_scaling, write_scaling_report
-    elif record.search:
-        draw, write = draw_search, write_search_report
-    else:
-        draw, write = draw_figures, write_report
-    return write(record, draw(record, out / "figures"), out / "report.html")
+    """Writes ``figures/`` and ``report.html``; returns the page."""
+    kind, figures = _kind(record)
+    return write_page(kind.page(record, figures.draw(record, out / "figures")), out / "report.html")

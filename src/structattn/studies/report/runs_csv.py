@@ -1,4 +1,4 @@
-"""Every trained run of a comparison as a line of a CSV file: small enough to keep and to send, and what a fit or a test of one's own needs."""
+"""Every trained run of a comparison as a line of a CSV file: small enough to keep and to send, and all that a further fit or test needs."""
 
 from __future__ import annotations
 

@@ -1,26 +1,16 @@
-"""Scaling laws of a grid of widths and budgets: text table, verdict, and the page."""
+"""Scaling laws of a grid of widths and budgets: table, verdict and page."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from structattn.studies.records.comparison import ComparisonRecord, Law, LawPoint, Row, Scaling, Series
-from structattn.studies.report._common import (
-    DASH,
-    fmt_count,
-    fmt_flops,
-    fmt_mib,
-    fmt_pm,
-    fmt_score,
-    row_name,
-)
-from structattn.studies.report.html import escaped, figure_html, repeat_comparison, table_html, write_page
-
-if TYPE_CHECKING:
-    from structattn.studies.report.figures import Figure
+from structattn.studies.records.comparison import ComparisonRecord, Law, LawPoint, Scaling, Series
+from structattn.studies.report.comparison import byline, facts
+from structattn.studies.report.numbers import DASH, fmt_count, fmt_flops, fmt_mib, fmt_pm, fmt_score
+from structattn.studies.report.page import Figure, Origin, Page, Section
+from structattn.studies.report.rows import row_name
+from structattn.studies.report.table import Line, Table
 
 
 def laws(record: ComparisonRecord) -> Scaling:
@@ -67,52 +57,54 @@ def _fitted(law: Law, name: str) -> str:
     return f"{text} ({fmt_score(low)} to {fmt_score(high)})"
 
 
-def _header(record: ComparisonRecord) -> list[str]:
-    point = laws(record).series[0].frontier.points[-1]
-    several = ["settings"] if settings_of(record) != [None] else []
-    last = [f"at {fmt_flops(point.budget)} FLOPs", "best width", "irreducible", "exponent"]
-    return ["attention", *several, *last, f"compute, {laws(record).baseline} = 1"]
+def table(record: ComparisonRecord) -> Table:
+    """A line for each attention variant and setting."""
+    baseline, several = laws(record).baseline, settings_of(record) != [None]
+    budget = laws(record).series[0].frontier.points[-1].budget
+    return Table(
+        header=(
+            "attention",
+            *(["settings"] if several else []),
+            *(f"at {fmt_flops(budget)} FLOPs", "best width", "irreducible", "exponent"),
+            f"compute, {baseline} = 1",
+        ),
+        lines=tuple(Line(cells=_cells(record, series, several)) for series in laws(record).series),
+        words=("settings",),
+        notes=_notes(record),
+    )
 
 
-def _cells(record: ComparisonRecord, series: Series) -> list[str]:
+def _cells(record: ComparisonRecord, series: Series, several: bool) -> tuple[str, ...]:
     law = series.frontier
     point = law.points[-1]
     std = statistics.stdev(point.losses) if len(point.losses) > 1 else None
-    width = DASH if point.width is None else str(point.width)
-    return [
+    return (
         series.spec,
-        *([series.setting] if series.setting is not None else []),
+        *([series.setting or DASH] if several else []),
         fmt_pm(mean_loss(point), std),
-        width,
+        DASH if point.width is None else str(point.width),
         _fitted(law, "irreducible"),
         _fitted(law, "exponent"),
         multiplier_words(law, is_baseline=series.spec == laws(record).baseline),
-    ]
+    )
 
 
-def format_scaling(record: ComparisonRecord) -> str:
-    """The laws as one aligned table, a line per attention and setting."""
-    lines = [_header(record), *(_cells(record, series) for series in laws(record).series)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([*text, "", *_legend(record)])
-
-
-def _legend(record: ComparisonRecord) -> list[str]:
+def _notes(record: ComparisonRecord) -> tuple[str, ...]:
+    baseline = laws(record).baseline
     words = [
         f"at each budget the best width counts; {record.metric}: {record.metric_label}, on the test split, lower is better",
         "loss = irreducible + c * compute^-exponent, in forward FLOPs of all training examples; in brackets 95 % intervals",
-        f"compute: what an attention needs for a loss, over what {laws(record).baseline} needs for the same",
+        f"compute: what an attention variant needs for a loss, over what {baseline} needs for the same",
     ]
     if len(record.seeds) > 1:
         words.append("± standard deviation over seeds")
     if laws(record).series[0].frontier.fit is None:
         words.append("a law is fitted to three budgets or more")
-    return words
+    return tuple(words)
 
 
-def scaling_verdict(record: ComparisonRecord) -> str:
-    """Which methods need less compute than the baseline, which more, and which cannot be told from it."""
+def verdict(record: ComparisonRecord) -> str:
+    """Which variants need less compute than the baseline, which more, and which are not statistically distinguishable from it."""
     return "\n".join(_of_setting(record, setting) for setting in settings_of(record))
 
 
@@ -140,66 +132,61 @@ def _of_setting(record: ComparisonRecord, setting: str | None) -> str:
     return " ".join([sentence, *(f"{words[kind]}: {', '.join(names)}." for kind, names in groups.items() if names)])
 
 
-def write_scaling_report(record: ComparisonRecord, figures: Iterable[Figure], path: Path) -> Path:
-    """Writes the self-contained page: verdict, laws, figures, the laws at each width, all runs, how to repeat it."""
-    title = f"Scaling laws of attention: {record.task}"
-    seeds = len(record.seeds)
-    body = [
-        f"<h1>{escaped(title)}</h1>",
-        '<p class="question">Which attention reaches the same loss with less compute?</p>',
-        f'<p class="dim">preset {escaped(record.preset)} · {escaped(record.created)} · '
-        f"{seeds} seed{'s' if seeds > 1 else ''}</p>",
-        f'<div class="verdict"><b>Verdict</b>{escaped(scaling_verdict(record))}</div>',
-        "<h2>Results</h2>",
-        table_html(_header(record), [_cells(record, series) for series in laws(record).series]),
-        "".join(f'<p class="dim">{escaped(words)}</p>' for words in _legend(record)),
-        "<h2>Figures</h2>",
-        *(figure_html(figure, index) for index, figure in enumerate(figures)),
-        "<h2>Each width alone</h2>",
-        table_html(*_by_width(record)),
-        "<h2>All models</h2>",
-        table_html(*_runs(record)),
-        repeat_comparison(record),
-        '<h2>What is measured</h2><ul class="notes">'
-        "<li>Compute is counted in closed form from the structure, 2 FLOPs per multiply-add, read-out included; looking up "
-        "embeddings costs none. Norms and softmax are not counted, and seconds are another matter: see the table of all models.</li>"
-        "<li>The compute ratio is the geometric mean over the losses that both reached, between fitted laws; nothing is "
-        "extrapolated. Intervals are from a bootstrap over seeds and points.</li>"
-        "<li>Every model was trained from the start for its budget; the learning rate of each method is the best of the same sweep at a small "
-        "width, transferred by muP.</li></ul>",
-    ]
-    return write_page(title, body, path)
+def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
+    """Verdict, laws, figures, the laws at each width, all models, how to repeat it."""
+    header = facts(record) | {"training": "as many steps as each budget pays for"}
+    return Page(
+        title=f"Scaling laws of attention: {record.task}",
+        question="Which attention reaches the same loss with less compute?",
+        byline=byline(record),
+        facts=header,
+        verdict=verdict(record),
+        sections=(
+            Section(heading="Results", table=table(record)),
+            Section(heading="Figures", figures=figures),
+            Section(heading="Laws at each width", table=_by_width(record)),
+            Section(heading="All models", table=_models(record)),
+        ),
+        origin=Origin.of(record),
+        notes=(
+            "Compute is counted in closed form from the structure, 2 FLOPs per multiply-add, output head included; looking up embeddings "
+            "costs none. Norms and softmax are not counted. Seconds are not compute: see tokens per second in the table of all models.",
+            "The compute ratio is the geometric mean over the losses that both reached, between fitted laws; nothing is extrapolated. "
+            "Intervals are from a bootstrap over seeds and points.",
+            "Every model was trained from the start for its budget; the learning rate of each variant is the best of the same sweep at a "
+            "small width, transferred by muP.",
+        ),
+    )
 
 
-def _by_width(record: ComparisonRecord) -> tuple[list[str], list[list[str]]]:
+def _by_width(record: ComparisonRecord) -> Table:
     baseline = laws(record).baseline
-    lines = []
-    for series in laws(record).series:
-        for law in series.widths:
-            lines.append(
-                [
-                    f"{series.spec}, {series.setting}" if series.setting else series.spec,
-                    str(law.width),
-                    *(_fitted(law, name) for name in ("irreducible", "exponent")),
-                    multiplier_words(law, is_baseline=series.spec == baseline),
-                ]
-            )
-    return ["attention", "width", "irreducible", "exponent", f"compute, {baseline} = 1"], lines
-
-
-def _runs(record: ComparisonRecord) -> tuple[list[str], list[list[str]]]:
-    head = ["model", record.metric, "steps", "FLOPs", "parameters", "learning rate", "tokens/s", "peak MiB"]
-    lines = [[row_name(row), *_run_cells(row)] for row in record.rows]
-    return head, lines
-
-
-def _run_cells(row: Row) -> list[str]:
-    return [
-        fmt_pm(row.score, row.score_std),
-        str(row.steps[0]),
-        fmt_flops(row.compute),
-        fmt_count(row.num_params),
-        f"{row.learning_rate:g}",
-        fmt_count(row.tokens_per_second),
-        fmt_mib(row.peak_memory_bytes),
+    rows = [
+        [
+            f"{series.spec}, {series.setting}" if series.setting else series.spec,
+            str(law.width),
+            *(_fitted(law, name) for name in ("irreducible", "exponent")),
+            multiplier_words(law, is_baseline=series.spec == baseline),
+        ]
+        for series in laws(record).series
+        for law in series.widths
     ]
+    return Table.of(("attention", "width", "irreducible", "exponent", f"compute, {baseline} = 1"), rows)
+
+
+def _models(record: ComparisonRecord) -> Table:
+    header = ("model", record.metric, "steps", "FLOPs", "parameters", "learning rate", "tokens/s", "peak MiB")
+    rows = [
+        [
+            row_name(row),
+            fmt_pm(row.score, row.score_std),
+            str(row.steps[0]),
+            fmt_flops(row.compute),
+            fmt_count(row.num_params),
+            f"{row.learning_rate:g}",
+            fmt_count(row.tokens_per_second),
+            fmt_mib(row.peak_memory_bytes),
+        ]
+        for row in record.rows
+    ]
+    return Table.of(header, rows)

@@ -1,17 +1,15 @@
-"""A sweep: text table, verdict, and the page with the command line of the best trial."""
+"""A hyperparameter sweep: table, verdict, and the page with the command line of the best trial."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from structattn.studies.report._common import DASH, finite, fmt_count, fmt_score, fmt_seconds
-from structattn.studies.report.html import escaped, figure_html, repeat_html, table_html, write_page
-
-if TYPE_CHECKING:
-    from structattn.studies.report.figures import Figure
+from structattn.studies.report.numbers import DASH, finite, fmt_count, fmt_score, fmt_seconds
+from structattn.studies.report.page import Figure, Origin, Page, Section
+from structattn.studies.report.table import Line, Table
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -51,20 +49,27 @@ def fmt_value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _header(results: Results) -> list[str]:
-    return [
-        "trial",
-        f"validation {results['metric']}",
-        *short_names(results).values(),
-        "status",
-        "steps done",
-        "seconds",
-        "parameters",
-    ]
+def table(results: Results) -> Table:
+    """A line for each trial, best first."""
+    last = ("status", "steps done", "seconds", "parameters")
+    states = {trial["status"] for trial in results["trials"]}
+    return Table(
+        header=("trial", f"validation {results['metric']}", *short_names(results).values(), *last),
+        lines=tuple(Line(cells=_cells(results, trial)) for trial in ranked_trials(results)),
+        words=("status",),
+        notes=("; ".join(f"{name}: {words}" for name, words in _MEANING.items() if name in states),),
+    )
 
 
-def _cells(results: Results, trial: Row) -> list[str]:
-    return [
+def text(results: Results) -> str:
+    """The best trials as a table, and the verdict, for a terminal."""
+    whole = table(results)
+    more = (f"and {len(whole.lines) - _SHOWN} more in the report",) if len(whole.lines) > _SHOWN else ()
+    return replace(whole, lines=whole.lines[:_SHOWN], notes=more).text() + f"\n\n{verdict(results)}"
+
+
+def _cells(results: Results, trial: Row) -> tuple[str, ...]:
+    return (
         str(trial["number"]),
         fmt_score(finite(trial["score"])),
         *(fmt_value(trial["params"][parameter["name"]]) for parameter in results["parameters"]),
@@ -72,18 +77,7 @@ def _cells(results: Results, trial: Row) -> list[str]:
         str(trial["step"]) if trial["step"] else DASH,
         fmt_seconds(trial["seconds"]),
         fmt_count(trial.get("num_params")),
-    ]
-
-
-def format_sweep(results: Results) -> str:
-    """The best trials as one aligned table for the terminal."""
-    ranked = ranked_trials(results)
-    lines = [_header(results), *(_cells(results, trial) for trial in ranked[:_SHOWN])]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    if len(ranked) > _SHOWN:
-        text.append(f"and {len(ranked) - _SHOWN} more in the report")
-    return "\n".join(text)
+    )
 
 
 def counts(results: Results) -> str:
@@ -92,7 +86,7 @@ def counts(results: Results) -> str:
     return ", ".join(f"{states.count(name)} {name}" for name in _MEANING if name in states)
 
 
-def sweep_verdict(results: Results) -> str:
+def verdict(results: Results) -> str:
     """What the best trial is, by how much, and what is not known."""
     best, trials = results["best"], results["trials"]
     head = f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}: {counts(results)}."
@@ -136,64 +130,40 @@ def position(parameter: Row, value: Any) -> float:
     return float((value - low) / (high - low))
 
 
-def write_sweep_report(results: Results, figures: Iterable[Figure], path: Path) -> Path:
-    """Writes the self-contained page: verdict, command line of the best, figures, every trial, how to repeat it."""
-    title = f"Sweep: {results['task']}"
+def page(results: Results, figures: Sequence[Figure]) -> Page:
+    """Verdict, command line of the best, figures, every trial, how to repeat it."""
     best = results["best"]
-    shown = "".join(figure_html(figure, index) for index, figure in enumerate(figures))
-    body = [
-        f"<h1>{escaped(title)}</h1>",
-        '<p class="question">Which settings give the lowest validation score?</p>',
-        f'<p class="dim">preset {escaped(results["preset"])} · seed {escaped(results["seed"])} · {escaped(results["created"])} · '
-        f"{fmt_seconds(results['seconds'])} seconds of training</p>",
-        f'<div class="verdict"><b>Verdict</b>{escaped(sweep_verdict(results))}</div>',
-        "" if best is None else f"<h2>Train the best again</h2><pre><code>{escaped(best['command'])}</code></pre>",
-        "" if best is None else _test_table(best),
-        f"<h2>Figures</h2>{shown}" if shown else "",
-        "<h2>Trials</h2>",
-        table_html(_header(results), [_cells(results, trial) for trial in ranked_trials(results)]),
-        f'<p class="dim">{escaped(_legend(results))}</p>',
-        _messages(results),
-        repeat_html(
-            results["command"],
-            {name: results[name] for name in ("seed", "preset") if name in results},
-            results["versions"],
-            results["hardware"],
-            results.get("config", {}),
+    sections = []
+    if best is not None:
+        scores = [[name, f"{value:.6g}"] for name, value in best["test"].items()]
+        sections.append(Section(heading="Train the best again", code=best["command"]))
+        sections.append(Section(table=Table.of(("on the test split", "score"), scores)))
+    if figures:
+        sections.append(Section(heading="Figures", figures=figures))
+    sections.append(Section(heading="Trials", table=table(results)))
+    reasons = [
+        (str(trial["number"]), trial["status"], trial["message"]) for trial in results["trials"] if trial["message"]
+    ]
+    if reasons:
+        why = Table.of(("trial", "status", "why"), reasons, words=("status", "why"))
+        sections.append(Section(heading="Trials without a score", table=why))
+    return Page(
+        title=f"Sweep: {results['task']}",
+        question="Which settings give the lowest validation score?",
+        byline=(
+            f"preset {results['preset']}",
+            f"seed {results['seed']}",
+            results["created"],
+            f"{fmt_seconds(results['seconds'])} seconds of training",
         ),
-        _notes(results),
-    ]
-    return write_page(title, body, path)
-
-
-def _test_table(best: Row) -> str:
-    return table_html(("on the test split", "score"), [[name, f"{value:.6g}"] for name, value in best["test"].items()])
-
-
-def _legend(results: Results) -> str:
-    states = {trial["status"] for trial in results["trials"]}
-    return "; ".join(f"{name}: {words}" for name, words in _MEANING.items() if name in states)
-
-
-def _messages(results: Results) -> str:
-    """Why trials did not end."""
-    lines = [
-        [str(trial["number"]), trial["status"], trial["message"]] for trial in results["trials"] if trial["message"]
-    ]
-    if not lines:
-        return ""
-    rows = "".join(
-        f'<tr><th scope="row">{escaped(number)}</th><td>{escaped(status)}</td><td class="words">{escaped(message)}</td></tr>'
-        for number, status, message in lines
-    )
-    head = '<th scope="col">trial</th><th scope="col">status</th><th scope="col" class="words">why</th>'
-    return (
-        f'<h2>Trials without a score</h2><div class="wide"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
+        verdict=verdict(results),
+        sections=sections,
+        origin=Origin.of(results),
+        notes=_notes(results),
     )
 
 
-def _notes(results: Results) -> str:
+def _notes(results: Results) -> list[str]:
     notes = [
         f"The score is {results['metric']}: {results['metric_label']}. Lower is better.",
         "A finished trial is scored by the weights that it ends with; a stopped one by those that it had then, so that the two "
@@ -206,6 +176,4 @@ def _notes(results: Results) -> str:
             f"ASHA looks at every trial after {grace}, {grace * factor}, {grace * factor**2} ... steps, and stops those that are not "
             f"among the best 1/{factor} of the trials that came so far."
         )
-    return (
-        '<h2>What is measured</h2><ul class="notes">' + "".join(f"<li>{escaped(note)}</li>" for note in notes) + "</ul>"
-    )
+    return notes

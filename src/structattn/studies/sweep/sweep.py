@@ -75,8 +75,9 @@ def sweep(
     Cost: the training of at most ``plan.trials`` models, and a second or two for each to begin.
     """
     # Optuna is optional, and so is matplotlib: only sweeps need both.
-    from structattn.studies.report.figures.sweep import draw_sweep
-    from structattn.studies.report.sweep import write_sweep_report
+    from structattn.studies.report.figures.sweep import draw
+    from structattn.studies.report.page import write_page
+    from structattn.studies.report.sweep import page
     from structattn.studies.sweep.trials import run_trials
 
     shared_task.cache_clear()  # the data may have changed since another sweep
@@ -91,7 +92,7 @@ def sweep(
         results = _results(plan, task, journal.records()) | {"command": command}
         try:
             write_atomic(folder / "results.json", json.dumps(results, indent=1))
-            report = write_sweep_report(results, draw_sweep(results, folder / "figures"), folder / "report.html")
+            report = write_page(page(results, draw(results, folder / "figures")), folder / "report.html")
         except OSError as error:
             raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
     if results["best"] is None:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # the command line lists the names without importing PyTorch
 
     from structattn.studies.recipe import Preset, Recipe
     from structattn.studies.records import ComparisonRecord
-    from structattn.studies.report._common import Table
-    from structattn.studies.report.figures.canvas import Drawing
+    from structattn.studies.report.plot import Drawing
+    from structattn.studies.report.table import Table
     from structattn.studies.tasks.base import Task
 
 # The package of each task, imported at its first use. It has a documentation string, ``TASK``, a subclass of ``Task``, and ``PRESETS``, the
@@ -74,12 +74,12 @@ def _report(name: str, part: str) -> dict[str, Any]:
 
 
 def figures_of(name: str) -> dict[str, Callable[[ComparisonRecord], Drawing | None]]:
-    """What draws the figures of a task, by file name, each from the results of a comparison; needs matplotlib."""
+    """What draws the figures of a task, by file name, each from the record of a comparison; needs matplotlib."""
     return _report(name, "FIGURES")
 
 
 def tables_of(name: str) -> dict[str, Callable[[ComparisonRecord], Table | None]]:
-    """What makes the tables that a task adds to a report, by title, each from the results of a comparison."""
+    """What makes the tables that a task adds to a report, by name, each from the record of a comparison."""
     return _report(name, "TABLES")
 
 

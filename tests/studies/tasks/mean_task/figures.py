@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from structattn.studies.records import ComparisonRecord
-from structattn.studies.report._common import Table, row_name
+from structattn.studies.records.comparison import ComparisonRecord
 from structattn.studies.report.figures.by_position import by_position
-from structattn.studies.report.figures.canvas import Drawing
+from structattn.studies.report.plot import Drawing
+from structattn.studies.report.rows import row_name
+from structattn.studies.report.table import Table
 
 
 def error_by_coordinate(record: ComparisonRecord) -> Drawing | None:
@@ -14,8 +15,9 @@ def error_by_coordinate(record: ComparisonRecord) -> Drawing | None:
 
 
 def largest_error(record: ComparisonRecord) -> Table:
-    return ["method", "largest error"], [[row_name(row), "1.25"] for row in record.rows]
+    rows = [[row_name(row), "1.25"] for row in record.rows]
+    return Table.of(("method", "largest error"), rows, title="The largest error of a coordinate")
 
 
 FIGURES = {"error-by-coordinate": error_by_coordinate}
-TABLES = {"The largest error of a coordinate": largest_error}
+TABLES = {"largest-error": largest_error}

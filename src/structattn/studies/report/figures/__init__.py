@@ -1,9 +1,4 @@
-"""The figures of the reports, drawn with matplotlib's object interface: no pyplot, no window, no state.
-
-Importing this needs matplotlib.
-"""
-
-from __future__ import annotations
+"""The figures of the reports."""
 
 from structattn.errors import MissingDependencyError
 
@@ -15,12 +10,3 @@ except ModuleNotFoundError as error:
     ) from error
 
 del matplotlib
-
-from structattn.studies.report.figures.canvas import Figure  # noqa: E402
-from structattn.studies.report.figures.comparison import draw_figures  # noqa: E402
-from structattn.studies.report.figures.fits import draw_fits  # noqa: E402
-from structattn.studies.report.figures.mup import draw_mup  # noqa: E402
-from structattn.studies.report.figures.scaling import draw_scaling  # noqa: E402
-from structattn.studies.report.figures.search import draw_search  # noqa: E402
-
-__all__ = ["Figure", "draw_figures", "draw_fits", "draw_mup", "draw_scaling", "draw_search"]

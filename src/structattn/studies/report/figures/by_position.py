@@ -1,4 +1,4 @@
-"""Errors along a sequence of places: a line per attention and baseline."""
+"""Errors along a sequence: a line for each attention variant and baseline."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from matplotlib.figure import Figure as MplFigure
 
 from structattn.studies.records.comparison import ComparisonRecord
-from structattn.studies.report._common import finite_list, row_name
-from structattn.studies.report._plotting import GREY, row_style, wide
-from structattn.studies.report.figures.canvas import end_labels, log_axis, new_canvas
+from structattn.studies.report.numbers import finite_list
+from structattn.studies.report.plot import DASHES, GREY, end_labels, log_axis, new_canvas, row_style, wide
+from structattn.studies.report.rows import row_name
 
 
 def by_position(record: ComparisonRecord, key: str, xlabel: str) -> MplFigure | None:
-    """One line per attention and baseline of a list under ``details[key]``."""
+    """One line for each attention variant and baseline of a list under ``details[key]``."""
     lines: list[tuple[str, list[float], dict[str, Any]]] = []
     for row in record.rows:
         if values := finite_list(row.details.get(key)):
@@ -23,12 +23,7 @@ def by_position(record: ComparisonRecord, key: str, xlabel: str) -> MplFigure | 
         return None
     for index, baseline in enumerate(record.baselines):
         if values := finite_list(baseline.details.get(key)):
-            style: dict[str, Any] = {
-                "color": GREY,
-                "linestyle": ((0, (4, 3)), ":", "-.")[index % 3],
-                "lw": 1.2,
-            }
-            lines.append((baseline.name, values, style))
+            lines.append((baseline.name, values, {"color": GREY, "linestyle": DASHES[index % 3], "lw": 1.2}))
     height = max(3.7, 0.19 * len(lines) + 0.7)
     figure = new_canvas(height)
     ax = figure.add_subplot()

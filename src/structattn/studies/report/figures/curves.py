@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from matplotlib.ticker import FuncFormatter
 
 from structattn.studies.records.comparison import ComparisonRecord
-from structattn.studies.report._common import row_name
-from structattn.studies.report._plotting import GREY, curve, lowest, row_style, wide
-from structattn.studies.report.figures.canvas import Drawing, end_labels, log_axis, new_canvas
+from structattn.studies.report.plot import DASHES, GREY, Drawing, end_labels, log_axis, new_canvas, row_style, wide
+from structattn.studies.report.rows import curve, lowest, row_name
 
 
 def draw_curves(
@@ -45,7 +44,7 @@ def draw_curves(
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
     ax.margins(x=0.01)
     for value, name in levels:
-        ax.axhline(value, color=GREY, lw=1.0, ls=(0, (4, 3)), zorder=1)
+        ax.axhline(value, color=GREY, lw=1.0, ls=DASHES[0], zorder=1)
         ends.append((ax.get_xlim()[1], value, name, GREY))
     ax.set_xlabel(label)
     ax.set_ylabel(f"validation {record.metric}")

@@ -7,18 +7,17 @@ import math
 from matplotlib.ticker import MultipleLocator
 
 from structattn.studies.records.comparison import ComparisonRecord
-from structattn.studies.report._common import ranked_rows, standard_row
-from structattn.studies.report._plotting import GREY, row_style
-from structattn.studies.report.figures.canvas import Drawing, new_canvas
+from structattn.studies.report.plot import GREY, Drawing, new_canvas, row_style, shared_legend
+from structattn.studies.report.rows import ranked_rows, standard_row
 
 
 def axis_labels(record: ComparisonRecord) -> dict[str, str]:
-    """What a value and a step of the series are, in words: the task says, or they stay nameless."""
+    """What a value and a step of the series are, in words: the task says, or they have no name."""
     return {"value": "value", "step": "steps"} | record.axis_labels
 
 
 def examples_figure(record: ComparisonRecord) -> Drawing | None:
-    """Forecasts of the best row and of standard attention against what came, with the intervals of the best."""
+    """Forecasts of the best row and of standard attention against the truth, with the intervals of the best."""
     labels_of = axis_labels(record)
     ranked, standard = ranked_rows(record), standard_row(record)
     shown = [row for row in ranked[:1] if row.details.get("examples")]
@@ -49,8 +48,7 @@ def examples_figure(record: ComparisonRecord) -> Drawing | None:
         first, last = ax.get_xlim()
         ax.xaxis.set_major_locator(MultipleLocator(24 * math.ceil((last - first) / 300)))  # no more than fit
     axes[-1].set_xlabel(f"{labels_of['step']} from the start of the forecast")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
+    shared_legend(figure, axes[:1])
     names = " and ".join(row.spec for row in shown)
     caption = f"{count} forecasts by {names}, after at most 168 {labels_of['step']} of history: examples, not evidence."
     details = shown[0].details

@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 
-from structattn.studies.report._common import finite
-from structattn.studies.report._plotting import OKABE_ITO
-from structattn.studies.report.figures.canvas import Drawing, Figure, log_axis, new_canvas, write_figure
 from structattn.studies.report.mup import FLAT, KINDS, largest_slope
+from structattn.studies.report.numbers import finite
+from structattn.studies.report.page import Figure
+from structattn.studies.report.plot import (
+    OKABE_ITO,
+    Drawing,
+    label_left,
+    log_axis,
+    mark_axis,
+    panel_grid,
+    shared_legend,
+    write_figures,
+)
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 
-def draw_mup(results: Results, folder: Path) -> list[Figure]:
+def draw(results: Results, folder: Path) -> list[Figure]:
     """Draws, per structure, sizes against width and, where it was measured, loss against learning rate."""
-    figures = []
+    drawings: dict[str, Callable[[], Drawing | None]] = {}
     for structure in dict.fromkeys(row["structure"] for row in results["coordinates"]):
         slug = "".join(c if c.isalnum() else "-" for c in structure)
-        pair = [row for row in results["coordinates"] if row["structure"] == structure]
-        figures.append(write_figure(f"coordinates-{slug}", lambda pair=pair: _coordinates(results, pair), folder))  # type: ignore[misc]
-        pair = [row for row in results["transfers"] if row["structure"] == structure]
-        if pair:
-            figures.append(write_figure(f"transfer-{slug}", lambda pair=pair: _transfer(results, pair), folder))  # type: ignore[misc]
-    return [figure for figure in figures if figure is not None]
+        for name, key, drawing in (("coordinates", "coordinates", _coordinates), ("transfer", "transfers", _transfer)):
+            pair = [row for row in results[key] if row["structure"] == structure]
+            if pair:
+                drawings[f"{name}-{slug}"] = functools.partial(drawing, results, pair)
+    return write_figures(drawings, folder)
 
 
 def _width_axis(ax: Axes, widths: list[int]) -> None:
     ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_locator(FixedLocator(widths))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.xaxis.set_minor_locator(NullLocator())
+    mark_axis(ax.xaxis, widths)
     ax.tick_params(axis="x", labelsize=7, rotation=90 if len(widths) > 4 else 0)
 
 
 def _coordinates(results: Results, pair: list[Row]) -> Drawing:
     names: dict[str, str] = dict(results["quantities"])
-    figure = new_canvas(2.35 * len(pair) + 0.5, 9.6)
-    grid: Any = figure.subplots(len(pair), len(names), squeeze=False, sharex=True, sharey="col")
+    columns = len(names)
+    figure, panels = panel_grid(
+        columns * len(pair), 2.35, columns=columns, width=9.6 / columns, sharex=True, sharey="col"
+    )
+    grid = [panels[i : i + columns] for i in range(0, len(panels), columns)]
     steps = [step for step in pair[0]["sizes"]["output"] if step != "0"]
     for line, row in zip(grid, pair, strict=True):
         for ax, name in zip(line, names, strict=True):
@@ -54,7 +64,14 @@ def _coordinates(results: Results, pair: list[Row]) -> Drawing:
                     if finite(size)
                 ]
                 if points:
-                    ax.plot(*zip(*points, strict=True), "o-", color=colour, ms=3.5, lw=1.3, label=step)
+                    ax.plot(
+                        *zip(*points, strict=True),
+                        "o-",
+                        color=colour,
+                        ms=3.5,
+                        lw=1.3,
+                        label=f"after {step} step{'' if step == '1' else 's'}",
+                    )
             slopes = [slope for step, slope in row["slopes"][name].items() if step != "0" and slope is not None]
             if slopes:
                 steepest = max(slopes, key=abs)
@@ -70,11 +87,7 @@ def _coordinates(results: Results, pair: list[Row]) -> Drawing:
         _least_range(ax)
     for ax in grid[-1]:
         ax.set_xlabel("width")
-    handles, labels = grid[0][-1].get_legend_handles_labels()
-    figure.legend(
-        handles, [f"after {n} step{'' if n == '1' else 's'}" for n in labels], loc="outside lower center", ncols=6,
-        frameon=False,
-    )  # fmt: skip
+    shared_legend(figure, grid[0][-1:], below=True)
     structure = pair[0]["structure"]
     draws = " ... ".join(str(n) for n in sorted({len(runs) for runs in pair[0]["by_seed"]["output"]["0"]}))
     fitted = ", ".join(map(str, pair[0]["slope_widths"]))
@@ -92,36 +105,31 @@ def _least_range(ax: Axes) -> None:
     low, high = ax.get_ylim()
     grow = max(1.0, math.sqrt(100 / (high / low)))
     ax.set_ylim(low / grow, high * grow)
-    decades = FixedLocator([10.0**k for k in range(-8, 9, 1 if high * grow / low < 1e6 else 2)])
-    ax.yaxis.set_major_locator(decades)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.yaxis.set_minor_locator(NullLocator())
+    mark_axis(ax.yaxis, [10.0**k for k in range(-8, 9, 1 if high * grow / low < 1e6 else 2)])
 
 
 def _transfer(results: Results, pair: list[Row]) -> Drawing:
-    figure = new_canvas(3.4, 7.6)
-    grid: Any = figure.subplots(1, len(pair), squeeze=False, sharey=True)[0]
+    figure, panels = panel_grid(len(pair), 2.8, width=3.8)
     lowest = min(loss for row in pair for line in row["losses"] for loss in line if finite(loss) is not None)
-    for ax, row in zip(grid, pair, strict=True):
+    for ax, row in zip(panels, pair, strict=True):
         for width, losses, best, colour in zip(
             row["widths"], row["losses"], row["best_rates"], OKABE_ITO, strict=False
         ):
             points = [(r, loss) for r, loss in zip(row["rates"], losses, strict=True) if finite(loss) is not None]
             if not points:
                 continue
-            ax.plot(*zip(*points, strict=True), "-", color=colour, lw=1.4, label=str(width))
+            ax.plot(*zip(*points, strict=True), "-", color=colour, lw=1.4, label=f"width {width}")
             ax.plot([best], [dict(points)[best]], "o", color=colour, ms=6)
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"2^{math.log2(value):g}"))
         ax.set_xlabel(f"learning rate at fan-in {results['config']['base_width']}")
         spread = "" if row["spread"] is None else f", spread {row['spread']:.0f}"
         ax.set_title(f"{KINDS[row['parametrization']]}{spread}", fontsize=9, loc="left")
-    grid[0].set_ylabel("training loss")
+    label_left(panels, "training loss")
     start = max(row["losses"][0][0] or lowest for row in pair)
-    grid[0].set_ylim(0.9 * lowest, max(2.5 * lowest, 1.6 * start))
-    log_axis(grid[0], "y")
-    handles, labels = grid[0].get_legend_handles_labels()
-    figure.legend(handles, [f"width {n}" for n in labels], loc="outside lower center", ncols=6, frameon=False)
+    panels[0].set_ylim(0.9 * lowest, max(2.5 * lowest, 1.6 * start))
+    log_axis(panels[0], "y")
+    shared_legend(figure, panels[:1], below=True)
     config = results["config"]
     caption = (
         f"{pair[0]['structure']}: mean training loss of the last fifth of {config['transfer_steps']} steps against the learning rate; "

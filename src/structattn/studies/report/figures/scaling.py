@@ -1,4 +1,4 @@
-"""Figures of scaling laws: loss against compute, IsoFLOP curves, compute saved, and what models do with their context."""
+"""Figures of scaling laws: loss against compute, IsoFLOP curves, compute saved, and those of the task at the largest budget."""
 
 from __future__ import annotations
 
@@ -10,57 +10,49 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import (
-    FixedLocator,
-    FuncFormatter,
-    LogFormatterSciNotation,
-    LogLocator,
-    NullFormatter,
-    NullLocator,
-)
+from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter, NullLocator
 
-from structattn.studies.records.comparison import ComparisonRecord, Law, Row
-from structattn.studies.report._common import fmt_flops
-from structattn.studies.report._plotting import GREY, OKABE_ITO, spec_style
-from structattn.studies.report.figures.canvas import (
+from structattn.studies.records.comparison import ComparisonRecord, Law, Row, Series
+from structattn.studies.report.numbers import fmt_flops
+from structattn.studies.report.page import Figure
+from structattn.studies.report.plot import (
+    DASHES,
+    GREY,
     MOST_COLUMNS,
+    OKABE_ITO,
     Drawing,
-    Figure,
+    dot_rows,
+    label_left,
+    mark_axis,
     new_canvas,
     panel_grid,
     shared_legend,
-    write_figure,
+    spec_style,
+    write_figures,
 )
 from structattn.studies.report.scaling import laws, mean_loss, series_of, settings_of
 from structattn.studies.tasks.registry import figures_of
 
 
-def draw_scaling(record: ComparisonRecord, folder: Path) -> list[Figure]:
-    """Draws the figures of a grid of widths and budgets; a figure without any data is left out.
-
-    Args:
-        record: what ``results.json`` holds, with ``scaling``.
-        folder: where the files go; made when missing.
-    """
-    plans: list[tuple[str, Callable[[ComparisonRecord], Drawing | None]]] = [
-        ("loss-against-compute", _frontiers),
-        ("compute-saved", _saved),
-        ("loss-against-compute-by-width", _widths),
-        ("isoflop", _isoflop),
-        ("ablation", _ablation),
-    ]
-    drawn = [write_figure(name, functools.partial(draw, record), folder) for name, draw in plans]
-    for name, draw in figures_of(record.task).items():
-        drawn.append(write_figure(name, functools.partial(_of_largest, record, draw), folder))
-    return [figure for figure in drawn if figure is not None]
-
-
-def _specs(record: ComparisonRecord) -> list[str]:
-    return list(dict.fromkeys(series.spec for series in laws(record).series))
+def draw(record: ComparisonRecord, folder: Path) -> list[Figure]:
+    """Draws the figures of a grid of widths and budgets; a figure without any data is left out."""
+    drawings: dict[str, Callable[[], Drawing | None]] = {
+        "loss-against-compute": functools.partial(_frontiers, record),
+        "compute-saved": functools.partial(_saved, record),
+        "loss-against-compute-by-width": functools.partial(_widths, record),
+        "isoflop": functools.partial(_isoflop, record),
+        "ablation": functools.partial(_ablation, record),
+    }
+    of_task = {name: functools.partial(_of_largest, record, draw) for name, draw in figures_of(record.task).items()}
+    return write_figures(drawings | of_task, folder)
 
 
 def _style(record: ComparisonRecord, spec: str) -> dict[str, Any]:
-    return spec_style(_specs(record), spec)
+    return spec_style([series.spec for series in laws(record).series], spec)
+
+
+def _name(series: Series) -> str:
+    return f"{series.spec} ({series.setting})" if series.setting else series.spec
 
 
 def _budgets(record: ComparisonRecord) -> list[float]:
@@ -72,16 +64,15 @@ def _columns(members: int) -> int:
     return members if 1 < members <= MOST_COLUMNS else 3
 
 
-def _log_x(ax: Axes, values: Sequence[float]) -> None:
+def _log_x(ax: Axes, values: Sequence[float], text: Callable[[float], str] = fmt_flops) -> None:
     """A logarithmic axis of large numbers, marked at the values themselves where they are few."""
     ax.set_xscale("log")
     if len(set(values)) <= 6:
-        ax.xaxis.set_major_locator(FixedLocator(sorted(set(values))))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fmt_flops(value)))
+        mark_axis(ax.xaxis, sorted(set(values)), text)
     else:
         ax.xaxis.set_major_locator(LogLocator())
         ax.xaxis.set_major_formatter(LogFormatterSciNotation())
-    ax.xaxis.set_minor_locator(NullLocator())
+        ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.tick_params(axis="x", labelsize=7.5)
 
@@ -115,22 +106,16 @@ def _frontiers(record: ComparisonRecord) -> Drawing | None:
             _draw_law(ax, series.frontier, _style(record, series.spec), series.spec)
         ax.set_title(setting or "", fontsize=9, loc="left")
         _finish(record, ax, [p.compute for s in series_of(record, setting) for p in s.frontier.points])
-    _label_left(record, panels)
+    label_left(panels, f"test {record.metric}")
     shared_legend(figure, panels)
     caption = f"Loss against training compute at the best width of every budget ({_seeds(record)}); lines are fitted power laws."
-    return figure, caption, "Loss against compute, a line per attention."
+    return figure, caption, "Loss against compute, a line for each attention variant."
 
 
 def _finish(record: ComparisonRecord, ax: Axes, compute: Sequence[float]) -> None:
     budgets = _budgets(record)
     _log_x(ax, budgets if len(budgets) <= 6 else compute)
     ax.set_xlabel("training compute, forward FLOPs")
-
-
-def _label_left(record: ComparisonRecord, panels: Sequence[Axes]) -> None:
-    for ax in panels:
-        if ax.get_subplotspec().is_first_col():  # type: ignore[union-attr]
-            ax.set_ylabel(f"test {record.metric}")
 
 
 def _widths(record: ComparisonRecord) -> Drawing | None:
@@ -147,7 +132,7 @@ def _widths(record: ComparisonRecord) -> Drawing | None:
                 _draw_law(ax, law, _style(record, series.spec), series.spec)
         ax.set_title(f"{setting}, E = {width}" if setting else f"E = {width}", fontsize=9, loc="left")
         _finish(record, ax, [row.compute for row in record.rows])
-    _label_left(record, panels)
+    label_left(panels, f"test {record.metric}")
     shared_legend(figure, panels)
     return figure, f"Loss against training compute at each width ({_seeds(record)}).", "Loss by width and compute."
 
@@ -159,7 +144,7 @@ def _isoflop(record: ComparisonRecord) -> Drawing | None:
         return None
     budgets = _budgets(record)
     shades = [OKABE_ITO[0]] if len(budgets) == 1 else None
-    figure, panels = panel_grid(len(series), 2.3, columns=_columns(len(_specs(record))))
+    figure, panels = panel_grid(len(series), 2.3, columns=_columns(len({one.spec for one in series})))
     for ax, one in zip(panels, series, strict=True):
         for index, budget in enumerate(budgets):
             points = [p for law in one.widths for p in law.points if p.budget == budget]
@@ -171,10 +156,9 @@ def _isoflop(record: ComparisonRecord) -> Drawing | None:
             )  # fmt: skip
         name = f"{one.spec}\n{one.setting}" if one.setting else one.spec
         ax.set_title(name, fontsize=8, loc="left")
-        _log_x(ax, [p.num_params for law in one.widths for p in law.points[-1:]])
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e6:.3g}M"))
+        _log_x(ax, [p.num_params for law in one.widths for p in law.points[-1:]], lambda value: f"{value / 1e6:.3g}M")
         ax.set_xlabel("parameters")
-    _label_left(record, panels)
+    label_left(panels, f"test {record.metric}")
     shared_legend(figure, panels)
     return figure, "Loss against the size of the model, a curve per budget (IsoFLOP).", "IsoFLOP curves."
 
@@ -187,63 +171,47 @@ def _shade(share: float) -> tuple[float, float, float]:
 
 
 def _saved(record: ComparisonRecord) -> Drawing | None:
-    found = [
-        (series, series.frontier.multiplier) for series in laws(record).series if series.frontier.multiplier is not None
-    ]
-    if not found:
+    found = [(series, series.frontier.multiplier) for series in reversed(laws(record).series)]
+    rows = [(s, m.interval, m.estimate) for s, m in found if m is not None]
+    if not rows:
         return None
-    figure = new_canvas(0.32 * len(found) + 1.0)
+    figure = new_canvas(0.32 * len(rows) + 1.0)
     ax = figure.add_subplot()
-    for place, (series, multiplier) in enumerate(reversed(found)):
-        style = _style(record, series.spec)
-        if multiplier.interval is not None:
-            ax.plot(multiplier.interval, [place] * 2, lw=1.6, color=style["color"])
-        ax.plot([multiplier.estimate], [place], "o", ms=6, color=style["color"])
-    names = [f"{s.spec} ({s.setting})" if s.setting else s.spec for s, _ in reversed(found)]
-    ax.set_yticks(range(len(found)), names)
-    ax.set_ylim(-0.6, len(found) - 0.4)
-    ax.grid(False, axis="y")
-    ax.axvline(1.0, color=GREY, lw=1.0, ls=(0, (4, 3)), zorder=1)
+    dot_rows(ax, [(_name(s), _style(record, s.spec)["color"], (), estimate) for s, _, estimate in rows])
+    for place, (series, interval, _) in enumerate(rows):
+        if interval is not None:
+            ax.plot(interval, [place] * 2, lw=1.6, color=_style(record, series.spec)["color"])
+    ax.axvline(1.0, color=GREY, lw=1.0, ls=DASHES[0], zorder=1)
     ax.set_xscale("log")
     low, high = ax.get_xlim()
     fine, coarse = (
         (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2),
         (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50),
     )
-    marks = [v for v in (coarse if high / low > 4 else fine) if low <= v <= high]
-    ax.xaxis.set_major_locator(FixedLocator(marks))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.xaxis.set_minor_locator(NullLocator())
+    mark_axis(ax.xaxis, [v for v in (coarse if high / low > 4 else fine) if low <= v <= high])
     # Beside long names the axes are narrower than their label.
     ax.set_xlabel(f"compute for the loss of {laws(record).baseline}, as a share (lower is better)", loc="right")
-    caption = "Compute that each attention needs for the baseline's losses, with 95 % intervals; left of the dashed line is less."
+    caption = "Compute that each attention variant needs for the baseline's losses, with 95 % intervals; left of the dashed line is less."
     return figure, caption, "Compute ratios with intervals."
 
 
 def _ablation(record: ComparisonRecord) -> Drawing | None:
-    """All methods at the largest budget, best first."""
-    points = [(s, s.frontier.points[-1]) for s in laws(record).series]
+    """All variants at the largest budget, best first."""
+    points = [(series, series.frontier.points[-1]) for series in laws(record).series]
     if len(points) < 2:
         return None
     points.sort(key=lambda found: -mean_loss(found[1]))
     figure = new_canvas(0.3 * len(points) + 0.9)
     ax = figure.add_subplot()
-    for place, (series, point) in enumerate(points):
-        colour = _style(record, series.spec)["color"]
-        ax.plot(point.losses, [place] * len(point.losses), "|", color=colour, ms=10, mew=1.3, alpha=0.75)
-        ax.plot([mean_loss(point)], [place], "o", color=colour, ms=6)
-    ax.set_yticks(range(len(points)), [f"{s.spec} ({s.setting})" if s.setting else s.spec for s, _ in points])
-    ax.set_ylim(-0.6, len(points) - 0.4)
-    ax.grid(False, axis="y")
+    dot_rows(ax, [(_name(s), _style(record, s.spec)["color"], p.losses, mean_loss(p)) for s, p in points])
     ax.set_xlabel(f"test {record.metric} at {fmt_flops(points[0][1].budget)} FLOPs (lower is better)", loc="right")
-    caption = "Every attention at the largest budget, at its best width: bars are seeds, dots their mean."
+    caption = "Every attention variant at the largest budget, at its best width: bars are seeds, dots their mean."
     return figure, caption, "Losses at the largest budget."
 
 
 def _of_largest(record: ComparisonRecord, draw: Callable[[ComparisonRecord], Drawing | None]) -> Drawing | None:
     """A figure of the task, of the models of the largest budget at their best widths."""
-    rows = tuple(replace(row, variant=row.setting) for row in _at_largest(record))
-    drawing = draw(replace(record, rows=rows))
+    drawing = draw(replace(record, rows=tuple(replace(row, variant=row.setting) for row in _at_largest(record))))
     if drawing is None:
         return None
     figure, caption, alt = drawing

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,25 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from structattn.studies.report._common import finite, fmt_score
-from structattn.studies.report._plotting import GREY, OKABE_ITO, spread, wide
-from structattn.studies.report.figures.canvas import Drawing, Figure, log_axis, new_canvas, write_figure
+from structattn.studies.report.numbers import finite, fmt_score
+from structattn.studies.report.page import Figure
+from structattn.studies.report.plot import (
+    GREY,
+    OKABE_ITO,
+    Drawing,
+    label_left,
+    log_axis,
+    new_canvas,
+    panel_grid,
+    shared_legend,
+    spread,
+    wide,
+    write_figures,
+)
 from structattn.studies.report.sweep import fmt_value, position, short_names
+
+Results = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 _BEST, _BAD = OKABE_ITO[1], OKABE_ITO[3]
 _COLUMNS = 3
@@ -24,20 +40,16 @@ _MOST_POWERS = 8
 _LETTER = 0.068  # inches, of a label
 
 
-Results = Mapping[str, Any]
-Row = Mapping[str, Any]
-
-
-def draw_sweep(results: Results, folder: Path) -> list[Figure]:
+def draw(results: Results, folder: Path) -> list[Figure]:
     """Draws the figures of a sweep; none of them where no trial has a score."""
     if not _scores(results, ("finished", "stopped")):
         return []
-    figures = [
-        write_figure("parallel", lambda: _parallel(results), folder),
-        write_figure("parameters", lambda: _against_each(results), folder),
-        write_figure("progress", lambda: _progress(results), folder),
-    ]
-    return [figure for figure in figures if figure is not None]
+    drawings: dict[str, Callable[[], Drawing | None]] = {
+        "parallel": functools.partial(_parallel, results),
+        "parameters": functools.partial(_against_each, results),
+        "progress": functools.partial(_progress, results),
+    }
+    return write_figures(drawings, folder)
 
 
 def _trials(results: Results, states: tuple[str, ...]) -> list[Row]:
@@ -178,25 +190,17 @@ def _best_words(results: Results) -> str:
 
 def _against_each(results: Results) -> Drawing:
     parameters, names = results["parameters"], list(short_names(results).values())
-    columns = min(_COLUMNS, len(parameters))
-    lines = math.ceil(len(parameters) / columns)
-    figure = new_canvas(2.9 * lines + 0.3, max(4.6, 3.0 * columns))
-    grid: Any = figure.subplots(lines, columns, squeeze=False, sharey=True)
-    for index, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
-        ax = grid[index // columns][index % columns]
+    figure, panels = panel_grid(len(parameters), 2.9, columns=_COLUMNS, width=3.0)
+    for ax, parameter, name in zip(panels, parameters, names, strict=True):
         _one(results, parameter, ax)
         ax.set_xlabel(name)
-        if index % columns == 0:
-            ax.set_ylabel(f"validation {results['metric']}")
-    for index in range(len(parameters), lines * columns):
-        grid[index // columns][index % columns].set_visible(False)
+    label_left(panels, f"validation {results['metric']}")
     ceiling, above = _ceiling(results)
     if wide((min(_scores(results, ("finished", "stopped"))), ceiling)):
-        log_axis(grid[0][0], "y")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+        log_axis(panels[0], "y")
+    shared_legend(figure, panels[:1], below=True)
     caption = (
-        f"Validation {results['metric']} against each parameter alone. Stopped trials have the score of the step where they were stopped, "
+        f"Validation {results['metric']} against each parameter. Stopped trials have the score of the step where they were stopped, "
         "and would have gone on. Crosses on the upper edge have no score." + above
     )
     return figure, caption, f"Score against each parameter. {_best_words(results)}"
@@ -285,7 +289,7 @@ def _progress(results: Results) -> Drawing | None:
             ax.axvline(rung, color="#999999", lw=0.8, linestyle=":", zorder=1)
             rungs.append(rung)
             rung *= scheduler["reduction"]
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    shared_legend(figure, [ax], below=True)
     looks = f" Dotted: the steps at which trials are stopped ({', '.join(map(str, rungs))})." if rungs else ""
     caption = f"Validation {results['metric']} of every trial as it trains.{looks}{above}"
     return figure, caption, f"{caption} {_best_words(results)}"

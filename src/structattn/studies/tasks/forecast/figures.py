@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from structattn.studies.records.comparison import ComparisonRecord
-from structattn.studies.report._common import Table, fmt_score, row_name
-from structattn.studies.report._plotting import lowest
 from structattn.studies.report.figures.by_position import by_position
-from structattn.studies.report.figures.canvas import Drawing
 from structattn.studies.report.figures.examples import axis_labels, examples_figure
+from structattn.studies.report.numbers import fmt_score
+from structattn.studies.report.plot import Drawing
+from structattn.studies.report.rows import lowest, row_name
+from structattn.studies.report.table import Table
 
 
 def error_by_lead(record: ComparisonRecord) -> Drawing | None:
@@ -23,8 +24,9 @@ def error_by_column(record: ComparisonRecord) -> Table | None:
     names = list(dict.fromkeys(name for found in errors.values() for name in found))
     if not names:
         return None
-    return ["method", *names], [[name, *(fmt_score(found.get(one)) for one in names)] for name, found in errors.items()]
+    rows = [[name, *(fmt_score(found.get(one)) for one in names)] for name, found in errors.items()]
+    return Table.of(("method", *names), rows, title="Error of each column")
 
 
 FIGURES = {"examples": examples_figure, "error-by-lead": error_by_lead}
-TABLES = {"Error of each column": error_by_column}
+TABLES = {"error-by-column": error_by_column}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from matplotlib.ticker import FuncFormatter
 
 from structattn.studies.records.comparison import ComparisonRecord, Row
-from structattn.studies.report._common import by_variant, finite, score_of
-from structattn.studies.report._plotting import GREY, OKABE_ITO, baselines_in_view, lowest, seed_words
 from structattn.studies.report.figures.by_position import by_position
-from structattn.studies.report.figures.canvas import Drawing, new_canvas, point_labels
 from structattn.studies.report.figures.curves import draw_curves
+from structattn.studies.report.numbers import finite
+from structattn.studies.report.plot import DASHES, GREY, OKABE_ITO, Drawing, new_canvas, point_labels
+from structattn.studies.report.rows import baselines_in_view, by_variant, lowest, score_of, seed_words
 
 
 def error_against_compute(record: ComparisonRecord) -> Drawing | None:
@@ -30,7 +30,7 @@ def error_against_rank_over_dimension(record: ComparisonRecord) -> Drawing | Non
     """Error against the rank of a head over the dimension of the data, one line per variant of the settings."""
     lines: dict[str, list[tuple[float, float, Row]]] = {}
     for row in record.rows:
-        dim, rank, score = finite(row.details.get("dim")), finite(row.rank), score_of(row)
+        dim, rank, score = finite(row.details.get("dim")), row.rank, score_of(row)
         if dim and rank and score is not None:
             lines.setdefault(row.variant or "", []).append((rank / dim, score, row))
     points = sorted({x for line in lines.values() for x, _, _ in line})
@@ -44,7 +44,7 @@ def error_against_rank_over_dimension(record: ComparisonRecord) -> Drawing | Non
         places = sorted(line, key=lambda point: point[:2])
         ax.plot([x for x, *_ in places], [y for _, y, _ in places], "o", color=colour, ms=6, label=name or None)
         labels += [(x, y, row.spec, colour) for x, y, row in places]
-    ax.axvline(1.0, color=GREY, lw=1.0, ls=(0, (4, 3)), zorder=1)
+    ax.axvline(1.0, color=GREY, lw=1.0, ls=DASHES[0], zorder=1)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.set_ylim(0, 1.08 * max(1.0, *(y for _, y, _, _ in labels)))

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from matplotlib.ticker import FixedLocator, FuncFormatter
-
 from structattn.studies.records.comparison import ComparisonRecord
-from structattn.studies.report._common import finite, score_of
-from structattn.studies.report._plotting import GREY, lowest, row_style, seed_words, wide
-from structattn.studies.report.figures.canvas import Drawing, log_axis, new_canvas, point_labels
+from structattn.studies.report.plot import (
+    DASHES,
+    GREY,
+    Drawing,
+    log_axis,
+    mark_axis,
+    new_canvas,
+    point_labels,
+    row_style,
+    wide,
+)
+from structattn.studies.report.rows import lowest, score_of, seed_words
 
 
 def error_against_rank(record: ComparisonRecord) -> Drawing | None:
     """Error against the rank of the score matrix of one head."""
-    points = [(row, finite(row.rank), score_of(row)) for row in record.rows]
-    known = [(row, x, y) for row, x, y in points if x is not None and y is not None]
+    points = [(row, float(row.rank), score_of(row)) for row in record.rows if row.rank is not None]
+    known = [(row, x, y) for row, x, y in points if y is not None]
     if not known:
         return None
     ranks = sorted({x for _, x, _ in known})
@@ -36,10 +43,8 @@ def error_against_rank(record: ComparisonRecord) -> Drawing | None:
     for x in [top, *ranks]:
         if all(abs(float(scale.transform((x, 1.0))[0] - scale.transform((t, 1.0))[0])) > 0.04 for t in ticks):
             ticks.append(x)
-    ax.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
-    ax.xaxis.set_minor_locator(FixedLocator([]))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    ax.axhline(1.0, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
+    mark_axis(ax.xaxis, sorted(ticks))
+    ax.axhline(1.0, color=GREY, lw=1, ls=DASHES[0], zorder=1)
     ax.annotate("1 = knows nothing", (0.01, 1.0), (0, 3), xycoords=ax.get_yaxis_transform(),
                 textcoords="offset points", fontsize=8, color=GREY)  # fmt: skip
     ax.set_xlabel(f"rank of the score matrix (axis ends at {top:g})")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
 from structattn.studies.records.comparison import ComparisonRecord, Row
-from structattn.studies.report._plotting import spec_style
-from structattn.studies.report.figures.canvas import Drawing, panel_grid, shared_legend
+from structattn.studies.report.plot import Drawing, label_left, mark_axis, panel_grid, shared_legend, spec_style
 
 _SAME = 0.5  # where a logarithmic axis shows the token itself, at distance 0
 
@@ -42,14 +39,12 @@ def _panels(record: ComparisonRecord, key: str, xlabel: str, ylabel: str) -> Any
             if row.variant == variant:
                 ax.plot(*_line(row, key), ms=4, lw=1.3, label=row.spec, **spec_style(specs, row.spec))
         ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_locator(FixedLocator([_SAME, *marks] if key == "attention_by_distance" else marks))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value == _SAME else f"{value:g}"))
-        ax.xaxis.set_minor_locator(NullLocator())
+        shown = [_SAME, *marks] if key == "attention_by_distance" else marks
+        mark_axis(ax.xaxis, shown, lambda value: "0" if value == _SAME else f"{value:g}")
         ax.tick_params(axis="x", labelsize=7.5)
         ax.set_title(variant or "", fontsize=9, loc="left")
         ax.set_xlabel(xlabel)
-    for ax in panels[::2]:
-        ax.set_ylabel(ylabel)
+    label_left(panels, ylabel)
     shared_legend(figure, panels)
     return figure
 

@@ -1,0 +1,158 @@
+"""A report as one self-contained HTML page: no script, no address outside the file."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup, escape
+
+from structattn.files import write_atomic
+from structattn.studies.records.comparison import ComparisonRecord
+from structattn.studies.report.table import Table
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure on disk.
+
+    Attributes:
+        name: short name, also the stem of both files.
+        path_png: the figure as pixels, 160 per inch.
+        path_svg: the figure as vectors.
+        caption: one sentence on what is shown and how far it can be trusted.
+        alt: a description for readers who do not see the figure.
+    """
+
+    name: str
+    path_png: Path
+    path_svg: Path
+    caption: str
+    alt: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of a page, below a heading if it has one: code, a table with its title and notes, figures."""
+
+    heading: str = ""
+    code: str = ""
+    table: Table | None = None
+    figures: Sequence[Figure] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What it takes to repeat a run.
+
+    Attributes:
+        command: the command line.
+        facts: seeds and presets by name.
+        versions, hardware, config: see the records.
+    """
+
+    command: str
+    facts: Mapping[str, object]
+    versions: Mapping[str, str]
+    hardware: Mapping[str, object]
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, results: ComparisonRecord | Mapping[str, Any]) -> Origin:
+        """From the record of a comparison, or from the results of a fit, a muP check or a sweep."""
+        if isinstance(results, ComparisonRecord):
+            return cls(
+                command=results.command,
+                facts={"seeds": ", ".join(map(str, results.seeds)), "preset": results.preset},
+                versions=results.versions,
+                hardware=asdict(results.hardware),
+                config=results.config,
+            )
+        return cls(
+            command=results["command"],
+            facts={name: results[name] for name in ("seed", "preset") if name in results},
+            versions=results["versions"],
+            hardware=results["hardware"],
+            config=results.get("config", {}),
+        )
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Seeds, versions and machine."""
+        found = [(name, str(value)) for name, value in self.facts.items()]
+        found += [(f"version of {name}", version) for name, version in self.versions.items()]
+        for name, value in self.hardware.items():
+            found.append((name.replace("_gib", " (GiB)"), f"{value:.4g}" if isinstance(value, float) else str(value)))
+        return found
+
+    def settings(self) -> list[tuple[str, str]]:
+        """All settings by their dotted names."""
+        return _flat(self.config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What a page shows, in this order.
+
+    Attributes:
+        title, question: what was done, and what it answers.
+        byline: preset, date and seeds, or as much of it as there is.
+        facts: the data, the training and the specs in words, by name.
+        verdict: what the numbers show.
+        sections: tables and figures.
+        origin: how to repeat it.
+        notes: what is measured and how.
+    """
+
+    title: str
+    question: str
+    byline: Sequence[str]
+    verdict: str
+    sections: Sequence[Section]
+    origin: Origin
+    notes: Sequence[str]
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+def write_page(page: Page, path: Path) -> Path:
+    """Writes a page to a file, which is replaced in one step when it exists; returns its path."""
+    text = _template().render(page=page)
+    write_atomic(path, text.encode("utf-8", "replace"))
+    return path
+
+
+@functools.cache
+def _template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["inline_svg"] = inline_svg
+    return environment.from_string(resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
+
+
+def inline_svg(figure: Figure) -> Markup:
+    """The ``<svg>`` element of a figure, for use inside a page.
+
+    It has no prolog, document type, metadata, comments and fixed size. Ids have the figure's name in front, so that those of two figures in a
+    page differ.
+    """
+    svg, prefix = figure.path_svg.read_text(encoding="utf-8"), f"{figure.name}-"
+    svg = svg[svg.index("<svg") :].strip()
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<[^<>]*?\sid=")', rf"\g<1>{prefix}", svg)
+    svg = re.sub(r'(href=")#', rf"\g<1>#{prefix}", svg)
+    svg = re.sub(r"url\(#", f"url(#{prefix}", svg)
+    tag, rest = svg.split(">", 1)
+    tag = re.sub(r'\s(width|height)="[^"]*"', "", tag)
+    return Markup(f'{tag} role="img" aria-label="{escape(figure.alt)}">{rest}')
+
+
+def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
+    """Nested settings as dotted names and values."""
+    if isinstance(value, Mapping) and value:
+        return [pair for key, child in value.items() for pair in _flat(child, f"{name}.{key}" if name else str(key))]
+    return [(name, value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))]

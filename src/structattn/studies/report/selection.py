@@ -1,0 +1,186 @@
+"""Model selection: for each method the setting that validation chose, in a table, a verdict and a page."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from structattn.studies.records.comparison import Choice, ComparisonRecord, Row
+from structattn.studies.report.comparison import byline, facts, task_sections
+from structattn.studies.report.numbers import DASH, finite, fmt_count, fmt_pm, fmt_score, fmt_seconds
+from structattn.studies.report.page import Figure, Origin, Page, Section
+from structattn.studies.report.rows import baseline_score, other_metrics, score_of
+from structattn.studies.report.table import Line, Table
+
+
+def group_record(record: ComparisonRecord, choice: Choice) -> ComparisonRecord:
+    """The record of one group with the chosen row of each method alone, as a comparison of one size has them."""
+    rows = tuple(replace(record.rows[i], variant=None) for i in choice.rows)
+    baselines = tuple(replace(record.baselines[i], variant=None) for i in choice.baselines)
+    return replace(record, rows=rows, baselines=baselines, search=None)
+
+
+def choices_of(record: ComparisonRecord) -> tuple[Choice, ...]:
+    """The choices of a comparison that has a search."""
+    assert record.search is not None
+    return record.search
+
+
+def searched_settings(record: ComparisonRecord) -> list[str]:
+    """What there was to choose from, in the order of the recipe."""
+    return list(dict.fromkeys(row.searched or "" for row in record.rows))
+
+
+def _epochs(record: ComparisonRecord, row: Row) -> str:
+    """Of the weights that count, where the task says how many examples an epoch has."""
+    windows = finite(row.details.get("train_windows"))
+    if windows is None:
+        return DASH
+    # Without early stopping the last weights count, not those of the best validation.
+    steps = row.steps if record.config["training"]["patience"] is None else row.best_steps
+    return f"{statistics.fmean(steps) * row.batch_size / windows:.1f}"
+
+
+def table(record: ComparisonRecord) -> Table:
+    """A line for each method and group, the lowest of the trained ones marked."""
+    groups = ["settings"] if len(choices_of(record)) > 1 else []
+    costs = ("learning rate", "epochs", "seeds", "seconds", "parameters")
+    lines = []
+    for choice in choices_of(record):
+        group = [choice.group or DASH] if groups else []
+        best = min(choice.rows, key=lambda i: record.rows[i].score)
+        for i in choice.rows:
+            lines.append(Line(cells=(record.rows[i].spec, *group, *_cells(record, record.rows[i])), is_best=i == best))
+        for i in choice.baselines:
+            row = record.baselines[i]
+            metrics = [fmt_score(finite(row.metrics.get(name))) for name in (record.metric, *other_metrics(record))]
+            lines.append(Line(cells=(row.name, *group, *metrics, row.searched or DASH, *[DASH] * len(costs))))
+    return Table(
+        header=("method", *groups, record.metric, *other_metrics(record), "chosen", *costs),
+        lines=tuple(lines),
+        words=("settings", "chosen"),
+        notes=_notes(record),
+    )
+
+
+def _cells(record: ComparisonRecord, row: Row) -> tuple[str, ...]:
+    return (
+        fmt_pm(score_of(row), finite(row.score_std)),
+        *(fmt_score(finite(row.metrics.get(name))) for name in other_metrics(record)),
+        row.searched or DASH,
+        f"{row.learning_rate:g}",
+        _epochs(record, row),
+        str(len(row.scores)),
+        fmt_seconds(row.seconds),
+        fmt_count(row.num_params),
+    )
+
+
+def _notes(record: ComparisonRecord) -> tuple[str, ...]:
+    chosen = ", ".join(searched_settings(record))
+    words = [
+        f"{record.metric}: {record.metric_label}, on the test split, lower is better; the lowest of the trained methods is marked",
+        f"chosen: of {chosen}, the one with the lowest validation score, for each method separately",
+    ]
+    if len(record.seeds) > 1:
+        words.append("± standard deviation over seeds")
+    return tuple(words)
+
+
+def verdict(record: ComparisonRecord) -> str:
+    """For each group: the lowest, what is not statistically distinguishable from it, and whether a baseline is lower."""
+    return "\n".join(_of_group(record, choice) for choice in choices_of(record))
+
+
+def _of_group(record: ComparisonRecord, choice: Choice) -> str:
+    rows = sorted((record.rows[i] for i in choice.rows), key=lambda row: float(row.score))
+    best = rows[0]
+    where = f"{choice.group}: " if choice.group else ""
+    parts = [
+        f"{where}{best.spec} is lowest ({fmt_pm(score_of(best), finite(best.score_std))}, {best.searched}).",
+        *_beyond_noise(record, choice),
+    ]
+    lower = [
+        f"{row.name} ({fmt_score(baseline_score(record, row))})"
+        for row in (record.baselines[i] for i in choice.baselines)
+        if (score := baseline_score(record, row)) is not None and score < best.score
+    ]
+    if lower:
+        parts.append(f"Lower without training: {', '.join(lower)}.")
+    return " ".join(parts)
+
+
+def _gaps(record: ComparisonRecord, choice: Choice) -> list[tuple[str, float, float]]:
+    """Of every other method: its name, how far it is above the lowest, and how far it must be."""
+    needed = choice.critical_differences
+    assert needed is not None  # where there are several seeds
+    rows = [record.rows[i] for i in choice.rows]
+    lowest = rows[needed.best].score
+    gaps = [
+        (row.spec, row.score - lowest, difference)
+        for i, (row, difference) in enumerate(zip(rows, needed.differences, strict=True))
+        if i != needed.best
+    ]
+    return sorted(gaps, key=lambda gap: gap[1])
+
+
+def _beyond_noise(record: ComparisonRecord, choice: Choice) -> list[str]:
+    needed = choice.critical_differences
+    if needed is None:
+        return ["The spread over seeds is unknown."]
+    gaps = _gaps(record, choice)
+    beyond = ", ".join(spec for spec, gap, difference in gaps if gap > difference)
+    within = ", ".join(spec for spec, gap, difference in gaps if gap <= difference)
+    said = [f"Worse beyond seed noise: {beyond}."] if beyond else []
+    return [*said, *([f"Not statistically distinguishable with {needed.seeds} seeds: {within}."] if within else [])]
+
+
+def _matrix(record: ComparisonRecord, choice: Choice) -> Table:
+    """Every method with every setting that it could have."""
+    settings = searched_settings(record)
+    rows: dict[str, dict[str, str]] = {}
+    for row in record.rows:
+        if row.group == choice.group:
+            rows.setdefault(row.spec, {})[row.searched or ""] = fmt_pm(score_of(row), finite(row.score_std))
+    for baseline in record.baselines:
+        if baseline.group == choice.group:
+            found = rows.setdefault(baseline.name, {})
+            found[baseline.searched or ""] = fmt_score(baseline_score(record, baseline))
+    lines = [[name, *(found.get(setting, DASH) for setting in settings)] for name, found in rows.items()]
+    return Table.of(("method", *settings), lines)
+
+
+def _differences(record: ComparisonRecord, choice: Choice) -> Table:
+    rows = [[spec, fmt_score(gap), fmt_score(needed)] for spec, gap, needed in _gaps(record, choice)]
+    title = "Differences from the lowest, at the chosen settings"
+    return Table.of(("method", "above the lowest", "critical difference"), rows, title=title)
+
+
+def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
+    """Verdict, the chosen rows, figures, every setting, how to repeat it."""
+    sections = [Section(heading="Results", table=table(record)), Section(heading="Figures", figures=figures)]
+    for choice in choices_of(record):
+        of_group = f": {choice.group}" if choice.group else ""
+        sections.append(Section(heading=f"Every setting{of_group}", table=_matrix(record, choice)))
+        if choice.critical_differences is not None:
+            sections.append(Section(table=_differences(record, choice)))
+        sections += task_sections(group_record(record, choice))
+    settings, rates = len(searched_settings(record)), max(1, len(record.config.get("learning_rates") or []))
+    return Page(
+        title=f"Methods compared, each with its best settings: {record.task}",
+        question=record.question,
+        byline=byline(record),
+        facts=facts(record),
+        verdict=verdict(record),
+        sections=sections,
+        origin=Origin.of(record),
+        notes=(
+            f"Every method had {settings * rates} trials: {settings} settings, at each of them the best of {rates} learning rates by the "
+            "validation score of seed 0. The test split decided nothing.",
+            "A method is worse beyond seed noise if its mean is farther above the lowest than the critical difference of the two: Games and "
+            "Howell's, at 95 % for all pairs together, with each method's own variance. It says which differences another draw of seeds "
+            "would keep, and nothing of other test data; with three seeds it is wide.",
+            "Seconds are of one training run on this machine, early stopping included; epochs are those of the weights that count.",
+        ),
+    )

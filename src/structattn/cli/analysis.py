@@ -42,7 +42,7 @@ class Fit:
         require_extra()
         from structattn.studies.analysis.fits import fit_matrices
         from structattn.studies.analysis.matrix_examples import load_matrix
-        from structattn.studies.report.fits import fit_verdict, format_fits
+        from structattn.studies.report.fits import text
 
         done = fit_matrices(
             [load_matrix(text, self.size) for text in self.matrices],
@@ -53,7 +53,7 @@ class Fit:
             command=session.line,
             on_open=session.writes_to,
         )
-        print(f"\n{format_fits(done.results)}\n\n{fit_verdict(done.results)}\n")
+        print(f"\n{text(done.results)}\n")
         print_paths(done.folder, done.report)
 
 
@@ -97,7 +97,7 @@ class MupCheck:
         """Runs the command."""
         require_extra()
         from structattn.studies.analysis.coordinate_check import QUICK, CheckConfig, mup_check
-        from structattn.studies.report.mup import format_mup, mup_verdict
+        from structattn.studies.report.mup import text
 
         config = QUICK if self.quick else CheckConfig()
         given = {
@@ -114,7 +114,7 @@ class MupCheck:
         }
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         done = mup_check(replace(config, **changes), self.out, command=session.line, on_open=session.writes_to)
-        print(f"\n{format_mup(done.results)}\n\n{mup_verdict(done.results)}\n")
+        print(f"\n{text(done.results)}\n")
         print_paths(done.folder, done.report)
 
 

@@ -10,7 +10,7 @@ from structattn.errors import MissingDependencyError
 
 def require_extra() -> None:
     """Says which extra is missing instead of a bare ImportError deep inside a run."""
-    for name in ("accelerate", "matplotlib", "pandas", "tensorboard", "tqdm"):
+    for name in ("accelerate", "jinja2", "matplotlib", "pandas", "tabulate", "tensorboard", "tqdm"):
         if importlib.util.find_spec(name) is None:  # importing all of them would take seconds
             raise MissingDependencyError(
                 f"{name} is not installed: pip install 'structattn[train]' brings all that training needs"

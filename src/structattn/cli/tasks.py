@@ -122,7 +122,7 @@ class Compare(TaskCommand):
         """Runs the command."""
         require_extra()
         from structattn.studies.compare import compare
-        from structattn.studies.report.summary import format_results, verdict
+        from structattn.studies.report.pages import text
 
         _check_no_launcher("compare")
         given = {
@@ -145,7 +145,7 @@ class Compare(TaskCommand):
             on_open=partial(session.began, takes=f"{recipe.num_runs:,} runs of {length}"),
             runner=_runner(self.ray_address, None if self.ray_address else self.jobs),
         )
-        print(f"\n{format_results(done.record)}\n\n{verdict(done.record)}\n")
+        print(f"\n{text(done.record)}\n")
         print_paths(done.folder, done.report)
 
 
@@ -239,7 +239,7 @@ class Sweep(TaskCommand):
     def execute(self, session: Session) -> None:
         """Runs the command."""
         require_extra()
-        from structattn.studies.report.sweep import format_sweep, sweep_verdict
+        from structattn.studies.report.sweep import text
         from structattn.studies.sweep.plan import SweepPlan
         from structattn.studies.sweep.space import RunSettings
         from structattn.studies.sweep.sweep import sweep
@@ -268,5 +268,5 @@ class Sweep(TaskCommand):
             resume=self.resume,
             on_open=partial(session.began, takes=f"{plan.trials:,} trials of at most {plan.longest:,} steps"),
         )
-        print(f"\n{format_sweep(done.results)}\n\n{sweep_verdict(done.results)}\n\n{done.results['best']['command']}\n")
+        print(f"\n{text(done.results)}\n\n{done.results['best']['command']}\n")
         print_paths(done.folder, done.report)

@@ -21,6 +21,7 @@ from structattn.spec.layers import FORM as LAYER_FORM
 from structattn.spec.layers import LayerSpecs
 from structattn.studies.data.corpus import Bytes, text_units
 from structattn.studies.environment import hardware, versions
+from structattn.studies.report.table import Table
 from structattn.studies.settings import fields_of
 from structattn.studies.tasks.registry import TASKS, about, presets_of, recipe_for
 
@@ -28,40 +29,36 @@ from structattn.studies.tasks.registry import TASKS, about, presets_of, recipe_f
 def structures() -> str:
     """The text forms of structured matrices, with parameters and cost."""
     size = 256
-    lines = [f"{'form':<24} {'example':<26} {'params':>9} {'FLOPs':>9} {'rank':>5}  meaning"]
+    rows = []
     for family in FAMILIES.values():
         with torch.device("meta"):
             m = Structure.parse(family.example).build(size, size)
-        counts = f"{m.num_params:>9,} {m.flops:>9,} {m.rank_bound:>5}"
-        lines.append(f"{family.syntax:<24} {family.example:<26} {counts}  {family.meaning}")
-    lines += [
-        "",
-        f"One {size} x {size} matrix; FLOPs of one product, 2 per multiply-add. Quote a form in the shell: | is a pipe there.",
-    ]
-    return "\n".join(lines)
+        counts = (f"{m.num_params:,}", f"{m.flops:,}", str(m.rank_bound))
+        rows.append((family.syntax, family.example, *counts, family.meaning))
+    header = ("form", "example", "params", "FLOPs", "rank", "meaning")
+    note = f"One {size} x {size} matrix; FLOPs of one product, 2 per multiply-add. Quote a form in the shell: | is a pipe there."
+    return Table.of(header, rows, words=("example", "meaning"), notes=(note,)).text()
 
 
 def specs() -> str:
     """The text forms of attention variants, with parameters and cost."""
     width, heads, length = 256, 4, 1024
-    lines = [f"{'form':<28} {'example':<26} {'params':>9} {'MFLOP':>8} {'keys':>9}  meaning"]
+    rows = []
     for form in FORMS.values():
         with torch.device("meta"):
             layer = Attention.from_spec(form.example, embed_dim=width, num_heads=heads, context_length=length)
         cost = layer.cost(length)
         params = sum(p.numel() for p in layer.parameters())
-        lines.append(
-            f"{form.syntax:<28} {form.example:<26} {params:>9,} {cost.flops / 1e6:>8,.0f} "
-            f"{cost.key_cache_numbers:>9,}  {form.meaning}"
-        )
-    lines += [
-        "",
+        counts = (f"{params:,}", f"{cost.flops / 1e6:,.0f}", f"{cost.key_cache_numbers:,}")
+        rows.append((form.syntax, form.example, *counts, form.meaning))
+    notes = (
         f"One layer of width {width}, {heads} heads, causal, {length:,} tokens; keys: numbers in its key cache; mlr-text: text without borders.",
         "Terms are joined by +, as in 'bilinear-btt:1+mlr:128|64|32|32+window:512'; options follow commas,",
         f"as in 'mlr:32|16|8|8,scaling=paper'. {LAYER_FORM.syntax}: {LAYER_FORM.meaning},",
         f"as in '{LAYER_FORM.example}'. Quote a spec in the shell: | is a pipe there.",
-    ]
-    return "\n".join(lines)
+    )
+    header = ("form", "example", "params", "MFLOP", "keys", "meaning")
+    return Table.of(header, rows, words=("example", "meaning"), notes=notes).text()
 
 
 def mup_roles(spec: str, width: int, num_heads: int) -> str:
@@ -79,15 +76,15 @@ def mup_roles(spec: str, width: int, num_heads: int) -> str:
             context_length=1024,
         )
     roles = mup.roles_of(model)
-    lines = [f"{'parameter':<44} {'shape':<20} {'kind':<9} {'fan-in':>6} {'initial std':>11} {'rate':>8}"]
+    rows = []
     for name, parameter in model.named_parameters():
         role = roles[name]
         start = "ones" if role.kind in ("norm", "gain") else f"{role.init_std:.4g}"
         shape = " x ".join(map(str, parameter.shape))
-        lines.append(
-            f"{name:<44} {shape:<20} {role.kind:<9} {role.fan_in:>6} {start:>11} {role.learning_rate_scale():>8.4g}"
-        )
-    return "\n".join([*lines, "", f"rate: over the base rate, at base_fan_in {mup.BASE_FAN_IN}."])
+        rows.append((name, shape, role.kind, str(role.fan_in), start, f"{role.learning_rate_scale():.4g}"))
+    header = ("parameter", "shape", "kind", "fan-in", "initial std", "rate")
+    note = f"rate: over the base rate, at base_fan_in {mup.BASE_FAN_IN}."
+    return Table.of(header, rows, words=("shape", "kind"), notes=(note,)).text()
 
 
 def presets() -> str:
@@ -110,17 +107,11 @@ def settings(task: str, preset: str) -> str:
     Raises:
         ConfigError: there is no such task or preset.
     """
-    found = list(fields_of(recipe_for(task, preset)))
-    names, kinds = (max(len(row[i]) for row in found) for i in (0, 1))
-    lines = [f"{name:<{names}}  {kind:<{kinds}}  {value}" for name, kind, value in found]
-    return "\n".join(
-        [
-            f"{'setting':<{names}}  {'type':<{kinds}}  value in {task} --preset {preset}",
-            *lines,
-            "",
-            "Change one with --set NAME=VALUE.",
-        ]
-    )
+    value = f"value in {task} --preset {preset}"
+    rows = fields_of(recipe_for(task, preset))
+    return Table.of(
+        ("setting", "type", value), rows, words=("type", value), notes=("Change one with --set NAME=VALUE.",)
+    ).text()
 
 
 def info() -> str:

@@ -44,7 +44,7 @@ def test_the_command_writes_table_figure_and_report(tmp_path, capsys) -> None:
     ]
     assert cli.main(words) == 0
     printed = capsys.readouterr().out
-    assert "mine  6 x 8" in printed
+    assert "mine, 6 x 8" in printed
     assert "truncated SVD (optimal)" in printed
     results = json.loads((out / "results.json").read_text())
     assert [matrix["name"] for matrix in results["matrices"]] == ["mine", "line"]

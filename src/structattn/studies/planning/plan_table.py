@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from structattn.studies.planning.plan import GIB, USABLE, Layout, Plan
+from structattn.studies.report.table import Table
 
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
@@ -47,7 +48,7 @@ def _rows(plan: Plan) -> _Rows:
     """The lines, with what stands in the column of a plan; all plans are of one request but for the spec."""
     rows: _Rows = [
         ("parameters", lambda p: _count(p.num_params)),
-        ("  without embedding, read-out", lambda p: _count(p.num_params - p.num_table_params)),
+        ("  without embedding, output head", lambda p: _count(p.num_params - p.num_table_params)),
         ("forward, per token", lambda p: _flops(p.forward_flops_per_token)),
         ("training, per token", lambda p: _flops(p.training_flops_per_token(checkpointing=False))),
         ("  with checkpointing", lambda p: _flops(p.training_flops_per_token(checkpointing=True))),
@@ -90,15 +91,6 @@ def format_plans(plans: Sequence[Plan]) -> str:
     """
     request = plans[0].request
     rows = _rows(plans[0])
-    columns = [[plan.request.attention, *(text(plan) for _, text in rows)] for plan in plans]
-    labels = ["", *(label for label, _ in rows)]
-    widths = [max(map(len, column)) for column in (labels, *columns)]
-    lines = [
-        "  ".join(
-            [f"{label:<{widths[0]}}", *(f"{cell:>{n}}" for cell, n in zip(cells, widths[1:], strict=True))]
-        ).rstrip()
-        for label, *cells in zip(labels, *columns, strict=True)
-    ]
     groups = "" if request.num_kv_heads is None else f" ({request.num_kv_heads} for keys and values)"
     head = (
         f"{request.num_layers} layers, width {request.embed_dim:,}, {request.num_heads} heads{groups}, vocabulary "
@@ -109,12 +101,14 @@ def format_plans(plans: Sequence[Plan]) -> str:
         "sequences of a micro-batch. FLOPs: 2 per multiply-add; training is three times the forward pass.",
     ]
     if not all(plan.layout.fits for plan in plans):
-        notes.append(
-            "too small: even the layout that needs least, which is shown, does not fit. Give a shorter context, GPUs with more memory, or"
-            "\na larger batch, over whose sequences more GPUs can divide the states."
-        )
+        notes += [
+            "too small: even the layout that needs least, which is shown, does not fit. Give a shorter context, GPUs with more memory, or",
+            "a larger batch, over whose sequences more GPUs can divide the states.",
+        ]
     if request.gpu_flops is None:
         notes.append(
             "No time without a rate: --tokens and --gpu-flops, the FLOPs per second that you measured on one GPU."
         )
-    return "\n".join([head, "", *lines, "", *notes])
+    cells = [[label, *(text(plan) for plan in plans)] for label, text in rows]
+    header = ("", *(plan.request.attention for plan in plans))
+    return Table.of(header, cells, title=f"{head}\n", notes=tuple(notes)).text()

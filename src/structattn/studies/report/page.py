@@ -50,50 +50,22 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What it takes to repeat a run.
-
-    Attributes:
-        command: the command line.
-        facts: seeds and presets by name.
-        versions, hardware, config: see the records.
-    """
+    """What it takes to repeat a run: the command line; seeds, versions and machine by name; all settings by their dotted names."""
 
     command: str
-    facts: Mapping[str, object]
-    versions: Mapping[str, str]
-    hardware: Mapping[str, object]
-    config: Mapping[str, Any] = field(default_factory=dict)
+    facts: Sequence[tuple[str, str]]
+    settings: Sequence[tuple[str, str]]
 
     @classmethod
     def of(cls, results: ComparisonRecord | Mapping[str, Any]) -> Origin:
         """From the record of a comparison, or from the results of a fit, a muP check or a sweep."""
         if isinstance(results, ComparisonRecord):
-            return cls(
-                command=results.command,
-                facts={"seeds": ", ".join(map(str, results.seeds)), "preset": results.preset},
-                versions=results.versions,
-                hardware=asdict(results.hardware),
-                config=results.config,
-            )
-        return cls(
-            command=results["command"],
-            facts={name: results[name] for name in ("seed", "preset") if name in results},
-            versions=results["versions"],
-            hardware=results["hardware"],
-            config=results.get("config", {}),
-        )
-
-    def pairs(self) -> list[tuple[str, str]]:
-        """Seeds, versions and machine."""
-        found = [(name, str(value)) for name, value in self.facts.items()]
-        found += [(f"version of {name}", version) for name, version in self.versions.items()]
-        for name, value in self.hardware.items():
-            found.append((name.replace("_gib", " (GiB)"), f"{value:.4g}" if isinstance(value, float) else str(value)))
-        return found
-
-    def settings(self) -> list[tuple[str, str]]:
-        """All settings by their dotted names."""
-        return _flat(self.config)
+            results = vars(results) | {"hardware": asdict(results.hardware)}
+        facts = {name: results[name] for name in ("seeds", "seed", "preset") if name in results}
+        facts |= {f"version of {name}": version for name, version in results["versions"].items()}
+        facts |= {name.replace("_gib", " (GiB)"): value for name, value in results["hardware"].items()}
+        settings = _flat(results["config"]) if results.get("config") else []
+        return cls(command=results["command"], facts=[(k, _short(v)) for k, v in facts.items()], settings=settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +121,12 @@ def inline_svg(figure: Figure) -> Markup:
     tag, rest = svg.split(">", 1)
     tag = re.sub(r'\s(width|height)="[^"]*"', "", tag)
     return Markup(f'{tag} role="img" aria-label="{escape(figure.alt)}">{rest}')
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:

@@ -49,11 +49,17 @@ class Table:
 
     @classmethod
     def of(
-        cls, header: Iterable[str], rows: Iterable[Iterable[str]], *, words: tuple[str, ...] = (), title: str = ""
+        cls,
+        header: Iterable[str],
+        rows: Iterable[Iterable[str]],
+        *,
+        words: tuple[str, ...] = (),
+        title: str = "",
+        notes: tuple[str, ...] = (),
     ) -> Table:
         """A table of cells only."""
         lines = tuple(Line(cells=tuple(cells)) for cells in rows)
-        return cls(header=tuple(header), lines=lines, words=words, title=title)
+        return cls(header=tuple(header), lines=lines, words=words, title=title, notes=notes)
 
     def is_words(self, column: int) -> bool:
         """Whether a column holds words."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter, NullLocator
 
 from structattn.studies.records.comparison import ComparisonRecord, Law, Row, Series
@@ -99,42 +100,43 @@ def _seeds(record: ComparisonRecord) -> str:
 
 
 def _frontiers(record: ComparisonRecord) -> Drawing | None:
-    settings = settings_of(record)
-    figure, panels = panel_grid(len(settings), 3.4)
-    for ax, setting in zip(panels, settings, strict=True):
-        for series in series_of(record, setting):
-            _draw_law(ax, series.frontier, _style(record, series.spec), series.spec)
-        ax.set_title(setting or "", fontsize=9, loc="left")
-        _finish(record, ax, [p.compute for s in series_of(record, setting) for p in s.frontier.points])
-    label_left(panels, f"test {record.metric}")
-    shared_legend(figure, panels)
+    found = {
+        setting or "": [(s.spec, s.frontier) for s in series_of(record, setting)] for setting in settings_of(record)
+    }
     caption = f"Loss against training compute at the best width of every budget ({_seeds(record)}); lines are fitted power laws."
-    return figure, caption, "Loss against compute, a line for each attention variant."
-
-
-def _finish(record: ComparisonRecord, ax: Axes, compute: Sequence[float]) -> None:
-    budgets = _budgets(record)
-    _log_x(ax, budgets if len(budgets) <= 6 else compute)
-    ax.set_xlabel("training compute, forward FLOPs")
+    return _draw_laws(record, found, 3.4), caption, "Loss against compute, a line for each attention variant."
 
 
 def _widths(record: ComparisonRecord) -> Drawing | None:
     widths = sorted({law.width for series in laws(record).series for law in series.widths if law.width is not None})
     if len(widths) < 2:
         return None
-    settings = settings_of(record)
-    panels_of = [(setting, width) for setting in settings for width in widths]
-    figure, panels = panel_grid(len(panels_of), 2.5, columns=_columns(len(widths)))
-    for ax, (setting, width) in zip(panels, panels_of, strict=True):
-        for series in series_of(record, setting):
-            law = next((law for law in series.widths if law.width == width), None)
-            if law is not None:
-                _draw_law(ax, law, _style(record, series.spec), series.spec)
-        ax.set_title(f"{setting}, E = {width}" if setting else f"E = {width}", fontsize=9, loc="left")
-        _finish(record, ax, [row.compute for row in record.rows])
+    found = {
+        f"{setting}, E = {width}" if setting else f"E = {width}": [
+            (series.spec, law) for series in series_of(record, setting) for law in series.widths if law.width == width
+        ]
+        for setting in settings_of(record)
+        for width in widths
+    }
+    figure = _draw_laws(record, found, 2.5, _columns(len(widths)))
+    return figure, f"Loss against training compute at each width ({_seeds(record)}).", "Loss by width and compute."
+
+
+def _draw_laws(
+    record: ComparisonRecord, laws_of: Mapping[str, Sequence[tuple[str, Law]]], height: float, columns: int = 2
+) -> MplFigure:
+    """A panel for each title, with laws by spec."""
+    figure, panels = panel_grid(len(laws_of), height, columns=columns)
+    budgets = _budgets(record)
+    for ax, (title, found) in zip(panels, laws_of.items(), strict=True):
+        for spec, law in found:
+            _draw_law(ax, law, _style(record, spec), spec)
+        ax.set_title(title, fontsize=9, loc="left")
+        _log_x(ax, budgets if len(budgets) <= 6 else [point.compute for _, law in found for point in law.points])
+        ax.set_xlabel("training compute, forward FLOPs")
     label_left(panels, f"test {record.metric}")
     shared_legend(figure, panels)
-    return figure, f"Loss against training compute at each width ({_seeds(record)}).", "Loss by width and compute."
+    return figure
 
 
 def _isoflop(record: ComparisonRecord) -> Drawing | None:

@@ -70,7 +70,8 @@ def test_a_name_is_given_once() -> None:
 
 # Constants that are the name of a task and mean something else, by file.
 OTHER_MEANINGS = {
-    ("cli/commands.py", "text"),  # data prepare text: of what a corpus is; plan text: which kind of model
+    ("cli/analysis.py", "text"),  # plan text: which kind of model
+    ("cli/data.py", "text"),  # data prepare text: of what a corpus is
     ("studies/data/corpus/preparation.py", "text"),  # the same, in the owner of a folder
     ("studies/data/corpus/documents.py", "text"),  # the usual name of a field
     ("studies/data/plain_text.py", "text"),  # what a file should hold, in messages

@@ -166,7 +166,7 @@ class Train(TaskCommand):
         """Runs the command."""
         require_extra()
         from structattn.checks import MAX_SEED, check_int
-        from structattn.studies.folders import Owner, check_owner, opened
+        from structattn.studies.folders import Owner, check_owner, last_folder, opened
         from structattn.studies.old_folders import run_record
         from structattn.studies.settings import to_plain
         from structattn.studies.tasks.registry import task_class
@@ -188,11 +188,12 @@ class Train(TaskCommand):
         free = ("training.process_timeout",)
         owner = Owner(command="train", task=self.task, settings=settings, free=free)
         empty_model(task, self.attention, recipe.training.parametrization)  # a size that fits no machine is named first
-        place: AbstractContextManager[Path] = opened(self.out, owner, resume=self.resume, record=run_record)
-        finished = self.resume and self.out is not None and is_finished(self.out)
-        if finished and self.out is not None:
-            check_owner(self.out, owner, resume=True, record=run_record)
-            place = nullcontext(self.out)  # a finished run is only read: its folder may be one that cannot be written
+        folder = last_folder(owner) if self.resume and self.out is None else self.out
+        place: AbstractContextManager[Path] = opened(folder, owner, resume=self.resume, record=run_record)
+        finished = self.resume and folder is not None and is_finished(folder)
+        if finished and folder is not None:
+            check_owner(folder, owner, resume=True, record=run_record)
+            place = nullcontext(folder)  # a finished run is only read: its folder may be one that cannot be written
         with place as out:
             result = train(
                 task,

@@ -301,6 +301,26 @@ def test_a_sweep_its_best_command_and_going_on(tmp_path: Path, capsys) -> None:
     assert [facts(trial) for trial in resumed] == [facts(trial) for trial in read(tmp_path / "at once")["trials"]]
 
 
+def test_a_finished_sweep_or_run_is_only_read(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = sweep_command(Path(), trials=2)
+    sweep = sweep[:2] + sweep[4:]  # without --out
+    train = ["train", "nearest-neighbor", *(word for change in SMALL for word in ("--set", change))]
+    for command in (sweep, train):
+        assert main(command) == 0
+        first = capsys.readouterr()
+        assert "writing to" in first.err
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        assert main([*command, "--resume"]) == 0
+        again = capsys.readouterr()
+        assert "writing to" not in again.err
+        assert again.out == first.out
+        assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    other = next(Path("runs").glob("sweep-*"))
+    assert main([*sweep, "--resume", "--out", str(other), "--seed", "1"]) == 2
+    assert "seed = 0, now 1" in capsys.readouterr().err
+
+
 def test_what_goes_wrong_is_recorded(tmp_path: Path, capsys) -> None:
     params = ("training.lr=choice:0.01,1e30", "attention=choice:standard,mlr:3|3")
     out = tmp_path / "sweep"

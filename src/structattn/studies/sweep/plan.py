@@ -28,12 +28,13 @@ _RECORD: dict[str, Any] = {
     "message": str,
     "history": list,
 }
+OVER = ("finished", "stopped", "diverged", "failed")  # the status of a trial that is not continued
 Values = dict[str, Value]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """What a sweep searches, and how.
+    """What a sweep varies, and how.
 
     Args:
         task_name: see ``tasks.registry.TASKS``.

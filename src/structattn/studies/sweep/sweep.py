@@ -1,4 +1,4 @@
-"""Search settings of a task: many runs with settings that Optuna proposes, a report, and the command line of the best."""
+"""Hyperparameter sweeps: many runs with settings that Optuna proposes, a report, and the command line of the best."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from typing import Any
 from structattn.errors import CheckpointError, TrainingFailedError
 from structattn.files import write_atomic
 from structattn.studies.environment import hardware, versions
-from structattn.studies.folders import Owner, opened
+from structattn.studies.folders import Owner, check_owner, last_folder, opened
 from structattn.studies.old_folders import sweep_record
 from structattn.studies.runner.base import Runner
 from structattn.studies.runner.local import LocalRunner
 from structattn.studies.settings import to_plain
 from structattn.studies.sweep.halving import REDUCTION
-from structattn.studies.sweep.plan import Journal, SweepPlan
+from structattn.studies.sweep.plan import OVER, Journal, SweepPlan
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
+
+_RESULTS, _REPORT = "results.json", "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +57,11 @@ def sweep(
     alone, is scored on the test split. A run is the one that ``structattn train`` makes with the same settings.
 
     Args:
-        plan: what to search, and where.
+        plan: what is varied, and where the results are written.
         runner: what trains the models. Default: ``LocalRunner(None)``, one process for each GPU, or without any, each core.
         command: the command line, for the record.
-        resume: go on with what the folder holds: trials that are over stay, those that were interrupted go on from their last
-            checkpoint. There may be more trials than before.
+        resume: continue what the folder holds: trials that are over are kept, interrupted ones continue from their last checkpoint.
+            There may be more trials than before. A finished sweep is only read.
         show_progress: a bar of trials.
         on_open: is told the output folder before anything is trained.
 
@@ -85,21 +87,42 @@ def sweep(
     identity = plan.identity()
     identity["settings"] |= task.identity(identity["settings"]["task"])
     owner = Owner(command="sweep", task=plan.task_name, settings=identity, free=("settings.training.process_timeout",))
-    with opened(plan.folder, owner, resume=resume, record=sweep_record, on_open=on_open) as folder:
+    place = last_folder(owner) if resume and plan.folder is None else plan.folder
+    if resume and place is not None and (found := _finished(place, plan)) is not None:
+        check_owner(place, owner, resume=True, record=sweep_record)  # the folder may be one that cannot be written
+        return _checked(Sweep(results=found, folder=place, report=place / _REPORT))
+    with opened(place, owner, resume=resume, record=sweep_record, on_open=on_open) as folder:
         plan = dataclasses.replace(plan, folder=folder.resolve())  # workers have other working folders
         journal = Journal(folder)
         run_trials(plan, journal, runner=runner or LocalRunner(None), show_progress=show_progress)
         results = _results(plan, task, journal.records()) | {"command": command}
         try:
-            write_atomic(folder / "results.json", json.dumps(results, indent=1))
-            report = write_page(page(results, draw(results, folder / "figures")), folder / "report.html")
+            write_atomic(folder / _RESULTS, json.dumps(results, indent=1))
+            report = write_page(page(results, draw(results, folder / "figures")), folder / _REPORT)
         except OSError as error:
             raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
-    if results["best"] is None:
-        trials = results["trials"]
+    return _checked(Sweep(results=results, folder=folder, report=report))
+
+
+def _finished(folder: Path, plan: SweepPlan) -> dict[str, Any] | None:
+    """What a sweep wrote, where nothing is left to do; else ``None``."""
+    try:
+        results = json.loads((folder / _RESULTS).read_bytes())
+        trials = Journal(folder).records()
+    except (OSError, ValueError, RecursionError, CheckpointError):
+        return None
+    is_done = len(trials) >= plan.trials and all(trial["status"] in OVER for trial in trials)
+    is_written = isinstance(results, dict) and results.get("trials") == trials and (folder / _REPORT).is_file()
+    return results if is_done and is_written else None
+
+
+def _checked(sweep: Sweep) -> Sweep:
+    """Raises ``TrainingFailedError`` unless a trial ran to its end."""
+    if sweep.results["best"] is None:
+        trials = sweep.results["trials"]
         reasons = [f"trial {trial['number']} {trial['status']}: {trial['message']}" for trial in trials]
-        raise TrainingFailedError(f"none of {len(trials)} trials ran to its end, see {report}. {reasons[0]}")
-    return Sweep(results=results, folder=folder, report=report)
+        raise TrainingFailedError(f"none of {len(trials)} trials ran to its end, see {sweep.report}. {reasons[0]}")
+    return sweep
 
 
 def _results(plan: SweepPlan, task: Task, trials: list[dict[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from structattn.seeds import derive_seed
 from structattn.studies.runner.base import Listener, Runner, in_words
 from structattn.studies.runner.runs import Job
 from structattn.studies.sweep.halving import Halving
-from structattn.studies.sweep.plan import Journal, SweepPlan
+from structattn.studies.sweep.plan import OVER, Journal, SweepPlan
 from structattn.studies.sweep.space import Parameter
 from structattn.studies.tasks.registry import shared_task, task_class
 from structattn.studies.training.build import empty_model
@@ -30,7 +30,6 @@ except ImportError as error:
     raise MissingDependencyError(f"sweeps need Optuna: pip install 'structattn[sweep]' brings it ({error})") from error
 
 NOT_FINITE = "the validation score is not finite"
-_OVER = ("finished", "stopped", "diverged", "failed")
 
 
 def run_trials(plan: SweepPlan, journal: Journal, *, runner: Runner, show_progress: bool) -> None:
@@ -104,7 +103,7 @@ class _Trials(Listener):
                 self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
                 self._study.enqueue_trial(record["params"])
                 asked = self._study.ask(self._space)
-            if record["status"] in _OVER:
+            if record["status"] in OVER:
                 self._study.tell(asked, _told(record["score"]))
             else:
                 yield record, asked

@@ -16,6 +16,7 @@ from structattn.cli import main
 from structattn.errors import TrainingFailedError
 from structattn.studies import interrupt
 from structattn.studies.budget import flops_of
+from structattn.studies.runner.base import Listener
 from structattn.studies.runner.local import LocalRunner
 from structattn.studies.runner.runs import Job
 from structattn.studies.runner.train_all import train_all
@@ -74,21 +75,33 @@ def test_a_run_is_saved_at_the_next_step(number: int, tmp_path: Path, capsys, mo
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs POSIX signals")
-def test_a_comparison_in_several_processes_ends_soon_and_begins_nothing(tmp_path: Path) -> None:
-    words = ["compare", "nearest-neighbor", "--attention", "standard:1", "--seeds", "4", "--jobs", "2", *LONG]
-    command = [sys.executable, "-m", "structattn.cli", *words, "--out", str(tmp_path / "a b")]
+@pytest.mark.parametrize(
+    ("command", "send", "status"),
+    [
+        (["compare", "--attention", "standard:1", "--seeds", "4"], lambda pid: os.killpg(pid, signal.SIGINT), 130),
+        (["sweep", "--param", "training.lr=log:1e-3:1e-1"], lambda pid: os.kill(pid, signal.SIGTERM), 143),
+    ],
+    ids=["compare", "sweep"],
+)  # fmt: skip
+def test_several_processes_end_soon_and_nothing_begins(command, send, status: int, tmp_path: Path) -> None:
+    name, *options = command
+    words = [name, "nearest-neighbor", *options, "--jobs", "2", *LONG, "--out", str(tmp_path / "a b")]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-m", "structattn.cli", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     until(lambda: len(list(tmp_path.rglob("events.out*"))) == 2)
     sent = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
+    send(process.pid)
     _, printed = process.communicate(timeout=60)
     assert time.monotonic() - sent < 8
-    assert process.returncode == 130
+    assert process.returncode == status
     assert "Warning" not in printed
     assert continuation(printed)[-3:] == ["--out", str(tmp_path / "a b"), "--resume"]
-    assert len(list((tmp_path / "a b" / "runs").glob("*/seed-*"))) == 2
+    assert len(list((tmp_path / "a b").rglob("checkpoints"))) == 2
     assert len(steps(tmp_path)) == 2
 
 
@@ -109,23 +122,55 @@ def fake(code: str, folder: Path) -> Fake:
     return Fake(task_name="", task=None, spec=folder.name, training=settings, seed=0, folder=folder, code=code)
 
 
-def test_a_worker_that_dies_or_fails_is_one_line_that_names_its_log(tmp_path: Path, monkeypatch) -> None:
+class Told(Listener):
+    """Keeps errors by the names of the jobs, and raises the third one."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, str] = {}
+
+    def ended(self, job: Job, error: Exception | None) -> None:
+        self.errors[job.spec] = str(error)
+        if len(self.errors) == 3 and error is not None:
+            raise error
+
+
+def test_a_worker_that_dies_or_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(interrupt.GRACE_S, signal.SIGTERM, 1.2)
-    other = fake("import time; time.sleep(60)", tmp_path / "other")
-    for code, words in (
-        ("int('x')", "mine, seed 0, learning rate 0.001: ValueError: invalid literal"),
-        ("import os; os._exit(3)", "its process was ended by status 3"),
-        ("import signal; signal.raise_signal(signal.SIGKILL)", "its process was ended by signal SIGKILL: the machine may be"),
-    ):  # fmt: skip
-        job = fake(code, tmp_path / str(len(words)) / "mine")
-        sent = time.monotonic()
-        with pytest.raises(TrainingFailedError, match=words) as caught:
-            train_all([job, other], runner=LocalRunner(2), resume=False, show_progress=False)
-        assert time.monotonic() - sent < 50  # the other one is not waited for
-        assert "\n" not in str(caught.value)
-        assert (f"its log is {job.log}" in str(caught.value)) == job.log.exists()
-        if "ValueError" in words:
-            assert "Traceback" in job.log.read_text()
+    codes = {
+        "left": "import os; os._exit(3)",
+        "failed": "int('x')",
+        "killed": "import signal; signal.raise_signal(signal.SIGKILL)",
+        "sleeps": "import time; time.sleep(60)",
+    }
+    jobs = [fake(code, tmp_path / name) for name, code in codes.items()]
+    told, sent = Told(), time.monotonic()
+    with pytest.raises(TrainingFailedError):
+        LocalRunner(2).run(jobs, told)
+    assert time.monotonic() - sent < 50  # the one that sleeps is not waited for
+    assert told.errors == {
+        "left": "its process was ended by status 3",
+        "failed": "ValueError: invalid literal for int() with base 10: 'x'",
+        "killed": "its process was ended by signal SIGKILL: the machine may be out of memory",
+    }
+    assert "Traceback" in jobs[1].log.read_text()
+    assert not jobs[0].log.read_bytes()
+
+
+def test_a_failed_run_is_one_line_that_names_its_log(tmp_path: Path) -> None:
+    class Fails:
+        def run(self, jobs, listener: Listener) -> None:
+            listener.ended(jobs[0], TrainingFailedError("bad luck"))
+
+    job = fake("", tmp_path / "mine")
+    for log in ("", f"; its log is {job.log}"):
+        if log:
+            job.log.parent.mkdir()
+            job.log.write_text("what it wrote")
+        with pytest.raises(TrainingFailedError) as caught:
+            train_all([job], runner=Fails(), resume=False, show_progress=False)
+        assert str(caught.value) == (
+            f"mine, seed 0, learning rate 0.001: bad luck{log}. The other runs are kept, and --resume continues them"
+        )
 
 
 def test_a_process_that_comes_to_no_step_ends_nevertheless() -> None:

@@ -56,7 +56,7 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """The file that gets what the run writes where it has a process of its own; removed if that is nothing."""
+        """The file for the output of the run where it has its own process; removed if it is empty."""
         return self.folder / "run.log"
 
     def record(self) -> RunRecord | None:

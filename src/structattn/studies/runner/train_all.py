@@ -55,7 +55,7 @@ class _Bar(Listener):
 
     def ended(self, job: Job, error: Exception | None) -> None:
         if isinstance(error, StructAttnError):
-            log = f"; its log is {job.log}" if job.log.exists() else ""
+            log = f"; its log is {job.log}" if job.log.exists() and job.log.stat().st_size else ""
             raise type(error)(
                 f"{job.name}: {error}{log}. The other runs are kept, and --resume continues them"
             ) from error

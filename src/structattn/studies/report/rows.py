@@ -86,7 +86,7 @@ def curve(record: ComparisonRecord, row: Row, key: str = "step") -> tuple[list[f
 
 
 def baselines_in_view(record: ComparisonRecord, values: Sequence[float]) -> tuple[list[tuple[float, str]], str]:
-    """The baselines near enough to the attentions' scores to share an axis, and words about the others."""
+    """The baselines near enough to the scores of the attention variants to share an axis, and words about the others."""
     shown, away = [], ""
     for baseline in record.baselines:
         value, name = baseline_score(record, baseline), baseline.name

@@ -4,6 +4,7 @@ import dataclasses
 import html
 import io
 import json
+import shlex
 import subprocess
 import sys
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 
 from structattn import progress
 from structattn.cli import commands, main
+from structattn.cli.parsing import parse
 from structattn.errors import ConfigError
 from structattn.studies.settings import apply_overrides, from_plain, to_plain
 from structattn.studies.tasks.forecast.task import ForecastConfig, ForecastTask
@@ -317,6 +319,14 @@ def test_options_are_frozen() -> None:
     found = set(commands.COMMANDS.values())
     assert found == set(get_args(commands.Command))
     assert {command: {field.name for field in dataclasses.fields(command)} for command in found} == expected
+
+
+def test_the_examples_of_help_are_commands() -> None:
+    lines = [line.strip() for kind in commands.COMMANDS.values() for line in (kind.__doc__ or "").splitlines()]
+    examples = [shlex.split(line)[1:] for line in lines if line.startswith("structattn ")]
+    assert len(examples) > 10
+    for words in examples:
+        assert isinstance(parse(words), commands.Command)
 
 
 @pytest.mark.parametrize(

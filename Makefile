@@ -7,7 +7,7 @@ INPUTS := pyproject.toml constraints.txt
 # One process per core, each with one thread: most tests are far too small for more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-full lint docs clean
+.PHONY: demo test test-full coverage lint docs clean
 
 demo: $(VENV)/.installed-train
 	$(BIN)/structattn compare nearest-neighbor --preset demo
@@ -20,6 +20,10 @@ test: $(VENV)/.installed-dev lint
 test-full: $(VENV)/.installed-dev $(OLDEST)/.installed lint
 	$(PYTEST) --full
 	PYTHONPATH=$(OLDEST) $(PYTEST) tests/integrations --ignore-glob='*neuralforecast*' --ignore-glob='*frames*'
+
+# The share of lines and branches that `make test` reaches; processes that tests start are counted too. Details are in htmlcov/.
+coverage: $(VENV)/.installed-dev
+	$(PYTEST) --cov --cov-report=term:skip-covered --cov-report=html
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -54,4 +58,4 @@ $(OLDEST)/.installed: $(VENV)/.installed-dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache htmlcov .coverage*

@@ -23,7 +23,7 @@ from benchmarks import attention, decode, figure, linear, memory, report, run, s
 from benchmarks.registry import BENCHMARKS, CaseUnavailableError, Group  # noqa: E402
 from structattn import LevelLayout, StructuredLinear, cli, structured_attention  # noqa: E402
 from structattn.errors import ConfigError  # noqa: E402
-from structattn.testing.tolerances import assert_close  # noqa: E402
+from structattn.testing.tolerances import SAME_MODEL, assert_close  # noqa: E402
 
 CPU, FLOAT32 = torch.device("cpu"), torch.float32
 
@@ -507,7 +507,7 @@ def test_steps_are_right_and_the_same_each_time() -> None:
         for _ in range(2):
             work.prepare()
             losses.append([float(work()), float(work())])
-        assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
+        assert losses[0][0] == pytest.approx(losses[1][0], rel=SAME_MODEL)
         # A layer norm of one or two features has gradients that are rounding, and AdamW's first step is their sign.
         assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-2)
         assert losses[0][0] != pytest.approx(losses[0][1], rel=1e-3)  # weights moved

@@ -16,6 +16,7 @@ from structattn.integrations.transformers import (
     register_attention,
     structurize,
 )
+from structattn.testing.tolerances import ANOTHER_ORDER, SAME_MODEL, SIX_DIGITS
 
 PLAIN = register_attention("standard", name="effect_plain")
 LEVELS = register_attention("mlr:4|4", name="effect_levels", context_length=8)
@@ -111,12 +112,12 @@ def test_cut_rotary_pairs_are_refused(family) -> None:
     options, message = OTHER_ROTATIONS[family]
     model = make(family, **options)
     expected = logits(model)
-    torch.testing.assert_close(logits(model, 13), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits(model, 13), expected, rtol=0, atol=ANOTHER_ORDER)
     model.set_attn_implementation(LEVELS)
     with pytest.raises(ConfigError, match=message):
         logits(model)
     model.set_attn_implementation(PLAIN)  # one level needs no order
-    torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=SIX_DIGITS)
 
 
 SHIFTED = {
@@ -135,7 +136,7 @@ def test_levels_score_by_distances(family) -> None:
     plain = logits(model)
     model.set_attn_implementation(LEVELS)
     found = logits(model)
-    torch.testing.assert_close(logits(model, 13), found, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(model, 13), found, rtol=0, atol=SAME_MODEL)
     assert (found - plain).abs().max() > 1e-3
 
 

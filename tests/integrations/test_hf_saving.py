@@ -17,6 +17,7 @@ from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers import StructAttnConfig, StructAttnForCausalLM, load_structurized, structurize
 from structattn.integrations.transformers.attention import RotaryStructuredAttention
 from structattn.integrations.transformers.rotary_order import dimension_order
+from structattn.testing.tolerances import COMPUTED, SIX_DIGITS
 
 IDS = tokens(2, 17)
 
@@ -104,7 +105,7 @@ def test_without_the_import_loading_fails(tmp_path) -> None:
 
 
 def _close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)  # weights in a file have another alignment
+    torch.testing.assert_close(found, expected, rtol=0, atol=COMPUTED)  # weights in a file have another alignment
 
 
 def test_every_way_of_loading(tmp_path) -> None:
@@ -245,7 +246,7 @@ def test_made_on_the_meta_device(make) -> None:
     empty.init_weights()
     empty.load_state_dict(model.state_dict())
     with torch.no_grad():
-        torch.testing.assert_close(empty.eval()(IDS).logits, model(IDS).logits, rtol=0, atol=1e-6)
+        torch.testing.assert_close(empty.eval()(IDS).logits, model(IDS).logits, rtol=0, atol=SIX_DIGITS)
 
 
 def test_pickles_are_refused(tmp_path) -> None:

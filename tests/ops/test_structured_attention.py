@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import structattn as sa
 from structattn.errors import BackendUnavailableError, ConfigError, ShapeError
 from structattn.ops import explain
-from structattn.testing.tolerances import assert_close
+from structattn.testing.tolerances import SOLVED, assert_close
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "blocked"])
 
@@ -175,7 +175,7 @@ def test_outputs_and_all_gradients_equal_the_definition(
         for actual, goal_grad, leaf in zip(actual_grads, wanted, inputs, strict=True):
             assert actual is not None
             expected_grad = torch.zeros_like(leaf) if goal_grad is None else goal_grad
-            torch.testing.assert_close(actual, expected_grad, rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(actual, expected_grad, rtol=SOLVED, atol=1e-11)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

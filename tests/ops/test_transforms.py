@@ -11,7 +11,7 @@ import structattn as sa
 from structattn.errors import DerivativeError
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.ops import backends, explain
-from structattn.testing.tolerances import assert_close
+from structattn.testing.tolerances import SOLVED, assert_close
 
 LEVELS = sa.LevelLayout((2, 2), (4, 2), value_ranks=(1, 3))
 SEGMENTS = sa.LevelLayout.from_boundaries((2, 2), [((0,), (0, 2)), ((0,), (0, 3))])
@@ -74,7 +74,7 @@ def test_every_derivative_is_that_of_the_definition(path) -> None:
         )
     assert all(x.count_nonzero() > 0 for x in results[0])
     for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(actual, expected, rtol=SOLVED, atol=SOLVED)
 
 
 @pytest.mark.parametrize("path", ["small", "small levels", "sdpa", "blocked"])

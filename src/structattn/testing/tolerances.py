@@ -16,6 +16,8 @@ SOLVED = 1e-9  # what an iteration ends with
 SIX_DIGITS = 1e-6  # sizes of errors, which are themselves differences; float32
 SMALL_FIT = 1e-3  # the error of an iteration that has not ended, where the right structure is found
 TWO_DECIMALS = 0.005  # figures that are printed with two decimals
+SAME_MODEL = 1e-5  # float32: the same model, computed in another order; its scores
+ANOTHER_ORDER = 1e-4  # the same of many layers or many steps
 GOLDEN = 1e-4  # numbers of float32 that were written down once
 VISIBLE = {torch.float64: 1e-9, torch.float32: 1e-6}  # a lower bound: a change that is no rounding
 

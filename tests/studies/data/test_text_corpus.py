@@ -13,6 +13,7 @@ from structattn.errors import DataError
 from structattn.studies.data.corpus import Bytes, Corpus, PrepareConfig, Source, prepare
 from structattn.studies.evaluate import load_language_model, load_run, load_tokenizer
 from structattn.studies.tasks.text.task import TextConfig, TextTask
+from structattn.testing.tolerances import SOLVED
 
 TINY = {"context_length": 24, "embed_dim": 16, "num_layers": 1, "num_heads": 2, "eval_windows": 9}
 WORDS = ["near", "keys", "far", "keys", "rank", "one", "caf\u00e9", "score", "\n"]
@@ -73,7 +74,7 @@ def test_scores_are_those_of_each_document_alone(corpus, spec, rotary) -> None:
         found = by_documents(task, model, tokens, documents)
         nats += sum(found.values())
         units += sum(int(sizes[tokens[place]]) for place in found)
-    expected = pytest.approx(nats / units, rel=1e-10)
+    expected = pytest.approx(nats / units, rel=SOLVED)
     assert task.metric == "nats_per_byte"
     assert task.evaluate(model, "test") == {"nats_per_byte": expected}
     for chunk in (7, 64):
@@ -86,9 +87,9 @@ def test_the_loss_of_a_batch_is_the_mean_of_its_parts(corpus) -> None:
     windows = zip(batch["tokens"].tolist(), batch["documents"].tolist(), strict=True)
     nats = [sum(by_documents(task, model, *window).values()) for window in windows]
     loss = task.loss(model, batch, 0)
-    assert loss.item() == pytest.approx(sum(nats) / (8 * 24), rel=1e-10)
+    assert loss.item() == pytest.approx(sum(nats) / (8 * 24), rel=SOLVED)
     parts = [task.loss(model, {k: v[i : i + 2] for k, v in batch.items()}, 0) for i in (0, 2, 4, 6)]
-    assert (sum(parts) / 4).item() == pytest.approx(loss.item(), rel=1e-10)
+    assert (sum(parts) / 4).item() == pytest.approx(loss.item(), rel=SOLVED)
 
 
 def test_no_document_changes_another(corpus) -> None:

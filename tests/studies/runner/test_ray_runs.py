@@ -13,6 +13,7 @@ from structattn.studies.runner.runs import Job
 from structattn.studies.runner.train_all import train_all
 from structattn.studies.tasks.nearest_neighbor.task import NearestNeighborConfig
 from structattn.studies.training.config import TrainingConfig
+from structattn.testing.tolerances import SAME_MODEL
 
 SMALL = [
     part
@@ -73,7 +74,7 @@ def test_a_cluster_gives_the_numbers_of_this_machine(ray, tmp_path: Path, capsys
             found = [[row.get(name) for row in rows(out / place, of)] for place in ("here", "there")]
             numbers = name.startswith("score")
             for a, b in zip(*found, strict=True):
-                assert b == (pytest.approx(a, rel=1e-5) if numbers and a is not None else a)
+                assert b == (pytest.approx(a, rel=SAME_MODEL) if numbers and a is not None else a)
 
 
 def test_failed_jobs_are_named(ray, tmp_path: Path) -> None:

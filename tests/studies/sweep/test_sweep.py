@@ -22,6 +22,7 @@ from structattn.studies.sweep.plan import Journal, SweepPlan
 from structattn.studies.sweep.space import Parameter, RunSettings, parse_parameters, setting_types
 from structattn.studies.tasks.registry import TASKS, recipe_for
 from structattn.studies.training.checkpoint import latest_checkpoint, load_checkpoint
+from structattn.testing.tolerances import SAME_MODEL
 
 SMALL = (
     "task.dim=8",
@@ -274,7 +275,7 @@ def test_a_sweep_its_best_command_and_going_on(tmp_path: Path, capsys) -> None:
     # The best command line gives the same numbers.
     words = shlex.split(best["command"])
     assert main([*words[1:], "--out", str(tmp_path / "again")]) == 0
-    assert last_score(tmp_path / "again") == pytest.approx(best["score"], rel=1e-5)
+    assert last_score(tmp_path / "again") == pytest.approx(best["score"], rel=SAME_MODEL)
     assert f"{best['test']['nmse']:.4g}"[:5] in capsys.readouterr().out
 
     # As after a kill in the middle of trial 1: what it wrote last is missing, and so are the results.
@@ -352,7 +353,9 @@ def test_processes_give_the_numbers_of_one_and_the_history_of_trials_is_replayed
     assert main(two) == 0
     trials = [read(out)["trials"] for out in (here, there)]
     assert [trial["params"] for trial in trials[0]] == [trial["params"] for trial in trials[1]]
-    assert [trial["score"] for trial in trials[1]] == [pytest.approx(trial["score"], rel=1e-5) for trial in trials[0]]
+    assert [trial["score"] for trial in trials[1]] == [
+        pytest.approx(trial["score"], rel=SAME_MODEL) for trial in trials[0]
+    ]
     # Values that Optuna would not propose, such as of trials that ended in another order: they are kept, and new ones are others.
     path = there / "runs" / "trial-0002" / "trial.json"
     record = json.loads(path.read_text())

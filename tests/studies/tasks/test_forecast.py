@@ -21,6 +21,7 @@ from structattn.studies.tasks.forecast.task import (
 )
 from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.loop import train
+from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS
 
 BASELINE_MODELS = ["peer:DLinear", "peer:NHITS", "peer:PatchTST", "peer:iTransformer"]
 
@@ -64,7 +65,7 @@ def test_metrics_are_means_over_columns(table):
         model.head.weight.normal_(std=0.1)
     found, each = together.evaluate(model, "test"), [task.evaluate(model, "test") for task in alone]
     for name, value in found.items():
-        assert value == pytest.approx(np.mean([metrics[name] for metrics in each]), rel=1e-5)
+        assert value == pytest.approx(np.mean([metrics[name] for metrics in each]), rel=SAME_MODEL)
     for row, *rows in zip(together.baselines(), *(task.baselines() for task in alone), strict=True):
         assert row.metrics["mse"] == pytest.approx(np.mean([one.metrics["mse"] for one in rows]))
         assert row.validation == pytest.approx(np.mean([one.validation for one in rows]))
@@ -72,8 +73,8 @@ def test_metrics_are_means_over_columns(table):
     assert together.tokens(model) == 3 * alone[0].tokens(model)
     details = together.details(model)
     assert list(details["error_by_column"]) == ["a", "b", "c"]
-    assert np.mean(list(details["error_by_column"].values())) == pytest.approx(found["mse"], rel=1e-5)
-    assert np.mean(details["error_by_lead"]) == pytest.approx(found["mse"], rel=1e-5)
+    assert np.mean(list(details["error_by_column"].values())) == pytest.approx(found["mse"], rel=SAME_MODEL)
+    assert np.mean(details["error_by_lead"]) == pytest.approx(found["mse"], rel=SAME_MODEL)
 
 
 def test_one_column_does_not_see_the_others(table):
@@ -87,7 +88,7 @@ def test_one_column_does_not_see_the_others(table):
     before, after = model(window), model(changed)
     assert torch.equal(before[:, [0, 2]], after[:, [0, 2]])
     assert not torch.equal(before[:, 1], after[:, 1])
-    assert torch.allclose(model(window[:, 0]), before[:, 0], atol=1e-6)
+    assert torch.allclose(model(window[:, 0]), before[:, 0], atol=SIX_DIGITS)
 
 
 def test_intervals_hold_their_share():
@@ -125,7 +126,7 @@ def test_baseline_models_take_our_windows(table, spec):
     # iTransformer alone mixes the columns.
     changed = window.clone()
     changed[:, 1] += torch.randn(4, 48)
-    assert torch.allclose(model(changed)[:, 0], out[:, 0], atol=1e-5) == (not model.mixes_channels)
+    assert torch.allclose(model(changed)[:, 0], out[:, 0], atol=SAME_MODEL) == (not model.mixes_channels)
 
 
 @pytest.mark.parametrize("spec", ["peer:DLinear", "peer:PatchTST,n_heads=2"])

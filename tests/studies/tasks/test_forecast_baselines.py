@@ -9,6 +9,7 @@ from structattn.studies.data.series import Series, WindowedSeries
 from structattn.studies.data.series_file import read_series
 from structattn.studies.tasks.forecast import baselines as baselines_module
 from structattn.studies.tasks.forecast.baselines import PENALTIES, forecast_baselines, forecast_metrics
+from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS, SOLVED
 
 KNOWN = {96: (0.0693, 0.0715, 0.0530), 192: (0.0920, 0.0916, 0.0690), 336: (0.1133, 0.1108, 0.0809)}
 
@@ -28,7 +29,7 @@ def test_known_errors_on_etth1(horizon):
         metrics = row.metrics
         assert metrics["mse"] == pytest.approx(known, rel=0.02)
         assert len(row.details["error_by_lead"]) == horizon
-        assert np.mean(row.details["error_by_lead"]) == pytest.approx(metrics["mse"], rel=1e-9)
+        assert np.mean(row.details["error_by_lead"]) == pytest.approx(metrics["mse"], rel=SOLVED)
         assert metrics["mse_units"] == pytest.approx(metrics["mse"] * data.std**2)
         assert metrics["mae_units"] == pytest.approx(metrics["mae"] * data.std)
     assert "penalty 100 " in rows[2].note
@@ -46,7 +47,7 @@ def test_ridge_is_the_penalised_least_squares_solution():
     fits = [np.linalg.solve(A.T @ A + p * np.eye(13), A.T @ (Y - X[:, -1:])) for p in PENALTIES]
     best = min(fits, key=lambda w: np.square(B @ w + P[:, -1:] - R).mean())
     expected = np.square(C @ best + T[:, -1:] - U).mean()
-    assert forecast_baselines(data, 4)[-1].metrics["mse"] == pytest.approx(expected, rel=1e-5)
+    assert forecast_baselines(data, 4)[-1].metrics["mse"] == pytest.approx(expected, rel=SAME_MODEL)
 
 
 def test_seasonal_is_exact_on_a_periodic_series_with_a_horizon_over_one_season():
@@ -99,10 +100,10 @@ def test_windows_are_taken_in_chunks_with_the_same_scores(monkeypatch) -> None:
     monkeypatch.setattr(baselines_module, "CHUNK", 500)
     for row, expected in zip(forecast_baselines(data, 24), whole, strict=True):
         assert row.note == expected.note
-        assert row.metrics == pytest.approx(expected.metrics, rel=1e-9)
-        assert row.validation == pytest.approx(expected.validation, rel=1e-9)
-        assert row.details["error_by_lead"] == pytest.approx(expected.details["error_by_lead"], rel=1e-9)
+        assert row.metrics == pytest.approx(expected.metrics, rel=SOLVED)
+        assert row.validation == pytest.approx(expected.validation, rel=SOLVED)
+        assert row.details["error_by_lead"] == pytest.approx(expected.details["error_by_lead"], rel=SOLVED)
     forecast, truth = torch.randn(2, 1300, 4)
     chunked = forecast_metrics(forecast, truth, data)
-    assert chunked["mse"] == pytest.approx(float((forecast - truth).double().square().mean()), rel=1e-6)
-    assert chunked["mae"] == pytest.approx(float((forecast - truth).double().abs().mean()), rel=1e-6)
+    assert chunked["mse"] == pytest.approx(float((forecast - truth).double().square().mean()), rel=SIX_DIGITS)
+    assert chunked["mae"] == pytest.approx(float((forecast - truth).double().abs().mean()), rel=SIX_DIGITS)

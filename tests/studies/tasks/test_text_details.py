@@ -13,6 +13,7 @@ from structattn.layers.rotary import Rotary
 from structattn.models.language_model import LanguageModel
 from structattn.studies.tasks.text.details import attention_by_distance, by_octave, octaves, positions_in_documents
 from structattn.studies.tasks.text.task import TextConfig, TextTask
+from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS
 
 
 @given(st.integers(1, 2000))
@@ -32,7 +33,7 @@ def test_sums_by_octave_by_loops(length: int, seed: int) -> None:
         if not inside.any():
             assert found is None
         else:
-            assert found == pytest.approx(float(values[inside].sum() / weights[inside].sum()), rel=1e-5)
+            assert found == pytest.approx(float(values[inside].sum() / weights[inside].sum()), rel=SAME_MODEL)
 
 
 def test_positions_begin_anew_in_each_document() -> None:
@@ -88,7 +89,7 @@ def test_attention_by_distance_by_loops() -> None:
                     sums[layer, i - j] += float(weights[i, j]) / 14
     for layer, expected in zip(found, sums.tolist(), strict=True):
         ranges = [(0, 0), *octaves(8)]
-        assert layer == pytest.approx([sum(expected[a : b + 1]) for a, b in ranges], abs=1e-6)
+        assert layer == pytest.approx([sum(expected[a : b + 1]) for a, b in ranges], abs=SIX_DIGITS)
         assert sum(layer) == pytest.approx(1.0)
 
 
@@ -118,6 +119,6 @@ def test_loss_by_position_is_the_metric_taken_apart(tmp_path: Path) -> None:
     details = task.details(model)
     counts = [b - a + 1 for a, b in details["octaves"]]
     mean = sum(n * loss for n, loss in zip(counts, details["loss_by_position"], strict=True)) / sum(counts)
-    assert mean == pytest.approx(task.evaluate(model, "test")[task.metric], rel=1e-5)
+    assert mean == pytest.approx(task.evaluate(model, "test")[task.metric], rel=SAME_MODEL)
     assert len(details["attention_by_distance"]) == 1
     assert math.isclose(sum(details["attention_by_distance"][0]), 1.0, rel_tol=1e-6)

@@ -27,6 +27,7 @@ from structattn.studies.training.checkpoint import latest_checkpoint, load_check
 from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.loop import train
 from structattn.studies.training.step import learning_rate_at
+from structattn.testing.tolerances import SIX_DIGITS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,7 @@ def test_early_stopping_keeps_the_best_weights(tmp_path: Path) -> None:
     result = run(tmp_path, config)
     assert result.steps < 400
     best = min(entry["validation_mse"] for entry in result.history)
-    assert Tiny().evaluate(result.model.eval(), "validation")["mse"] == pytest.approx(best, rel=1e-6)
+    assert Tiny().evaluate(result.model.eval(), "validation")["mse"] == pytest.approx(best, rel=SIX_DIGITS)
 
 
 KILLED = """

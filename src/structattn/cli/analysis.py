@@ -53,7 +53,7 @@ class Fit:
             command=session.line,
             on_open=session.writes_to,
         )
-        print(f"\n{text(done.results)}\n")
+        print(f"\n{text(done.record)}\n")
         print_paths(done.folder, done.report)
 
 

@@ -23,9 +23,8 @@ from structattn.studies.grid import Point, points_of
 from structattn.studies.old_folders import comparison_record
 from structattn.studies.point_runs import ModelCosts, PointRuns
 from structattn.studies.recipe import Recipe
-from structattn.studies.records.common import to_json
+from structattn.studies.records.common import RESULTS, to_json
 from structattn.studies.records.comparison import (
-    RESULTS,
     BaselineRow,
     ComparisonRecord,
     Place,

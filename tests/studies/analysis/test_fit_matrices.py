@@ -10,6 +10,8 @@ from structattn import cli
 from structattn.errors import ConfigError, DataError
 from structattn.studies.analysis.fits import default_structures, fit_matrices, parse_candidate
 from structattn.studies.analysis.matrix_examples import EXAMPLES, NamedMatrix, load_matrix
+from structattn.studies.records.common import read_file
+from structattn.studies.records.fits import FitsRecord
 
 HUGE_HEADER = b"\x93NUMPY\x01\x00v\x00" + (
     b"{'descr': '<f8', 'fortran_order': False, 'shape': (99999999, 99999999), }".ljust(117) + b"\n"
@@ -69,7 +71,8 @@ def test_same_command_same_numbers(tmp_path) -> None:
         done = fit_matrices(
             matrices, ("butterfly", "kaleidoscope", "mlr-allocated:2"), tmp_path / name, show_progress=False
         )
-        errors.append([row["relative_error"] for row in done.results["matrices"][0]["rows"]])
+        assert read_file(FitsRecord, done.folder / "results.json") == done.record
+        errors.append([row.relative_error for row in done.record.matrices[0].rows])
     assert errors[0] == errors[1]
 
 

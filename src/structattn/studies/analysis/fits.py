@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +20,8 @@ from structattn.matrices.fit.target import check_dense
 from structattn.studies.analysis.matrix_examples import NamedMatrix
 from structattn.studies.environment import hardware, versions
 from structattn.studies.folders import Owner, opened
+from structattn.studies.records.common import RESULTS, to_json
+from structattn.studies.records.fits import FitRow, FitsRecord, FittedMatrix
 
 _ALLOCATED = "mlr-allocated"
 
@@ -104,9 +103,9 @@ def _num_params(text: str, num_rows: int, num_cols: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Fits:
-    """What a run wrote: the contents of ``results.json``, the folder, the report."""
+    """What a run wrote: the record that ``results.json`` holds, the folder, the report."""
 
-    results: dict[str, Any]
+    record: FitsRecord
     folder: Path
     report: Path
 
@@ -165,49 +164,43 @@ def fit_matrices(
         plans.append((matrix, candidates))
     settings = {"matrices": names, "structures": list(structures), "refine": refine, "seed": seed}
     with opened(out, Owner(command="fit", task="", settings=settings), resume=None, on_open=on_open) as folder:
-        results = _results(plans, refine, seed, command, show_progress)
+        record = FitsRecord(
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            command=command,
+            versions=versions(),
+            hardware=hardware(),
+            seed=seed,
+            refine=refine,
+            matrices=tuple(_fit_all(matrix, candidates, show_progress) for matrix, candidates in plans),
+        )
         try:
-            write_atomic(folder / "results.json", json.dumps(results, indent=1))
-            report = write_page(page(results, draw(results, folder / "figures")), folder / "report.html")
+            write_atomic(folder / RESULTS, to_json(record))
+            report = write_page(page(record, draw(record, folder / "figures")), folder / "report.html")
         except OSError as error:
             raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
-    return Fits(results=results, folder=folder, report=report)
+    return Fits(record=record, folder=folder, report=report)
 
 
-def _results(
-    plans: Sequence[tuple[NamedMatrix, list[Candidate]]], refine: int | None, seed: int, command: str, show: bool
-) -> dict[str, Any]:
-    return {
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "seed": seed,
-        "refine": refine,
-        "versions": versions(),
-        "hardware": dataclasses.asdict(hardware()),
-        "matrices": [_fit_all(matrix, candidates, show) for matrix, candidates in plans],
-    }
-
-
-def _fit_all(matrix: NamedMatrix, candidates: Iterable[Candidate], show_progress: bool) -> dict[str, Any]:
+def _fit_all(matrix: NamedMatrix, candidates: Iterable[Candidate], show_progress: bool) -> FittedMatrix:
     rows = []
     for candidate in candidates:
         start = time.perf_counter()
         found = candidate.run(matrix.values, show_progress)
         rows.append(
-            {
-                "family": candidate.family,
-                "structure": candidate.text,
-                "num_params": found.matrix.num_params,
-                "flops": found.matrix.flops,
-                "relative_error": found.relative_error,
-                "is_optimal": found.is_optimal,
-                "method": found.method,
-                "detail": _detail(found),
-                "seconds": time.perf_counter() - start,
-            }
+            FitRow(
+                family=candidate.family,
+                structure=candidate.text,
+                num_params=found.matrix.num_params,
+                flops=found.matrix.flops,
+                relative_error=found.relative_error,
+                is_optimal=found.is_optimal,
+                method=found.method,
+                detail=_detail(found),
+                seconds=time.perf_counter() - start,
+            )
         )
     num_rows, num_cols = matrix.values.shape
-    return {"name": matrix.name, "about": matrix.about, "num_rows": num_rows, "num_cols": num_cols, "rows": rows}
+    return FittedMatrix(name=matrix.name, about=matrix.about, num_rows=num_rows, num_cols=num_cols, rows=tuple(rows))
 
 
 def _detail(found: Fit) -> str:

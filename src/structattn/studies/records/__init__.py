@@ -1,7 +1,8 @@
 """Results as typed records: what is written at the end of a run or a comparison, and all that a report reads."""
 
-from structattn.studies.records.common import FORMAT_VERSION, Hardware, Json
+from structattn.studies.records.common import FORMAT_VERSION, Hardware, Json, ResultRecord
 from structattn.studies.records.comparison import BaselineRow, Choice, ComparisonRecord, Row, read_comparison
+from structattn.studies.records.fits import FitsRecord
 from structattn.studies.records.run import Progress, RunRecord, ScoreRecord, read_run
 
 __all__ = [
@@ -9,9 +10,11 @@ __all__ = [
     "BaselineRow",
     "Choice",
     "ComparisonRecord",
+    "FitsRecord",
     "Hardware",
     "Json",
     "Progress",
+    "ResultRecord",
     "Row",
     "RunRecord",
     "ScoreRecord",

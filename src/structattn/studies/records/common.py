@@ -12,6 +12,7 @@ from structattn.errors import CheckpointError, ConfigError
 from structattn.studies.records.typed import read_as
 
 Json = dict[str, Any]  # what a task or a user decides: settings, and what a task's own figures need
+RESULTS = "results.json"
 FORMAT_VERSION = 2  # 1: before records had a version
 T = TypeVar("T")
 
@@ -31,6 +32,23 @@ class Hardware:
     threads: int | None = None
     memory_gib: float | None
     device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultRecord:
+    """What every ``results.json`` has.
+
+    Attributes:
+        created: when it was finished, ISO 8601 in UTC.
+        command: as it was begun.
+        versions, hardware: what results and timings depend on.
+    """
+
+    format_version: int = FORMAT_VERSION
+    created: str
+    command: str = ""
+    versions: dict[str, str]
+    hardware: Hardware
 
 
 def read_versioned(kind: type[T], data: object, where: str) -> T:

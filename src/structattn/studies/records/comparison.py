@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from structattn.studies.analysis.scaling_law import PowerLaw
-from structattn.studies.records.common import FORMAT_VERSION, Hardware, Json, read_file
-
-RESULTS = "results.json"
+from structattn.studies.records.common import RESULTS, Json, ResultRecord, read_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,17 +214,15 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonRecord:
+class ComparisonRecord(ResultRecord):
     """A comparison of attention variants: ``results.json``, from which figures and report can be drawn again.
 
     Attributes:
         task, question: what was compared on what, and what that answers.
         metric, metric_label: what decides, by name and in words; lower is better.
-        command, preset: as it was begun.
-        created: when it was finished, ISO 8601 in UTC.
+        preset: as it was begun.
         seeds: of the runs.
         config: the recipe.
-        versions, hardware: what results and timings depend on.
         data: the data in words.
         meanings: every spec in words.
         axis_labels: what a value and a step of the data are, for figures.
@@ -236,16 +232,12 @@ class ComparisonRecord:
         search: where the recipe has a search.
     """
 
-    format_version: int = FORMAT_VERSION
     task: str
     metric: str
     metric_label: str
     question: str
-    created: str
     seeds: tuple[int, ...]
     config: Json
-    versions: dict[str, str]
-    hardware: Hardware
     data: dict[str, str] = field(default_factory=dict)
     meanings: dict[str, str] = field(default_factory=dict)
     axis_labels: dict[str, str] = field(default_factory=dict)
@@ -253,7 +245,6 @@ class ComparisonRecord:
     scaling: Scaling | None = None
     baselines: tuple[BaselineRow, ...]
     search: tuple[Choice, ...] | None = None
-    command: str = ""
     preset: str = ""
 
 

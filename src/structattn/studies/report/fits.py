@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
+from structattn.studies.records.fits import FitRow, FitsRecord, FittedMatrix
 from structattn.studies.report.numbers import fmt_count, fmt_seconds
 from structattn.studies.report.page import Figure, Origin, Page, Section
 from structattn.studies.report.table import Line, Table
-
-Results = Mapping[str, Any]
-Row = Mapping[str, Any]
 
 _BUDGET = 0.25
 _HEADER = ("structure", "parameters", "of dense", "error", "method", "seconds")
 
 
-def _cells(matrix: Row, row: Row) -> tuple[str, ...]:
-    size = matrix["num_rows"] * matrix["num_cols"]
-    method = f"{row['method']}{' (optimal)' if row['is_optimal'] else ''}"
-    if row["detail"]:
-        method += f": {row['detail']}"
+def _cells(matrix: FittedMatrix, row: FitRow) -> tuple[str, ...]:
+    size = matrix.num_rows * matrix.num_cols
+    method = f"{row.method}{' (optimal)' if row.is_optimal else ''}"
+    if row.detail:
+        method += f": {row.detail}"
     return (
-        row["structure"],
-        f"{row['num_params']:,}",
-        f"{100 * row['num_params'] / size:.1f}%",
-        fmt_error(row["relative_error"]),
+        row.structure,
+        f"{row.num_params:,}",
+        f"{100 * row.num_params / size:.1f}%",
+        fmt_error(row.relative_error),
         method,
-        fmt_seconds(row["seconds"]),
+        fmt_seconds(row.seconds),
     )
 
 
@@ -36,66 +34,66 @@ def fmt_error(value: float) -> str:
     return f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.4f}" if value else "0"
 
 
-def _ordered(matrix: Row) -> list[Row]:
-    return sorted(matrix["rows"], key=lambda row: (row["num_params"], row["relative_error"]))
+def _ordered(matrix: FittedMatrix) -> list[FitRow]:
+    return sorted(matrix.rows, key=lambda row: (row.num_params, row.relative_error))
 
 
-def _nearest(matrix: Row) -> Row | None:
+def _nearest(matrix: FittedMatrix) -> FitRow | None:
     """The smallest error within a quarter of the parameters of a dense matrix; the fewest parameters among equals."""
-    budget = _BUDGET * matrix["num_rows"] * matrix["num_cols"]
-    rows = [row for row in matrix["rows"] if row["num_params"] <= budget]
-    return min(rows, key=lambda row: (max(row["relative_error"], 1e-9), row["num_params"]), default=None)
+    budget = _BUDGET * matrix.num_rows * matrix.num_cols
+    rows = [row for row in matrix.rows if row.num_params <= budget]
+    return min(rows, key=lambda row: (max(row.relative_error, 1e-9), row.num_params), default=None)
 
 
-def tables(results: Results) -> list[Table]:
+def tables(record: FitsRecord) -> list[Table]:
     """One for each matrix, in the order of parameters, the nearest structure of few parameters marked."""
     found = []
-    for matrix in results["matrices"]:
-        best, size = _nearest(matrix), matrix["num_rows"] * matrix["num_cols"]
+    for matrix in record.matrices:
+        best, size = _nearest(matrix), matrix.num_rows * matrix.num_cols
         found.append(
             Table(
                 header=_HEADER,
                 lines=tuple(Line(cells=_cells(matrix, row), is_best=row is best) for row in _ordered(matrix)),
                 words=("method",),
-                title=f"{matrix['name']}, {matrix['num_rows']} x {matrix['num_cols']}: {matrix['about']}; "
+                title=f"{matrix.name}, {matrix.num_rows} x {matrix.num_cols}: {matrix.about}; "
                 f"a dense matrix has {fmt_count(size)} parameters",
             )
         )
     return found
 
 
-def text(results: Results) -> str:
+def text(record: FitsRecord) -> str:
     """The tables and the verdict for a terminal."""
     note = "error: relative, Frobenius norm; * nearest within a quarter of the dense parameters"
-    return "\n\n".join([*(table.text() for table in tables(results)), note, verdict(results)])
+    return "\n\n".join([*(table.text() for table in tables(record)), note, verdict(record)])
 
 
-def verdict(results: Results) -> str:
+def verdict(record: FitsRecord) -> str:
     """For every matrix, what is nearest within a quarter of the dense parameters, beside low rank."""
     sentences = []
-    for matrix in results["matrices"]:
+    for matrix in record.matrices:
         best = _nearest(matrix)
         if best is None:
-            sentences.append(f"{matrix['name']}: nothing was fitted within a quarter of the dense parameters.")
+            sentences.append(f"{matrix.name}: nothing was fitted within a quarter of the dense parameters.")
             continue
-        low = _nearest({**matrix, "rows": [row for row in matrix["rows"] if row["family"] == "lowrank"]})
-        beside = f"; low rank: {fmt_error(low['relative_error'])}" if low is not None and low is not best else ""
-        sentences.append(f"{matrix['name']}: {best['structure']}, {fmt_error(best['relative_error'])}{beside}.")
+        low = _nearest(replace(matrix, rows=tuple(row for row in matrix.rows if row.family == "lowrank")))
+        beside = f"; low rank: {fmt_error(low.relative_error)}" if low is not None and low is not best else ""
+        sentences.append(f"{matrix.name}: {best.structure}, {fmt_error(best.relative_error)}{beside}.")
     return f"Nearest within {100 * _BUDGET:.0f} % of the parameters of a dense matrix. " + " ".join(sentences)
 
 
-def page(results: Results, figures: Sequence[Figure]) -> Page:
+def page(record: FitsRecord, figures: Sequence[Figure]) -> Page:
     """Verdict, figure, a table for each matrix, how to repeat it."""
     return Page(
         title="Structures fitted to matrices",
         question="How near does each structure come to a given matrix, and at how many parameters?",
-        byline=[results["created"]],
-        verdict=verdict(results),
+        byline=[record.created],
+        verdict=verdict(record),
         sections=(
             Section(figures=figures),
-            *(Section(heading="Tables" * (not i), table=table) for i, table in enumerate(tables(results))),
+            *(Section(heading="Tables" * (not i), table=table) for i, table in enumerate(tables(record))),
         ),
-        origin=Origin.of(results),
+        origin=Origin.of(record),
         notes=(
             "Error: ||M - A|| / ||A|| in the Frobenius norm, in float64.",
             "Optimal: no matrix of the structure is nearer. Otherwise the error is the best found and an upper bound.",

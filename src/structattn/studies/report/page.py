@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from structattn.files import write_atomic
-from structattn.studies.records.comparison import ComparisonRecord
+from structattn.studies.records.common import ResultRecord
 from structattn.studies.report.table import Table
 
 
@@ -57,9 +57,9 @@ class Origin:
     settings: Sequence[tuple[str, str]]
 
     @classmethod
-    def of(cls, results: ComparisonRecord | Mapping[str, Any]) -> Origin:
-        """From the record of a comparison, or from the results of a fit, a muP check or a sweep."""
-        if isinstance(results, ComparisonRecord):
+    def of(cls, results: ResultRecord | Mapping[str, Any]) -> Origin:
+        """From a record, or from the results of a muP check or a sweep."""
+        if isinstance(results, ResultRecord):
             results = vars(results) | {"hardware": asdict(results.hardware)}
         facts = {name: results[name] for name in ("seeds", "seed", "preset") if name in results}
         facts |= {f"version of {name}": version for name, version in results["versions"].items()}

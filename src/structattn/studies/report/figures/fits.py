@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 
+from structattn.studies.records.fits import FitsRecord, FittedMatrix
 from structattn.studies.report.fits import verdict
 from structattn.studies.report.page import Figure
 from structattn.studies.report.plot import (
@@ -21,9 +20,6 @@ from structattn.studies.report.plot import (
     shared_legend,
     write_figures,
 )
-
-Results = Mapping[str, Any]
-Row = Mapping[str, Any]
 
 _FLOOR = 1e-4  # smaller errors are drawn on this line: what separates 1e-6 from 1e-15 is not the structure
 _MARKS = {
@@ -39,16 +35,16 @@ _MARKS = {
 }
 
 
-def draw(results: Results, folder: Path) -> list[Figure]:
+def draw(record: FitsRecord, folder: Path) -> list[Figure]:
     """Draws error against parameters, one panel per matrix, one line per family."""
-    return write_figures({"error-against-parameters": lambda: _drawing(results)}, folder)
+    return write_figures({"error-against-parameters": lambda: _drawing(record)}, folder)
 
 
-def _drawing(results: Results) -> Drawing:
-    matrices = results["matrices"]
+def _drawing(record: FitsRecord) -> Drawing:
+    matrices = record.matrices
     width = 2.55 if len(matrices) > 1 else 5.0
     figure, panels = panel_grid(len(matrices), 2.7, columns=3, width=width, sharex=True)
-    families = [f for f in _MARKS if any(row["family"] == f for matrix in matrices for row in matrix["rows"])]
+    families = [f for f in _MARKS if any(row.family == f for matrix in matrices for row in matrix.rows)]
     for index, (ax, matrix) in enumerate(zip(panels, matrices, strict=True)):
         _panel(ax, matrix, families)
         if index + 3 >= len(matrices):
@@ -61,19 +57,17 @@ def _drawing(results: Results) -> Drawing:
         "BTT and Kronecker are optimal; the others are the best that descent found. Points on the lowest line have errors "
         f"below {_FLOOR:g}."
     )
-    names_shown = ", ".join(matrix["name"] for matrix in matrices)
-    return figure, caption, f"Error against parameters for {names_shown}. {verdict(results)}"
+    names_shown = ", ".join(matrix.name for matrix in matrices)
+    return figure, caption, f"Error against parameters for {names_shown}. {verdict(record)}"
 
 
-def _panel(ax: Axes, matrix: Row, families: list[str]) -> None:
-    size = matrix["num_rows"] * matrix["num_cols"]
+def _panel(ax: Axes, matrix: FittedMatrix, families: list[str]) -> None:
+    size = matrix.num_rows * matrix.num_cols
     ax.set_xscale("log")
     ax.set_yscale("log")
     for family in families:
         points = sorted(
-            (row["num_params"] / size, max(row["relative_error"], _FLOOR))
-            for row in matrix["rows"]
-            if row["family"] == family
+            (row.num_params / size, max(row.relative_error, _FLOOR)) for row in matrix.rows if row.family == family
         )
         if points:
             mark, colour = _MARKS[family]
@@ -82,5 +76,5 @@ def _panel(ax: Axes, matrix: Row, families: list[str]) -> None:
     errors = (_FLOOR, 0.001, 0.01, 0.1, 1)
     mark_axis(ax.yaxis, errors, lambda value: f"≤ {_FLOOR:g}" if value <= _FLOOR else f"{value:g}")
     mark_axis(ax.xaxis, (0.01, 0.03, 0.1, 0.3, 1), lambda value: f"{100 * value:g}%")
-    title = f"{matrix['name']}, {matrix['num_rows']} x {matrix['num_cols']}"
+    title = f"{matrix.name}, {matrix.num_rows} x {matrix.num_cols}"
     ax.set_title("\n".join(textwrap.wrap(title, 26)), fontsize=9, loc="left")

@@ -70,11 +70,9 @@ class _Slice:
     columns: slice
 
     def add(self, total: Tensor, value: Tensor) -> None:
-        """See ``_Target``."""
         total[..., self.columns] += value
 
     def take(self, x: Tensor) -> Tensor:
-        """See ``_Target``."""
         return x[..., self.columns]
 
 
@@ -86,12 +84,10 @@ class _Scattered:
     counts: Tensor
 
     def add(self, total: Tensor, value: Tensor) -> None:
-        """See ``_Target``."""
         value = value.masked_fill(~self.counts[:, None, None], 0.0)
         total.scatter_add_(3, self.index[:, None, None].expand_as(value), value)
 
     def take(self, x: Tensor) -> Tensor:
-        """See ``_Target``."""
         found = x.gather(3, self.index[:, None, None].expand(*x.shape[:3], -1))
         return found.masked_fill(~self.counts[:, None, None], 0.0)
 

@@ -38,7 +38,6 @@ class Fit:
     """Output folder. Default: runs/fit-DATE-TIME."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         require_extra()
         from structattn.studies.analysis.fits import fit_matrices
         from structattn.studies.analysis.matrix_examples import load_matrix
@@ -94,7 +93,6 @@ class MupCheck:
     """Output folder. Default: runs/mup-DATE-TIME."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         require_extra()
         from structattn.studies.analysis.coordinate_check import QUICK, CheckConfig, mup_check
         from structattn.studies.report.mup import text
@@ -134,7 +132,6 @@ class MupRoles:
     """Attention heads."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         from structattn.studies.listings import mup_roles
 
         print(mup_roles(self.attention, self.embed_dim, self.heads))
@@ -180,7 +177,6 @@ class Plan:
     """FLOPs per second that you measured on one GPU in training. Default: no time is printed."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         from structattn.studies.planning.plan import PlanRequest, plans
         from structattn.studies.planning.plan_table import format_plans
 
@@ -227,7 +223,6 @@ class Bench:
     """Folder of the results. Default: benchmarks/results of the repository."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         require_extra()
         import structattn
 

@@ -47,7 +47,6 @@ class Prepare:
     """Continue what --out already holds."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         from structattn.studies.data.corpus import Corpus, PrepareConfig, Source, prepare
 
         source = Source(
@@ -83,7 +82,6 @@ class DataInfo:
     """Read every file and compare its hash."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         from structattn.studies.data.corpus import Corpus
 
         corpus = Corpus(self.folder)

@@ -15,7 +15,6 @@ class Structures:
     """List the text forms of structured matrices, with parameters and cost."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         from structattn.studies import listings
 
         print(listings.structures())
@@ -26,7 +25,6 @@ class Info:
     """List versions, devices, and which backends can run here (and why not)."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         from structattn.studies import listings
 
         print(listings.info())
@@ -37,7 +35,6 @@ class Specs:
     """List the text forms of attention variants, with parameters and cost."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         from structattn.studies import listings
 
         print(listings.specs())
@@ -48,7 +45,6 @@ class Presets:
     """List the presets of every task."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         from structattn.studies import listings
 
         print(listings.presets())
@@ -67,7 +63,6 @@ class Settings:
     """The preset whose values are shown (see `structattn presets`)."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         from structattn.studies import listings
 
         print(listings.settings(self.task, self.preset))

@@ -31,7 +31,6 @@ class Evaluate:
     """text: also score it through the key/value cache, and print the difference."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         require_extra()
         from structattn.studies.evaluate import load_run
 
@@ -73,7 +72,6 @@ class Generate:
     """Use a key/value cache; without it, everything is computed again for each character."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         require_extra()
         from structattn.models.sampling import Sampling
         from structattn.studies.evaluate import load_language_model, load_tokenizer

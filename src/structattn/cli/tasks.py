@@ -119,7 +119,6 @@ class Compare(TaskCommand):
     """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file system that its machines share."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         require_extra()
         from structattn.studies.compare import compare
         from structattn.studies.report.pages import text
@@ -163,7 +162,6 @@ class Train(TaskCommand):
     """Seed of weights, data order and dropout."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         require_extra()
         from structattn.checks import MAX_SEED, check_int
         from structattn.studies.folders import Owner, check_owner, last_folder, opened
@@ -238,7 +236,6 @@ class Sweep(TaskCommand):
     """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file system that its machines share."""
 
     def execute(self, session: Session) -> None:
-        """Runs the command."""
         require_extra()
         from structattn.studies.report.sweep import text
         from structattn.studies.sweep.plan import SweepPlan

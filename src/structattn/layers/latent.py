@@ -40,28 +40,23 @@ class ScoringLatent:
 
     @property
     def can_absorb(self) -> bool:
-        """See ``cache.Latent``."""
         return self._rotary is None
 
     @property
     def key_dim(self) -> int:
-        """See ``cache.Latent``."""
         return self._scoring.matrix.pair_dim(self._order)
 
     @property
     def num_rstd(self) -> int:
-        """See ``cache.Latent``."""
         if not self.can_absorb:
             return 0
         return self._scoring.num_key_heads(self._order) * len(self._scoring.key_norms(self._order))
 
     def keys(self, state: Tensor, positions: Tensor) -> Tensor:
-        """See ``cache.Latent``."""
         keys = self._scoring.normed_keys(self._raw(state), self._order)
         return keys if self._rotary is None else self._rotary(keys, positions)
 
     def rstd(self, state: Tensor) -> Tensor:
-        """See ``cache.Latent``."""
         raw = self._raw(state)
         found = [
             (raw[..., dims].var(-1, correction=0) + norm.eps).rsqrt()
@@ -77,7 +72,6 @@ class ScoringLatent:
         return self._scoring.keys(state, self._order)
 
     def absorbed(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``cache.Latent``."""
         if not self.can_absorb:
             raise CacheError("rotary embedding turns each key by its own position: there is no absorbed query")
         if q.shape[1] != self._scoring.shape.num_heads:

@@ -142,7 +142,6 @@ class FactoredMatrix(StructuredMatrix):
         return self.inner_dim if order == "factored" else super().pair_dim(order)
 
     def scale_(self, factor: float) -> None:
-        """See ``StructuredMatrix.scale_``."""
         if self.rms_cap:
             raise ConfigError(f"{type(self).__name__} with rms_cap does not follow the scale of its factors")
         super().scale_(factor)

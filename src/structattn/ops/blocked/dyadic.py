@@ -270,36 +270,28 @@ class DyadicTile:
         return self.num_sequences * rows.count, rows.length * self.repeats, cols.length
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """See ``tiles.Tile``."""
         return self.block.rows.take(x, self.geometry.first_query, self.repeats)
 
     def cols_of(self, x: Tensor) -> Tensor:
-        """See ``tiles.Tile``."""
         return self.block.cols.take(x, 0, 1)
 
     def open_rows(self, x: Tensor) -> Tensor:
-        """See ``tiles.Tile``."""
         return self.rows_of(x)
 
     def close_rows(self, x: Tensor, opened: Tensor) -> None:
-        """See ``tiles.Tile``."""
         _copy_back(self.block.rows.strided(x, self.geometry.first_query, self.repeats), opened)
 
     def open_cols(self, x: Tensor) -> Tensor:
-        """See ``tiles.Tile``."""
         return self.cols_of(x)
 
     def close_cols(self, x: Tensor, opened: Tensor) -> None:
-        """See ``tiles.Tile``."""
         _copy_back(self.block.cols.strided(x, 0, 1), opened)
 
     def max_rows(self, x: Tensor, value: Tensor) -> None:
-        """See ``tiles.Tile``."""
         target = self.block.rows.strided(x, self.geometry.first_query, self.repeats)
         torch.maximum(target, value.view(target.shape), out=target)
 
     def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
-        """See ``tiles.Tile``."""
         # Rows of one position are neighbours: the positions that a slice of rows touches.
         positions = slice(rows.start // self.repeats, -(-rows.stop // self.repeats))
         hidden: Tensor | bool | None = self.geometry.hides(self.block, positions, cols)

@@ -36,14 +36,12 @@ class NoPadding:
     """All sequences as they are: (B * G, length * repeats, d), a view where the strides allow."""
 
     def pad(self, x: Tensor, repeats: int, missing: float | None = None) -> Tensor:
-        """See ``Grouping``."""
         batch, heads, length, dim = x.shape
         if repeats > 1:
             x = x.unflatten(1, (heads // repeats, repeats)).transpose(2, 3)
         return x.reshape(batch * heads // repeats, length * repeats, dim)
 
     def unpad(self, x: Tensor, rows: Tensor, repeats: int) -> Tensor:
-        """See ``Grouping``."""
         batch, heads, length, dim = x.shape
         rows = rows.view(batch, heads // repeats, length, repeats, dim)
         return rows.transpose(2, 3).reshape(batch, heads, length, dim)
@@ -69,7 +67,6 @@ class Padded:
         return cls(starts[:, None] + torch.where(is_real, steps[None, :], 0), is_real)
 
     def pad(self, x: Tensor, repeats: int, missing: float | None = None) -> Tensor:
-        """See ``Grouping``."""
         batch, heads, length, dim = x.shape
         flat = x.transpose(1, 2).reshape(batch * length, heads, dim)
         rows = flat[self.index]

@@ -169,35 +169,29 @@ class SpanTile:
         return slice(self.sequence.keys + self.first_key, self.sequence.keys + self.stop_key)
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """See ``tiles.Tile``."""
         repeats = self.tiles.repeats
         return x[self._heads(), self._queries.start * repeats : self._queries.stop * repeats]
 
     def cols_of(self, x: Tensor) -> Tensor:
-        """See ``tiles.Tile``."""
         return x[self._heads(), self._keys]
 
     def open_rows(self, x: Tensor) -> Tensor:
-        """See ``tiles.Tile``; a view."""
         return self.rows_of(x)
 
     def close_rows(self, x: Tensor, opened: Tensor) -> None:
         """See ``tiles.Tile``; a view needs nothing."""
 
     def open_cols(self, x: Tensor) -> Tensor:
-        """See ``tiles.Tile``; a view."""
         return self.cols_of(x)
 
     def close_cols(self, x: Tensor, opened: Tensor) -> None:
         """See ``tiles.Tile``; a view needs nothing."""
 
     def max_rows(self, x: Tensor, value: Tensor) -> None:
-        """See ``tiles.Tile``."""
         there = self.rows_of(x)
         there.copy_(torch.maximum(there, value))
 
     def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
-        """See ``tiles.Tile``."""
         tiles = self.tiles
         # Rows of one position are neighbours.
         first, stop = self.first + rows.start // tiles.repeats, self.first + -(-rows.stop // tiles.repeats)
@@ -247,7 +241,6 @@ class SpanTile:
         return view.transpose(1, 2).flatten(1, 2)[:, some]
 
     def add_bias(self, bias: Tensor, batch: slice, rows: slice, cols: slice, value: Tensor) -> None:
-        """See ``tiles.Tile``."""
         view, some = self._view(bias, batch, rows, cols)
         repeats = self.tiles.repeats
         count = -(-some.stop // repeats)

@@ -38,68 +38,23 @@ class Config:
     decode_keys: int = 512
 
 
-# By element size in bytes and the larger of the head and value dimension, up to which the row holds.
+def _config(*kernels: tuple[int, int, int, int]) -> Config:
+    forward, grad_queries, grad_keys, decode = (
+        Tiles(own=own, walk=walk, num_warps=num_warps, num_stages=num_stages)
+        for own, walk, num_warps, num_stages in kernels
+    )
+    return Config(forward=forward, grad_queries=grad_queries, grad_keys=grad_keys, decode=decode)
+
+
+# By element size in bytes and the larger of the head and value dimension, up to which the row holds: for the forward kernel,
+# the gradients of queries and of keys, and decoding, the own rows, the walked rows, the warps and the stages.
 _CONFIGS: tuple[tuple[int, int, Config], ...] = (
-    (
-        2,
-        64,
-        Config(
-            forward=Tiles(own=128, walk=64, num_warps=8, num_stages=3),
-            grad_queries=Tiles(own=64, walk=64, num_warps=4, num_stages=2),
-            grad_keys=Tiles(own=64, walk=32, num_warps=4, num_stages=2),
-            decode=Tiles(own=16, walk=64, num_warps=4, num_stages=3),
-        ),
-    ),
-    (
-        2,
-        128,
-        Config(
-            forward=Tiles(own=128, walk=64, num_warps=8, num_stages=2),
-            grad_queries=Tiles(own=64, walk=32, num_warps=8, num_stages=2),
-            grad_keys=Tiles(own=64, walk=32, num_warps=8, num_stages=2),
-            decode=Tiles(own=16, walk=64, num_warps=4, num_stages=2),
-        ),
-    ),
-    (
-        2,
-        MAX_DIM,
-        Config(
-            forward=Tiles(own=64, walk=32, num_warps=8, num_stages=2),
-            grad_queries=Tiles(own=32, walk=32, num_warps=8, num_stages=1),
-            grad_keys=Tiles(own=32, walk=32, num_warps=8, num_stages=1),
-            decode=Tiles(own=16, walk=32, num_warps=4, num_stages=2),
-        ),
-    ),
-    (
-        4,
-        64,
-        Config(
-            forward=Tiles(own=64, walk=32, num_warps=8, num_stages=2),
-            grad_queries=Tiles(own=32, walk=32, num_warps=4, num_stages=2),
-            grad_keys=Tiles(own=32, walk=32, num_warps=8, num_stages=2),
-            decode=Tiles(own=16, walk=32, num_warps=4, num_stages=2),
-        ),
-    ),
-    (
-        4,
-        128,
-        Config(
-            forward=Tiles(own=32, walk=32, num_warps=8, num_stages=2),
-            grad_queries=Tiles(own=32, walk=32, num_warps=8, num_stages=1),
-            grad_keys=Tiles(own=32, walk=32, num_warps=8, num_stages=1),
-            decode=Tiles(own=16, walk=32, num_warps=4, num_stages=2),
-        ),
-    ),
-    (
-        4,
-        MAX_DIM,
-        Config(
-            forward=Tiles(own=16, walk=16, num_warps=4, num_stages=1),
-            grad_queries=Tiles(own=16, walk=16, num_warps=4, num_stages=1),
-            grad_keys=Tiles(own=16, walk=16, num_warps=4, num_stages=1),
-            decode=Tiles(own=16, walk=16, num_warps=4, num_stages=1),
-        ),
-    ),
+    (2, 64, _config((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (16, 64, 4, 3))),
+    (2, 128, _config((128, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (16, 64, 4, 2))),
+    (2, MAX_DIM, _config((64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 4, 2))),
+    (4, 64, _config((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 8, 2), (16, 32, 4, 2))),
+    (4, 128, _config((32, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 4, 2))),
+    (4, MAX_DIM, _config((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1))),
 )
 
 

@@ -69,7 +69,6 @@ class Characters:
         check_choice("value of unknown", self.unknown, ("error", "drop"))
 
     def encode(self, text: str, source: str = "the text") -> Ids:
-        """See ``Tokenizer``."""
         if not text.isascii() or text.encode("ascii").translate(None, _KNOWN_BYTES):
             if self.unknown == "error":
                 raise DataError(_unknown_character(text, source))
@@ -77,15 +76,12 @@ class Characters:
         return np.frombuffer(text.encode("ascii").translate(_TABLE), dtype=np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See ``Tokenizer``."""
         return "".join(CHARACTERS[token] for token in tokens)
 
     def token_sizes(self) -> npt.NDArray[np.int64]:
-        """See ``Tokenizer``."""
         return np.ones(self.vocab_size, dtype=np.int64)
 
     def description(self) -> dict[str, Any]:
-        """See ``Tokenizer``."""
         return {"kind": "chars", "unknown": self.unknown}
 
 
@@ -109,22 +105,18 @@ class Bytes:
     unit = "byte"
 
     def encode(self, text: str, source: str = "the text") -> Ids:
-        """See ``Tokenizer``."""
         try:
             return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
         except UnicodeEncodeError as error:
             raise DataError(f"{source}: expected text that UTF-8 can hold, got {error.object[error.start]!r}") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See ``Tokenizer``."""
         return bytes(tokens).decode("utf-8", errors="replace")
 
     def token_sizes(self) -> npt.NDArray[np.int64]:
-        """See ``Tokenizer``."""
         return np.ones(self.vocab_size, dtype=np.int64)
 
     def description(self) -> dict[str, Any]:
-        """See ``Tokenizer``."""
         return {"kind": "bytes"}
 
 
@@ -178,22 +170,18 @@ class BytePairs:
         return cls(tokenizer.to_str())
 
     def encode(self, text: str, source: str = "the text") -> Ids:
-        """See ``Tokenizer``."""
         Bytes().encode(text, source)  # surrogates would be replaced without a word
         return np.array(self._tokenizer.encode(text).ids, dtype=self._type)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See ``Tokenizer``."""
         text: str = self._tokenizer.decode([int(token) for token in tokens])
         return text
 
     def token_sizes(self) -> npt.NDArray[np.int64]:
-        """See ``Tokenizer``."""
         # Each character of the library's written form of a token is one byte.
         return np.array([len(self._tokenizer.id_to_token(i)) for i in range(self.vocab_size)], dtype=np.int64)
 
     def description(self) -> dict[str, Any]:
-        """See ``Tokenizer``."""
         return {"kind": "bpe", "definition": json.loads(self._definition)}
 
 

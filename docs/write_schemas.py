@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from structattn.studies.records import ComparisonRecord, FitsRecord, RunRecord, ScoreRecord
+from structattn.studies.records import ComparisonRecord, FitsRecord, MupRecord, RunRecord, ScoreRecord
 from structattn.studies.records.typed import json_schema
 
 FOLDER = Path(__file__).parent / "schemas"
@@ -18,6 +18,7 @@ def schemas() -> dict[str, dict[str, Any]]:
         "scores.json": json_schema(ScoreRecord),
         "results.json": json_schema(ComparisonRecord),
         "fits.json": json_schema(FitsRecord),
+        "mup.json": json_schema(MupRecord),
     }
     for name in ("run.json", "scores.json"):
         found[name]["properties"]["signature"] = _SIGNATURE

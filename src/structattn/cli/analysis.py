@@ -112,7 +112,7 @@ class MupCheck:
         }
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         done = mup_check(replace(config, **changes), self.out, command=session.line, on_open=session.writes_to)
-        print(f"\n{text(done.results)}\n")
+        print(f"\n{text(done.record)}\n")
         print_paths(done.folder, done.report)
 
 

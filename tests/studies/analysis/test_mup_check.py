@@ -26,6 +26,10 @@ from structattn.studies.analysis.coordinate_models import (
     apportioned,
     attention_scores,
 )
+from structattn.studies.records.common import read_file, to_json
+from structattn.studies.records.mup import MupRecord
+from structattn.studies.records.typed import read_as
+from structattn.studies.report.figures.mup import _transfer
 
 FLAT = CheckConfig(structures=("standard",), widths=(64, 128, 256), transfer_widths=())
 
@@ -57,7 +61,7 @@ def one_thread():
     ],
 )
 def test_sizes_do_not_depend_on_the_width_under_mup(structure) -> None:
-    slopes = coordinate_check(structure, "mup", FLAT)["slopes"]
+    slopes = coordinate_check(structure, "mup", FLAT).slopes
     for quantity in QUANTITIES:
         found = {step: slope for step, slope in slopes[quantity].items() if step != "0"}
         assert set(found) == {"1", "2", "4", "8"}
@@ -70,15 +74,15 @@ def test_sizes_do_not_depend_on_the_width_under_mup(structure) -> None:
 
 def test_sizes_grow_with_the_width_in_the_standard_parametrisation() -> None:
     row = coordinate_check("standard", "standard", dataclasses.replace(FLAT, seeds=1))
-    slopes = {name: max(s for s in row["slopes"][name].values() if s is not None) for name in QUANTITIES}
+    slopes = {name: max(s for s in row.slopes[name].values() if s is not None) for name in QUANTITIES}
     assert min(slopes.values()) > 0.15, slopes
-    assert abs(row["largest"]["slope"]) > 1
+    assert abs(row.largest.slope) > 1
 
 
 def test_the_check_sees_a_wrong_learning_rate(monkeypatch) -> None:
     monkeypatch.setattr(Kronecker, "factor_uses", {})  # the fan-in of a block alone
     config = dataclasses.replace(FLAT, seeds=2, record_steps=(4,))
-    assert coordinate_check("bilinear-kronecker", "mup", config)["slopes"]["scores"]["4"] < -0.2
+    assert coordinate_check("bilinear-kronecker", "mup", config).slopes["scores"]["4"] < -0.2
 
 
 def test_the_best_rate_stays_under_mup_and_moves_without() -> None:
@@ -86,11 +90,11 @@ def test_the_best_rate_stays_under_mup_and_moves_without() -> None:
         structures=("standard",), transfer_widths=(32, 128), transfer_rates=(2**-9, 2**-7, 2**-5), transfer_steps=24
     )  # fmt: skip
     found = {kind: transfer_check("standard", kind, config) for kind in ("mup", "standard")}
-    assert found["mup"]["spread"] == 0
-    assert found["standard"]["spread"] >= 2
-    best = found["standard"]["best_rates"]
+    assert found["mup"].spread == 0
+    assert found["standard"].spread >= 2
+    best = found["standard"].best_rates
     assert best[1] < best[0]
-    assert all(len(losses) == 3 for losses in found["mup"]["losses"])
+    assert all(len(losses) == 3 for losses in found["mup"].losses)
 
 
 def test_structures_at_widths() -> None:
@@ -167,10 +171,17 @@ def test_divergence_is_recorded_and_not_fitted() -> None:
         transfer_rates=(1e-3, 1e30), transfer_steps=3,
     )  # fmt: skip
     row = coordinate_check("standard", "standard", config)
-    assert json.loads(json.dumps(row, allow_nan=False)) == row
+    assert _reread(row) == row
     transfer = transfer_check("standard", "standard", config)
-    assert json.loads(json.dumps(transfer, allow_nan=False)) == transfer
-    assert transfer["best_rates"] == [1e-3, 1e-3]
+    assert _reread(transfer) == transfer
+    assert transfer.best_rates == (1e-3, 1e-3)
+    nowhere = transfer_check("standard", "standard", dataclasses.replace(config, transfer_rates=(1e30, 2e30)))
+    assert (nowhere.best_rates, nowhere.spread) == ((None, None), None)
+    assert _transfer(None, [nowhere]) is None  # no loss, no figure
+
+
+def _reread(part):
+    return read_as(type(part), json.loads(json.dumps(dataclasses.asdict(part), allow_nan=False)), "results.json")
 
 
 @pytest.mark.parametrize(
@@ -219,6 +230,7 @@ def test_the_command(tmp_path, capsys) -> None:
     assert str(out / "report.html") in printed.out
     assert "100%" in printed.err
     results = json.loads((out / "results.json").read_text())
+    assert json.loads(to_json(read_file(MupRecord, out / "results.json"))) == results
     assert {"config", "versions", "hardware", "command", "seconds"} <= set(results)
     assert [(row["structure"], row["parametrization"]) for row in results["coordinates"]] == [
         ("mlr:1|1", kind) for kind in ("mup", "standard")

@@ -28,6 +28,8 @@ from structattn.studies.analysis.coordinate_models import (
 from structattn.studies.environment import hardware, versions
 from structattn.studies.folders import Owner, opened
 from structattn.studies.recipe import MOST_RUNS
+from structattn.studies.records.common import RESULTS, to_json
+from structattn.studies.records.mup import Coordinates, LargestSlope, MupRecord, Transfer
 
 STRUCTURES = (
     "standard",
@@ -147,7 +149,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def coordinate_check(
     structure: str, parametrization: Parametrization, config: CheckConfig, tick: Tick | None = None
-) -> dict[str, Any]:
+) -> Coordinates:
     """Trains at every width for a few steps on one batch and measures the sizes inside (see ``mup_models.QUANTITIES``).
 
     Args:
@@ -157,10 +159,7 @@ def coordinate_check(
         tick: called with the width after every run.
 
     Returns:
-        ``widths``, ``specs`` (one per width), ``sizes[quantity][step]`` (geometric mean over seeds, one per width; ``None`` where
-        training diverged), ``slopes[quantity][step]`` of log size against log width at the large end (``None`` before anything
-        has moved), ``by_seed`` likewise with one list per width, and ``largest``: the slope furthest from 0, and where (``None`` if
-        training diverged everywhere).
+        ``Coordinates``.
 
     Cost: the last record step times draws training steps at every width.
     """
@@ -196,40 +195,39 @@ def coordinate_check(
         for step, slope in slopes[name].items()
         if step and slope is not None
     ]
-    largest = dict(zip(("slope", "quantity", "step"), max(candidates)[1:], strict=True)) if candidates else None
-    return {
-        "structure": structure,
-        "parametrization": parametrization,
-        "widths": list(config.widths),
-        "specs": [str(grown.at(width, bench.num_heads)) for width in config.widths],
-        "slope_widths": list(config.widths[-last:]),
-        "sizes": _plain(means),
-        "by_seed": _plain(found),
-        "slopes": _plain(slopes),
-        "largest": largest,
-    }
+    _, slope, quantity, step = max(candidates, default=(0.0, 0.0, "", 0))
+    return Coordinates(
+        structure=structure,
+        parametrization=parametrization,
+        widths=config.widths,
+        specs=tuple(str(grown.at(width, bench.num_heads)) for width in config.widths),
+        slope_widths=config.widths[-last:],
+        sizes=_plain(means),
+        by_seed=_plain(found),
+        slopes=_plain(slopes),
+        largest=LargestSlope(slope=slope, quantity=quantity, step=step) if candidates else None,
+    )
 
 
 def _plain(value: Any) -> Any:
-    """Numbers as JSON can hold them: keys as text, and ``None`` for what is infinite or no number."""
+    """Numbers as a record holds them: keys as text, and ``None`` for what is infinite or no number."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return tuple(_plain(item) for item in value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def transfer_check(
     structure: str, parametrization: Parametrization, config: CheckConfig, tick: Tick | None = None
-) -> dict[str, Any]:
+) -> Transfer:
     """Trains at every width with every learning rate on the same two batches in turn, so that a few steps are enough to learn.
 
     Args:
         structure, parametrization, config, tick: see ``coordinate_check``.
 
     Returns:
-        ``widths``, ``rates``, ``losses`` (per width and rate, mean of the last fifth of the steps; ``None`` where it diverged),
-        ``best_rates`` (``None`` where all diverged) and ``spread``: log2 of the largest best rate over the smallest.
+        ``Transfer``.
 
     Cost: ``transfer_steps`` times widths, rates and seeds training steps.
     """
@@ -258,22 +256,22 @@ def transfer_check(
         finite = [(loss, rate) for loss, rate in zip(row, config.transfer_rates, strict=True) if math.isfinite(loss)]
         best.append(min(finite)[1] if finite else None)
     known = [rate for rate in best if rate is not None]
-    return {
-        "structure": structure,
-        "parametrization": parametrization,
-        "widths": list(config.transfer_widths),
-        "rates": list(config.transfer_rates),
-        "losses": _plain(losses),
-        "best_rates": best,
-        "spread": math.log2(max(known) / min(known)) if known else None,
-    }
+    return Transfer(
+        structure=structure,
+        parametrization=parametrization,
+        widths=config.transfer_widths,
+        rates=config.transfer_rates,
+        losses=_plain(losses),
+        best_rates=tuple(best),
+        spread=math.log2(max(known) / min(known)) if known else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What a run wrote: the contents of ``results.json``, the folder, the report."""
+    """What a run wrote: the record that ``results.json`` holds, the folder, the report."""
 
-    results: dict[str, Any]
+    record: MupRecord
     folder: Path
     report: Path
 
@@ -304,17 +302,17 @@ def mup_check(
 
     settings = dataclasses.asdict(config)
     with opened(out, Owner(command="mup check", task="", settings=settings), resume=None, on_open=on_open) as folder:
-        results = _results(config, show_progress) | {"command": command}
+        record = _record(config, command, show_progress)
         try:
-            write_atomic(folder / "results.json", json.dumps(results, indent=1))
-            report = write_page(page(results, draw(results, folder / "figures")), folder / "report.html")
+            write_atomic(folder / RESULTS, to_json(record))
+            report = write_page(page(record, draw(record, folder / "figures")), folder / "report.html")
         except OSError as error:
             raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
-    return Check(results=results, folder=folder, report=report)
+    return Check(record=record, folder=folder, report=report)
 
 
-def _results(config: CheckConfig, show_progress: bool) -> dict[str, Any]:
-    """Makes the checks; what ``results.json`` holds of them."""
+def _record(config: CheckConfig, command: str, show_progress: bool) -> MupRecord:
+    """Makes the checks."""
     started = time.perf_counter()
     kinds: tuple[Parametrization, ...] = get_args(Parametrization)
     chosen = config.transferred
@@ -341,16 +339,17 @@ def _results(config: CheckConfig, show_progress: bool) -> dict[str, Any]:
                             structure, kind, config, lambda width: bar.update(_cost(width, config.transfer_steps))
                         )
                     )
-    return {
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "config": json.loads(json.dumps(dataclasses.asdict(config))),
-        "quantities": QUANTITIES,
-        "versions": versions(),
-        "hardware": dataclasses.asdict(hardware()),
-        "seconds": time.perf_counter() - started,
-        "coordinates": coordinates,
-        "transfers": transfers,
-    }
+    return MupRecord(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=command,
+        config=json.loads(json.dumps(dataclasses.asdict(config))),
+        quantities=QUANTITIES,
+        versions=versions(),
+        hardware=hardware(),
+        seconds=time.perf_counter() - started,
+        coordinates=tuple(coordinates),
+        transfers=tuple(transfers),
+    )
 
 
 def _cost(width: int, steps: int) -> int:

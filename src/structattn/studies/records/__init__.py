@@ -3,6 +3,7 @@
 from structattn.studies.records.common import FORMAT_VERSION, Hardware, Json, ResultRecord
 from structattn.studies.records.comparison import BaselineRow, Choice, ComparisonRecord, Row, read_comparison
 from structattn.studies.records.fits import FitsRecord
+from structattn.studies.records.mup import MupRecord
 from structattn.studies.records.run import Progress, RunRecord, ScoreRecord, read_run
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "FitsRecord",
     "Hardware",
     "Json",
+    "MupRecord",
     "Progress",
     "ResultRecord",
     "Row",

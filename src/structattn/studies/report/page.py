@@ -58,7 +58,7 @@ class Origin:
 
     @classmethod
     def of(cls, results: ResultRecord | Mapping[str, Any]) -> Origin:
-        """From a record, or from the results of a muP check or a sweep."""
+        """From a record, or from the results of a sweep."""
         if isinstance(results, ResultRecord):
             results = vars(results) | {"hardware": asdict(results.hardware)}
         facts = {name: results[name] for name in ("seeds", "seed", "preset") if name in results}

@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 
 from structattn.errors import ConfigError, ShapeError, nearest_name
 
-MAX_SIZE = 2**31 - 1  # of one dimension: more is a mistake, and no memory holds it
+MAX_SIZE = 2**31 - 1  # of one dimension: more is a mistake, and does not fit into memory
 MAX_SEED = 2**63 - 1  # what a generator of torch takes
-MAX_SCALE = 1e20  # of scores: far above it float32 holds no product with one, and softmax has long been a maximum
+MAX_SCALE = 1e20  # of scores: far above it float32 holds no product with one, and softmax equals a maximum
 MAX_LENGTH = 2**40  # of positions, which some layouts count in int64 together with a row
 _LONGEST_NAME = 255  # bytes of a file name: no common file system has longer ones
 INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # those that torch computes with
@@ -43,7 +43,7 @@ def describe(value: object) -> str:
     if value is None:
         return "None"
     if isinstance(value, Tensor):
-        if value.is_nested or is_lazy(value):  # it has no shape, and asking for it fails
+        if value.is_nested or is_lazy(value):  # it has no shape, and reading it fails
             return "a nested Tensor" if value.is_nested else "a parameter that has no shape yet"
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     kind = type(value).__name__
@@ -55,7 +55,7 @@ def describe(value: object) -> str:
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is an int, or the symbolic int that PyTorch has in place of one while it traces; a bool is not."""
+    """Whether a value is an int, or the symbolic int that PyTorch uses instead while it traces; a bool is not."""
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
@@ -69,7 +69,7 @@ def holds(condition: bool | torch.SymBool) -> bool:
 
 
 def check_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None) -> None:
-    """Raises ``ConfigError`` unless ``value`` is an int within the bounds, both included; a bool is no int."""
+    """Raises ``ConfigError`` unless ``value`` is an int within the bounds, both included; a bool is not an int."""
     if not (is_int(value) and (minimum is None or value >= minimum) and (maximum is None or value <= maximum)):
         raise ConfigError(f"{name} must be an int{_bounds(minimum, maximum)}, got {describe(value)}")
 
@@ -107,8 +107,8 @@ def check_number(
     """Raises ``ConfigError`` unless ``value`` is a finite int or float within the bounds.
 
     Args:
-        minimum, maximum: bounds that are allowed themselves.
-        above, below: bounds that are not.
+        minimum, maximum: inclusive bounds.
+        above, below: exclusive bounds.
     """
     fits = isinstance(value, torch.SymFloat | torch.SymInt) or (
         isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
@@ -176,7 +176,7 @@ def check_tensor(name: str, value: Any) -> None:
     """Raises ``ShapeError`` unless ``value`` is a dense tensor: not an array, a list, ``None``, sparse, nested or distributed."""
     if not isinstance(value, Tensor):
         raise ShapeError(f"{name} must be a torch.Tensor, got {describe(value)}")
-    if not torch.compiler.is_compiling() and is_lazy(value):  # a compiler cannot trace the question
+    if not torch.compiler.is_compiling() and is_lazy(value):  # a compiler cannot trace this check
         raise ShapeError(f"{name} has no shape yet: run the module that it belongs to once")
     if value.is_quantized:
         raise ShapeError(f"{name} is quantised: give {name}.dequantize()")
@@ -191,7 +191,7 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def check_like(name: str, value: Tensor, parameter: Tensor) -> None:
-    """Raises ``ShapeError`` unless ``value`` can meet a parameter: one device, and one dtype unless autocast casts both."""
+    """Raises ``ShapeError`` unless ``value`` can be combined with a parameter: one device, and one dtype unless autocast casts both."""
     if value.device != parameter.device:
         raise ShapeError(f"{name} is on {value.device}, the parameters are on {parameter.device}; move one of them")
     if value.dtype != parameter.dtype and not (is_autocast(value) and is_autocast(parameter)):
@@ -199,7 +199,7 @@ def check_like(name: str, value: Tensor, parameter: Tensor) -> None:
 
 
 def no_autocast() -> bool:
-    """Whether autocast is known to be off for all devices: the cheap question, which most calls need only."""
+    """Whether autocast is known to be off for all devices: the cheap check, which is enough for most calls."""
     return not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled()
 
 

@@ -1,4 +1,4 @@
-"""Files that are written at once and completely, or not at all, and records that show when they were changed."""
+"""Atomic writes of files, and signed records that show whether they were changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLANK = "0" * 64  # in place of the signature while the hash is computed
 
 
 def absolute(path: str) -> str:
-    """The path as it is valid from every folder; an empty one, which names nothing, stays empty."""
+    """The absolute path; an empty one stays empty."""
     return str(Path(path).expanduser().absolute()) if path else ""
 
 
@@ -33,7 +33,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes a file under a temporary name and renames it: a reader sees the old file or the new one, never a part.
+    """Writes a file under a temporary name and renames it: a reader sees the old file or the new one, never an incomplete one.
 
     Raises:
         CheckpointError: the file cannot be written; the old one is untouched.
@@ -65,7 +65,7 @@ def temporary_folder(parent: Path) -> Path:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder; it gets a temporary name first, so that nobody meets a half of it under its own. What cannot be removed stays."""
+    """Removes a folder; it gets a temporary name first, so that an incomplete folder never has its own name. What cannot be removed stays."""
     with contextlib.suppress(OSError):
         if not path.name.startswith(TEMPORARY):
             path = path.rename(temporary_folder(path.parent) / path.name).parent
@@ -73,7 +73,7 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Removes what killed writers left in a folder; only for its one writer."""
+    """Removes the temporary files that killed writers left in a folder; only for its one writer."""
     for path in folder.glob(f"{TEMPORARY}*"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -97,7 +97,7 @@ def read_signed(path: Path, unsigned: Collection[str] = ()) -> dict[str, Any]:
             refused.
 
     Raises:
-        CheckpointError: the file is missing, unreadable, no such record, or has changed since it was written.
+        CheckpointError: the file is missing, unreadable, not such a record, or changed since it was written.
     """
     try:
         content = path.read_bytes()

@@ -48,7 +48,7 @@ BAD = {
     ),
     "infinite": (HOURLY.assign(x=np.inf), "'x' is not a finite number in 60 rows"),
     "text": (HOURLY.assign(x="k"), "column 'x' holds .*, not numbers"),
-    "mask": (HOURLY.assign(available_mask=0.5), "0 and 1 alone"),
+    "mask": (HOURLY.assign(available_mask=0.5), "only 0 and 1"),
     "no time": (HOURLY.assign(ds=HOURLY.ds.where(HOURLY.index != 29)), "1 rows without unique_id or ds"),
     "no id": (HOURLY.assign(unique_id=HOURLY.unique_id.where(HOURLY.index != 0)), "1 rows without unique_id or ds"),
     "text times": (HOURLY.assign(ds=HOURLY.ds.astype(str)), "pandas.to_datetime"),

@@ -260,7 +260,7 @@ def test_own_mask_functions_are_not_known() -> None:
         create_causal_mask(model.config, torch.zeros(1, 5, 32), None, None, or_mask_function=every_other)
 
 
-def test_rotations_that_are_not_regrouped() -> None:
+def test_rotations_that_are_not_permuted() -> None:
     partial = transformers.GPTNeoXForCausalLM(
         transformers.GPTNeoXConfig(
             vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
@@ -283,7 +283,7 @@ def test_windows_of_the_model() -> None:
         generate(plain, IDS, MASK)
     assert torch.equal(generate(plain, IDS, MASK, past_key_values=level_cache(model)), generate(model, IDS, MASK))
     register_attention("window:4", name="test_window")
-    with pytest.raises(ConfigError, match="sliding window of its own, 5"):
+    with pytest.raises(ConfigError, match="has a sliding window, 5"):
         on(model, "test_window")(IDS)
     with pytest.raises(ConfigError, match="static cache"):
         generate(on(trained(llama), PLAIN), IDS, MASK, cache_implementation="static")
@@ -294,7 +294,7 @@ def test_windows_of_the_model() -> None:
     [
         ("bilinear-btt:1", {}, "cannot keep trained"),
         ("mlr:5|3", {}, "must be even"),
-        ("mlr:4|4", {"rotary_split": "per_level"}, "frequencies of its own"),
+        ("mlr:4|4", {"rotary_split": "per_level"}, "separate frequencies"),
         ("mlr:4|4", {"name": "sdpa"}, "registered already"),
         ("mlr:4|4", {"name": "eager"}, "registered already"),
         ("mlr:4|4", {"name": "my_flash"}, "plain word"),

@@ -154,7 +154,7 @@ def edit(folder, change):
         (lambda c: c["structattn"].update(specs=["mlr:4|2|2", "mlr:4|8"]), ConfigError, "expected 8, got 4\\|8"),
         (lambda c: c["structattn"].update(specs=["mlr:4|2|2", "mlr:5|3"]), ConfigError, "must be even"),
         (lambda c: c["structattn"].update(context_length=-1), ConfigError, "positive int, got -1"),
-        (lambda c: c["structattn"].update(rotary_split="per_level"), ConfigError, "frequencies of its own"),
+        (lambda c: c["structattn"].update(rotary_split="per_level"), ConfigError, "separate frequencies"),
         (lambda c: c["structattn"].update(rotary_split=None), ConfigError, "LlamaAttention has rotary positions"),
         (lambda c: c.update(num_hidden_layers=1), ConfigError, "expected 1, got 2"),
         (lambda c: c["rope_parameters"].update(rope_type="dynamic", factor=2.0), ConfigError, "with the length"),
@@ -259,7 +259,7 @@ def test_pickles_are_refused(tmp_path) -> None:
         with pytest.raises(CheckpointError, match="pytorch_model.bin, a pickle"):
             transformers.AutoModelForCausalLM.from_pretrained(folder)
         for option in ({"use_safetensors": False}, {"weights_only": False}):
-            with pytest.raises(CheckpointError, match="from safetensors alone"):
+            with pytest.raises(CheckpointError, match="only loads weights from safetensors"):
                 type(model).from_pretrained(folder, **option)
 
 

@@ -141,7 +141,7 @@ def test_the_model_s_own_windows_are_kept() -> None:
     levels = structurize(copy.deepcopy(model), "mlr:4|4", context_length=8)
     assert torch.equal(generate(levels, IDS, MASK), generate(levels, IDS, MASK, use_cache=False))
     for spec in ("window:4", "global-window:4|4@4"):
-        with pytest.raises(ConfigError, match="sliding window of its own, 5"):
+        with pytest.raises(ConfigError, match="has a sliding window, 5"):
             structurize(copy.deepcopy(model), spec)
         structurize(copy.deepcopy(model), spec, layers=[0])
 
@@ -383,7 +383,7 @@ def test_adapters_fit_before_and_after(split) -> None:
         ("bilinear-btt:1", {}, "bilinear scoring, which cannot keep trained"),
         ("standard:1", {}, "cannot keep trained"),
         ("standard,scaling=mup", {}, "cannot keep trained"),
-        ("mlr:4|4", {"rotary_split": "per_level"}, "frequencies of its own"),
+        ("mlr:4|4", {"rotary_split": "per_level"}, "separate frequencies"),
         ("mlr:4|4", {"rotary_split": "low-far"}, "did you mean 'low_far'"),
         ("mlr:5|3", {}, "ranks must be even"),
         ("mlr:8|8", {}, "expected 8, got 8|8 = 16"),

@@ -106,7 +106,7 @@ class StructuredMatrix(nn.Module, ABC):
     @property
     @abstractmethod
     def options(self) -> dict[str, Any]:
-        """The arguments of the structure besides sizes and batch: ``type(m)(num_rows, num_cols, **m.options)`` is its like."""
+        """The arguments of the structure besides sizes and batch: ``type(m)(num_rows, num_cols, **m.options)`` has the same structure."""
 
     def rebatched(self, batch_shape: Sequence[int]) -> Self:
         """A new matrix of the same structure and size, with fresh parameters of the same dtype and device.
@@ -123,7 +123,7 @@ class StructuredMatrix(nn.Module, ABC):
         """For every factor, by its parameter name: the numbers that one entry of its output sums over in M x.
 
         This is the fan-in of one block, which sets the initial scale and, under muP, the learning rate. Parameters that are
-        no matrices (the weights of a sum of terms) are left out.
+        not matrices (the weights of a sum of terms) are left out.
         """
 
     @property
@@ -133,7 +133,7 @@ class StructuredMatrix(nn.Module, ABC):
 
     @property
     def factor_uses(self) -> dict[str, int]:
-        """How many parts of one vector meet the same factor, for the factors where it is more than one; see ``mup.Role``."""
+        """The number of slices of one vector that the same factor multiplies, for the factors where it is more than one; see ``mup.Role``."""
         return {}
 
     def factor_roles(self, fan_ins: Mapping[str, int]) -> dict[str, Role]:
@@ -142,7 +142,7 @@ class StructuredMatrix(nn.Module, ABC):
         return {name: Role(kind="factor", fan_in=fan_in, uses=uses.get(name, 1)) for name, fan_in in fan_ins.items()}
 
     def parameter_roles(self) -> dict[str, Role]:
-        """The muP role of every parameter: a factor with its fan-in in M x, or a gain where it is no matrix."""
+        """The muP role of every parameter: a factor with its fan-in in M x, or a gain for a parameter that is not a matrix."""
         factors = self.factor_roles(self.product_fan_ins)
         return {name: factors[name] if name in factors else Role(kind="gain") for name, _ in self.named_parameters()}
 
@@ -154,7 +154,7 @@ class StructuredMatrix(nn.Module, ABC):
             fan_ins: by parameter name. Default: ``initial_fan_ins``.
 
         Raises:
-            ConfigError: a name is no factor, or a fan-in is not a positive int.
+            ConfigError: a name is not that of a factor, or a fan-in is not a positive int.
         """
         for name, fan_in in self._checked(fan_ins).items():
             nn.init.normal_(self.get_parameter(name), std=1 / math.sqrt(fan_in))

@@ -1,4 +1,4 @@
-"""Dense, low-rank and Kronecker matrices: the structures that everybody knows."""
+"""Dense, low-rank and Kronecker matrices: the well-known structures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def heads_matmul(weight: Tensor, x: Tensor) -> Tensor:
 
 
 class Dense(StructuredMatrix):
-    """A dense matrix, the yardstick of the others: E² parameters, full rank.
+    """A dense matrix, the reference for the others: E² parameters, full rank.
 
     Args:
         num_rows, num_cols, batch_shape: see ``StructuredMatrix``.

@@ -37,7 +37,7 @@ def block_terms(m: StructuredMatrix) -> list[Piece]:
     """The matrix as a sum of block terms, exactly; the factors are those in use (after ``rms_cap``), without gradient.
 
     Raises:
-        ConfigError: it is none smaller than a dense matrix (a Kaleidoscope of several stages, unless its inside is narrow), or a
+        ConfigError: the result would not be smaller than a dense matrix (a Kaleidoscope of several stages, unless its inside is narrow), or a
             structure of another package.
     """
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""Moving between token-major and feature-major memory: where the time of structured products goes if it is done badly.
+"""Moving between token-major and feature-major memory: done badly, it dominates the time of structured products.
 
 Inside a structure vectors are feature-major, (matrices, size, tokens) with the tokens innermost, so that every permutation
 of features moves whole rows and every block product reads and writes unit strides. The two changes of layout are done by
@@ -51,7 +51,7 @@ class _TransposedView(_Transpose):
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether autograd needs no function of ours: no gradient is wanted, or a compiler chooses the layouts itself."""
+    """Whether none of our autograd functions is needed: no gradient is wanted, or a compiler chooses the layouts itself."""
     return not x.requires_grad or torch.compiler.is_compiling()
 
 

@@ -70,7 +70,7 @@ class MLBTC(BlockTermSum):
         into one dense-block term of rank s, exact but of E^1.5 rather than E log E parameters.
 
         Raises:
-            ConfigError: a Kaleidoscope that is no one term smaller than a dense matrix; the message gives the condition. Or a
+            ConfigError: a Kaleidoscope that is not a single term smaller than a dense matrix; the message gives the condition. Or a
                 structure that is not of this package.
         """
         with without_autocast():

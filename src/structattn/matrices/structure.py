@@ -96,7 +96,7 @@ class Structure:
         options: arguments of its class besides the sizes, as pairs (hashable). Default: none.
 
     Raises:
-        ConfigError: the family or an option is unknown, or one is missing; those there are are listed.
+        ConfigError: the family or an option is unknown, or one is missing; the known ones are listed.
     """
 
     family: str

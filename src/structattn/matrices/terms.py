@@ -38,7 +38,7 @@ class BlockTerm:
         right_permutation: P_R, of F. ``"stride"``: feature (k', k, i_s) is (k, k', i_s) of the right blocks, so b c divides F.
 
     Raises:
-        ConfigError: a number is not a positive int, the blocks do not divide F, or indices are no permutation.
+        ConfigError: a number is not a positive int, the blocks do not divide F, or the indices are not a permutation.
 
     Source: Kuang et al. 2025, section 3 (multi-level block tensor contraction).
     """

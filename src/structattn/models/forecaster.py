@@ -1,4 +1,4 @@
-"""A univariate forecaster: patches of the look-back as tokens, a non-causal encoder, a linear head; covariates if there are any."""
+"""A univariate forecaster: patches of the look-back as tokens, a non-causal encoder, a linear head, and optional covariates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EPS = 1e-5  # added to the variance of a window
 class Forecaster(nn.Module):
     """Reversible instance norm, patches, transformer encoder, linear head from all tokens to the horizon.
 
-    Each window is centred on its last value and divided by its standard deviation; the forecast is put back. With covariates
+    Each window is centred on its last value and divided by its standard deviation; the forecast is transformed back. With covariates
     a token is the sum of what is read from its patch of each of them:
 
         token_t = W_y y[patch_t] + W_c c[patch_t] + W_s s          c: historic and future covariates in the look-back, s: static
@@ -41,7 +41,7 @@ class Forecaster(nn.Module):
         num_static: covariates of the whole series. Default 0.
         head_tokens: the number of last tokens that the head reads, which have seen the others. Default ``None``: all of them, whose
             head has horizon * num_outputs * tokens * E weights.
-        instance_norm: default ``True``. Covariates are read as they come.
+        instance_norm: default ``True``. Covariates are not normalised.
         marks_missing: a term of each token says which of its steps were not observed; it starts at zero. Default ``False``.
 
     Raises:
@@ -139,7 +139,7 @@ class Forecaster(nn.Module):
             self.ahead = _Ahead(num_future, embed_dim, num_outputs or 1)
 
     def parameter_roles(self) -> dict[str, Role]:
-        """The muP roles of the read-ins, whose inputs do not grow with the width, and of the head."""
+        """The muP roles of the input projections, whose inputs do not grow with the width, and of the head."""
         roles = {
             "embed.weight": Role(kind="embedding"),
             "embed.bias": Role(kind="bias"),
@@ -167,7 +167,7 @@ class Forecaster(nn.Module):
             historic: (B, look_back, num_historic), if there are any.
             future: (B, look_back + horizon, num_future), if there are any.
             static: (B, num_static), if there are any.
-            observed: (B, look_back) bool: of other steps no value is read, not even for the norm, whose last value is the last
+            observed: (B, look_back) bool: values of other steps are ignored, also by the norm, whose last value is the last
                 one observed, and replaces theirs. Default ``None``: all are observed.
 
         Returns:
@@ -290,7 +290,7 @@ def _flops(linear: nn.Linear) -> int:
 
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
-    """A tensor of that shape, or none where the shape ends in no covariates."""
+    """A tensor of that shape, or ``None`` where the shape has no covariates."""
     if tensor is not None:
         check_tensor(name, tensor)
     if tensor is None:

@@ -106,7 +106,7 @@ class ICLRegressor(nn.Module):
         return self._flops[num_points]
 
     def score_rank(self) -> int:
-        """The rank of the bilinear form of one head of the first layer: what the low-rank bottleneck is about."""
+        """The rank of the bilinear form of one head of the first layer: the low-rank bottleneck is a limit on it."""
         return self.trunk.layers[0].attention.scoring.matrix.rank_bound
 
     def flops_per_example(self) -> int:

@@ -41,7 +41,7 @@ class LanguageModel(nn.Module):
         spec: attention of the layers, as ``Transformer`` takes it.
         num_layers, embed_dim, num_heads, num_kv_heads, mlp_ratio, dropout: of the trunk (see ``Transformer``).
         context_length: longest sequence, in tokens, where positions are learned; MLR blocks are halved from it.
-        rotary: rotary positions, and then no limit of length. Default ``None``: learned positions.
+        rotary: rotary positions, which have no length limit. Default ``None``: learned positions.
         text_units: how the tokens begin and end lines and words, which ``mlr-text`` needs (``TextUnits.of``). Default ``None``.
         device, dtype: of the parameters, as ``nn.Linear``.
 
@@ -103,7 +103,7 @@ class LanguageModel(nn.Module):
             )
             self._units = () if text_units is None else self.trunk.text_units
             self.read_out = nn.Linear(embed_dim, vocab_size, bias=False)
-            # Outputs start at zero, so that the small embeddings are not drowned by what random blocks add to them.
+            # Outputs start at zero, so that the small embeddings are not dominated by what random blocks add to them.
             outputs = [linear for block in self.trunk.layers for linear in (block.attention.out_proj, block.mlp.down)]
             for linear in (*outputs, self.read_out):
                 nn.init.zeros_(linear.weight)
@@ -126,7 +126,7 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens: (B, T) int64 token ids; with ``caches`` those that follow the ones in them.
-            caches, left_padding, cu_seqlens: see ``Transformer.forward``; any ids will do for padding.
+            caches, left_padding, cu_seqlens: see ``Transformer.forward``; any ids may be used for padding.
 
         Returns:
             (B, T, V).

@@ -27,7 +27,7 @@ class Prompts:
 
     @classmethod
     def read(cls, prompts: PromptTokens, vocab_size: int) -> Prompts:
-        """Prompts from what a user has.
+        """Checked prompts from a tensor or lists of token ids.
 
         Args:
             prompts: (B, T) ints, or B lists or 1-dimensional tensors of ints, of any lengths.

@@ -126,7 +126,7 @@ class RowSampler:
 
         Args:
             logits: (B, V).
-            wanted: (B,), whether anything is made of the token of a row. Default: all.
+            wanted: (B,), whether the token of a row is used. Default: all.
 
         Raises:
             GenerationError: the largest logit of a row that is wanted is not a finite number.

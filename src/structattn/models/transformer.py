@@ -38,7 +38,7 @@ class Transformer(nn.Module):
         num_kv_heads: key and value heads; divides them. Default ``None``: as many.
         context_length: longest sequence, in tokens, where positions are learned; MLR blocks are halved from it.
         is_causal: default ``True``.
-        rotary: turns queries and keys by their positions; then no positions are learned, and sequences have no limit. Default
+        rotary: rotates queries and keys by their positions; then no positions are learned, and sequences have no length limit. Default
             ``None``: positions are learned.
         qk_norm: see ``Attention``.
         mlp_ratio, dropout, bias: see ``TransformerBlock``.
@@ -146,7 +146,7 @@ class Transformer(nn.Module):
             caches: from ``new_cache``; the tokens are added to them, to all layers or (with any error) to none. Default ``None``:
                 x is the whole sequence.
             left_padding: (B,) ints, leading tokens of each row that are padding: they are not attended to, and positions
-                are counted from the first real token. What comes out for padding means nothing. With ``caches`` theirs holds.
+                are counted from the first real token. Outputs for padding are meaningless. With ``caches``, their left padding is used.
             cu_seqlens: (N + 1,) ints, the offsets of N sequences that are concatenated in the one row of x: they do not attend to
                 each other, and positions are counted in each. Default ``None``: every row is a sequence.
             segments: of the texts, of each of ``text_units``; with ``caches`` those that the tokens see. Needed only with ``mlr-text``.
@@ -156,7 +156,7 @@ class Transformer(nn.Module):
 
         Raises:
             ShapeError: a token lies beyond the learned positions.
-            ConfigError: caches of another model or number of layers, or ``left_padding`` or ``cu_seqlens`` beside ``caches``.
+            ConfigError: caches of another model or number of layers, or ``left_padding`` or ``cu_seqlens`` together with ``caches``.
             CacheError: the layers hold different numbers of tokens.
         """
         guard = guarded(caches)

@@ -31,7 +31,7 @@ def initialize(model: nn.Module) -> None:
     Raises:
         ConfigError: see ``roles_of``; or a parameter of a lazy module has no size yet. Nothing is changed then.
     """
-    roles_of(model)  # complains first, before anything is changed
+    roles_of(model)  # raises first, before anything is changed
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ConfigError(f"{name} has no size yet: run the model once before it is initialised")
@@ -67,9 +67,9 @@ def parameter_groups(
 
     Args:
         model: any module whose parameters all have roles.
-        learning_rate: the base rate, that of matrices with ``base_fan_in`` inputs and of everything that is no matrix.
+        learning_rate: the base rate, that of matrices with ``base_fan_in`` inputs and of every parameter that is not a matrix.
         weight_decay: of matrices. Default 0.
-        base_fan_in: the width at which the base rate is meant. Default 768.
+        base_fan_in: the width for which the base rate was chosen. Default 768.
 
     Returns:
         Groups with ``params``, ``lr``, ``weight_decay`` and ``lr_scale``, by which a schedule multiplies its rate.

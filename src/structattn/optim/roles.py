@@ -1,4 +1,4 @@
-"""What each parameter of a model is: modules declare it, and initial scale and learning rate follow from it.
+"""The role of each parameter of a model: modules declare it, and initial scale and learning rate follow from it.
 
 A module says what its parameters are by a method ``parameter_roles``. The factors of structured matrices count with the fan-in of
 one block.
@@ -26,7 +26,7 @@ _WITH_FAN_IN = ("hidden", "factor", "output")
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """What one parameter is to muP.
+    """The role of one parameter in muP.
 
     ==========  ==========================================================  ============  ======================
     kind        what                                                        initial std   learning rate (AdamW)
@@ -46,7 +46,7 @@ class Role:
             default, for kinds whose row does not mention it.
         uses: u, of a matrix: how many times one vector meets it, in a number that grows with the width. Default 1. The gradients
             of these uses add up with random signs, not in step as the inputs of one sum do, so that a step at the rate of the
-            fan-in alone would vanish like 1/sqrt(u): a Kronecker product's factors meet sqrt(E) slices of a vector of E numbers.
+            fan-in only would vanish like 1/sqrt(u): a Kronecker product's factors meet sqrt(E) slices of a vector of E numbers.
         std: initial standard deviation of an embedding, the same at every width. Default ``None``: 0.02.
 
     Raises:
@@ -90,7 +90,7 @@ class Role:
         return self.kind in _WITH_FAN_IN
 
     def learning_rate_scale(self, base_fan_in: int = BASE_FAN_IN) -> float:
-        """The learning rate under AdamW over the base rate: see the table; 1 for all that is no matrix."""
+        """The learning rate under AdamW over the base rate: see the table; 1 for every parameter that is not a matrix."""
         check_number("base_fan_in", base_fan_in, minimum=1)
         return base_fan_in * math.sqrt(self.uses) / self.fan_in if self.kind in _WITH_FAN_IN else 1.0
 
@@ -120,7 +120,7 @@ class Role:
 
 
 class DeclaresRoles(Protocol):
-    """A module that knows what its parameters are."""
+    """A module that declares the roles of its parameters."""
 
     def parameter_roles(self) -> Mapping[str, Role]:
         """Roles by parameter name, relative to the module; those of submodules may be among them."""
@@ -148,7 +148,7 @@ class ComputesWeight(Protocol):
         ...
 
 
-# Modules of torch whose type alone says what their parameters are. A linear layer does not: it may be hidden or an output.
+# Modules of torch whose type determines the roles of their parameters. That of a linear layer does not: it may be hidden or an output.
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
@@ -218,7 +218,7 @@ class _Claim:
     name: str
 
     def is_overruled_by(self, other: _Claim) -> bool:
-        """Whether the other module contains this one: whoever uses a part knows what for."""
+        """Whether the other module contains this one: the module that uses a submodule knows its role."""
         return other.module is not self.module and any(part is self.module for part in other.module.modules())
 
 
@@ -243,7 +243,7 @@ def resolved_roles(model: nn.Module) -> dict[int, Role]:
 
 
 def _agreed(claims: list[_Claim]) -> Role:
-    """The role that is left when the claims of parts have given way to those of the modules around them."""
+    """The role of a parameter: a declaration of a containing module replaces those of its submodules."""
     standing = claims
     if any(claim.role != claims[0].role for claim in claims):
         standing = [claim for claim in claims if not any(claim.is_overruled_by(other) for other in claims)]
@@ -260,7 +260,7 @@ def _agreed(claims: list[_Claim]) -> Role:
 def roles_of(model: nn.Module) -> dict[str, Role]:
     """The role of every parameter, by its name in ``model.named_parameters()``.
 
-    Modules declare roles by a method ``parameter_roles``; what a module declares for a parameter of a part replaces what the part
+    Modules declare roles by a method ``parameter_roles``; what a module declares for a parameter of a submodule replaces what the submodule
     declares. Norms and embeddings of torch are known by their type. Wrapping by ``torch.compile``, DDP or FSDP (with
     ``use_orig_params``) changes nothing.
 

@@ -58,7 +58,7 @@ class MatrixCase(ABC):
         """The number of parameters by the closed formula of the structure, for one matrix."""
 
     def cases(self) -> list[StructuredMatrix]:
-        """Every shape, alone and in a batch, in float64."""
+        """Every shape, as one matrix and in a batch, in float64."""
         torch.manual_seed(0)
         batches: tuple[tuple[int, ...], ...] = ((), (3,), (2, 2))
         return [self.make(r, c, batch_shape=b).double() for r, c in self.shapes for b in batches]
@@ -161,7 +161,7 @@ class MatrixCase(ABC):
             assert m.matmul(torch.empty(0, m.num_cols, dtype=torch.float64)).shape == (*m.batch_shape, 0, m.num_rows)
 
     def test_rank_bound(self) -> None:
-        """Random factors reach the bound, and none passes it."""
+        """Random factors reach the bound, and none exceeds it."""
         for m in self.cases():
             ranks = torch.linalg.matrix_rank(m.to_dense())
             assert bool((ranks == m.rank_bound).all()), (ranks, m.rank_bound)
@@ -214,7 +214,7 @@ class MatrixCase(ABC):
                 assert choice.alternatives[choice.order] == choice.flops
 
     def test_bad_shapes(self) -> None:
-        """Wrong vectors are named."""
+        """Errors name the wrong vectors."""
         m = self.make(*self.shapes[0], batch_shape=(2,))
         for call in (m.matmul, m.rmatmul):
             message = ""

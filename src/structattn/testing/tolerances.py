@@ -1,4 +1,4 @@
-"""The only place with numerical tolerances: relative Frobenius errors by dtype, for outputs and for gradients."""
+"""All numerical tolerances: relative Frobenius errors by dtype, for outputs and for gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls as users write them, with lists in the place of tuples: mypy checks that the types allow them, a test what they give."""
+"""Calls as users write them, with lists instead of tuples: mypy checks that the types allow them, a test checks the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong values by what an argument is, and the check that each of them raises one of our errors."""
+"""Wrong values by what an argument is, and the check that each of them raises an error of structattn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Entry = tuple[Callable[..., Any], Mapping[str, Any], Mapping[str, Sequence[Any]]
 
 
 class Thing:
-    """Something that no argument expects."""
+    """An object that no argument expects."""
 
 
 NAN = math.nan
@@ -28,7 +28,7 @@ TENSOR = (None, 3, "x", [[1.0]], THING)
 
 
 def faults(name: str, entry: Entry) -> list[str]:
-    """The wrong values that are accepted, or that raise an error which is not ours.
+    """The wrong values that are accepted, or that raise an error of another package.
 
     Args:
         entry: what is called, arguments that are right, and wrong values of each argument.

@@ -25,7 +25,7 @@ VARIANT = "structattn_variant"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class T5Mask:
-    """What stands in the place of an attention mask, one for all layers of a stack.
+    """Replaces an attention mask: one object for all layers of a stack.
 
     Attributes:
         num_queries, num_keys: T and S.
@@ -50,7 +50,7 @@ class T5Mask:
         return position_bias.masked_fill(~self.real.to(position_bias.device)[:, None, None, :], -torch.inf)
 
     def dense(self) -> Tensor | None:
-        """(B, 1, T, S) bool, true where a pair is visible, as transformers' own attention takes it; not causal."""
+        """(B, 1, T, S) bool, true where a pair is visible, as the attention of transformers takes it; not causal."""
         if self.real is None:
             return None
         return self.real[:, None, None, :].expand(-1, 1, self.num_queries, -1)
@@ -83,7 +83,7 @@ def t5_mask(
     is_causal = mask_function is causal_mask_function
     if not is_causal and mask_function is not bidirectional_mask_function:
         raise ConfigError(
-            f"structured attention in T5 knows causal and bidirectional masks, got {mask_function!r}: packed sequences and own masks "
+            f"structured attention in T5 knows causal and bidirectional masks, got {mask_function!r}: packed sequences and custom masks "
             "are not supported"
         )
     if is_causal and (isinstance(q_offset, Tensor) or kv_offset != 0 or kv_length != q_offset + q_length):

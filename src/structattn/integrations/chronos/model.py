@@ -65,7 +65,7 @@ class StructAttnT5Config(T5Config):  # type: ignore[misc]
     """``T5Config`` with the entry ``structattn``, see ``T5Structure``."""
 
     model_type = "structattn_t5"
-    has_no_defaults_at_init = True  # transformers up to 5.17 else makes one without arguments, to compare with
+    has_no_defaults_at_init = True  # otherwise transformers up to 5.17 makes one without arguments, to compare with
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -107,7 +107,7 @@ class StructAttnT5ForConditionalGeneration(OwnModel, T5ForConditionalGeneration)
         GenerationMixin._prepare_cache_for_generation(self, *args, **kwargs)
 
     def flops(self, num_inputs: int, num_outputs: int) -> int:
-        """Forward FLOPs (2 per multiply-add) of so many tokens of context and so many that are predicted."""
+        """Forward FLOPs (2 per multiply-add) for the given numbers of context tokens and predicted tokens."""
         config, structure = self.config, T5Structure.read(self.config)
         width, inner = config.d_model, config.num_heads * config.d_kv
         mlp = 2 * width * config.d_ff * (3 if config.is_gated_act else 2)
@@ -135,7 +135,7 @@ def _pair_flops(variant: Variant, length: int, dim: int, *, is_causal: bool) -> 
 
 
 def _install(model: nn.Module, structure: T5Structure) -> None:
-    """Tells every self-attention module its variant, by which ``t5_attention`` knows it."""
+    """Stores its variant in every self-attention module, where ``t5_attention`` reads it."""
     for stack in ("encoder", "decoder"):
         blocks = getattr(model, stack).block
         for block, variant in zip(blocks, structure.variants(stack), strict=True):
@@ -192,23 +192,23 @@ def structurize(
 ) -> StructAttnT5ForConditionalGeneration:
     """Puts structured self-attention into a T5, such as that of a Chronos pipeline; its weights and position biases are kept.
 
-    With one level, forecasts are those of before, but for rounding. With several, pairs in one block of the deepest level score as
-    before, and farther ones lose the dimensions of the levels that they do not share: the model is ready to be trained further.
+    With one level, forecasts are unchanged up to rounding. With several, pairs in one block of the deepest level keep their
+    scores, and farther ones lose the dimensions of the levels that they do not share: fine-tune the model.
 
     Args:
         model: it is changed in place, so that a pipeline around it (``pipeline.inner_model``) is too.
         spec: a layout and a window, such as ``"mlr:32|16|8|8"`` or ``"window:64"``, or a list that is repeated over the layers, such as
             ``"[standard,window:64]"``.
         decoder_spec: of the decoder. Default: the same, with blocks halved from the decoder's own length.
-        encoder_length: tokens from which the encoder's blocks are halved. Default: Chronos' context length and one.
-        decoder_length: likewise of the decoder. Default: Chronos' prediction length and one.
+        encoder_length: tokens from which the encoder's blocks are halved. Default: Chronos' context length plus one.
+        decoder_length: likewise for the decoder. Default: Chronos' prediction length plus one.
 
     Returns:
         The model, now a ``StructAttnT5ForConditionalGeneration``. ``save_pretrained`` keeps the structure; ``load_pipeline`` and
         ``ChronosPipeline.from_pretrained`` restore it.
 
     Raises:
-        ConfigError: the model is no T5 of transformers, or is structurized already; the spec asks for other weights; ranks do not sum to
+        ConfigError: the model is not a T5 of transformers, or is structurized already; the spec asks for other weights; ranks do not sum to
             ``d_kv``; no length is known.
     """
     if type(model) is not T5ForConditionalGeneration:
@@ -220,7 +220,7 @@ def structurize(
         raise ConfigError(f"expected a T5ForConditionalGeneration, got {type(model).__name__}: {hint}")
     old = model.config
     config = structured_config(old, spec, decoder_spec, encoder_length, decoder_length)
-    # The stacks have configs of their own, copies that say which one they are.
+    # Each stack has a separate copy of the config, which says which stack it is.
     configs: dict[int, Any] = {id(old): config}
     for module in model.modules():
         own = getattr(module, "config", None)

@@ -1,6 +1,6 @@
-"""structattn in neuralforecast: ``StructTransformer``, a model like its own ones, and ``AutoStructTransformer``, which searches for it.
+"""structattn in neuralforecast: the model ``StructTransformer``, and ``AutoStructTransformer`` for hyperparameter search.
 
-Importing this makes the two known to ``NeuralForecast.save`` and ``load``: import it before loading. See ``docs/neuralforecast.md``.
+Importing this registers both with ``NeuralForecast.save`` and ``load``: import it before loading. See ``docs/neuralforecast.md``.
 """
 
 from structattn.integrations.neuralforecast.model import AutoStructTransformer, StructTransformer, check_frame

@@ -1,4 +1,4 @@
-"""``check_frame``: whether a data frame of series is what neuralforecast takes it for."""
+"""``check_frame``: whether a data frame of series meets the assumptions of neuralforecast."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from structattn.errors import ConfigError, DataError
 def check_frame(
     df: Any, freq: str | int, *, id_col: str = "unique_id", time_col: str = "ds", target_col: str = "y"
 ) -> None:
-    """Checks what neuralforecast assumes of a frame and does not look at: then it trains on windows that are no windows.
+    """Checks what neuralforecast assumes of a frame and does not check: without it, a model trains on wrong windows.
 
-    Looked for: missing columns, values that are no numbers, rows without an id or a time, rows of one series with the same time,
-    and steps between rows other than ``freq``, be it gaps, times off the grid or another frequency. Unequal lengths, starts and
+    It looks for missing columns, values that are not numbers, rows without an id or a time, rows of one series with the same time,
+    and steps between rows other than ``freq`` (gaps, times off the grid or another frequency). Unequal lengths, starts and
     ends of series, and rows in any order, are fine.
 
     Args:
@@ -24,8 +24,8 @@ def check_frame(
         id_col, time_col, target_col: names of the columns.
 
     Raises:
-        DataError: with all that is wrong, where it is first so, and what to do.
-        ConfigError: ``freq`` is no frequency, or not of the kind of the times.
+        DataError: lists every problem, its first position and what to do.
+        ConfigError: ``freq`` is not a frequency, or does not fit the type of the times.
 
     Cost: one sort of the frame.
     """
@@ -50,7 +50,7 @@ def check_frame(
 
 
 def _offset(times: pd.Series, freq: str | int, time_col: str) -> Any:
-    """What is added to a time for the next one."""
+    """The offset from one time to the next."""
     if pd.api.types.is_integer_dtype(times):
         if isinstance(freq, bool) or not isinstance(freq, int) or freq < 1:
             raise ConfigError(f"{time_col} holds ints, so freq must be a positive int, got {freq!r}")
@@ -74,7 +74,7 @@ def _text(freq: str | int) -> str:
 
 
 def _values(df: pd.DataFrame, columns: list[Any]) -> list[str]:
-    """Columns that are no numbers, or not finite ones."""
+    """Columns that are not numeric, or not finite."""
     problems = []
     for name in columns:
         column = df[name]
@@ -89,7 +89,7 @@ def _values(df: pd.DataFrame, columns: list[Any]) -> list[str]:
                 "number, and mark the rows by a column available_mask of 1 and, there, 0"
             )
         elif name == "available_mask" and not column.isin([0, 1]).all():
-            problems.append("column 'available_mask' must hold 0 and 1 alone")
+            problems.append("column 'available_mask' must hold only 0 and 1")
     return problems
 
 

@@ -1,6 +1,6 @@
-"""structattn in neuralforecast: ``StructTransformer``, a model like its own ones, and ``AutoStructTransformer``, which searches for it.
+"""structattn in neuralforecast: the model ``StructTransformer``, and ``AutoStructTransformer`` for hyperparameter search.
 
-Importing this makes the two known to ``NeuralForecast.save`` and ``load``: import it before loading. See ``docs/neuralforecast.md``.
+Importing this registers both with ``NeuralForecast.save`` and ``load``: import it before loading. See ``docs/neuralforecast.md``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ WindowsBatch = Mapping[str, Tensor]
 class StructTransformer(BaseModel):  # type: ignore[misc]
     """A neuralforecast model around ``Forecaster``: patches or single steps as tokens, structured attention among them.
 
-    Univariate; several series are rows of their own, as in PatchTST. What is not named below is neuralforecast's own and means
-    what it means in its ``PatchTST``.
+    Univariate; several series are separate rows, as in PatchTST. Arguments that are not listed below are those of neuralforecast and
+    mean what they mean in its ``PatchTST``.
 
     Args:
         h: forecast steps.
@@ -48,10 +48,10 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
         stride: steps between the starts of tokens. Default ``None``: half a patch, at least 1.
         embed_dim, num_layers, num_heads, dropout: of the trunk. Defaults 64, 2, 4, 0.1.
         rotary: rotary positions as text (``"low_far"``, see ``Rotary.parse``). Default ``None``: learned positions.
-        head_tokens: the head reads the last so many tokens. Default ``None``: all.
-        instance_norm: centre every window on its last value, divide it by its standard deviation, and put the forecast back, so that
+        head_tokens: the number of last tokens that the head reads. Default ``None``: all.
+        instance_norm: centre every window on its last value, divide it by its standard deviation, and transform the forecast back, so that
             steps that ``available_mask`` or padding marks as missing have no part in it. Default ``None``: yes, unless there is no
-            target in the input, or what the loss takes are no values of the series: parameters of a distribution, or the input of
+            target in the input, or the loss does not take values of the series but parameters of a distribution, or the input of
             an implicit quantile network (``IQLoss``).
         loss: default ``None``: MAE.
         scaler_type: default ``None``: ``"identity"``, and ``"standard"`` with those losses.
@@ -130,7 +130,7 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
                 raise ConfigError(
                     f"{name} must be a loss of neuralforecast.losses.pytorch or None, got {describe(given)}"
                 )
-        # These names are saved with the model as they stand here, so defaults are settled before the base class reads them.
+        # These arguments are saved with the model under these names, so defaults are set before the base class reads them.
         loss = MAE() if loss is None else loss
         outputs_values = not (loss.is_distribution_output or isinstance(loss, IQLoss | HuberIQLoss))
         if scaler_type is None:
@@ -213,7 +213,7 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
 
 
 class AutoStructTransformer(BaseAuto):  # type: ignore[misc]
-    """Searches settings of ``StructTransformer``, with Ray Tune or Optuna, as neuralforecast's Auto models do.
+    """Searches settings of ``StructTransformer``, with Ray Tune or Optuna, as the Auto models of neuralforecast do.
 
     Args:
         h, loss, valid_loss, search_alg, num_samples, refit_with_val, verbose, alias, backend, callbacks: see neuralforecast's

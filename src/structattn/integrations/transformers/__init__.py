@@ -1,4 +1,4 @@
-"""structattn in Hugging Face transformers: an own architecture, trained models restructured, or an attention implementation.
+"""structattn in Hugging Face transformers: a new architecture, restructured trained models, or an attention implementation.
 
 Importing this registers ``structattn`` and ``structattn_llama``, ``_qwen2``, ``_qwen3``, ``_gpt2`` with the Auto classes. See
 ``docs/huggingface.md``.

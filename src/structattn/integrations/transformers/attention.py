@@ -1,4 +1,4 @@
-"""Attention modules that take the place of transformers' own, with their weights, in a structurized model."""
+"""Attention modules that replace those of transformers in a structurized model and keep their weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.cache import own_layer
 from structattn.integrations.transformers.interface import attend_with, check_arguments, checked_mask
-from structattn.integrations.transformers.rotary_order import RotarySplit, check_fits, dimension_order, stretches
+from structattn.integrations.transformers.rotary_order import RotarySplit, check_fits, dimension_order, runs_of
 from structattn.integrations.transformers.variant import Variant
 
-# Version 0.1 stored the rows of these in the order of the levels, and that order beside them.
+# Version 0.1 stored the rows of these in the order of the levels, and stored that order as well.
 OLD_ORDER = "rotary_order"
 _OLD_ROWS = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "q_norm.weight", "k_norm.weight")
 
@@ -28,9 +28,9 @@ class StructuredAttention(nn.Module):
     """An attention module of transformers with the score of a variant; its projections keep their names.
 
     Args:
-        original: the module whose place it takes; its submodules are taken over.
-        variant: layout and window; a window of the module itself is put in.
-        rotary_split: how the rotary pairs are regrouped; ``None`` without rotary positions.
+        original: the module that it replaces; its submodules are reused.
+        variant: layout and window; the window of the module itself is added.
+        rotary_split: how the rotary pairs are permuted; ``None`` without rotary positions.
 
     Raises:
         ConfigError: the ranks do not fit the head, or both have a window.
@@ -89,11 +89,11 @@ class RotaryStructuredAttention(StructuredAttention):
     Args: as ``StructuredAttention``.
     """
 
-    q_proj: nn.Module  # a linear layer, or what an adapter or a quantizer put in its place
+    q_proj: nn.Module  # a linear layer, or the module with which an adapter or a quantizer replaced it
     k_proj: nn.Module
     v_proj: nn.Module
     o_proj: nn.Module
-    q_norm: nn.RMSNorm  # transformers' own classes of that kind, in Qwen3 alone
+    q_norm: nn.RMSNorm  # transformers' classes of that kind, only in Qwen3
     k_norm: nn.RMSNorm
 
     def __init__(self, original: nn.Module, variant: Variant, rotary_split: RotarySplit | None) -> None:
@@ -105,8 +105,8 @@ class RotaryStructuredAttention(StructuredAttention):
         order = dimension_order((self.head_dim,) if layout is None else layout.ranks, rotary_split)
         half = self.head_dim // 2
         self._order = order
-        self._runs = stretches(order)
-        self._partner_runs = stretches(tuple((place + half) % self.head_dim for place in order))
+        self._runs = runs_of(order)
+        self._partner_runs = runs_of(tuple((place + half) % self.head_dim for place in order))
 
     @property
     def weight_dropout(self) -> float:
@@ -138,7 +138,7 @@ class RotaryStructuredAttention(StructuredAttention):
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (B, T, heads, D) in the model's order, rotated, in the order of the levels; so are the angles, the signs in the sines."""
-        # Runs of neighbours are copied, which is faster than a gather, above all backwards.
+        # Runs of consecutive dimensions are copied, which is faster than a gather, especially in the backward pass.
         return _reordered(x, self._runs) * cos + _reordered(x, self._partner_runs) * sin
 
     def forward(
@@ -187,7 +187,7 @@ def _reordered(x: Tensor, runs: tuple[slice, ...]) -> Tensor:
 
 
 class FusedStructuredAttention(StructuredAttention):
-    """The attention of GPT-2: one projection for queries, keys and values, no rotary positions, so nothing is regrouped.
+    """The attention of GPT-2: one projection for queries, keys and values, no rotary positions, so nothing is permuted.
 
     Args: as ``StructuredAttention``.
     """
@@ -226,7 +226,7 @@ class FusedStructuredAttention(StructuredAttention):
         return self.resid_dropout(self.c_proj(out)), None
 
 
-# Which module takes the place of which: by class, exactly, since a subclass may compute something else.
+# Which module replaces which, by exact class, since a subclass may compute something else.
 STRUCTURED_ATTENTION: dict[type[nn.Module], type[StructuredAttention]] = {
     LlamaAttention: RotaryStructuredAttention,
     Qwen2Attention: RotaryStructuredAttention,

@@ -25,7 +25,7 @@ Append = Callable[[LevelCache, int], None]
 class PendingStates:
     """New keys or values on their way from ``LevelCacheLayer.update`` to structured attention, which appends them.
 
-    A level cache has no dense keys to hand out. Any other attention function that touches this raises ``CacheError``.
+    A level cache has no dense keys. Any other attention function that uses this raises ``CacheError``.
 
     Args:
         layer: the cache layer that they belong to.
@@ -43,7 +43,7 @@ class PendingStates:
         _refuse(getattr(func, "__name__", str(func)))
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python's own questions, such as whether this can be copied
+        if name.startswith("__"):  # Python looks these names up itself, for example to copy an object
             raise AttributeError(name)
         _refuse(name)
 
@@ -60,7 +60,7 @@ def _refuse(what: str) -> NoReturn:
 
 @dataclass(eq=False)
 class _Recording:
-    """What a rollback over the boundary of a block needs: the cache as it was, and the tokens since.
+    """What a rollback over the boundary of a block needs: the cache before the recorded calls, and the tokens since then.
 
     Attributes:
         before: the cache.
@@ -161,13 +161,13 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             module: the attention module that calls; the same at every call. Default ``None``: not known.
             scaling: of the model; see ``Variant.scaled``.
             left_padding: padding of each row; the same at every call.
-            first: computes the attention in place of an empty cache. Default ``None``: the cache does it.
+            first: computes the attention while the cache is empty. Default ``None``: the cache computes it.
 
         Returns:
             (B, H, T, V).
 
         Raises:
-            CacheError: layout, window or padding are not those that the cache was made for.
+            CacheError: layout, window or padding differ from those that the cache was made for.
             ConfigError: it was filled by another module.
         """
 
@@ -206,14 +206,14 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Args:
             new: makes it.
-            append: appends the first of those tokens to a cache, should they have to be appended again.
+            append: appends the first of those tokens to a cache, in case they must be appended again.
             left_padding: padding of each row.
             count: how many.
 
         Raises:
             CacheError: the padding is not that of the tokens so far.
         """
-        if self.level_cache is None or self.level_cache.length == 0:  # after a crop to nothing another batch may come
+        if self.level_cache is None or self.level_cache.length == 0:  # after a crop to no tokens, another batch may follow
             self.level_cache = new()
             self.is_initialized = True
         cache = self.level_cache
@@ -248,21 +248,21 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def reset(self) -> None:
-        """Forgets everything, the layout and the padding too."""
+        """Clears everything, including the layout and the padding."""
         self.level_cache = None
         self._variant = None
         self._recording = None
         self.is_initialized = False
 
     def activate_past_recording(self) -> None:
-        """From now on, what was appended since the last ``crop`` can be taken back over the border of a block as well."""
+        """From now on, what was appended since the last ``crop`` can be removed across a block boundary as well."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Takes tokens back.
+        """Removes the last tokens.
 
         Args:
-            tokens_to_remove: minus how many, an int (up to transformers 5.17 also a tensor of one); 0 forgets the recording alone.
+            tokens_to_remove: minus the number of tokens, an int (up to transformers 5.17 also a tensor of one); 0 only drops the recording.
 
         Raises:
             CacheError: a positive number; or a level would need keys that it has dropped, and nothing was recorded.
@@ -306,7 +306,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.level_cache.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
 
     def undo(self) -> None:
-        """Takes back the last tokens; see ``LevelCache.undo``."""
+        """Removes the last tokens; see ``LevelCache.undo``."""
         if self.level_cache is not None:
             self.level_cache.undo()
 
@@ -324,26 +324,26 @@ def _nonzero(padding: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 
 def check_layers(cache: Cache) -> None:
-    """Raises ``CacheError`` unless all layers that are ours hold the same tokens: a call that broke off may have left them different."""
+    """Raises ``CacheError`` unless all our layers hold the same number of tokens: an interrupted call may have left them different."""
     lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, LevelCacheLayer)]
     if len(set(lengths)) > 1:
         raise CacheError(
-            f"the layers of this cache hold different numbers of tokens, {lengths}: a call of the model broke off, or a layer was used "
-            "alone; reset() it and give all tokens again"
+            f"the layers of this cache hold different numbers of tokens, {lengths}: a call of the model was interrupted, or a layer was used "
+            "without the others; reset() it and give all tokens again"
         )
 
 
 @contextmanager
 def guarded(cache: Any) -> Iterator[None]:
-    """Within it, a call of a model, all layers of a cache take the next tokens, or (with any error) none.
+    """A context for a call of a model: all layers of a cache append the next tokens, or (with any error) none.
 
     Args:
-        cache: what was given as ``past_key_values``; one that is not ours is not changed.
+        cache: what was given as ``past_key_values``; another type of cache is not changed.
 
     Raises:
         CacheError: as ``check_layers``.
     """
-    if not isinstance(cache, Cache) or not hasattr(cache, "layers"):  # that of an encoder and a decoder has none
+    if not isinstance(cache, Cache) or not hasattr(cache, "layers"):  # that of an encoder-decoder has none
         yield
         return
     check_layers(cache)
@@ -351,7 +351,7 @@ def guarded(cache: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for layer in cache.layers:  # those that are new took the place of empty ones
+        for layer in cache.layers:  # new layers have replaced empty ones
             if isinstance(layer, LevelCacheLayer) and layer.get_seq_length() != lengths.get(id(layer), 0):
                 layer.undo()
         raise
@@ -376,7 +376,7 @@ def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_s
     """An empty cache for a model with structured attention, to be given as ``past_key_values``.
 
     Args:
-        model: its number of layers is asked for, nothing else.
+        model: only its number of layers is read.
         max_length, page_size: see ``LevelCacheLayer``.
 
     Raises:
@@ -388,7 +388,7 @@ def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_s
 
 
 def own_layer(cache: Cache, index: int) -> LevelCacheLayer:
-    """The layer of a cache as a ``LevelCacheLayer``, which takes the place of one that transformers made and is still empty.
+    """The layer of a cache as a ``LevelCacheLayer``; an empty layer that transformers made is replaced.
 
     Args:
         cache: what ``generate`` made, or the user.

@@ -52,7 +52,7 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
     """
 
     model_type = "structattn"
-    has_no_defaults_at_init = True  # transformers up to 5.17 else makes one without arguments, to compare with
+    has_no_defaults_at_init = True  # otherwise transformers up to 5.17 makes one without arguments, to compare with
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers' own form
 
     attention: str | list[str] | None = None

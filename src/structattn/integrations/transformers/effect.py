@@ -1,11 +1,11 @@
-"""An attention implementation of ours takes effect, or is refused, and an error of ours leaves a model as it was.
+"""Makes our attention implementations take effect or raise, and leaves a model unchanged after one of our errors.
 
 transformers logs a line, and the model keeps its own attention, where a model does not run through ``AttentionInterface``
-(Bloom, Falcon, GPT-J). There is no public place to say otherwise, so the two methods by which a model gets an implementation, when it
-is made and later, are wrapped: for our names they raise instead. Every other name passes through untouched.
+(Bloom, Falcon, GPT-J). There is no public hook to change this, so the two methods by which a model gets an implementation, when it
+is made and later, are wrapped: for our names they raise instead. Other names are passed through.
 
 Drafting by early exit (``generate(assistant_early_exit=...)``) sets the number of layers in the model's config for a moment, and an error
-in that moment would leave it there for good: it is put back.
+in that call would leave it there: it is restored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what every model file that runs throug
 
 
 def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Registers an attention function and its mask function with transformers, under a name that takes effect or is refused."""
+    """Registers an attention function and its mask function with transformers, under a name that takes effect or raises."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     _NAMES.add(name)
@@ -72,7 +72,7 @@ def _set_or_refuse(self: PreTrainedModel, attn_implementation: Any, *args: Any, 
             is_asked = isinstance(attn_implementation, str) or getattr(module, "config", None) is config
             if is_asked and isinstance(module, PreTrainedModel) and not module._can_set_attn_implementation():
                 _refuse(module, name)
-        # transformers takes a model in whose file it sees no attention for one that can, a Mamba too.
+        # transformers assumes that a model whose file contains no attention supports it, such as Mamba.
         if not any(hasattr(sys.modules.get(type(module).__module__), _INTERFACE) for module in self.modules()):
             _refuse(self, name)
     return _set(self, attn_implementation, *args, **kwargs)

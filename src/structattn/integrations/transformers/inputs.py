@@ -1,4 +1,4 @@
-"""Checks of what our models of transformers are called with, so that every mistake is named before a layer runs into it."""
+"""Checks of the inputs of our transformers models, so that errors name the wrong argument before a layer fails."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
-    """Checks the inputs of a decoder by name; what is not given is ``None``.
+    """Checks the inputs of a decoder by name; missing ones are ``None``.
 
     Raises:
-        ConfigError, ShapeError: neither or both of ``input_ids`` and ``inputs_embeds``; tokens that are no ints, or none of the
+        ConfigError, ShapeError: neither or both of ``input_ids`` and ``inputs_embeds``; tokens that are not ints, or not in the
             vocabulary (on a CPU); another shape, type or dtype than expected.
     """
     ids: Any = given.get("input_ids")
@@ -78,7 +78,7 @@ def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
     if isinstance(mask, Tensor):
         check_tensor("attention_mask", mask)
         _check_numbers("attention_mask", mask, tokens)
-        if mask.dim() not in (2, 4):  # one of 4 dimensions is refused where it is read, with its remedy
+        if mask.dim() not in (2, 4):  # a 4-dimensional mask is refused where it is read, with a remedy
             raise ShapeError(f"attention_mask must be of shape ({batch}, tokens), got {tuple(mask.shape)}")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         if mask.shape[0] != batch:

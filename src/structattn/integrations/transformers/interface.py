@@ -19,7 +19,7 @@ from structattn.integrations.transformers.rotary_order import (
     check_fits,
     check_split,
     dimension_order,
-    stretches,
+    runs_of,
 )
 from structattn.integrations.transformers.rotation import check_rotation
 from structattn.integrations.transformers.variant import Variant, trained_spec
@@ -27,7 +27,7 @@ from structattn.layers.variant import AttentionSpec
 from structattn.layout.halving import Halving
 from structattn.ops import Backend
 
-# What may come along with a call and changes no score. `is_causal` and `sliding_window` are looked at.
+# Arguments that do not change scores. `is_causal` and `sliding_window` are checked.
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -50,10 +50,10 @@ _HARMLESS = frozenset(
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
-    """Raises ``ConfigError`` for an argument of an attention call that may change scores and is not known here.
+    """Raises ``ConfigError`` for an unknown argument of an attention call, which may change scores.
 
     Args:
-        arguments: what a model of transformers passed beside queries, keys, values, mask, dropout and scaling.
+        arguments: what a model of transformers passed besides queries, keys, values, mask, dropout and scaling.
     """
     for name, value in arguments.items():
         if name not in _HARMLESS and value is not None and value is not False:
@@ -76,12 +76,12 @@ def checked_mask(attention_mask: object) -> StructuredMask:
         return attention_mask
     if attention_mask is None:
         raise ConfigError(
-            "no mask reached structured attention, and without one padding and causality are not known: this model or call does "
+            "no mask reached structured attention, and without one padding and causality are unknown: this model or call does "
             "not build its masks through transformers' AttentionMaskInterface, or its attn_implementation was changed to another"
         )
     shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
     raise ConfigError(
-        f"an attention mask of {shape} reached structured attention: own 4-dimensional masks are not supported. Give the "
+        f"an attention mask of {shape} reached structured attention: custom 4-dimensional masks are not supported. Give the "
         "2-dimensional padding mask (batch, tokens), or pack sequences by position_ids"
     )
 
@@ -103,9 +103,9 @@ def attend_with(
 
     Args:
         variant: layout, window and backend.
-        q, k, v: (B, H, T, D) and (B, G, S, D or V), regrouped; with ``layer`` keys and values are the new ones alone.
+        q, k, v: (B, H, T, D) and (B, G, S, D or V), with rotary pairs permuted; with ``layer`` keys and values are only the new ones.
         mask: of the forward pass.
-        arguments: what else the model passed to the attention; ``check_arguments`` has seen it.
+        arguments: other arguments of the attention, checked by ``check_arguments``.
         scaling, dropout: of the model.
         layer: its cache.
         module: the attention module.
@@ -144,7 +144,7 @@ class RegisteredAttention:
     Attributes:
         spec: the variant.
         context_length: from which blocks are halved; ``None``: the model's ``max_position_embeddings``.
-        runs: stretches of dimensions, in the order of the levels; empty where they stay as they are.
+        runs: runs of consecutive dimensions, in the order of the levels; empty if the order is unchanged.
         backend: of ``structured_attention``.
     """
 
@@ -213,7 +213,7 @@ class RegisteredAttention:
         _check_lengths(query, k, mask, is_new=layer is not None)
         if self.runs:
             check_rotation(module, dim)
-            # In stretches: no table of numbers is needed on any device.
+            # As slices, so that no device needs an index tensor.
             query, k = (torch.cat([x[..., run] for run in self.runs], dim=-1) for x in (query, k))
         out = attend_with(
             variant,
@@ -252,8 +252,8 @@ def register_attention(
 
     No weight is touched and nothing is saved: a reloaded model is a plain one until the implementation is set again.
 
-    Queries and keys arrive rotated. Their dimensions are then put in an order in which the slice of each level is closed under
-    the pairing of dimension i with i + D / 2, which most models use; a common order changes no score.
+    Queries and keys are already rotated. Their dimensions are then permuted to an order in which the slice of each level is closed under
+    the pairing of dimension i with i + D / 2, which most models use; permuting both the same way changes no score.
 
     Args:
         spec: a layout and a window, such as ``"mlr:32|16|16"``; a bilinear scoring would need other weights.
@@ -277,7 +277,7 @@ def register_attention(
     if rotary_split is not None:
         check_split(rotary_split)
         if value.layout is not None and len(value.layout.ranks) > 1:
-            runs = stretches(dimension_order(value.layout.ranks, rotary_split))
+            runs = runs_of(dimension_order(value.layout.ranks, rotary_split))
     if context_length is not None:
         value.layout_for(context_length)  # checks the length too
     if not isinstance(name, str) or not name.isidentifier() or "flash" in name or "paged" in name:

@@ -1,4 +1,4 @@
-"""What our models of transformers add to loading: safetensors alone, and nothing that is silently missing."""
+"""What our models of transformers add to loading: only safetensors, and an error for missing weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_safe(path: object, arguments: dict[str, Any]) -> None:
         or arguments.get("gguf_file")
     ):
         raise CheckpointError(
-            "structattn loads weights from safetensors alone: leave use_safetensors, weights_only and gguf_file away"
+            "structattn only loads weights from safetensors: leave use_safetensors, weights_only and gguf_file away"
         )
     if not isinstance(path, str | Path):
         return
@@ -59,7 +59,7 @@ _MAY_BE_MISSING = {
 
 
 def _check_index(index: Path) -> None:
-    """Raises ``CheckpointError`` unless an index of shards names safetensors files alone: transformers unpickles any other."""
+    """Raises ``CheckpointError`` unless an index of shards names only safetensors files: transformers unpickles any other."""
     try:
         shards = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -71,11 +71,11 @@ def _check_index(index: Path) -> None:
 
 
 class OwnModel:
-    """A base, before the class of transformers: what our models have in common."""
+    """What our models have in common: a mixin that precedes the class of transformers."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """``PreTrainedModel.from_pretrained``, from safetensors alone and with the structure checked.
+        """``PreTrainedModel.from_pretrained``, only from safetensors and with the structure checked.
 
         Raises:
             CheckpointError: the weights are missing, damaged or a pickle, or are not those of this structure.
@@ -110,7 +110,7 @@ class OwnModel:
         return (model, info) if with_info else model
 
     def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``GenerationMixin.generate``, which reads its inputs before a model does.
+        """``GenerationMixin.generate``, which reads its inputs before the model does.
 
         Raises:
             ConfigError, ShapeError: they are missing, or see ``check_inputs``.
@@ -132,7 +132,7 @@ class OwnModel:
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        """``PreTrainedModel.save_pretrained``; raises ``ConfigError`` for what is no name of a folder."""
+        """``PreTrainedModel.save_pretrained``; raises ``ConfigError`` if the name is not that of a folder."""
         check_path("save_directory", save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
@@ -169,8 +169,8 @@ class OwnModel:
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
     ) -> None:
-        # transformers has no public place to say which cache `generate` makes. If it stops calling this, the attention
-        # layers still replace empty layers themselves; rolling back over a block's border is then refused.
+        # transformers has no public hook for the cache that `generate` makes. If it stops calling this, the attention
+        # layers still replace empty layers themselves; rolling back over a block boundary is then refused.
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, Cache):

@@ -1,4 +1,4 @@
-"""What stands in the place of an attention mask: transformers' 2-dimensional padding mask, read and never expanded to T x S."""
+"""Replaces an attention mask: the 2-dimensional padding mask of transformers, which is never expanded to T x S."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from structattn.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Where sequences begin, as ``structured_attention`` takes it: at most one of the two is given.
+    """Sequence boundaries, as ``structured_attention`` takes them: at most one of the two is given.
 
     Attributes:
         left_padding: (B,) int64.
@@ -45,16 +45,16 @@ class LeftPadding:
 
 
 _HOLES = (
-    "the attention mask hides tokens that stand between real ones (right padding before the new tokens, or a hole): blocks are counted "
+    "the attention mask hides tokens between real ones (right padding before the new tokens, or a hole): blocks are counted "
     "from the first real token. Pad on the left, tokenizer.padding_side = 'left', and give generate() the attention_mask: without one "
-    "it guesses padding wherever the padding token stands"
+    "it treats every padding token as padding"
 )
 
 _EMPTY = "the attention mask is zero everywhere, which hides every token: it is 1 where a token is real"
 
 
 def read_padding(attention_mask: Tensor | None, num_queries: int, num_keys: int) -> LeftPadding | None:
-    """The left padding that a padding mask stands for.
+    """The left padding that a padding mask describes.
 
     Padding on the right is allowed where nothing follows it: in a whole batch without cached tokens. No real token sees it, since
     attention is causal.
@@ -68,7 +68,7 @@ def read_padding(attention_mask: Tensor | None, num_queries: int, num_keys: int)
 
     Raises:
         ConfigError: the mask is not 2-dimensional, does not cover all tokens, or hides a token between real ones; or the padding
-            stands on the right and tokens follow it.
+            is on the right and tokens follow it.
 
     Cost: the device is waited for once.
     """
@@ -77,8 +77,8 @@ def read_padding(attention_mask: Tensor | None, num_queries: int, num_keys: int)
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ConfigError(
-            f"structured attention takes a padding mask of shape (batch, tokens), got {shape}: an own 4-dimensional mask cannot "
-            "be kept apart by levels. Give the 2-dimensional mask, or pack sequences by position_ids"
+            f"structured attention takes a padding mask of shape (batch, tokens), got {shape}: a custom 4-dimensional mask cannot "
+            "be split into levels. Give the 2-dimensional mask, or pack sequences by position_ids"
         )
     if attention_mask.shape[1] != num_keys:
         raise ConfigError(
@@ -106,7 +106,7 @@ def read_padding(attention_mask: Tensor | None, num_queries: int, num_keys: int)
 
 
 def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num_past: int) -> Tensor | None:
-    """The borders of sequences that ``position_ids`` packs in one row.
+    """The offsets of sequences that ``position_ids`` packs in one row.
 
     Args:
         position_ids: (1 or B, T); a new sequence starts wherever it does not rise by 1.
@@ -114,10 +114,10 @@ def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num
         num_past: S - T.
 
     Returns:
-        (N + 1,) int64 borders; ``None`` when nothing is packed.
+        (N + 1,) int64 offsets; ``None`` when nothing is packed.
 
     Raises:
-        ConfigError: sequences are packed in a batch of several rows, behind cached tokens or with a padding mask; or the
+        ConfigError: sequences are packed in a batch of several rows, after cached tokens or with a padding mask; or the
             positions are not of shape (B, T).
     """
     if position_ids is None:
@@ -142,7 +142,7 @@ def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num
         return None
     for wrong, what in (
         (starts.shape[0] != 1, f"a batch of {starts.shape[0]} rows"),
-        (num_past > 0, "tokens behind cached ones"),
+        (num_past > 0, "tokens after cached ones"),
         (attention_mask is not None, "a batch with an attention mask"),
     ):
         if wrong:
@@ -155,12 +155,12 @@ def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num
 
 
 class _ForeignUseError(ConfigError, AttributeError):
-    """Another attention touched a structured mask. Also an ``AttributeError``, so that ``hasattr`` is false as for any object."""
+    """Another attention function used a structured mask. Also an ``AttributeError``, so that ``hasattr`` is false as for any object."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"this model computes with the attention mask itself ({what}), so its attention is not one that structured attention can take "
-            "the place of: choose another model, or set its own attn_implementation back"
+            f"this model computes with the attention mask itself ({what}), so structured attention cannot replace its "
+            "attention: choose another model, or set its own attn_implementation back"
         )
 
 
@@ -189,7 +189,7 @@ class StructuredMask:
         raise _ForeignUseError(getattr(func, "__name__", str(func)))
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python's own questions, such as whether this can be copied
+        if name.startswith("__"):  # Python looks these names up itself, for example to copy an object
             raise AttributeError(name)
         raise _ForeignUseError(name)
 
@@ -202,15 +202,15 @@ class StructuredMask:
         return self.num_keys - self.num_queries
 
     def sequences(self, position_ids: Tensor | None, cu_seqlens: Tensor | None = None, *, has_cache: bool) -> Sequences:
-        """Where sequences begin, with the packing that is given or that positions show. It is looked for once, by the first layer.
+        """Where sequences begin, with the packing that is given or that positions show. The first layer finds the packing, once.
 
         Args:
             position_ids: see ``read_packing``.
-            cu_seqlens: (N + 1,) int, borders of packed sequences, as flash attention takes them.
+            cu_seqlens: (N + 1,) int, offsets of packed sequences, as flash attention takes them.
             has_cache: whether the layer has a cache.
 
         Raises:
-            ConfigError: see ``read_packing``; borders that contradict the positions; or packed sequences with a cache.
+            ConfigError: see ``read_packing``; offsets that contradict the positions; or packed sequences with a cache.
         """
         if "sequences" not in self._found:
             if self.packed is not None and not torch.compiler.is_compiling():
@@ -226,7 +226,7 @@ class StructuredMask:
         return found
 
     def _given(self, cu_seqlens: Tensor, shown: Tensor | None) -> Tensor:
-        """The borders that were given, unless they contradict those that the positions show."""
+        """The given offsets; raises if they contradict the positions."""
         if self.attention_mask is not None or self.num_past > 0:
             raise ConfigError("cu_seq_lens_q is for packed sequences without a cache and without an attention mask")
         given = cu_seqlens.to(torch.int64)
@@ -243,7 +243,7 @@ class StructuredMask:
 
 
 PACKED_WITH_CACHE = (
-    "position_ids start again inside a row (packed sequences), which a cache cannot keep apart: pass use_cache=False"
+    "position_ids start again inside a row (packed sequences), which a cache cannot separate: pass use_cache=False"
 )
 
 
@@ -280,7 +280,7 @@ def _read(function: Callable[..., Any]) -> _Pattern:
     if function is masking_utils.bidirectional_mask_function:
         raise ConfigError(
             "this model attends in both directions, and structured attention in transformers is causal: use "
-            "structattn.Attention(is_causal=False) in a module of your own"
+            "structattn.Attention(is_causal=False) in your module"
         )
     code = getattr(function, "__code__", None)
     cells = {} if code is None else _cells(function)
@@ -359,15 +359,15 @@ def structured_mask(
 ) -> StructuredMask:
     """The mask function of structured attention, for ``transformers.AttentionMaskInterface``.
 
-    It never returns ``None``, so that a mask that was lost on the way is noticed.
+    It never returns ``None``, so that a mask that the model dropped is detected.
 
     Args:
         q_length, kv_length: T and S.
         q_offset, kv_offset: tokens before the queries, and keys that the cache has dropped.
-        mask_function: which pairs may attend, padding left aside.
+        mask_function: which pairs may attend, without padding.
         attention_mask: (B, S).
         local_size: sliding window that the mask function has.
-        use_vmap: whether the mask function is somebody's own.
+        use_vmap: whether the mask function is custom.
         device: of the model's inputs.
 
     Raises:

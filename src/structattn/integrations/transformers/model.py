@@ -130,7 +130,7 @@ class StructAttnPreTrainedModel(OwnModel, PreTrainedModel):  # type: ignore[misc
     supports_gradient_checkpointing = True
     _no_split_modules = ["StructAttnLayer"]  # noqa: RUF012 - transformers' own form
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _supports_sdpa = True  # transformers asks; the attention is given by the config
+    _supports_sdpa = True  # transformers reads these; the config determines the attention
 
     def _init_weights(self, module: nn.Module) -> None:
         # Parameters were initialised by the modules that own them, and loading is strict. What is not in the state dict has to
@@ -201,10 +201,10 @@ class StructAttnModel(StructAttnPreTrainedModel):
 
         Args:
             input_ids: (B, T) int; or ``inputs_embeds``.
-            attention_mask: (B, S), nonzero where a token, cached or new, is real. Padding stands on the left, or behind all
+            attention_mask: (B, S), nonzero where a token, cached or new, is real. Padding is on the left, or after all
                 tokens of a whole batch without a cache.
-            position_ids: (B, T) int; only where they start again is looked at: sequences packed in one row.
-            past_key_values: cache; one that transformers made is filled with ours while it is empty.
+            position_ids: (B, T) int; only used to find where they restart: sequences packed in one row.
+            past_key_values: cache; the layers of an empty one that transformers made are replaced by ours.
             inputs_embeds: (B, T, E).
             use_cache: return a cache. Default: ``config.use_cache``, but not in training.
             output_hidden_states: also return the input of each block and the output.
@@ -279,7 +279,7 @@ class StructAttnModel(StructAttnPreTrainedModel):
 
 
 class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """A language model: tokens to logits, with a loss, ``generate`` and everything else of transformers.
+    """A language model: tokens to logits, with a loss, ``generate`` and the other features of transformers.
 
     Args:
         config: the architecture.
@@ -308,7 +308,7 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
         self.post_init()
 
     def parameter_roles(self) -> dict[str, Role]:
-        """The muP role of the head: an output, or what the embeddings are where it is tied to them."""
+        """The muP role of the head: an output, or that of the embeddings where it is tied to them."""
         if self.lm_head.weight is self.model.embed_tokens.weight:
             return {"lm_head.weight": Role(kind="embedding")}
         return {"lm_head.weight": Role(kind="output", fan_in=self.lm_head.in_features)}
@@ -328,13 +328,13 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits, and the loss of next tokens with ``labels``.
+        """Logits, and the next-token loss if ``labels`` are given.
 
         Args:
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
             output_attentions, return_dict: see ``StructAttnModel.forward``.
             labels: (B, T) int, the tokens themselves (they are shifted here); -100 is left out.
-            logits_to_keep: only the last so many positions, or these; 0 is all.
+            logits_to_keep: the number of last positions, or the positions themselves; 0 is all.
             **kwargs: of the loss, such as ``num_items_in_batch``.
 
         Raises:

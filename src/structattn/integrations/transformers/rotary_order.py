@@ -1,8 +1,8 @@
 """An order of a head's dimensions in which every level's slice is closed under the pairing of rotary positions.
 
 transformers rotates dimension i together with i + D / 2. "The first r dimensions" of such a key are halves of pairs, whose
-product with a query's does not depend on the distance alone. A common order of the dimensions of queries and keys changes no
-score, so the dimensions may be put in one where whole pairs stand in each slice.
+product with a query's does not depend only on the distance. Permuting the dimensions of queries and keys alike changes no
+score, so they are permuted such that each slice holds whole pairs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_split(split: object) -> RotarySplit:
             return known
     if split == "per_level":
         raise ConfigError(
-            "rotary_split 'per_level' gives every level frequencies of its own, but a trained model keeps those that it was trained "
+            "rotary_split 'per_level' gives every level separate frequencies, but a trained model keeps those that it was trained "
             "with: use 'low_far' or 'interleaved'"
         )
     raise ConfigError(f"unknown rotary_split {quoted(split)}: {nearest_name(str(split), ROTARY_SPLITS)}")
@@ -54,7 +54,7 @@ def level_pairs(ranks: tuple[int, ...], split: RotarySplit) -> tuple[tuple[int, 
     for level, rank in enumerate(ranks, start=1):
         if rank % 2:
             raise ConfigError(
-                f"ranks must be even with rotary positions, which turn two dimensions together: level {level} of "
+                f"ranks must be even with rotary positions, which rotate two dimensions together: level {level} of "
                 f"{'|'.join(map(str, ranks))} has {rank}"
             )
     frequencies = Rotary(split=split).frequencies(ranks)
@@ -64,9 +64,9 @@ def level_pairs(ranks: tuple[int, ...], split: RotarySplit) -> tuple[tuple[int, 
 
 
 def dimension_order(ranks: tuple[int, ...], split: RotarySplit) -> tuple[int, ...]:
-    """The dimension of the model that stands at each place of the levels.
+    """The dimension of the model at each position in the order of the levels.
 
-    In the slice of a level the first dimensions of its pairs stand in front, then their partners, in the same order. With one
+    The slice of a level holds the first dimensions of its pairs, then their partners, in the same order. With one
     level this is the model's own order.
 
     Args:
@@ -100,7 +100,7 @@ def check_fits(layout: Layout | None, head_dim: int, value_dim: int) -> None:
         )
 
 
-def stretches(order: tuple[int, ...]) -> tuple[slice, ...]:
-    """An order of dimensions as stretches of neighbours: ``x[..., order]`` is what they give one behind the other."""
+def runs_of(order: tuple[int, ...]) -> tuple[slice, ...]:
+    """An order of dimensions as slices of consecutive ones: ``x[..., order]`` is their concatenation."""
     edges = [0, *(i for i in range(1, len(order)) if order[i] != order[i - 1] + 1), len(order)]
     return tuple(slice(order[a], order[b - 1] + 1) for a, b in pairwise(edges))

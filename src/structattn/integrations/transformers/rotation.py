@@ -1,4 +1,4 @@
-"""Whether the rotary pairs of a model are those that ``register_attention`` puts in the order of the levels: i and i + D / 2, all of them."""
+"""Whether the rotary pairs of a model are the ones that ``register_attention`` permutes: i and i + D / 2, all of them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import nn
 
 from structattn.errors import ConfigError
 
-# How attention modules of transformers, and their configs, call the number of dimensions that are rotated.
+# Names for the number of rotated dimensions in attention modules of transformers and their configs.
 _ROTATED_DIMS = ("qk_rope_head_dim", "rope_head_dim", "rotary_ndims", "rotary_dim")
-# The projection to keys and values of multi-head latent attention, which rotates a part of each key only.
+# The projection to keys and values of multi-head latent attention, which rotates only some dimensions of each key.
 _LATENT = ("kv_a_proj", "kv_b_proj")
 
 
 def check_rotation(module: nn.Module, head_dim: int) -> None:
-    """Raises ``ConfigError`` unless an attention module rotates no dimension at all, or every pair (i, i + D / 2) of a head.
+    """Raises ``ConfigError`` unless an attention module rotates no dimensions, or every pair (i, i + D / 2) of a head.
 
-    What is not known to be so is refused: a slice that cuts a rotary pair scores by positions instead of distances.
+    Unknown cases are refused: a slice that cuts a rotary pair scores by positions instead of distances.
     """
     what = _other_rotation(module, head_dim)
     if what is not None:
         raise ConfigError(
-            f"{type(module).__name__} rotates {what}, which is not regrouped by levels, so that a level's score would depend on "
+            f"{type(module).__name__} rotates {what}, which cannot be permuted into levels, so that a level's score would depend on "
             "positions and not on distances: choose another model, a spec of one level ('standard', 'window:512'), or register the attention "
             "with rotary_split=None and train the model with slices that cut through rotary pairs"
         )
@@ -40,7 +40,7 @@ def _other_rotation(module: nn.Module, head_dim: int) -> str | None:
                 return f"only {count} of each head's {head_dim} dimensions ({name})"
     for name, _ in module.named_children():
         if name.startswith(_LATENT):
-            return f"only a part of each head (multi-head latent attention, {name})"
+            return f"only some dimensions of each head (multi-head latent attention, {name})"
     parameters = getattr(config, "rope_parameters", None) or {}
     # "proportional" rotates all pairs, the rest of them by an angle of 0.
     parts = [part for part in _parts(parameters, module) if part.get("rope_type") != "proportional"]
@@ -69,7 +69,7 @@ def _parts(parameters: dict[str, Any], module: nn.Module) -> list[dict[str, Any]
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _pairs_halves(kind: type[nn.Module], head_dim: int) -> bool | None:
-    """Whether the file with a module's ``forward`` rotates by pairing i with i + D / 2; ``None`` where it has no function to ask."""
+    """Whether the file with a module's ``forward`` rotates by pairing i with i + D / 2; ``None`` where it has no such function."""
     file = next(base.__module__ for base in kind.__mro__ if "forward" in vars(base))
     rotate = getattr(sys.modules.get(file), "rotate_half", None)
     if rotate is None:

@@ -49,7 +49,7 @@ class StructureRecord:
     """What ``config.structattn`` holds.
 
     Attributes:
-        specs: attention spec of each layer; ``None`` where the layer is as it was.
+        specs: attention spec of each layer; ``None`` for unchanged layers.
         context_length: from which blocks are halved.
         rotary_split: ``None`` for models without rotary positions.
     """
@@ -89,9 +89,9 @@ class StructureRecord:
 
 
 class StructurizedConfig:
-    """A base, before the config class of a family: the config is only valid with its record."""
+    """A mixin that precedes the config class of a family: the config is only valid with its record."""
 
-    has_no_defaults_at_init = True  # transformers up to 5.17 else makes one without arguments, to compare with
+    has_no_defaults_at_init = True  # otherwise transformers up to 5.17 makes one without arguments, to compare with
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
@@ -99,7 +99,7 @@ class StructurizedConfig:
 
 
 class StructurizedModel(OwnModel):
-    """A base, before the model class of a family: its attention modules are replaced when it is made."""
+    """A mixin that precedes the model class of a family: its attention modules are replaced when it is made."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         asked = config._attn_implementation
@@ -115,7 +115,7 @@ class StructurizedModel(OwnModel):
             _check_rotary(self)
 
     def check_loaded(self, info: dict[str, Any]) -> None:
-        """See ``OwnModel``: weights that version 0.1 stored in the order of the levels are put in the model's own."""
+        """See ``OwnModel``: weights that version 0.1 stored in the order of the levels are converted to the order of the model."""
         if any(key.endswith(f".{OLD_ORDER}") for key in info["unexpected_keys"]):
             for module in self.modules():  # type: ignore[attr-defined]
                 if isinstance(module, RotaryStructuredAttention):
@@ -134,7 +134,7 @@ def _parts(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.
 
 
 def _structured(module: torch.nn.Module, record: StructureRecord) -> StructuredAttention:
-    """The module that takes the place of an attention module of transformers.
+    """The module that replaces an attention module of transformers.
 
     Raises:
         ConfigError: it does not fit the record, or is cross attention.
@@ -221,13 +221,13 @@ def structurize(
 ) -> PreTrainedModel:
     """Puts structured attention into a trained Llama, Qwen2, Qwen3 or GPT-2 model; its weights are kept.
 
-    With one level the logits are those of before, but for rounding. With several, pairs in one block of the deepest level
-    score as before, and farther ones lose the dimensions of the levels that they do not share: the model is ready to be
-    trained further.
+    With one level the logits are unchanged up to rounding. With several, pairs in one block of the deepest level
+    keep their scores, and farther ones lose the dimensions of the levels that they do not share: fine-tune the
+    model.
 
-    No weight is touched: queries and keys are put, as they are rotated, in an order in which the slice of every level holds whole
-    rotary pairs. Adapters that were trained before fit, loaded before or after. The frequencies stay the model's own, with its scaling of
-    long contexts.
+    No weight changes: when queries and keys are rotated, their dimensions are permuted so that the slice of every level holds whole
+    rotary pairs. Adapters of the original model fit, loaded before or after. The frequencies remain those of the model, with its
+    RoPE scaling for long contexts.
 
     Args:
         model: it is changed in place: its class, its config and its attention modules.
@@ -235,7 +235,7 @@ def structurize(
             repeated over the chosen layers, such as ``"[mlr:32|32,window:512]"``; or one per chosen layer.
         layers: numbers of the layers to change. Default: all.
         rotary_split: ``"low_far"``: the global level gets the slowest frequencies; ``"interleaved"``: every level gets some of
-            the whole range. Without meaning for GPT-2.
+            the whole range. No effect for GPT-2.
         context_length: from which blocks are halved. Default: ``config.max_position_embeddings``.
 
     Returns:
@@ -244,7 +244,7 @@ def structurize(
 
     Raises:
         ConfigError: the model is not of a supported class, or is structurized already; the spec asks for other weights; ranks are
-            odd (with rotary positions) or do not sum to the head dimension; a layer has a window and the spec too; the rotary
+            odd (with rotary positions) or do not sum to the head dimension; both a layer and the spec have a window; the rotary
             frequencies depend on the length.
 
     Cost: of a forward pass, one more copy of queries and keys in each layer with levels.
@@ -284,7 +284,7 @@ def structurize(
 
 
 def _check_all(model: PreTrainedModel, record: StructureRecord) -> None:
-    """Makes every new module once, so that what does not fit is found before anything is changed."""
+    """Makes every new module once, so that errors are raised before anything is changed."""
     for _, _, module in _parts(model):
         _structured(module, record)
 
@@ -304,7 +304,7 @@ def _chosen(layers: Sequence[int] | None, count: int) -> list[int]:
 def _unsupported(model: Any) -> str:
     if isinstance(model, StructurizedModel):
         return (
-            f"{type(model).__name__} is structurized already: structurize the plain model again, from its own weights"
+            f"{type(model).__name__} is structurized already: structurize the plain model again, from its original weights"
         )
     attentions = ", ".join(kind.__name__ for kind in STRUCTURED_ATTENTION)
     models = ", ".join(kind.__name__ for kind in STRUCTURIZED_MODELS)
@@ -315,12 +315,12 @@ def _unsupported(model: Any) -> str:
 
 
 def _check_rotary(model: Any) -> None:
-    """Raises ``ConfigError`` unless the model's rotary frequencies are fixed, and fall over the whole head."""
+    """Raises ``ConfigError`` unless the model's rotary frequencies are fixed, and decrease over the whole head."""
     rotary = getattr(model.base_model, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if kind not in _STATIC_ROPE:
         raise ConfigError(
-            f"rope_type {quoted(kind)} changes the frequencies with the length of the text, and cached keys would keep those of their time; "
+            f"rope_type {quoted(kind)} changes the frequencies with the length of the text, and cached keys would keep the old ones; "
             f"supported: {', '.join(_STATIC_ROPE)}"
         )
     assert rotary is not None
@@ -328,11 +328,11 @@ def _check_rotary(model: Any) -> None:
     head_dim = next(module.head_dim for _, _, module in _parts(model))
     if 2 * frequencies.numel() != head_dim:
         raise ConfigError(
-            f"the model rotates {2 * frequencies.numel()} of {head_dim} dimensions of each head; supported is all of them"
+            f"the model rotates {2 * frequencies.numel()} of {head_dim} dimensions of each head; only all of them is supported"
         )
     if not frequencies.is_meta and bool((frequencies.diff() > 0).any()):
         raise ConfigError(
-            "the rotary frequencies of the model do not fall from the first pair to the last, as expected"
+            "the rotary frequencies of the model do not decrease from the first pair to the last, as expected"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a spec asks of an attention layer that has weights already: a layout and a window, and no scoring of its own."""
+"""The parts of a spec that fit an attention layer with trained weights: a layout and a window, no scoring."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from structattn.spec.attention import AttentionSpec, parse_spec
 
 
 def trained_spec(spec: str | AttentionSpec) -> AttentionSpec:
-    """A spec that changes no weight's meaning.
+    """A spec, checked to fit trained weights.
 
     Raises:
         ConfigError: it asks for a scoring or a number of heads, which need other weights; or is not a spec.
@@ -32,11 +32,11 @@ def trained_spec(spec: str | AttentionSpec) -> AttentionSpec:
         )
         raise ConfigError(
             f"attention spec {quoted(str(value))} asks for {what}, which cannot keep trained query and key weights: give a layout "
-            "(mlr, global-window) and a window alone, or train a StructAttnForCausalLM from scratch"
+            "(mlr, global-window) and a window only, or train a StructAttnForCausalLM from scratch"
         )
     if isinstance(value.layout, TextLayout):
         raise ConfigError(
-            f"attention spec {quoted(str(value))} has the parts of a text as levels, and transformers does not tell a model which tokens end "
+            f"attention spec {quoted(str(value))} has text units as levels, and transformers does not give a model the tokens that end "
             "lines: train a structattn.LanguageModel, or give blocks (mlr)"
         )
     return value
@@ -63,7 +63,7 @@ class Variant:
         return cls(layout=layout, window=spec.window, backend=backend)
 
     def within(self, window: int | None) -> Variant:
-        """This variant in a layer that has a sliding window of its own.
+        """This variant in a layer that has a sliding window.
 
         Raises:
             ConfigError: both have a window.
@@ -72,13 +72,13 @@ class Variant:
             return self
         if self.window is not None or isinstance(self.layout, GlobalWindowLayout):
             raise ConfigError(
-                f"the model's layer has a sliding window of its own, {window}, and so has the attention spec: choose a spec "
+                f"the model's layer has a sliding window, {window}, and so has the attention spec: choose a spec "
                 "without a window, or leave the layer out"
             )
         return Variant(layout=self.layout, window=window, backend=self.backend)
 
     def scaled(self, q: Tensor, scaling: float | None) -> tuple[Tensor, float | None]:
-        """The queries and the scale that keep a model's own scaling c.
+        """The queries and the scale that preserve the score scale c of a model.
 
         A layout scales by the shared rank, 1 / sqrt(R) for ``"variance"``; a model by c, 1 / sqrt(D) for most. The queries are
         multiplied by c sqrt(D): with one level the scores are then the model's own, and with levels every distance keeps its
@@ -105,7 +105,7 @@ class Variant:
         """Attention without a cache: (B, H, T, D) and (B, G, S, D or V) to (B, H, T, V).
 
         Args:
-            attn_bias: added to the scores as it is, whatever their scaling.
+            attn_bias: added to the scores as it is, independent of the score scale.
         """
         q, scale = self.scaled(q, scaling)
         # A model may be spread over devices, and the mask is made on that of its inputs.

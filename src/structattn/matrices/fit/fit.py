@@ -30,7 +30,7 @@ from structattn.seeds import generator
 
 Tick = Callable[[str, float], None]
 _MAX_SWEEPS = 200
-_SWEEP_TOLERANCE = 1e-5  # two sweeps that lower the error by less than this part of it are the last
+_SWEEP_TOLERANCE = 1e-5  # two sweeps that lower the error by less than this fraction of it are the last
 _REFINE = 100
 _EXACT = 1e-14  # a relative error that float64 cannot improve
 
@@ -73,18 +73,18 @@ def fit(
     seed: int = 0,
     progress: bool = False,
 ) -> Fit:
-    """The matrix of a structure that is nearest to a dense one.
+    """The matrix of the given structure that is nearest to a dense matrix, in the Frobenius norm.
 
     Dense: a copy. Low rank: truncated SVD. Kronecker: SVD after Van Loan's rearrangement. BTT, Monarch: an SVD of every block
     (all four optimal). MLR and MLBTC: block coordinate descent, each term in turn solved exactly given the others, until
-    sweeps gain nothing. Butterfly: hierarchical factorisation, exact for butterflies. Kaleidoscope: from the butterfly. These
+    sweeps no longer improve. Butterfly: hierarchical factorisation, exact for butterflies. Kaleidoscope: from the butterfly. These
     four are then refined by L-BFGS on all parameters.
 
     Args:
         dense: (num_rows, num_cols), or (*batch_shape, num_rows, num_cols) for a batch; a tensor, an array or nested lists.
             Real and finite, of any magnitude (it is scaled for the work).
         like: what to fit: a ``Structure`` or its text, or a matrix. A matrix gives structure, dtype and device; it is left as
-            it is, and the result is never further from ``dense`` than its present weights are.
+            it is, and the result is never further from ``dense`` than its current weights are.
         refine: L-BFGS iterations (0: none). Default: 0 where the solver is optimal, else 100.
         seed: of every random number: the start of structures without a solver, and the small perturbation with which
             refinement leaves stationary points. Same seed, same result; the global generator is left as it is.
@@ -95,7 +95,7 @@ def fit(
 
     Raises:
         ShapeError: ``dense`` has another shape than ``like``.
-        DataError: ``dense`` holds NaN or infinity; the first position is named. Or it is complex, or no numbers; or the nearest
+        DataError: ``dense`` holds NaN or infinity; the first position is named. Or it is complex or not numeric; or the nearest
             matrix does not fit into ``like``'s dtype.
         ConfigError: ``like`` shares right factors or caps them (``rms_cap``), so a nearest matrix has no separate factors;
             or the structure does not exist at this size.

@@ -108,7 +108,7 @@ class Descent:
 
     Block coordinate descent with momentum: each term in turn takes its nearest matrix to what the others leave
     (``nearest_term``), the others being extrapolated along their last change. A sweep that would raise the error is undone
-    and repeated without extrapolation, which cannot raise it. Smooth kernels, whose levels hand rank to one another
+    and repeated without extrapolation, which cannot raise it. Smooth kernels, whose levels exchange rank
     slowly, converge in a fifth to a tenth of the sweeps.
 
     Attributes:
@@ -132,7 +132,7 @@ class Descent:
             self.parts = [torch.zeros_like(self.target) for _ in self.terms]
 
     def run(self, sweeps: int, tolerance: float, tick: Callable[[str, float], None] | None = None) -> Descent:
-        """Sweeps until two in a row gain less than ``tolerance`` of the error, or ``sweeps`` are done; returns itself."""
+        """Sweeps until two in a row reduce the error by less than ``tolerance``, relative to it, or ``sweeps`` are done; returns itself."""
         size = float(self.target.norm()) or 1.0
         previous, momentum, idle = self.parts, 0, 0
         for _ in range(sweeps if len(self.terms) > 1 else 1):

@@ -1,4 +1,4 @@
-"""Which levels of an MLR matrix deserve the rank: exchanging it between levels at a given total."""
+"""Allocation of rank to the levels of an MLR matrix: exchanges between levels at a given total rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SWEEPS, _TOLERANCE = 60, 1e-4
 
 @dataclass(frozen=True)
 class _State:
-    """Ranks of the levels with the dense part of each; levels of rank 0 are left out of the descent."""
+    """Ranks of the levels with the dense form of each; levels of rank 0 are left out of the descent."""
 
     target: Tensor
     num_blocks: tuple[int, ...]
@@ -30,7 +30,7 @@ class _State:
     error: float = float("inf")
 
     def settled(self) -> _State:
-        """The same ranks after a descent from these parts."""
+        """The same ranks after a descent from these dense forms."""
         kept = [level for level, rank in enumerate(self.ranks) if rank]
         terms = [
             BlockTerm(left_blocks=p, right_blocks=p, inner_dim=p * self.ranks[level])
@@ -53,8 +53,8 @@ class _State:
     def moves(self, step: int) -> list[tuple[int, int]]:
         """Givers and takers of ``step`` ranks, the most promising first.
 
-        A level gains the energy of its next singular values, and loses that of its last ones; what the others make of the change
-        is not foreseen, so the last, finest step tries every pair, and coarser ones only the three that promise most.
+        A level gains the energy of its next singular values, and loses that of its last ones; the response of the other levels
+        is not predicted, so the last, finest step tries every pair, and coarser ones only the three most promising.
         """
         gains, losses = [], []
         rest = self.target - torch.stack(self.parts).sum(0)
@@ -72,7 +72,7 @@ class _State:
 def allocate_ranks(
     dense: Tensor, total_rank: int, num_blocks: Sequence[int] = (1, 2, 4, 8), *, progress: bool = False
 ) -> Fit:
-    """The MLR matrix near to a dense one whose ranks sum to ``total_rank``, with the ranks found by exchange.
+    """Fits an MLR matrix whose ranks sum to ``total_rank`` to a dense matrix; the ranks are found by exchange between levels.
 
     Starting from the three best of even ranks and all rank on one level, rank moves from the level that loses least to the one that
     gains most, in steps that are halved from total_rank / 4 to 1, as long as the error falls. The result is never worse than
@@ -116,7 +116,7 @@ def allocate_ranks(
 
 
 def _best(target: Tensor, total_rank: int, blocks: tuple[int, ...], progress: bool) -> Fit:
-    """Even ranks and one level are far apart, and each may be a trap: the exchange starts from the three best."""
+    """Even ranks and one level are far apart, and each may lead to a local optimum: the exchange starts from the three best."""
     count = len(blocks)
     even = tuple(total_rank // count + (level < total_rank % count) for level in range(count))
     single = [tuple(total_rank if other == level else 0 for other in range(count)) for level in range(count)]

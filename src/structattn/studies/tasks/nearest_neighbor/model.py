@@ -49,5 +49,5 @@ class NearestNeighborModel(nn.Module):
         return self.attention.cost(1, self.num_points).flops
 
     def score_rank(self) -> int:
-        """The rank of the bilinear form of one head: what the low-rank bottleneck is about."""
+        """The rank of the bilinear form of one head: the low-rank bottleneck is a limit on it."""
         return self.attention.scoring.matrix.rank_bound

@@ -251,7 +251,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["train", "forecast", "--set", "attention=mlr:8|8"], "belongs to structattn compare: give --attention"),
         (["sweep", "forecast", "--set", "seeds=2"], "--set seeds belongs to structattn compare: leave it out"),
         (["train", "forecast", "--set", "Training.steps=2"], "did you mean 'training'"),
-        (["train", "forecast", "--out", "owned/file"], "owned/file is no folder: give another --out"),
+        (["train", "forecast", "--out", "owned/file"], "owned/file is not a folder: give another --out"),
         (["train", "forecast", "--set", "training.process_timeout=1e308"], "training.process_timeout must be"),
         (
             ["train", "forecast", "--set", "training.batch_size=" + "1" * 41],

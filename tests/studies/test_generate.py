@@ -149,7 +149,7 @@ def test_mistakes_are_named_in_one_line(runs, tmp_path: Path, capsys) -> None:
     assert main(["train", "nearest-neighbor", *settings, "--out", str(other)]) == 0
     capsys.readouterr()
     for arguments, message in (
-        (["generate", str(other)], "is a run of nearest-neighbor, which is no language model"),
+        (["generate", str(other)], "is a run of nearest-neighbor, which is not a language model"),
         (["generate", str(tmp_path / "nowhere")], "no finished run"),
         (["generate", run, "--prompt", ""], "prompt 0 is empty"),
         (

@@ -1,4 +1,4 @@
-"""What training steps cost in forward FLOPs, and how many a budget pays for: in closed form, also for billions of steps."""
+"""The cost of training steps in forward FLOPs, and the number of steps in a budget: in closed form, also for billions of steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from structattn.studies.tasks.base import Task
 
 
 def flops_of(task: Task, model: nn.Module, steps: int) -> int:
-    """Forward FLOPs of a number of steps with one example each; of the steps at the full size in one product, since there may be billions."""
+    """Forward FLOPs of a number of steps with one example each; steps at the full size are one product, since there may be billions."""
     full, total = task.flops(model), 0
     for step in range(steps):
         if (cost := task.flops(model, step)) == full:
@@ -18,7 +18,7 @@ def flops_of(task: Task, model: nn.Module, steps: int) -> int:
 
 
 def affordable_steps(task: Task, model: nn.Module, flops: float) -> int:
-    """How many steps a number of forward FLOPs pays for, with one example a step.
+    """The number of steps in a budget of forward FLOPs, with one example per step.
 
     Examples may grow in training; once they are of the full size they stay so, and the rest is one division: small models on large
     budgets take billions of steps.

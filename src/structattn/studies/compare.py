@@ -1,4 +1,4 @@
-"""Compare attention variants on one task: same data, budget and tuning for each; a table, figures and a report at the end."""
+"""Compares attention variants on one task with the same data, budget and tuning; writes a table, figures and a report."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
 
 REPORT = "report.html"
-# A comparison may be resumed with others: they name runs, each with a separate folder, or change no result.
+# These may differ when a comparison is resumed: they name runs, each with a separate folder, or change no result.
 _FREE = ("attention", "seeds", "learning_rates", "variants", "search", "widths", "budgets", "training.process_timeout")
 
 
@@ -91,17 +91,17 @@ def compare(
             process with its share of the cores: small models leave most of a core's threads idle, so one process per core is then the
             fastest. ``RayRunner`` uses a cluster.
         show_progress: a progress bar per run; with several jobs one for all.
-        on_open: is told the output folder before anything is trained.
+        on_open: called with the output folder before anything is trained.
 
     Returns:
         ``Comparison``.
 
     Raises:
-        ConfigError: unknown names, specs that do not fit, or an unusable folder, such as one of other settings, before anything is
+        ConfigError: unknown names, specs that do not fit, or an unusable folder, such as one with other settings, before anything is
             trained.
-        CheckpointError: ``resume`` meets checkpoints of other settings or damaged ones.
+        CheckpointError: ``resume`` finds checkpoints with other settings or damaged ones.
 
-    Cost: the training of ``len(attention) * (seeds + len(learning_rates) - 1)`` models; where the sweep has settings of its own
+    Cost: training ``len(attention) * (seeds + len(learning_rates) - 1)`` models; where the sweep has separate settings
     (smaller models), of ``len(attention) * seeds`` models and as many small ones as learning rates; all of it for each variant.
     """
     # matplotlib is optional: only a comparison needs it
@@ -168,7 +168,7 @@ def _results(
     show_progress: bool,
 ) -> tuple[list[Row], list[BaselineRow]]:
     """Trains what is left to train; the rows of the attention variants and of the baselines."""
-    # Points that differ in nothing that their sweeps have share them.
+    # Points whose sweeps have the same settings share them.
     sweeps = list({job.folder: job for runs in points for job in runs.sweep_jobs().values()}.values())
     train_all(sweeps, runner=runner, resume=resume, show_progress=show_progress)
     swept = {job.folder: _swept_score(job, tasks[0].metric) for job in sweeps}

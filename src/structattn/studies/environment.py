@@ -1,4 +1,4 @@
-"""What a result depends on besides its settings: the machine and the versions."""
+"""The environment of a result: the machine and the versions."""
 
 from __future__ import annotations
 

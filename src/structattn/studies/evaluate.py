@@ -43,7 +43,7 @@ class Run:
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Whatever cannot be read there is a damaged run."""
+    """A context in which read errors mean that the run is damaged."""
     try:
         yield
     except (CheckpointError, DataError):
@@ -81,12 +81,12 @@ def load_run(folder: Path, data_path: Path | None = None) -> Run:
 
     Args:
         folder: of the run.
-        data_path: where the data that it was trained on are now. Default: where they were.
+        data_path: current location of its training data. Default: the location at training time.
 
     Raises:
         CheckpointError: the folder has no finished run, or its files are damaged or do not belong together.
-        DataError: the data that it was trained on are not where they were, or others are.
-        ConfigError: ``data_path`` is given to a task that has no data of a user's own.
+        DataError: the training data are missing or have changed.
+        ConfigError: ``data_path`` is given for a task without user data.
     """
     found = read_finished(folder)
     record = found.record
@@ -100,14 +100,14 @@ def load_run(folder: Path, data_path: Path | None = None) -> Run:
         config = kind.with_data_path(config, str(data_path))
     elif before is not None and not is_there(before):
         raise DataError(
-            f"the run in {folder} was trained on {before}, which is not there: put it back, or name its new place with --data"
+            f"the run in {folder} was trained on {before}, which is not there: put it back, or give its new location with --data"
         )
     with _reading(folder):
         task = kind(from_plain(kind.config_class, config))
-        if record.data not in (None, task.data_sha256):  # the first runs did not know it
+        if record.data not in (None, task.data_sha256):  # the first runs did not record it
             raise DataError(
-                f"the data have changed since the run in {folder} was trained, so that a score would mean nothing: put back what they were, or "
-                "name their new place with --data"
+                f"the data have changed since the run in {folder} was trained, so that a score would be meaningless: restore them, or "
+                "give their new location with --data"
             )
         _check_size(folder, record, found.weights, lambda: task.build_model(_built_spec(record)))
         model = task.build_model(_built_spec(record))
@@ -145,6 +145,6 @@ def _text_model(folder: Path, record: RunRecord) -> TextModel:
         found = task_class(record.task).text_model(record.task_config, record.record)
     if found is None:
         raise ConfigError(
-            f"{folder} is a run of {record.task}, which is no language model: train one with 'structattn train text'"
+            f"{folder} is a run of {record.task}, which is not a language model: train one with 'structattn train text'"
         )
     return found

@@ -1,4 +1,4 @@
-"""Output folders: what a folder is for, and that one process at a time writes to it."""
+"""Output folders: the owner of a folder, and a lock that lets one process at a time write to it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _SHOWN = 4  # names or differences of one message
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """What a folder is for: the contents of its ``owner.json``.
+    """The owner of a folder: the contents of its ``owner.json``.
 
     Args:
         command: such as ``"compare"``.
-        task: what it is done for; empty where there is nothing to choose.
-        settings: all that decides what is written, as plain data.
+        task: of the command; empty for a command without one.
+        settings: everything that determines the results, as plain data.
         free: settings that may differ when it is resumed, such as ``"seeds"`` or ``"training.process_timeout"``.
     """
 
@@ -53,9 +53,9 @@ class Owner:
         return f"structattn {self.command} {self.task}".strip()
 
     def differences(self, before: dict[str, Any], *, free: bool = True) -> list[str]:
-        """Where other settings differ from these, in words; with ``free=False`` also in what may differ.
+        """The differences between other settings and these, in words; with ``free=False`` including those that may differ.
 
-        A setting that only one of them knows is of another version of structattn and does not count.
+        A setting that only one of them has is of another version of structattn and is ignored.
         """
         old, now = (json.loads(json.dumps(settings)) for settings in (before, self.settings))
         left_out = self.free if free else ()
@@ -82,7 +82,7 @@ def _listing(words: list[str]) -> str:
 
 
 def no_record(folder: Path) -> dict[str, Any] | None:
-    """Of a command whose folders always have an owner file: nothing else says what a folder is for."""
+    """For commands whose folders always have an owner file: without one, the owner is unknown."""
     return None
 
 
@@ -97,22 +97,22 @@ def opened(
 ) -> Iterator[Path]:
     """Creates an output folder or continues one, and keeps it for this process until the end of the block.
 
-    The lock is one of the kernel's on a file in the folder: that of a process that is gone counts no more. Of the processes of a launcher,
+    The lock is a kernel lock on a file in the folder, which is released when its process ends. Of the processes of a launcher,
     which share a folder, the first one opens it.
 
     Args:
         out: the folder. Default (``None``): a new one below ``runs/``; with ``resume`` the last one there of the same owner.
-        owner: what it is for.
-        resume: whether it may hold what the same command left there; ``None`` for a command that cannot be resumed.
-        record: the settings that a folder without an owner file was begun with, as far as its files say (version 0.1.0 wrote no owner
+        owner: of the folder.
+        resume: whether it may hold results of the same command; ``None`` for a command that cannot be resumed.
+        record: the original settings of a folder without an owner file, as far as its files contain them (version 0.1.0 wrote no owner
             file), or ``None`` if it holds nothing of this command.
-        on_open: is told the folder once it is this process's.
+        on_open: called with the folder once this process has locked it.
 
     Yields:
         The folder.
 
     Raises:
-        ConfigError: it cannot be written, another process uses it, it holds what is not of this command, task and settings, or it holds
+        ConfigError: it cannot be written, another process uses it, it holds files of another command, task or settings, or it holds
             results and ``resume`` is off. Nothing in it was changed.
     """
     if os.environ.get("RANK", "0") != "0" and out is not None:
@@ -126,7 +126,7 @@ def opened(
         probe.write_text("")
         probe.unlink(missing_ok=True)
     except FileExistsError as error:
-        raise ConfigError(f"{folder} is no folder: give another --out") from error
+        raise ConfigError(f"{folder} is not a folder: give another --out") from error
     except OSError as error:
         raise ConfigError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
     try:
@@ -155,7 +155,7 @@ def opened(
 
 
 def _names(folder: Path) -> list[str]:
-    """What a folder holds besides what is written here."""
+    """The names in a folder, without the files that this module writes."""
     names = (path.name for path in folder.iterdir())
     return sorted(name for name in names if name not in OF_EVERY_FOLDER and not name.startswith(TEMPORARY))
 
@@ -208,7 +208,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{path} is damaged ({error}), so that it is not known what the folder holds: give another --out, or remove the file if "
+            f"{path} is damaged ({error}), so that the owner of the folder is unknown: give another --out, or remove the file if "
             "you know it"
         ) from error
     return dict(content)
@@ -239,7 +239,7 @@ def last_folder(owner: Owner) -> Path:
 
 
 def _new(owner: Owner) -> Path:
-    """A folder below ``runs/`` that did not exist: also for two processes that begin in the same second."""
+    """A new folder below ``runs/``, also if two processes start in the same second."""
     first = owner.command.split()[0]
     name = owner.task if first in ("compare", "train") else f"{first}-{owner.task}".strip("-")
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -258,7 +258,7 @@ def _new(owner: Owner) -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The folder's lock, which is never waited for.
+    """The lock of the folder; fails at once if it is taken.
 
     Raises:
         ConfigError: another process has it.
@@ -276,7 +276,7 @@ def _locked(folder: Path) -> Iterator[None]:
             os.close(handle)
             raise ConfigError(f"{folder} is in use by {holder}: wait until it ends, or give another --out") from None
         except OSError as error:
-            # Some network file systems have no locks, and are used nevertheless.
+            # Some network file systems have no locks; they are allowed.
             logger.warning("%s cannot be locked (%s): let one process at a time write to it", folder, error)
         # The process that had the lock may have removed the file since it was opened here.
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Text from a trained language model, token by token, with what it cost."""
+"""Text from a trained language model, token by token, with its time and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST_CHARACTER = 4  # bytes of UTF-8, and so tokens
 
 
 class TextGeneration:
-    """Continues prompts; iterate over it once, then read what it cost.
+    """Continues prompts; iterate over it once, then read time and memory.
 
     Args:
         model: of the text task.
@@ -24,11 +24,11 @@ class TextGeneration:
         tokenizer: of the model. Default: the 96 characters.
         max_new_tokens: most new tokens per prompt. Default ``None``: what fits the learned positions; 512 with rotary ones.
         sampling, seed, use_cache: see ``LanguageModel.generate``.
-        stop: a prompt ends with the first token after which what it produced holds this text. Default ``""``: none.
+        stop: a prompt ends with the first token after which its new text contains this text. Default ``""``: none.
 
     Attributes:
         num_tokens: tokens produced so far, over all prompts.
-        seconds: spent on them, reading the prompts included.
+        seconds: spent on them, including the prompts.
         caches: of all layers; ``None`` without.
 
     Raises:
@@ -97,7 +97,7 @@ class TextGeneration:
             yield new
 
     def _whole(self, tokens: list[int]) -> str:
-        """The text of tokens, which are then forgotten; none while their last bytes are the beginning of a character."""
+        """The text of tokens, which are then cleared; none while their last bytes are an incomplete character."""
         text = self._tokenizer.decode(tokens)
         if text.endswith("\ufffd") and len(tokens) < _LONGEST_CHARACTER:
             return ""

@@ -19,9 +19,9 @@ class Point:
         variant: its name; empty where there is only one.
         width, budget: ``None`` where the recipe does not vary them.
         searched: which of the settings to choose from, by its name; empty without a search.
-        changes: all that differs from the recipe's own settings, by how it is written.
+        changes: the differences from the settings of the recipe, as text.
         recipe: the settings there.
-        sweep_changes: as ``changes``, without what the runs that choose a learning rate have of their own: points that differ in nothing else
+        sweep_changes: as ``changes``, without the settings of the runs that choose a learning rate: points with equal ``sweep_changes``
             share those runs.
         swept: the settings of those runs.
     """
@@ -37,12 +37,12 @@ class Point:
 
     @property
     def settings(self) -> str:
-        """``changes`` as one text, which names folders."""
+        """``changes`` as one text, used in folder names."""
         return " ".join(self.changes)
 
     @property
     def sweep_settings(self) -> str:
-        """``sweep_changes`` as one text, which names folders."""
+        """``sweep_changes`` as one text, used in folder names."""
         return " ".join(self.sweep_changes)
 
 

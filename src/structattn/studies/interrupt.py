@@ -1,4 +1,4 @@
-"""Being asked to stop: by Ctrl-C, or by SIGTERM, which a cluster sends before it takes a machine away."""
+"""Requests to stop: Ctrl-C, or SIGTERM, which a cluster sends before it removes a machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _follows: Callable[[], int] | None = None
 
 
 class Stopped(KeyboardInterrupt):
-    """This process was asked to stop; what it did is on disk.
+    """This process was asked to stop; its results so far are on disk.
 
     Args:
         number: of the signal.
@@ -55,9 +55,9 @@ def check() -> None:
 
 @contextmanager
 def at_steps() -> Iterator[None]:
-    """Inside, a signal waits until the code calls ``check``, at a place where all is saved; at the latest at the end of the block.
+    """Inside, a signal waits until the code calls ``check``, where everything is saved; at the latest at the end of the block.
 
-    Outside it raises at once.
+    Outside, it raises at once.
     """
     global _waiting
     _waiting += 1
@@ -76,7 +76,7 @@ def follow(source: Callable[[], int] | None) -> None:
 
 
 def leave_to_parent() -> None:
-    """In a worker process: a Ctrl-C, which goes to every process of the terminal, is its parent's to heed."""
+    """In a worker process: ignores Ctrl-C, which every process of the terminal gets; the parent handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _note)
 
@@ -89,7 +89,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def listen() -> None:
-    """Inside ``handled``: installs its handlers again, where a library has put its own in their place."""
+    """Inside ``handled``: installs its handlers again if a library has replaced them."""
     if _handles:
         for number in GRACE_S:
             signal.signal(number, _note)
@@ -99,8 +99,8 @@ def listen() -> None:
 def handled(on_end: Callable[[int], None]) -> Iterator[None]:
     """Inside, Ctrl-C and SIGTERM raise ``Stopped``, at once or at the next step (see ``at_steps``).
 
-    A process that does not come to it ends nevertheless, after ``GRACE_S`` seconds or at a second Ctrl-C: a thread sees to it, since
-    Python handles signals between two of its own operations only, and one of PyTorch may take long. Outside the main thread, where Python
+    A process that does not reach such a step is ended by a thread after ``GRACE_S`` seconds or at a second Ctrl-C, since
+    Python handles signals only between its operations, and one of PyTorch may take long. Outside the main thread, where Python
     allows no handlers, this does nothing.
 
     Args:

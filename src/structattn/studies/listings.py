@@ -62,7 +62,7 @@ def specs() -> str:
 
 
 def mup_roles(spec: str, width: int, num_heads: int) -> str:
-    """What muP makes of the parameters of one block (of each spec of a list) and of the ends of a language model of that width, one line
+    """Roles and learning rates under muP of one block (of each spec of a list) and of the ends of a language model of that width, one line
     each."""
     specs = LayerSpecs.parse(spec)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What version 0.1.0 left in output folders: it wrote no owner file, and what it began can be resumed."""
+"""Output folders of version 0.1.0, which wrote no owner file: their runs can be resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def comparison_record(folder: Path, task: str) -> dict[str, Any] | None:
-    """The settings of a comparison of a task, of an unfinished one none; ``None`` if the folder holds no such comparison."""
+    """The settings of a finished comparison of a task, empty for an unfinished one; ``None`` if the folder holds no such comparison."""
     results = _read(folder / "results.json")
     if "rows" in results:
         return (
@@ -31,7 +31,7 @@ def comparison_record(folder: Path, task: str) -> dict[str, Any] | None:
 
 
 def run_record(folder: Path) -> dict[str, Any] | None:
-    """No settings of a run, which its checkpoints know; ``None`` if the folder holds no run."""
+    """Empty settings for a run, since its checkpoints hold them; ``None`` if the folder holds no run."""
     return {} if (folder / "checkpoints").is_dir() or (folder / "run.json").is_file() else None
 
 

@@ -1,4 +1,4 @@
-"""The runs of a comparison at one point of its grid: which there are, in which folders, and for how many steps."""
+"""The runs of a comparison at one point of its grid, with their folders and numbers of steps."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def training_of(task_name: str, recipe: Recipe, spec: str) -> TrainingConfig:
             f"a budget of {recipe.budgets[0]:g} FLOPs pays for {steps} steps of {spec} of {task.flops(model, 0) * training.batch_size:.2g} each, "
             f"and {_FEWEST_STEPS} are the fewest: give a larger budget, a smaller width or training.batch_size"
         )
-    # Of the shortest runs the warm-up would be most.
+    # In the shortest runs, the warm-up would take most steps.
     return dataclasses.replace(training, steps=steps, warmup_steps=min(training.warmup_steps, steps // 4))
 
 
@@ -102,7 +102,7 @@ class PointRuns:
     out: Path
 
     def models(self) -> dict[str, ModelCosts]:
-        """Builds every model once on the meta device, so that a wrong spec fails before hours of training; what each of the table costs."""
+        """Builds every model once on the meta device, so that a wrong spec fails before hours of training; returns the cost of each."""
         self._built(self.point.swept)
         return self._built(self.point.recipe)
 

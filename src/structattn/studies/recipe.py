@@ -1,4 +1,4 @@
-"""What a recipe is: everything that a comparison needs, so that it can be repeated."""
+"""Recipes: everything that is needed to repeat a comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from structattn.studies.training.config import TrainingConfig
 MOST_RUNS = 100_000
 
 
-# The settings that a point of a grid has of its own.
+# The settings that a point of a grid sets.
 _SET_BY = {"widths": ("task.embed_dim", "task.num_heads", "widths"), "budgets": ("budgets",)}
 
 
@@ -31,7 +31,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Reads ``"task.dim=4 task.num_heads=2"``, which is its own name, or ``"small: task.dim=4"``."""
+        """Reads ``"task.dim=4 task.num_heads=2"``, where the text is also the name, or ``"small: task.dim=4"``."""
         name, named, settings = text.partition(": ")
         written = (settings if named else text).split()
         return cls(name=name, changes={one: Change.parse(one) for one in written})
@@ -39,7 +39,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that a comparison needs, so that it can be repeated.
+    """Everything that is needed to repeat a comparison.
 
     Args:
         task: settings of data and model, a ``Task.config_class``.
@@ -52,13 +52,13 @@ class Recipe:
             ``("task.embed_dim=16",)``: under muP a rate found at a small width holds at a large one. Empty: no difference.
         equal: ``"steps"``: ``training.steps`` for every variant. ``"compute"``: as many steps as cost what ``training.steps`` steps of
             the first variant cost, in forward FLOPs, so that all are compared at equal compute. Budgets go before it.
-        variants: settings that are varied, each a text such as ``"task.dim=4 task.num_heads=2"``, or with a name of its own for
+        variants: settings that are varied, each a text such as ``"task.dim=4 task.num_heads=2"``, or with a separate name for
             tables, ``"small: task.dim=4"``, each name once: everything is compared under each. Empty: the settings as they are.
         search: settings of which each attention gets its best, such as ``("task.look_back=96", "task.look_back=336")``: everything is
             trained with each, all seeds, and the one with the lowest mean validation score counts. Empty: no choice.
         widths: of the models: everything is compared at each ``task.embed_dim``, with heads of the dimension that the settings have.
             Empty: that of the settings.
-        budgets: forward FLOPs of all training examples: everything is compared after so many, instead of after ``training.steps``.
+        budgets: forward FLOPs of all training examples: everything is compared at each of them, instead of after ``training.steps``.
 
     Raises:
         ConfigError: no seeds, a learning rate or budget that is not positive, something twice, settings of a sweep without rates or

@@ -14,7 +14,7 @@ from structattn.spec.grammar import assignment, flag, one_of, plain_number, spli
 from structattn.studies.training.config import TrainingConfig
 
 T = TypeVar("T")
-# What everybody calls these settings.
+# Common short names of these settings.
 _SHORT = {"training.lr": "training.learning_rate"}
 
 
@@ -82,7 +82,7 @@ def _convert(text: str, kind: Any, name: str) -> Any:
 
 
 def _changed(config: T, changes: list[tuple[list[str], Change]]) -> T:
-    """A copy with all changes made at once, each below a path of fields, so that two settings that only fit together can be changed together."""
+    """A copy with all changes made at once, each below a path of fields, so that two settings that depend on each other can be changed together."""
     hints = typing.get_type_hints(type(config))
     values: dict[str, Any] = {}
     inner: dict[str, list[tuple[list[str], Change]]] = {}
@@ -119,7 +119,7 @@ def apply_overrides(config: T, overrides: tuple[str, ...]) -> T:
     """A copy of a nested frozen dataclass with every ``section.field=value`` applied; a later one wins.
 
     Raises:
-        ConfigError: no such field (nearest named), a section in place of a field, a value of the wrong type, or values
+        ConfigError: no such field (nearest named), a section instead of a field, a value of the wrong type, or values
             that do not fit together.
     """
     return with_changes(config, [Change.parse(override) for override in overrides])

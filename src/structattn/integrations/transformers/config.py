@@ -98,7 +98,7 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
         for spec in self.layer_specs:
             if isinstance(parse_spec(spec).layout, TextLayout):
                 raise ConfigError(
-                    f"attention spec {quoted(spec)} has the parts of a text as levels, and a StructAttnConfig does not know which tokens "
+                    f"attention spec {quoted(spec)} has text units as levels, and a StructAttnConfig does not know which tokens "
                     "end lines: train a structattn.LanguageModel, or give blocks (mlr)"
                 )
         if self.rotary is not None:

@@ -291,7 +291,7 @@ def mup_check(
         out: output folder, created. Default: a new one below ``runs/``.
         command: the command line, for the record.
         show_progress: one progress bar.
-        on_open: is told the output folder before anything is trained.
+        on_open: called with the output folder before anything is trained.
 
     Raises:
         ConfigError: an unusable folder.

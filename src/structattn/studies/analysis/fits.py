@@ -130,7 +130,7 @@ def fit_matrices(
         refine, seed: see ``matrices.fit``.
         command: the command line, for the record.
         show_progress: a progress bar per long fit.
-        on_open: is told the output folder before anything is fitted.
+        on_open: called with the output folder before anything is fitted.
 
     Returns:
         ``Fits``.

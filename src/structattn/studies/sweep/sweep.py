@@ -63,7 +63,7 @@ def sweep(
         resume: continue what the folder holds: trials that are over are kept, interrupted ones continue from their last checkpoint.
             There may be more trials than before. A finished sweep is only read.
         show_progress: a bar of trials.
-        on_open: is told the output folder before anything is trained.
+        on_open: called with the output folder before anything is trained.
 
     Returns:
         ``Sweep``.

@@ -101,7 +101,7 @@ class Task(ABC):
         specs = LayerSpecs.parse(spec)
         if not cls.reads_text and any(isinstance(one.layout, TextLayout) for one in specs.pattern):
             raise ConfigError(
-                f"{quoted(spec)} has the parts of a text as levels, and {cls.name} has no text: use it with the task text"
+                f"{quoted(spec)} has text units as levels, and {cls.name} has no text: use it with the task text"
             )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""From settings to the model and the optimiser of a run, in the standard parametrisation or in muP."""
+"""Builds the model and the optimiser of a run from its settings, in the standard parametrisation or in muP."""
 
 from __future__ import annotations
 
@@ -109,20 +109,20 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    """The model compiled for each of the shapes that it meets, or as it is, with a warning, where nothing can be compiled.
+    """The model, compiled for each of its input shapes; unchanged, with a warning, where nothing can be compiled.
 
-    Raises dynamo's limit of shapes for the process. Compiled code needs a C++ compiler on CPU, and Triton on CUDA; whether they work is tried on a function of one line.
+    Increases dynamo's limit of shapes for the process. Compiled code needs a C++ compiler on CPU, and Triton on CUDA; whether they work is tried on a function of one line.
     """
     device = next(model.parameters()).device
     if any(isinstance(module, Attention) and isinstance(module.layout, TextLayout) for module in model.modules()):
-        logger.warning("training is not compiled, and slower: the layout of mlr-text is another for every batch")
+        logger.warning("training is not compiled, and slower: the layout of mlr-text differs from batch to batch")
         return model
     try:
         torch.compile(_probe)(torch.zeros(2, device=device))
-    except Exception as error:  # whatever goes wrong inside a compiler: the run can do without
+    except Exception as error:  # any error of a compiler: the run continues uncompiled
         logger.warning("training is not compiled, and slower: %s", str(error).strip().splitlines()[0])
         return model
-    # Past its limit, 8 by default, dynamo runs new shapes uncompiled: the last sizes of a curriculum, which are the most of the work.
+    # Past its limit, 8 by default, dynamo runs new shapes uncompiled: the last sizes of a curriculum, which are most of the work.
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_SHAPES)
     return torch.compile(model, dynamic=False)  # type: ignore[return-value]

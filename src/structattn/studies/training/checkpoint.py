@@ -48,14 +48,14 @@ class Checkpoint:
 def save_checkpoint(
     root: Path, step: int, *, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any], keep: int = 2
 ) -> Path:
-    """Writes ``root/step-00000123`` at once and completely, or not at all.
+    """Writes ``root/step-00000123`` atomically.
 
     Args:
         root: folder of the checkpoints of one run, created.
         step: number of finished steps.
         tensors: groups of tensors, one safetensors file each.
         state: plain JSON data.
-        keep: how many of the newest checkpoints stay.
+        keep: the number of newest checkpoints to keep.
 
     Returns:
         The folder of the checkpoint.
@@ -101,18 +101,18 @@ def save_checkpoint(
 
 
 def _step(folder: Path) -> int:
-    """The step of a folder by its name, and where that is a temporary one, by its manifest; -1 if it says none."""
+    """The step of a folder by its name, or by its manifest if the name is temporary; -1 if unknown."""
     text = folder.name.removeprefix(_PREFIX)
     if folder.name.startswith(_PREFIX):
         return int(text) if text.isdecimal() else -1
-    try:  # asked once: a run that is going on may rename the folder between two looks
+    try:  # read once: a run in progress may rename the folder between two reads
         return int(_manifest(folder)["step"])
     except CheckpointError:
         return -1
 
 
 def _newest_first(root: Path) -> list[Path]:
-    """The checkpoints, also damaged ones; behind that of a step the one with a temporary name, which a kill left there."""
+    """The checkpoints, also damaged ones; after that of a step the one with a temporary name, which a kill left there."""
     found = [*root.glob(f"{_PREFIX}*"), *root.glob(f"{TEMPORARY}*")] if root.is_dir() else []
     steps = {folder: _step(folder) for folder in found}
     return sorted((folder for folder in found if steps[folder] >= 0), key=steps.__getitem__, reverse=True)
@@ -129,7 +129,7 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def load_latest(root: Path) -> Checkpoint | None:
-    """The newest checkpoint below ``root`` that is as it was written, ``None`` if there is none at all. A warning names those that are not.
+    """The newest undamaged checkpoint below ``root``, ``None`` if there are no checkpoints. A warning names damaged ones.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
@@ -142,7 +142,7 @@ def load_latest(root: Path) -> Checkpoint | None:
             damage = damage or error
             continue
         if damage is not None:
-            logger.warning("%s. Going on from the checkpoint before it, %s", damage, path)
+            logger.warning("%s. Continuing from the checkpoint before it, %s", damage, path)
         return found
     if damage is not None:
         raise CheckpointError(f"{damage}. There is no other checkpoint: delete {root} to begin again") from damage
@@ -168,7 +168,7 @@ def _manifest(path: Path) -> dict[str, Any]:
         int(manifest["step"])
         sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.name != _MANIFEST}
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path / _MANIFEST} is no manifest of a checkpoint: {error!r}") from error
+        raise CheckpointError(f"{path / _MANIFEST} is not the manifest of a checkpoint: {error!r}") from error
     if sizes.keys() != listing.keys():
         raise CheckpointError(f"{path}: expected files {sorted(listing)}, got {sorted(sizes)}")
     for name, size in sizes.items():

@@ -10,7 +10,7 @@ from structattn.errors import ConfigError
 
 # Settings that may differ when a run is resumed: no result depends on them.
 WITHOUT_EFFECT = ("process_timeout",)
-_LONGEST_TIMEOUT_S = 1e9  # what the clocks of torch.distributed hold
+_LONGEST_TIMEOUT_S = 1e9  # the largest timeout of torch.distributed
 Schedule = Literal["constant", "cosine", "wsd", "one-cycle"]
 
 
@@ -21,15 +21,15 @@ class TrainingConfig:
     Args:
         steps: optimiser steps (at most, when ``patience`` is set).
         batch_size: examples per step over all processes.
-        micro_batch_size: most examples that a process computes at once; the gradients of a step are added up over as many passes as
-            it takes, and are the same but for rounding. Default ``None``: all at once.
+        micro_batch_size: most examples that a process computes at once; the gradients of a step are accumulated over as many passes as
+            needed, and are the same up to rounding. Default ``None``: all at once.
         learning_rate: peak AdamW learning rate.
         schedule: ``"constant"`` after the warm-up, ``"cosine"`` to zero after it, ``"wsd"`` (warm-up, stable, decay: linearly to zero
             over the last quarter), or ``"one-cycle"`` (up and down again).
         warmup_steps: linear warm-up of all but ``one-cycle``.
         weight_decay: decoupled weight decay on parameters of two or more dimensions.
         betas: AdamW's decay rates of the moments.
-        gradient_clip: largest global gradient norm; ``None`` leaves gradients alone.
+        gradient_clip: largest global gradient norm; ``None``: gradients are not clipped.
         eval_every: steps between validations (and TensorBoard entries of the validation score).
         patience: validations without a better score before training stops; ``None`` always runs all steps. When
             set, the weights of the best validation are the result.
@@ -37,11 +37,11 @@ class TrainingConfig:
         precision: ``"no"`` (float32) or ``"bf16"`` autocast.
         parametrization: ``"standard"``: one learning rate for all parameters; or ``"mup"``: initial weights, scaling of scores and
             learning rates by role (``structattn.mup``), so that a rate found on a small model holds for a wide one.
-        base_fan_in: under muP, the width at which ``learning_rate`` is meant. Default 768.
+        base_fan_in: under muP, the width for which ``learning_rate`` was chosen. Default 768.
         activation_checkpointing: keep only the input of every transformer block and compute the block again in the backward pass: the
-            same gradients, in less memory and about a third more time. Default ``False``.
+            same gradients, with less memory and about a third more time. Default ``False``.
         compile: train compiled code (``torch.compile``): slower to start, then faster. Default ``False``.
-        process_timeout: seconds after which the processes of a launcher give up one that does not answer: it is named, and all end. It
+        process_timeout: seconds after which the processes of a launcher stop waiting for one that does not answer: an error names it, and all end. It
             may differ when a run is resumed. Default: 300.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a finished run is on disk: ``run.json``, signed, and ``model.safetensors``, whose digest it holds. Reading it changes no file."""
+"""Files of a finished run: ``run.json``, signed, and ``model.safetensors``, whose digest it holds. Reading them changes no file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def write_finished(folder: Path, record: RunRecord, weights: dict[str, Tensor]) -> None:
-    """Writes the weights and then the record, with their digest, which makes the run a finished one.
+    """Writes the weights and then the record with their digest, which marks the run as finished.
 
     Raises:
         CheckpointError: a file cannot be written.
@@ -47,7 +47,7 @@ def write_finished(folder: Path, record: RunRecord, weights: dict[str, Tensor]) 
 
 
 def _why_not_finished(folder: Path) -> str:
-    """What a folder without a finished run is, and what to do with it."""
+    """Why a folder holds no finished run, and what to do."""
     if not folder.exists():
         return "there is no such folder"
     inside = sorted(path.parent for path in folder.glob(f"runs/**/{RECORD}"))
@@ -70,7 +70,7 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def progress_of(record: RunRecord, folder: Path) -> Progress | None:
-    """What a finished run did; of one of version 0.1.0 the last checkpoint says it, ``None`` where that is gone.
+    """The progress of a finished run; for version 0.1.0 from the last checkpoint, ``None`` if that is missing.
 
     Raises:
         CheckpointError: all checkpoints of such a run are damaged.

@@ -1,4 +1,4 @@
-"""What a run is known by: task, data, spec, seed and settings. A folder is continued and read as the run that it was begun as."""
+"""The identity of a run: task, data, spec, seed and settings. A folder is only resumed and read as the same run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from structattn.studies.training.config import WITHOUT_EFFECT, TrainingConfig
 
 
 def identity_of(task: Task, spec: str, config: TrainingConfig, seed: int) -> dict[str, Any]:
-    """What a run is known by, as plain data."""
+    """The identity of a run, as plain data."""
     found = {
         "task": task.name,
         "data": task.data_sha256,
@@ -26,10 +26,10 @@ def identity_of(task: Task, spec: str, config: TrainingConfig, seed: int) -> dic
 
 
 def check_identity(saved: dict[str, Any], wanted: dict[str, Any], task: Task, folder: Path) -> None:
-    """Raises ``CheckpointError`` unless what a folder holds is the run that is wanted.
+    """Raises ``CheckpointError`` unless a folder holds the expected run.
 
     Args:
-        saved: what it holds; more than an identity may be among it.
+        saved: the identity in the folder, perhaps with other entries.
         wanted: the identity of the run.
         task: of the run.
         folder: for the message.
@@ -37,11 +37,11 @@ def check_identity(saved: dict[str, Any], wanted: dict[str, Any], task: Task, fo
     # A setting that is newer than the checkpoint had its default value then.
     config = _default_settings() | _lasting(saved.get("config", {}))
     data = saved.get("data")
-    if data is None:  # the first checkpoints did not know it
+    if data is None:  # the first checkpoints did not record it
         data = wanted["data"]
     if data != wanted["data"]:
         raise CheckpointError(
-            f"the data have changed since the run in {folder} was started: put back what they were, or use another folder"
+            f"the data have changed since the run in {folder} was started: restore them, or use another folder"
         )
     found: dict[str, Any] = {name: saved.get(name) for name in wanted} | {"config": config, "data": data}
     place = task.data_path(wanted["task_config"])

@@ -34,11 +34,11 @@ _STEPS_BETWEEN_WAITS = 10  # for the device; where processes wait for each other
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """A trained model and how it got there.
+    """A trained model and the progress of its training.
 
     Attributes:
         model: with the final weights, or with early stopping the best ones. Under FSDP it is sharded: all processes must call it together.
-        progress: what the run did.
+        progress: of the run.
     """
 
     model: Any
@@ -61,13 +61,13 @@ class TrainingResult:
 
 
 def _collect(run: Run, losses: list[Tensor]) -> tuple[float, int]:
-    """Adds the losses of the last steps to the record; the one place that waits for the device, and for the other processes.
+    """Adds the losses of the last steps to the record; only here the loop waits for the device and the other processes.
 
     Returns:
         The newest loss, and the signal that asked a process to stop, 0 if none did: the same in all processes.
 
     Raises:
-        TrainingDivergedError: a loss is not finite. Nothing was saved since.
+        TrainingDivergedError: a loss is not finite. Nothing was saved since then.
     """
     state = run.state
     values = run.accelerator.reduce(torch.stack(losses), reduction="mean").tolist()
@@ -84,11 +84,11 @@ def _collect(run: Run, losses: list[Tensor]) -> tuple[float, int]:
 
 
 class _Board:
-    """The curves of a run for TensorBoard: begun with the first number, so that a run that fails before it leaves nothing behind.
+    """The curves of a run for TensorBoard: created with the first number, so that a run that fails earlier leaves no files.
 
     Args:
         folder: where they are; ``None`` in all processes but the main one.
-        step: from which earlier numbers, of a session that was killed, do not count.
+        step: earlier entries from this step on, of a killed session, are hidden.
     """
 
     def __init__(self, folder: Path | None, step: int) -> None:
@@ -96,7 +96,7 @@ class _Board:
         self._writer: SummaryWriter | None = None
 
     def add(self, name: str, value: float, step: int) -> None:
-        """One more point of a curve."""
+        """Adds a point to a curve."""
         if self._folder is None:
             return
         if self._writer is None:
@@ -104,7 +104,7 @@ class _Board:
         self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the remaining entries."""
         if self._writer is not None:
             self._writer.close()
 
@@ -141,7 +141,7 @@ def _speed_meter(run: Run) -> SpeedMeter:
 
 
 def _record_speed(run: Run, meter: SpeedMeter, memory: PeakMemory, board: _Board) -> None:
-    """One more entry of ``speeds``, of the main process's view, and the same for TensorBoard."""
+    """Adds an entry to ``speeds``, measured by the main process, and to TensorBoard."""
     step = run.state.step
     speed, peak = meter.read(), memory.peak_bytes()
     run.state.speeds.append({"step": step} | speed | {"peak_memory_bytes": peak})
@@ -225,7 +225,7 @@ def train(
 ) -> TrainingResult:
     """Trains the task's model with one attention variant.
 
-    Weights, batches and dropout are functions of (seed, step) alone: a run that is killed at any moment and resumed ends with
+    Weights, batches and dropout are functions of (seed, step) only: a run that is killed at any moment and resumed ends with
     the same weights, bit for bit on one CPU. Under a launcher (``torchrun``, ``accelerate launch``) all processes train one model.
 
     Args:
@@ -237,7 +237,7 @@ def train(
         resume: continue from the last checkpoint there, if there is one; a finished run returns its result at once, and none of its files
             changes.
         show_progress: a progress bar on stderr.
-        on_steps: called with the number of steps that are newly done, or need not be done: all calls sum to ``config.steps``.
+        on_steps: called with the number of newly finished or skipped steps: all calls sum to ``config.steps``.
         on_evaluation: called with every entry of ``history``, first with those from before an interruption, then with each as it is made.
 
     Returns:
@@ -245,9 +245,9 @@ def train(
 
     Raises:
         ConfigError: the seed is not in [0, 2**63), ``run_dir`` holds a run and ``resume`` is off, or the batch does not divide over the processes.
-        CheckpointError: what is there is of other settings, every checkpoint is damaged (of some, a warning names them), or one cannot be written.
+        CheckpointError: the run there has other settings, every checkpoint is damaged (a warning if only some are), or one cannot be written.
         TrainingDivergedError: the loss or a weight is not finite; the last checkpoint is from before that.
-        Stopped: a process was asked to stop, where ``interrupt`` listens; there is a checkpoint of the last step.
+        Stopped: a process was asked to stop inside ``interrupt.handled``; there is a checkpoint of the last step.
     """
     check_int("seed", seed, minimum=0, maximum=MAX_SEED)
     if not resume and (is_finished(run_dir) or has_checkpoints(run_dir / "checkpoints")):
@@ -263,7 +263,7 @@ def train(
             if checkpoint is not None:
                 run.restore(checkpoint)
                 if run.state.finished:
-                    run.write_result()  # it was killed between its last checkpoint and its model files, or they are damaged
+                    run.write_result()  # the run was killed between its last checkpoint and its model files, or they are damaged
         before = finished or run.state.progress()
         for entry in before.history:
             tell_evaluation(entry)

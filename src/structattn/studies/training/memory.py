@@ -18,14 +18,14 @@ class PeakMemory:
     """
 
     def start(self) -> None:
-        """Begins a new measurement."""
+        """Starts a new measurement."""
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak_bytes(self) -> int:
-        """Bytes at the highest point."""
+        """Peak memory in bytes."""
         if torch.cuda.is_available():
             return int(torch.cuda.max_memory_allocated())
         status = Path("/proc/self/status")

@@ -1,4 +1,4 @@
-"""Processes that depend on others: they end with the one that started them, and say which of a launcher's no longer answers."""
+"""Processes that depend on others: workers end with their parent, and processes of a launcher name the one that no longer answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from structattn.errors import TrainingFailedError
 
 logger = logging.getLogger(__name__)
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
-# A process that waits for a stopped one is ended by the watch, which knows which one it is, and only if that fails by its process group.
+# A process that waits for a stopped one is ended by the watchdog, which knows which one it is, and only if that fails by its process group.
 _LATER = 30.0
 
 
@@ -73,13 +73,13 @@ def follow_launcher() -> None:
 
 
 def group_timeout(seconds: float) -> timedelta:
-    """How long an operation of all processes may take before PyTorch gives it up."""
+    """The timeout of collective operations in PyTorch."""
     return timedelta(seconds=seconds + _LATER)
 
 
 @contextlib.contextmanager
 def named_loss(index: int, count: int) -> Iterator[None]:
-    """Where another process ended in the middle of an operation of all, the error is a ``TrainingFailedError`` of one line."""
+    """If another process ends during a collective operation, the error is a ``TrainingFailedError`` of one line."""
     try:
         yield
     except RuntimeError as error:
@@ -94,27 +94,27 @@ def named_loss(index: int, count: int) -> Iterator[None]:
 
 @functools.cache
 def watch(index: int, count: int, seconds: float) -> None:
-    """Ends this process, with one line that says why, when another one has not answered for so long: stopped, killed, or its machine gone.
+    """Ends this process with a one-line reason when another one has not answered for that time: stopped, killed, or its machine lost.
 
-    Each of the ``count`` processes says in the launcher's store that it lives. Without this, those that are left wait for the others in the
+    Each of the ``count`` processes writes a heartbeat to the launcher's store. Without this, the remaining ones wait for the others in the
     middle of a step. Called again, it does nothing.
 
     Args:
         index, count: of this process, and how many there are.
-        seconds: after which a silent process is given up.
+        seconds: after which a silent process counts as lost.
     """
     if count > 1 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         _Watch(index, count, seconds)
 
 
 class _Watch:
-    """Two threads: one asks the store, the other looks at the clock, also where the store does not answer."""
+    """Two threads: one polls the store, the other checks the time, also while the store does not answer."""
 
     def __init__(self, index: int, count: int, seconds: float) -> None:
         self.index, self.count, self.seconds = index, count, seconds
         self.interval = min(1.0, seconds / 4)
         self.left = threading.Event()
-        self.answered = time.monotonic()  # when the store did
+        self.answered = time.monotonic()  # of the last answer of the store
         self.seen = {other: self.answered for other in range(count) if other != index}
         threads = [threading.Thread(target=run, name="watch-processes", daemon=True) for run in (self._ask, self._look)]
         for thread in threads:
@@ -127,7 +127,7 @@ class _Watch:
         atexit.register(leave)
 
     def _ask(self) -> None:
-        """Says that this process lives, and notes which others do."""
+        """Writes the heartbeat of this process, and reads those of the others."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore  # not in every build of PyTorch
 
         prefix = f"structattn-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -146,7 +146,7 @@ class _Watch:
                     store.set(f"left-{self.index}", "")
                     return
         except RuntimeError as error:
-            # The store is gone: with the launcher, which ends this process as well, or with a first process that is done.
+            # The store is gone: the launcher has ended, which ends this process as well, or the first process has finished.
             logger.debug("the other processes are no longer watched: %s", error)
             self.left.set()
 
@@ -154,7 +154,7 @@ class _Watch:
         before = time.monotonic()
         while not self.left.wait(self.interval):
             now = time.monotonic()
-            if now - before > self.seconds / 2:  # this process was stopped itself, and knows nothing of the others
+            if now - before > self.seconds / 2:  # this process was stopped itself, and has no news of the others
                 self.answered = now
                 self.seen.update(dict.fromkeys(self.seen, now))
             silent = [other for other, last in self.seen.items() if now - last > self.seconds]

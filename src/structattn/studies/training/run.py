@@ -1,4 +1,4 @@
-"""One run: its model, its optimiser, and what is saved of them."""
+"""One run: its model, its optimiser, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass
 class LoopState:
-    """What changes during a run besides weights and moments; plain data in the checkpoint. The record of the run keeps a part of it."""
+    """The state of a run besides weights and moments; plain data in the checkpoint. The record of the run keeps some of it."""
 
     step: int = 0
     history: list[dict[str, float]] = dataclasses.field(default_factory=list)
@@ -52,7 +52,7 @@ class LoopState:
     finished: bool = False
 
     def progress(self) -> Progress:
-        """What the run did, for its record."""
+        """The progress of the run, for its record."""
         return read_as(Progress, without_state(dataclasses.asdict(self)), "the progress of the run")
 
 
@@ -68,7 +68,7 @@ class Run:
         self.shards = sharding.is_requested()
         processes.follow_launcher()
         timeout = InitProcessGroupKwargs(timeout=processes.group_timeout(config.process_timeout))
-        # accelerate would shard on GPUs only, and by the launcher's version of FSDP: it is not told, and ``sharding`` does it.
+        # accelerate would shard on GPUs only, and by the launcher's version of FSDP: so ``sharding`` does it instead.
         # Without a GPU it joins the processes of a launcher only if it is told to stay on the CPU.
         with patch_environment(accelerate_use_fsdp="false"):
             self.accelerator = Accelerator(
@@ -100,7 +100,7 @@ class Run:
     def prepare_training(self) -> None:
         """Puts the model on the device, shares it among the processes, and builds its optimiser."""
         if self._is_sharded:
-            # The parameters are new ones afterwards: the optimiser comes last.
+            # The parameters are new objects afterwards: the optimiser is built last.
             self.wrapped: nn.Module = sharding.shard(self.model, self.accelerator.device)
             self.optimizer = self.accelerator.prepare_optimizer(build_optimizer(self.model, self.config))
         else:
@@ -120,7 +120,7 @@ class Run:
         return self.run_dir / "checkpoints"
 
     def save(self) -> None:
-        """Writes a checkpoint of the present moment; all processes call it together, the main one writes.
+        """Writes a checkpoint of the current state; all processes call it together, the main one writes.
 
         Raises:
             TrainingDivergedError: a weight is not finite; nothing is written.
@@ -141,25 +141,25 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def _check_weights(self) -> None:
-        """A loss may be finite and its gradient not: the weights show it one step before the next loss does."""
+        """A loss may be finite and its gradient not: the weights show this one step before the next loss."""
         with torch.no_grad():
             finite = torch.stack([sharding.own_part(p).isfinite().all() for p in self.model.parameters()]).all()
         if float(self.accelerator.reduce((~finite).float(), reduction="sum")) > 0:
             raise self.diverged("a weight is not finite", self.state.step - 1)
 
     def diverged(self, what: str, step: int) -> TrainingDivergedError:
-        """The error of a run that went wrong at a step, which names the checkpoint from before it."""
+        """The error of a run that diverged at a step; it names the checkpoint from before that step."""
         last = latest_checkpoint(self.checkpoints)
         where = "There is no checkpoint from before it" if last is None else f"The checkpoint {last} is from before it"
-        # The loss of the first step is one of weights that no rate has changed.
+        # The loss of the first step does not depend on the learning rate.
         advice = f"try a learning rate below {self.config.learning_rate:g}"
         if what.startswith("the training loss") and step == 0:
-            advice = "no weight had changed yet: look at the data and at the settings of the task"
+            advice = "no weight had changed yet: check the data and the settings of the task"
         return TrainingDivergedError(f"{self.spec}: {what} at step {step}; {advice}. {where}")
 
     def read_result(self) -> Progress | None:
-        """Takes over the weights that a finished run of the same settings left, and changes no file; what it did. ``None`` if there is
-        nothing, or only a checkpoint to make it from.
+        """Loads the weights of a finished run of the same settings, without changing files; returns its progress. ``None`` if there is
+        none, or only a checkpoint.
 
         Raises:
             CheckpointError: the run is of other settings, or is damaged and has no checkpoint.
@@ -182,7 +182,7 @@ class Run:
         return progress
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Puts a checkpoint back; raises ``CheckpointError`` if it belongs to other settings."""
+        """Restores a checkpoint; raises ``CheckpointError`` if it belongs to other settings."""
         check_identity(checkpoint.state.get("settings", {}), self.identity, self.task, self.run_dir)
         self.load(checkpoint.tensors["model"])
         own = self.model.state_dict()
@@ -211,7 +211,7 @@ class Run:
             raise CheckpointError(f"the weights in {self.run_dir} are not those of this model: {error}") from error
 
     def keep_best(self) -> None:
-        """Remembers the present weights as the best."""
+        """Keeps a copy of the current weights as the best."""
         self.best = {name: sharding.kept(value) for name, value in self.model.state_dict().items()}
 
     def finish(self) -> None:
@@ -230,11 +230,11 @@ class Run:
                 **self.identity, record=self.task.record(), progress=self.state.progress(), model_sha256=""
             )
             for folder in (self.checkpoints, self.run_dir):
-                remove_temporary(folder)  # of saves that were killed: from here on nothing else would
+                remove_temporary(folder)  # of killed saves: nothing else removes them from here on
             write_finished(self.run_dir, record, tensors)
         self.accelerator.wait_for_everyone()
 
     def load_best(self) -> None:
-        """Puts the best weights into the model, where early stopping kept them."""
+        """Loads the best weights into the model, if early stopping kept them."""
         if self.best:
             self.load(self.best)

@@ -1,6 +1,6 @@
-"""Fully sharded data parallelism (FSDP2): every process holds a part of the weights and moments; files hold them whole.
+"""Fully sharded data parallelism (FSDP2): every process holds a shard of the weights and moments; files hold them whole.
 
-Whether a run is sharded is said when it is launched and is no setting of the run, so that a run may be resumed the other way.
+Sharding is chosen at launch and is not a setting of the run, so that a run may be resumed with or without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from structattn.layers.block import TransformerBlock
 
 _NOT_SUPPORTED = {
     "FSDP_OFFLOAD_PARAMS": "weights stay on the device: leave out --fsdp_offload_params",
-    "FSDP_ACTIVATION_CHECKPOINTING": "use training.activation_checkpointing=true in its place",
+    "FSDP_ACTIVATION_CHECKPOINTING": "use training.activation_checkpointing=true instead",
 }
 
 
@@ -42,19 +42,19 @@ def is_requested() -> bool:
 
 
 def reshards_after_forward() -> bool:
-    """Whether a block gives up the weights of other processes after its forward pass, and gathers them again for the backward pass.
+    """Whether a block frees the gathered weights after its forward pass, and gathers them again for the backward pass.
 
-    The launcher says it by ``FSDP_RESHARD_AFTER_FORWARD``, as a truth value or as a strategy of FSDP1. Default: it does.
+    The launcher sets ``FSDP_RESHARD_AFTER_FORWARD``, as a truth value or as a strategy of FSDP1. Default: yes.
     """
     word = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
     return word not in ("false", "0", "no", "shard_grad_op", "no_shard")
 
 
 def shard(model: nn.Module, device: torch.device) -> nn.Module:
-    """Shards a model over all processes, in place: each ``TransformerBlock`` for itself, then what is left.
+    """Shards a model over all processes, in place: each ``TransformerBlock`` separately, then the rest.
 
     The processes must have the same weights. A block gathers its weights before its forward and backward pass, in their own precision:
-    losses are those of one process up to rounding. Build the optimiser afterwards: it then holds only this process's part.
+    losses are those of one process up to rounding. Build the optimiser afterwards: it then holds only the shard of this process.
 
     Args:
         model: on any device; not yet wrapped.
@@ -91,11 +91,11 @@ def exchange_gradients(model: nn.Module, on: bool) -> None:
 
 
 def whole(tensors: dict[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """The tensors on the CPU, with those that are divided among the processes put together.
+    """The tensors on the CPU, with sharded ones gathered.
 
     Args:
         tensors: the same names in the same order in all processes, which must call this together.
-        keep: whether this process wants them; else it only gives its parts, and gets an empty dict.
+        keep: whether this process gets them; otherwise it only sends its shards, and gets an empty dict.
 
     Cost: memory of the device for one whole tensor at a time.
     """
@@ -110,7 +110,7 @@ def whole(tensors: dict[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
 
 
 def divided_like(tensor: Tensor, model: Tensor) -> Tensor:
-    """A tensor as another of its shape is: on its device, and divided if that is. Every process has it whole and takes its part."""
+    """A tensor placed like another of its shape: on its device, and sharded if that one is. Every process has it whole and keeps its shard."""
     if isinstance(tensor, DTensor):
         return tensor
     value = tensor.to(model.device)
@@ -120,10 +120,10 @@ def divided_like(tensor: Tensor, model: Tensor) -> Tensor:
 
 
 def kept(tensor: Tensor) -> Tensor:
-    """A copy for later: on the CPU, or of a divided tensor this process's part where it is."""
+    """A copy: on the CPU, or of a sharded tensor the shard of this process on its device."""
     return tensor.detach().clone() if isinstance(tensor, DTensor) else tensor.detach().cpu().clone()
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """The local shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""How fast a run is: tokens per second, and the share of the machine's own matrix products that they amount to (MFU)."""
+"""The speed of a run: tokens per second, and model FLOPs utilisation (MFU) relative to measured matrix products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS_PER_SIZE = 0.04
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Returns when the device has done all that it was given; at once on a CPU."""
+    """Waits until the device has finished all work; returns at once on a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -23,7 +23,7 @@ def wait_for_device(device: torch.device) -> None:
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of square matrix products on this device, measured: the best of several sizes, with the threads that torch uses now.
 
-    What a training step could reach if it were nothing but large products; never a number from a datasheet. Measured once for each
+    The upper bound of a training step of only large products; measured, not from a datasheet. Measured once for each
     device, dtype and number of threads of a process: about a tenth of a second to half a second.
     """
     return _measured_rate(device, dtype, torch.get_num_threads())
@@ -50,10 +50,10 @@ def _measured_rate(device: torch.device, dtype: torch.dtype, threads: int) -> fl
 
 @dataclass
 class SpeedMeter:
-    """Counts tokens, FLOPs and seconds of training steps, without what lies between ``stop`` and ``start``.
+    """Counts tokens, FLOPs and seconds of training steps, without the time between ``stop`` and ``start``.
 
     Args:
-        peak: FLOP/s that all processes together could do, see ``matmul_rate``.
+        peak: FLOP/s of all processes together, see ``matmul_rate``.
         passes: FLOPs of a training step that the hardware does, over those of its forward passes: 3 (the backward pass counts twice),
             4 where activations are computed again.
         clock: seconds. Default: ``time.perf_counter``.
@@ -70,11 +70,11 @@ class SpeedMeter:
     _started: float | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Training begins, or goes on."""
+        """Training starts or continues."""
         self._started = self.clock()
 
     def count(self, tokens: int, flops: int) -> None:
-        """One more step: its tokens and forward FLOPs, over all processes."""
+        """Adds a step: its tokens and forward FLOPs, over all processes."""
         self._tokens += tokens
         self._flops += flops
 
@@ -85,8 +85,8 @@ class SpeedMeter:
             self._started = None
 
     def read(self) -> dict[str, float]:
-        """What was counted since the last reading, ``stop`` having been called: ``seconds``, ``tokens_per_second``, ``mfu`` = 3 x
-        forward FLOPs / (seconds x peak), and ``hfu``, the same with all FLOPs that the hardware did. All 0 if nothing was."""
+        """The counts since the last reading; call ``stop`` first: ``seconds``, ``tokens_per_second``, ``mfu`` = 3 x
+        forward FLOPs / (seconds x peak), and ``hfu``, the same with all FLOPs that the hardware did. All 0 without steps."""
         seconds = self._seconds
         tokens, flops = (self._tokens / seconds, self._flops / seconds / self.peak) if seconds > 0 else (0.0, 0.0)
         self._tokens, self._flops, self._seconds = 0, 0, 0.0

@@ -39,7 +39,7 @@ def learning_rate_at(step: int, config: TrainingConfig) -> float:
 def train_step(run: Run) -> tuple[Tensor, float]:
     """One optimiser step; returns the loss, still on its device, and the learning rate."""
     step, config, accelerator = run.state.step, run.config, run.accelerator
-    # Dropout is a function of (seed, step) too: no random state has to be stored to resume bit for bit.
+    # Dropout is a function of (seed, step) too, so no random state is stored to resume bit for bit.
     torch.manual_seed(derive_seed("dropout", run.seed, step, accelerator.process_index))
     rate = learning_rate_at(step, config)
     for group in run.optimizer.param_groups:

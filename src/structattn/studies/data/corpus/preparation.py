@@ -99,7 +99,7 @@ def prepare(
         out: the folder, made when missing.
         resume: continue what was begun there; a finished corpus of the same settings is returned at once, also where its source is gone.
         show_progress: a progress bar on stderr.
-        on_open: is called with the folder before anything is read, unless it holds the finished corpus.
+        on_open: called with the folder before anything is read, unless it holds the finished corpus.
 
     Returns:
         The manifest.

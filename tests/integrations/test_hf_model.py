@@ -287,5 +287,5 @@ def test_a_list_in_one_text_is_repeated_over_the_layers() -> None:
 def test_levels_of_a_text_are_refused() -> None:
     with pytest.raises(ConfigError, match="does not know which tokens end lines"):
         config("mlr-text:4|4")
-    with pytest.raises(ConfigError, match="does not tell a model which tokens end lines"):
+    with pytest.raises(ConfigError, match="does not give a model the tokens that end lines"):
         trained_spec("mlr-text:4|4")

@@ -145,12 +145,12 @@ def _matrix(size=4, value=1.0):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"not an array", "no file of numpy.save"),
+        (b"not an array", "not a file of numpy.save"),
         (HUGE_HEADER, "its header asks for more than the memory"),
         (np.zeros(3), r"\(3,\)"),
         (np.zeros((2, 2), dtype=complex), "complex"),
         (np.array([["a"]]), "<U1"),
-        (np.array([[None]], dtype=object), "no file of numpy.save"),
+        (np.array([[None]], dtype=object), "not a file of numpy.save"),
     ],
     ids=["bytes", "header", "vector", "complex", "text", "pickle"],
 )

@@ -213,7 +213,9 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             CacheError: the padding is not that of the tokens so far.
         """
-        if self.level_cache is None or self.level_cache.length == 0:  # after a crop to no tokens, another batch may follow
+        if (
+            self.level_cache is None or self.level_cache.length == 0
+        ):  # after a crop to no tokens, another batch may follow
             self.level_cache = new()
             self.is_initialized = True
         cache = self.level_cache

@@ -303,9 +303,7 @@ def _chosen(layers: Sequence[int] | None, count: int) -> list[int]:
 
 def _unsupported(model: Any) -> str:
     if isinstance(model, StructurizedModel):
-        return (
-            f"{type(model).__name__} is structurized already: structurize the plain model again, from its original weights"
-        )
+        return f"{type(model).__name__} is structurized already: structurize the plain model again, from its original weights"
     attentions = ", ".join(kind.__name__ for kind in STRUCTURED_ATTENTION)
     models = ", ".join(kind.__name__ for kind in STRUCTURIZED_MODELS)
     return (

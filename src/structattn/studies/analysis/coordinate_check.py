@@ -1,4 +1,4 @@
-"""Does muP hold here? Sizes inside the model against width after a few steps, and the best learning rate against width."""
+"""Checks of muP: activation sizes against width after a few steps, and the best learning rate against width."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class CheckConfig:
         record_steps: after which training steps sizes are measured; the last one ends the training.
         learning_rate: of the coordinate check, that of matrices with ``base_width`` inputs.
         base_width: the fan-in at which muP and the standard parametrisation use the same rate for matrices.
-        seeds: draws of the initial weights at the largest width; data are the same for all. Smaller models differ more between draws
-            and cost less: ``draws`` says how many they get.
+        seeds: draws of the initial weights at the largest width; the data are the same. Smaller models differ more between draws
+            and cost less: ``draws`` gives their number.
         transfer_widths: of the transfer check; empty to leave it out.
         transfer_rates: learning rates tried, at ``base_width``.
         transfer_steps: training steps of one run of it.
         transfer_seeds: draws of the initial weights, whose losses are averaged.
-        transfer_structures: those of the structures that it is made for.
+        transfer_structures: the structures that it is run for.
         bench: model and data.
 
     Raises:
@@ -86,10 +86,12 @@ class CheckConfig:
             if len(found) == 1 or not (found or name == "transfer_widths"):
                 raise ConfigError(f"{name}: a check compares at least two different widths, got {list(found)}")
         if not self.structures or len(set(self.structures)) != len(self.structures):
-            raise ConfigError(f"give at least one structure, and each once; got {', '.join(self.structures) or 'none'}")
+            raise ConfigError(
+                f"give at least one structure, without repetition; got {', '.join(self.structures) or 'none'}"
+            )
         steps = list(self.record_steps)
         if not steps or steps[0] < 1 or steps != sorted(set(steps)):
-            raise ConfigError(f"sizes are measured after steps 1, 2, ..., each once and in order, got {steps}")
+            raise ConfigError(f"sizes are measured after increasing steps 1, 2, ..., got {steps}")
         for name in ("seeds", "base_width", "transfer_steps", "transfer_seeds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -113,7 +115,7 @@ class CheckConfig:
 
     @property
     def transferred(self) -> tuple[str, ...]:
-        """The structures that the transfer check is made for."""
+        """The structures of the transfer check."""
         return tuple(text for text in self.structures if self.transfer_widths and text in self.transfer_structures)
 
 
@@ -129,7 +131,7 @@ QUICK = CheckConfig(
 
 
 def log_slope(widths: Sequence[int], sizes: Sequence[float]) -> float | None:
-    """The least-squares slope of log size against log width; ``None`` where a size is zero or no number."""
+    """The least-squares slope of log size against log width; ``None`` where a size is zero or not finite."""
     if not all(0 < size < math.inf for size in sizes):
         return None
     return statistics.linear_regression([math.log(w) for w in widths], [math.log(s) for s in sizes]).slope
@@ -141,7 +143,7 @@ def large_end(widths: Sequence[int]) -> int:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The geometric mean; zero if one is, and infinite if one is no number."""
+    """The geometric mean; zero if one is zero, and infinite if one is NaN."""
     if not all(math.isfinite(value) for value in values):
         return math.inf
     return statistics.geometric_mean(values) if all(values) else 0.0
@@ -150,7 +152,7 @@ def _mean(values: Sequence[float]) -> float:
 def coordinate_check(
     structure: str, parametrization: Parametrization, config: CheckConfig, tick: Tick | None = None
 ) -> Coordinates:
-    """Trains at every width for a few steps on one batch and measures the sizes inside (see ``mup_models.QUANTITIES``).
+    """Trains at every width for a few steps on one batch and measures activation sizes (see ``mup_models.QUANTITIES``).
 
     Args:
         structure: an attention spec; ranks are read as proportions.
@@ -353,5 +355,5 @@ def _record(config: CheckConfig, command: str, show_progress: bool) -> MupRecord
 
 
 def _cost(width: int, steps: int) -> int:
-    """A run's share of the progress bar."""
+    """The share of a run in the progress bar."""
     return steps * (width**2 + 128**2)

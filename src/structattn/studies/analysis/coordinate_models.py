@@ -1,4 +1,4 @@
-"""What the muP check trains: one attention variant at many widths, a small regression model, and probes of its sizes."""
+"""The models of the muP check: one attention variant at many widths, a small regression model, and probes of its activations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from structattn.spec.layers import LayerSpecs
 Parametrization = Literal["mup", "standard"]
 Prompts = tuple[Tensor, Tensor]
 
-# What a probe measures, and in words; all are root mean squares.
+# The quantities of a probe, with descriptions; all are root mean squares.
 QUANTITIES = {
     "scores": "learned scores",
     "attention": "attention output",
@@ -60,10 +60,10 @@ def apportioned(shares: Sequence[int], total: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Growing:
-    """One attention variant at every width: ranks that the head dimension is divided into grow with it.
+    """One attention variant at every width: ranks grow in proportion to the head dimension.
 
     The ranks of a layout, those of its values, and the ranks of bilinear MLR (which in the paper sum to the head dimension) are
-    read as proportions: ``mlr:4|2|1|1`` is ``mlr:16|8|4|4`` in heads of 32. The other numbers of a spec stay: the rank of a BTT,
+    read as proportions: ``mlr:4|2|1|1`` is ``mlr:16|8|4|4`` in heads of 32. The other numbers of a spec are unchanged: the rank of a BTT,
     windows, blocks.
 
     Args:
@@ -108,17 +108,17 @@ def _grown(spec: AttentionSpec, width: int, num_heads: int) -> AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """The small problem that is trained: in-context regression, the model but for its width and attention, and its data.
+    """The small training problem: in-context regression, its data, and the model except its width and attention.
 
     Args:
-        num_heads: the same at every width, so that the head dimension grows. Few, so that heads are large: what their first random
-            scores do to attention fades like the root of the head dimension, and would be seen as a slope.
+        num_heads: the same at every width, so that the head dimension grows. Few, so that heads are large: the effect of their initial random
+            scores on attention decreases like 1 / sqrt(head dimension), and would appear as a slope.
         num_layers: blocks.
         dim: d of the inputs.
         num_points: pairs in a prompt, 2 tokens each.
         batch_size: prompts in a batch.
-        mean: of every input coordinate. With a mean, what attention sums up does not cancel, and few tokens do little averaging: so
-            how sharp the first random scores happen to be, which does depend on the width, hardly matters.
+        mean: of every input coordinate. With a mean, the values that attention sums do not cancel, and few tokens average little: so
+            the sharpness of the initial random scores, which depends on the width, has little effect.
     """
 
     num_heads: int = 2
@@ -159,7 +159,7 @@ class Bench:
         return model
 
     def empty(self, structure: Growing, width: int, parametrization: Parametrization) -> ICLRegressor:
-        """The model on the meta device: whether it can be built, at no cost."""
+        """Builds the model on the meta device, to check at no cost that it can be built."""
         spec = structure.at(width, self.num_heads)
         try:
             with torch.device("meta"):
@@ -214,15 +214,15 @@ def attention_scores(attention: Attention, x: Tensor) -> Tensor:
 
 
 class Probe:
-    """Measures the sizes inside a model, against its weights at the time the probe is made.
+    """Measures activation sizes of a model, relative to its weights when the probe is made.
 
     Learned scores are the scores now minus those that the initial weights of the scoring give for the same hidden states: what
-    training has added. The initial scores themselves fade like the root of the head dimension under muP, whose scale is 1/D;
-    ``initial_scores`` in the results keeps an eye on them.
+    what The initial scores decrease like 1 / sqrt(head dimension) under muP, whose scale is 1/D;
+    ``initial_scores`` in the results records them.
 
     Args:
         model: the model at its first step.
-        batch: what it is given to measure.
+        batch: its input.
     """
 
     def __init__(self, model: ICLRegressor, batch: Prompts) -> None:
@@ -232,7 +232,7 @@ class Probe:
 
     @torch.no_grad()
     def sizes(self) -> dict[str, float]:
-        """The root mean square of every quantity, over all blocks where each has one; and of the initial weights' scores."""
+        """The root mean square of every quantity, over all blocks where each has one; and of the scores of the initial weights."""
         squares: dict[str, list[Tensor]] = {name: [] for name in (*QUANTITIES, "initial_scores")}
 
         def note(name: str, value: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Fit structures to matrices: error against parameters, as a table, a figure and a report."""
+"""Fits structures to matrices: error against parameters, as a table, a figure and a report."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Candidate:
     Attributes:
         family: the line it belongs to.
         text: what the user writes.
-        size: a structure with as many parameters, that exists where this one does.
-        run: fits a matrix; the argument says whether to show progress.
+        size: a structure with the same number of parameters, which exists for the same sizes.
+        run: fits a matrix; its argument is whether to show progress.
     """
 
     family: str
@@ -81,7 +81,7 @@ def _levels(dense: Tensor) -> tuple[int, ...]:
 
 
 def default_structures(num_rows: int, num_cols: int) -> tuple[str, ...]:
-    """A sweep over every family with fewer parameters than a dense matrix of that shape; families that lack the size are left out."""
+    """A sweep over every family with fewer parameters than a dense matrix of that shape; families that do not exist at the size are left out."""
     (_, b), (c, _) = factor_pair(num_rows)[::-1], factor_pair(num_cols)[::-1]
     powers = [2**k for k in range(12)]
     texts = [f"lowrank:{r}" for r in powers]
@@ -146,7 +146,7 @@ def fit_matrices(
 
     names = [matrix.name for matrix in matrices]
     if not matrices or len(set(names)) != len(names):
-        raise ConfigError(f"give at least one matrix, and each once; got {', '.join(names) or 'none'}")
+        raise ConfigError(f"give at least one matrix, without repetition; got {', '.join(names) or 'none'}")
     if len({"".join(text.split()) for text in structures}) != len(structures):
         raise ConfigError(f"structures must be unique, got {', '.join(structures)}")
     check_int("seed", seed, minimum=0, maximum=MAX_SEED)

@@ -25,7 +25,7 @@ _LARGEST_EXAMPLE = 2**14  # a matrix of 2 GiB
 
 @dataclass(frozen=True, kw_only=True)
 class NamedMatrix:
-    """A matrix with what a reader must know of it.
+    """A matrix with a name and a description.
 
     Attributes:
         name: short, for tables and titles.
@@ -40,7 +40,7 @@ class NamedMatrix:
 
 @dataclass(frozen=True)
 class Example:
-    """A matrix that can be made at any size: what it is, and how."""
+    """A matrix that can be made at any size: a description and a function."""
 
     about: str
     make: Callable[[int], Tensor]
@@ -82,7 +82,7 @@ EXAMPLES: Mapping[str, Example] = MappingProxyType(
 
 
 def load_matrix(text: str, size: int) -> NamedMatrix:
-    """The matrix that a word of the command line names.
+    """The matrix that a command-line argument names.
 
     Args:
         text: a path ending in .npy; a name in ``EXAMPLES``; or the folder of a finished run, whose score matrix of one head is
@@ -90,7 +90,7 @@ def load_matrix(text: str, size: int) -> NamedMatrix:
         size: of an example.
 
     Raises:
-        ConfigError: the text names nothing, or a layer or head that is not there.
+        ConfigError: the text names no matrix, or a layer or head that does not exist.
         DataError: the file cannot be read as one real matrix.
         CheckpointError: the folder holds no finished run.
     """
@@ -106,8 +106,8 @@ def load_matrix(text: str, size: int) -> NamedMatrix:
     if folder.is_dir():
         return _from_run(folder, int(found[2]) if found else 0, int(found[3]) if found else 0)
     raise ConfigError(
-        f"{text!r} is no .npy file, no folder of a run, and no example: {nearest_name(text, EXAMPLES)}; "
-        "save an array with numpy.save to fit your own"
+        f"{text!r} is not a .npy file, the folder of a run, or an example: {nearest_name(text, EXAMPLES)}; "
+        "save your array with numpy.save to fit it"
     )
 
 
@@ -120,9 +120,9 @@ def _from_file(path: Path) -> NamedMatrix:
         raise DataError(
             f"{path}: its header asks for more than the memory, and it has {path.stat().st_size:,} bytes: write a smaller matrix"
         ) from error
-    except (ValueError, EOFError) as error:  # numpy's own words advise to allow pickles
+    except (ValueError, EOFError) as error:  # the message of numpy advises to allow pickles
         raise DataError(
-            f"{path} is no file of numpy.save, or it holds objects: write the matrix with numpy.save"
+            f"{path} is not a file of numpy.save, or holds objects: write the matrix with numpy.save"
         ) from error
     if not isinstance(values, np.ndarray) or values.ndim != 2 or values.dtype.kind not in "fiub":
         shape, kind = getattr(values, "shape", None), getattr(values, "dtype", type(values).__name__)

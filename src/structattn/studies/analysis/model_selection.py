@@ -1,4 +1,4 @@
-"""What a search says: the setting that validation chooses for each method, and which of their test scores differ by more than their seeds do."""
+"""Model selection: the setting that validation chooses for each method, and which of their test scores are statistically distinguishable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LEVEL = 0.95
 
 
 def search(rows: Sequence[Row], baselines: Sequence[BaselineRow]) -> tuple[Choice, ...]:
-    """What validation chooses for each group of a comparison's rows: for each method the row with the lowest validation score.
+    """The choice by validation in each group of a comparison's rows: for each method the row with the lowest validation score.
 
     A baseline without a validation score keeps its first row.
     """
@@ -34,17 +34,17 @@ def search(rows: Sequence[Row], baselines: Sequence[BaselineRow]) -> tuple[Choic
 
 
 def _choose(entries: Sequence[tuple[int, str, float]]) -> tuple[int, ...]:
-    """The place of the lowest value of each name, in the order of the names."""
+    """The index of the lowest value of each name, in the order of the names."""
     names = dict.fromkeys(name for _, name, _ in entries)
     return tuple(min((value, i) for i, other, value in entries if other == name)[1] for name in names)
 
 
 def critical_differences(scores: Sequence[Sequence[float]]) -> CriticalDifferences | None:
-    """How far each method's mean over seeds must be from the lowest before seeds are no explanation.
+    """The critical difference of each method's mean over seeds from the lowest: larger ones are not explained by the seeds.
 
     Games and Howell's test: the 95 % point of the studentised range of all methods, since the lowest was picked from among them, with the
-    variances of the two methods alone and Welch's degrees of freedom. One variance for all, as in Tukey's, would let a single
-    method whose seeds differ much hide every other difference. It knows nothing of other test data.
+    variances of only the two methods and Welch's degrees of freedom. One variance for all, as in Tukey's, would let a single
+    method whose seeds differ much hide every other difference. It does not account for other test data.
 
     Args:
         scores: one for each seed, of each method, lower is better.

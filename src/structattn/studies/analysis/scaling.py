@@ -1,4 +1,4 @@
-"""What a grid of widths and budgets says: loss against compute for each method, and the compute that it saves."""
+"""Scaling laws of a grid of widths and budgets: loss against compute for each method, and the compute that it saves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from structattn.studies.analysis.scaling_law import Interval, compute_multiplier, fit_power_law, law_intervals
 from structattn.studies.records.comparison import ComputeShare, Law, LawPoint, Row, Scaling, Series
 
-_FITTED = 3  # numbers of a law; a law through as many points leaves nothing to judge it by
+_FITTED = 3  # parameters of a law; with as many points there are no residuals
 
 
 def scaling(rows: Sequence[Row], specs: Sequence[str]) -> Scaling:
@@ -16,14 +16,14 @@ def scaling(rows: Sequence[Row], specs: Sequence[str]) -> Scaling:
 
     Args:
         rows: of the comparison, each with a budget.
-        specs: in the order of the recipe; the first is what the others are measured against, unless ``standard`` is among them.
+        specs: in the order of the recipe; the first is the baseline of the others, unless ``standard`` is among them.
 
     Raises:
         ConfigError: a loss that is not positive and finite.
 
     Cost: 1,000 fits of the bootstrap for each interval, about a second for each law.
 
-    The best width is chosen by the mean over seeds of the losses that are shown, for the baseline as for every other.
+    The best width is chosen by the mean over seeds of the losses that are shown, for the baseline and all other methods.
     """
     baseline = "standard" if "standard" in specs else specs[0]
     found: dict[tuple[str | None, str], dict[int | None, list[LawPoint]]] = {}
@@ -71,7 +71,7 @@ def _law(width: int | None, points: list[LawPoint], baseline: list[LawPoint]) ->
 
 
 def _share(points: list[LawPoint], baseline: list[LawPoint]) -> ComputeShare | None:
-    """The compute for the baseline's losses; ``None`` where there are too few, or the two share none."""
+    """The compute for the baseline's losses; ``None`` where there are too few, or the two have none in common."""
     if len({point.compute for point in baseline}) < _FITTED:
         return None
     found = compute_multiplier(_measured(baseline), _measured(points))
@@ -91,7 +91,7 @@ def _measured(points: list[LawPoint]) -> tuple[list[float], list[tuple[float, ..
 
 
 def _has_spread(points: list[LawPoint]) -> bool:
-    """Whether there is more than the law needs, so that an interval means something."""
+    """Whether there are more points or seeds than the law needs, so that an interval is meaningful."""
     return len(points) > _FITTED or all(len(point.losses) > 1 for point in points)
 
 

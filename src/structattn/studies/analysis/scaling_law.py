@@ -1,4 +1,4 @@
-"""Loss against compute as a power law above what cannot be learned, and how much compute one method saves against another."""
+"""Loss against compute as a power law above an irreducible loss, and the compute that one method saves against another."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class PowerLaw:
 
     Attributes:
         irreducible: the loss at infinite compute.
-        coefficient: what is above it at ``reference``.
-        exponent: how fast that falls.
-        reference: FLOPs; the geometric mean of those that were fitted.
+        coefficient: the loss above it at ``reference``.
+        exponent: how fast that decreases.
+        reference: FLOPs; the geometric mean of the fitted ones.
     """
 
     irreducible: float
@@ -50,7 +50,7 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the range that holds the truth with 95 % confidence."""
+    """An estimate and its 95 % confidence interval."""
 
     estimate: float
     low: float
@@ -74,7 +74,7 @@ class Multiplier:
 
     @property
     def is_distinguishable(self) -> bool:
-        """Whether the interval leaves 1 out."""
+        """Whether the interval excludes 1."""
         return 1.0 not in self.ratio
 
 
@@ -92,7 +92,7 @@ def fit_power_law(compute: Sequence[float] | Floats, losses: Sequence[Sequence[f
         ConfigError: fewer points, or numbers that are not positive.
 
     Method: for a given exponent the law is linear in the other two, and least squares weighted by 1 / L^2, nearly those of the
-    logarithms, are solved in closed form; all exponents are tried. Huber's weights, found in turn with the fit, keep a few bad runs
+    logarithms, are solved in closed form; all exponents are tried. Huber's weights, updated in turn with the fit, keep a few bad runs
     from deciding it (Hoffmann et al. 2022 fit by Huber's loss as well).
     """
     points, values = _checked(compute, losses)
@@ -143,7 +143,7 @@ def _fit(points: Floats, losses: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _best(logs: Floats, losses: Floats, weights: Floats, exponents: Floats) -> tuple[Floats, Floats, Floats]:
-    """The best of the exponents (R, G) for each set of losses (R, n), with what goes with it."""
+    """The best of the exponents (R, G) for each set of losses (R, n), with the corresponding values."""
     basis = np.exp(-exponents[:, :, None] * logs)  # (R, G, n)
     w, y = weights[:, None], losses[:, None]
     total, s_y = w.sum(-1), (w * y).sum(-1)
@@ -151,7 +151,7 @@ def _best(logs: Floats, losses: Floats, weights: Floats, exponents: Floats) -> t
     spread = total * s_bb - s_b**2
     slope = (total * s_by - s_b * s_y) / np.maximum(spread, 1e-300)
     floor = (s_y - slope * s_b) / total
-    # At the borders: nothing irreducible, or nothing that falls.
+    # At the limits: no irreducible loss, or a constant loss.
     slope = np.where(floor < 0, s_by / s_bb, slope)
     floor = np.where(floor < 0, 0.0, floor)
     floor = np.where(slope < 0, s_y / total, floor)
@@ -163,13 +163,13 @@ def _best(logs: Floats, losses: Floats, weights: Floats, exponents: Floats) -> t
 
 
 def _replicates(points: Floats, values: list[Floats], count: int, rng: np.random.Generator) -> Floats:
-    """Sets of losses (count, n) as they might have been measured: seeds are drawn anew at every point, and points leave the law by what
-    other points left it by."""
+    """Bootstrap samples of losses (count, n): seeds are resampled at every point, and deviations of points from the law are those of
+    other points."""
     means = _means(values)
     floor, slope, exponent = (float(found[0]) for found in _fit(points, means[None]))
     fitted = np.array([_law(points, floor, slope, exponent).loss(c) for c in points])
     residuals = np.log(means / fitted)
-    # Three numbers were fitted, so that residuals are smaller than errors.
+    # Three parameters were fitted, so residuals are smaller than errors.
     residuals = (residuals - residuals.mean()) * math.sqrt(len(points) / max(1, len(points) - 3))
     drawn = fitted * np.exp(rng.choice(residuals, size=(count, len(points))))
     for i, of_point in enumerate(values):
@@ -246,8 +246,8 @@ def _as_arrays(law: PowerLaw) -> tuple[Floats, Floats, Floats]:
 
 
 def _log_compute(points: Floats, targets: Floats, floor: Floats, slope: Floats, exponent: Floats) -> Floats:
-    """log FLOPs (R, targets) at which R laws reach losses, kept to the range that was measured and as much again on both sides: a
-    replicate that never reaches a loss says "much more", not "infinitely more"."""
+    """log FLOPs (R, targets) at which R laws reach losses, clipped to the measured range and as much again on both sides: a
+    replicate that never reaches a loss counts as "much more", not "infinitely more"."""
     logs = np.log(points)
     above = np.maximum(targets - floor[:, None], 1e-300) / np.maximum(slope[:, None], 1e-300)
     span = logs.max() - logs.min()

@@ -1,1 +1,1 @@
-"""What a training run and a cache will take, before it begins."""
+"""Estimates of the cost of a training run and a cache, before it starts."""

@@ -1,8 +1,8 @@
-"""What a training step of a language model keeps for its backward pass, in closed form.
+"""Activation memory of a training step of a language model, in closed form.
 
-Counted are the numbers that autograd saves, each storage once, with the attention in linear memory (no T x T matrix): the fused
-kernels, PyTorch's own and the blocked backend keep the same, queries, keys, values, output and log-sum-exp. The two things that
-are not so: on a CPU short sequences keep their scores, and small structured matrices are written out.
+The count is that of the numbers that autograd saves, each storage once, with attention in linear memory (no T x T matrix): the fused
+kernels, those of PyTorch and the blocked backend all keep queries, keys, values, output and log-sum-exp. There are two
+exceptions: on a CPU short sequences keep their scores, and small structured matrices are expanded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FEW = 8  # tokens, to count on
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Bytes that are kept, as a function of batch and length; ``a + b`` keeps both.
+    """Saved bytes, as a function of batch and length; ``a + b`` is their sum.
 
     Attributes:
         per_token: for every token of every sequence.
@@ -58,7 +58,7 @@ class Kept:
         return Kept(per_token=count * self.per_token, per_position=count * self.per_position, fixed=count * self.fixed)
 
     def nbytes(self, batch: int, length: int) -> int:
-        """Bytes for so many sequences of that length."""
+        """Bytes for a number of sequences of one length."""
         return self.of_data(batch, length) + self.fixed
 
     def of_data(self, batch: int, length: int) -> int:
@@ -68,16 +68,16 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """What a language model keeps for the backward pass.
+    """Memory that a language model keeps for the backward pass.
 
     Attributes:
         blocks: of each block.
-        block_input: the residual stream at one place: all that is kept of a block under activation checkpointing.
-        ends: embedding, last norm, read-out and cross entropy.
-        block_gradients: of each block; not kept, but there beside what is kept while it is differentiated: an estimate, the larger of the
+        block_input: the residual stream at one layer: all that is kept of a block under activation checkpointing.
+        ends: embedding, last norm, LM head and cross entropy.
+        block_gradients: of each block; not kept, but allocated in addition while it is differentiated: an estimate, the larger of the
             gradients of the hidden layer, before and after the GELU, and twice those of queries, keys, values and output; and the
             gradient of the residual stream.
-        loss_gradients: likewise where the backward pass begins: those of log-probabilities and logits.
+        loss_gradients: likewise at the start of the backward pass: those of log-probabilities and logits.
     """
 
     blocks: tuple[Kept, ...]
@@ -92,13 +92,13 @@ class Activations:
         return sum(block.fixed for block in self.blocks) + self.ends.fixed
 
     def nbytes(self, batch: int, length: int, *, checkpointing: bool, gradients: bool = False) -> int:
-        """Bytes at the highest point, without copies of weights.
+        """Peak bytes, without copies of weights.
 
         Args:
             batch, length: sequences and their tokens.
-            checkpointing: of every block. The highest point is at the ends, or later, when these are gone and the forward pass of a
+            checkpointing: of every block. The peak is at the ends, or later, when these are freed and the forward pass of a
                 block is repeated.
-            gradients: those of activations as well, which are there for a moment. The highest point may be another one.
+            gradients: includes those of activations, which are temporary. The peak may then be at another point.
         """
         ends = self.ends + self.loss_gradients if gradients else self.ends
         inputs = self.block_input.times(len(self.blocks))
@@ -112,18 +112,18 @@ class Activations:
 
 
 def activations(model: LanguageModel, precision: Precision, device: Literal["cuda", "cpu"] = "cuda") -> Activations:
-    """What a training step of a model keeps: the closed form.
+    """The activation memory of a training step, in closed form.
 
     In bytes per token, with c = 4, or 2 under bf16 autocast, x the input of a block, D the dimension of queries and keys, V that of
     values, G <= H the heads of keys and values:
 
         norms           2 (4 E + 8)                               their inputs, and the statistics of each row
-        projections     what they read: 4 E for all; under autocast 2 E for each, since each casts anew
-        structured M    what its product keeps inside, counted on tensors without memory
-        query-key norms what they read, and 8 per row
+        projections     their inputs: 4 E for all; under autocast 2 E for each, since each casts anew
+        structured M    what its product saves, counted on meta tensors
+        query-key norms their inputs, and 8 per row
         rotary          16 D per position and not per example
         attention       c (H D + G D + G V + H V) + 4 H           q, k, v, output, log-sum-exp
-        output, MLP     c (H V + E + 2 * hidden)                  what the linear layers and the GELU read
+        output, MLP     c (H V + E + 2 * hidden)                  inputs of the linear layers and the GELU
 
     Args:
         model: with rotary positions and without dropout.
@@ -136,7 +136,7 @@ def activations(model: LanguageModel, precision: Precision, device: Literal["cud
     Raises:
         ConfigError: an unknown precision, or a model with learned positions or dropout.
 
-    Cost: no tensor is given memory; one small pass over the shapes of a structured matrix.
+    Cost: no tensor is allocated; one small pass over the shapes of a structured matrix.
     """
     if precision not in PRECISIONS:
         raise ConfigError(f"precision: {precision!r} is not one of {', '.join(PRECISIONS)}")
@@ -152,7 +152,7 @@ def activations(model: LanguageModel, precision: Precision, device: Literal["cud
     return Activations(
         blocks=tuple(kept for kept, _ in found),
         block_input=Kept(per_token=WIDE * width),
-        # The last number is the count of what was scored.
+        # The last number is the count of scored tokens.
         ends=norm + Kept(per_token=narrow * width + WIDE * vocab + 2 * _ID, fixed=copies + WIDE),
         block_gradients=tuple(gradients for _, gradients in found),
         loss_gradients=Kept(per_token=2 * WIDE * vocab),
@@ -160,7 +160,7 @@ def activations(model: LanguageModel, precision: Precision, device: Literal["cud
 
 
 def _block(block: TransformerBlock, precision: Precision, device: str) -> tuple[Kept, Kept]:
-    """What a block keeps, and its gradients."""
+    """The memory that a block keeps, and its gradients."""
     width, hidden = block.attention.embed_dim, block.mlp.up.out_features
     narrow = 2 if precision == "bf16" else WIDE
     linears = (block.attention.value_proj, block.attention.out_proj, block.mlp.up, block.mlp.down)
@@ -213,7 +213,7 @@ def _num_softmaxes(attention: Attention) -> int:
 
 
 def _op_bytes(attention: Attention, narrow: int) -> int:
-    """Bytes per token of what the attention reads, queries, keys and values, and of what it writes."""
+    """Bytes per token of the inputs of the attention (queries, keys and values) and of its output."""
     scoring, heads = attention.scoring, attention.num_heads
     key_heads = scoring.num_key_heads(scoring.order(1, 1))
     value_heads = max(attention.num_kv_heads, key_heads)  # repeated where keys are not shared
@@ -222,7 +222,7 @@ def _op_bytes(attention: Attention, narrow: int) -> int:
 
 
 def _inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], precision: Precision) -> Kept:
-    """What a structured product keeps besides its input in float32, its output and 16-bit factors.
+    """What a structured product keeps in addition to its float32 input, its output and 16-bit factors.
 
     Under autocast everything inside has 16 bits, and every multiplication casts the input anew and keeps that.
     """
@@ -234,14 +234,14 @@ def _inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], preci
 
 
 def _numbers_inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], length: int) -> tuple[int, int]:
-    """Numbers that a product saves for one sequence: in storages of its own, and as views of its input."""
-    own: dict[int, Tensor] = {}  # by storage; the tensors are held, so that no address is used twice
+    """The number of values that a product saves for one sequence: in separate storages, and as views of its input."""
+    own: dict[int, Tensor] = {}  # by storage; references to the tensors are kept, so that no address is used twice
     views = 0
     x = torch.empty(1, 1, 1, length, matrix.num_rows, device="meta", requires_grad=True)
 
     def pack(tensor: Tensor) -> Tensor:
         nonlocal views
-        place = tensor.untyped_storage()._cdata  # what has no memory has no data pointer
+        place = tensor.untyped_storage()._cdata  # a tensor without memory has no data pointer
         if place == x.untyped_storage()._cdata:
             views += tensor.numel()
         elif not any(place == p.untyped_storage()._cdata for p in matrix.parameters()):

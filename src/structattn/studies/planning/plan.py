@@ -1,4 +1,4 @@
-"""What training a language model takes, before it is trained: parameters, FLOPs, memory per GPU, a layout, and the time.
+"""Plans the training of a language model: parameters, FLOPs, memory per GPU, a layout, and the time.
 
 Everything is counted on the structure of the model, which is built without memory.
 """
@@ -18,7 +18,7 @@ from structattn.models.language_model import LanguageModel
 from structattn.studies.planning.activations import PRECISIONS, WIDE, Activations, Precision, activations
 
 GIB = 2**30
-# Of the memory of a GPU; the rest is for the driver, the buffers of libraries and what the allocator loses in gaps.
+# Of the memory of a GPU; the rest is for the driver, the buffers of libraries and fragmentation.
 USABLE = 0.9
 _VOCAB = 50257  # GPT-2's byte pairs, which Brown et al. use
 _BATCH_TOKENS = 2**19
@@ -60,10 +60,10 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is to be trained, and on what.
+    """The model to train, and the GPUs.
 
     Args:
-        attention: spec of every layer, or a list in brackets. What depends on the text is counted for a text without borders.
+        attention: spec of every layer, or a list in brackets. Text layouts are counted for a text without boundaries.
         embed_dim, num_layers, num_heads, num_kv_heads, vocab_size: of the model.
         context_length: tokens of a sequence.
         precision: ``"bf16"`` is autocast: weights, gradients and moments stay in float32. ``"float32"``.
@@ -121,11 +121,11 @@ class PlanRequest:
         batch_tokens: int | None = None,
         **others: object,
     ) -> PlanRequest:
-        """A request for a size by name, some of whose numbers may be others, or without a name for numbers alone.
+        """A request for a size by name, with optional changes, or for given numbers without a name.
 
         Args:
             model: one of ``SIZES``, or ``None``: then ``embed_dim``, ``num_layers`` and ``num_heads`` are needed.
-            embed_dim, num_layers, num_heads, batch_tokens: in place of those of the name. ``batch_tokens`` without a name: 2^19.
+            embed_dim, num_layers, num_heads, batch_tokens: replace those of the named size. ``batch_tokens`` without a name: 2^19.
             **others: as the class.
 
         Raises:
@@ -167,7 +167,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """Bytes of what lives as long as the training, whole.
+    """Bytes of everything that is kept for the whole training, unsharded.
 
     Attributes:
         weights, gradients: float32.
@@ -187,16 +187,16 @@ class States:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the training could be spread over GPUs.
+    """How the training can be distributed over GPUs.
 
     Attributes:
-        kind: ``"DDP"``: every GPU holds everything, and any number of them may work; ``"FSDP"``: states are divided (ZeRO stage 3).
+        kind: ``"DDP"``: every GPU holds everything, and any number of GPUs is possible; ``"FSDP"``: states are divided (ZeRO stage 3).
         num_gpus: 1 for DDP, at least; for FSDP the GPUs that states are divided among.
         checkpointing: whether blocks are computed again in the backward pass.
         micro_batch: sequences that a GPU computes at once.
         accumulation: passes per step.
-        bytes_per_gpu: at the highest point.
-        fits: whether a GPU has as much. If not, this is the layout that needs least.
+        bytes_per_gpu: peak.
+        fits: whether a GPU has that much memory. If not, this is the layout that needs the least.
     """
 
     kind: Literal["DDP", "FSDP"]
@@ -215,16 +215,16 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a training takes.
+    """The cost of a training.
 
     Attributes:
         request: what was asked for.
         num_params: all parameters.
-        num_table_params: those of the embedding and the read-out, which grow with the vocabulary alone.
+        num_table_params: those of the embedding and the LM head, which grow only with the vocabulary.
         forward_flops_per_token: forward FLOPs of a sequence over its tokens, 2 per multiply-add.
-        recomputed_flops_per_token: those of the blocks alone, which activation checkpointing repeats.
-        states: memory for weights and what belongs to them.
-        activations: what a step keeps.
+        recomputed_flops_per_token: only those of the blocks, which activation checkpointing repeats.
+        states: memory for weights, gradients and optimiser states.
+        activations: of a step.
         cache_bytes: keys and values of one sequence of that context at inference.
         layout: a suggestion.
     """
@@ -245,7 +245,7 @@ class Plan:
         return 3 * self.forward_flops_per_token + (self.recomputed_flops_per_token if checkpointing else 0.0)
 
     def activation_bytes(self, *, checkpointing: bool, gradients: bool = False) -> int:
-        """What one sequence keeps for the backward pass; with ``gradients`` also what is there for a moment, at the highest point."""
+        """Peak bytes that one sequence keeps for the backward pass; with ``gradients`` including temporary ones."""
         length = self.request.context_length
         return self.activations.nbytes(1, length, checkpointing=checkpointing, gradients=gradients)
 
@@ -265,7 +265,7 @@ class Plan:
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Counts what a request takes.
+    """Counts the cost of a request.
 
     Raises:
         ConfigError: the spec does not fit the sizes.
@@ -303,10 +303,10 @@ def make_plan(request: PlanRequest) -> Plan:
 def bytes_per_gpu(
     request: PlanRequest, states: States, kept: Activations, *, num_shards: int, checkpointing: bool, micro_batch: int
 ) -> int:
-    """Memory of one GPU at the highest point of a step.
+    """Peak memory of one GPU in a step.
 
     With one shard (DDP): weights, gradients, moments, copies of weights, the buckets in which DDP exchanges gradients (a second copy
-    of them), and activations. With N (FSDP): an N-th of weights, gradients and moments, activations, and what is gathered: the
+    of them), and activations. With N (FSDP): an N-th of weights, gradients and moments, activations, and gathered tensors: the
     weights of two blocks and of the ends, and the gradients of one block and of the ends, in the precision of the computation.
     """
     data = kept.nbytes(micro_batch, request.context_length, checkpointing=checkpointing, gradients=True)
@@ -315,7 +315,7 @@ def bytes_per_gpu(
         return whole + states.gradients + states.weight_copies + data
     gathered = 3 * states.block + 2 * states.ends
     narrow = request.precision == "bf16"
-    # Under FSDP 16-bit weights are what is gathered; in float32 the copies in another order stay.
+    # Under FSDP the gathered weights have 16 bits; in float32 the copies in another order stay.
     copies = gathered // 2 if narrow else gathered + states.weight_copies
     return math.ceil(whole / num_shards) + copies + data
 

@@ -45,7 +45,7 @@ _Rows = list[tuple[str, Callable[[Plan], str]]]
 
 
 def _rows(plan: Plan) -> _Rows:
-    """The lines, with what stands in the column of a plan; all plans are of one request but for the spec."""
+    """The lines, with the entry in the column of a plan; the plans differ only in the spec."""
     rows: _Rows = [
         ("parameters", lambda p: _count(p.num_params)),
         ("  without embedding, output head", lambda p: _count(p.num_params - p.num_table_params)),
@@ -84,10 +84,10 @@ def _rows(plan: Plan) -> _Rows:
 
 
 def format_plans(plans: Sequence[Plan]) -> str:
-    """The table, with what it is of above and how to read it below.
+    """The table, with a header above and notes below.
 
     Args:
-        plans: at least one, of requests that differ in the spec alone.
+        plans: at least one, of requests that differ only in the spec.
     """
     request = plans[0].request
     rows = _rows(plans[0])
@@ -102,7 +102,7 @@ def format_plans(plans: Sequence[Plan]) -> str:
     ]
     if not all(plan.layout.fits for plan in plans):
         notes += [
-            "too small: even the layout that needs least, which is shown, does not fit. Give a shorter context, GPUs with more memory, or",
+            "too small: even the layout that needs the least memory (shown) does not fit. Give a shorter context, GPUs with more memory, or",
             "a larger batch, over whose sequences more GPUs can divide the states.",
         ]
     if request.gpu_flops is None:

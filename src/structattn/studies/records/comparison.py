@@ -133,7 +133,7 @@ class ComputeShare:
         estimate: the share.
         interval: of 95 %; ``None`` where the spread is unknown.
         losses: the range over which it is averaged: those that both reached.
-        is_distinguishable: whether the interval leaves 1 out.
+        is_distinguishable: whether the interval excludes 1.
     """
 
     estimate: float

@@ -1,4 +1,4 @@
-"""What runs many jobs, here or on a cluster: one interface, and what is told of the jobs meanwhile."""
+"""The interface of runners, which run many jobs on this machine or a cluster, and of their listeners."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _STEPS_S = 0.2  # between two messages about steps
 
 
 class Listener:
-    """What is told of jobs, in the process that started the runner. By default nothing is done with it but raising errors."""
+    """Receives events of jobs, in the process that started the runner. By default it only raises errors."""
 
     def stepped(self, job: Job, steps: int) -> None:
-        """So many more steps of a job are done."""
+        """A job has finished a number of new steps."""
 
     def evaluated(self, job: Job, entry: dict[str, float]) -> bool:
-        """A job has a new entry of its history, or one from before an interruption; returns whether the job goes on. It waits for the answer."""
+        """A job has a new entry of its history, or one from before an interruption; returns whether the job continues. The job waits for the answer."""
         return True
 
     def ended(self, job: Job, error: Exception | None) -> None:
@@ -38,10 +38,10 @@ class Runner(Protocol):
 
         Args:
             jobs: a sequence, or a generator, which is asked for a job when there is room for one.
-            listener: is told what becomes of them.
+            listener: receives their events.
 
         Raises:
-            Stopped: this process was asked to stop (see ``interrupt``). No job is started after that, and those that run are stopped with
+            Stopped: this process was asked to stop (see ``interrupt``). No job is started after that, and running jobs are stopped with
                 a checkpoint.
             Exception: what ``listener.ended`` raised; the other jobs are stopped in the same way.
         """
@@ -55,7 +55,7 @@ class _EndedEarly(Exception):  # noqa: N818
 def run_job(
     job: Job, on_steps: Callable[[int], None] | None, on_evaluation: Callable[[dict[str, float]], bool]
 ) -> None:
-    """Runs a job; ``on_evaluation`` says whether it goes on. Raises what the job raises."""
+    """Runs a job; ``on_evaluation`` returns whether it continues. Raises what the job raises."""
 
     def evaluated(entry: dict[str, float]) -> None:
         if not on_evaluation(entry):
@@ -70,8 +70,8 @@ def run_for_parent(job: Job, tell: Callable[[int], None], ask: Callable[[dict[st
 
     Args:
         job: what is run.
-        tell: is told of new steps, some times a second.
-        ask: whether the job goes on after an entry of its history.
+        tell: called with new steps, a few times per second.
+        ask: returns whether the job continues after an entry of its history.
     """
     waiting, told = 0, time.monotonic()
 

@@ -1,4 +1,4 @@
-"""Runs jobs in processes of this machine; a process that dies is named with what it did."""
+"""Runs jobs in processes of this machine; an error for a process that dies names its job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STEPS, _EVALUATION, _END = "steps", "evaluation", "end"  # kinds of messages
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -102,7 +102,7 @@ def _run_in_processes(jobs: Iterator[Job], workers: int, listener: Listener) -> 
 
 
 class _Worker:
-    """A process and the job that it runs now."""
+    """A process and its current job."""
 
     def __init__(self, context: Any, place: int, workers: int, stop: Any) -> None:
         self.pipe, theirs = context.Pipe()
@@ -115,7 +115,7 @@ class _Worker:
         theirs.close()
 
     def give(self, job: Job) -> None:
-        """Gives it something to do."""
+        """Sends a job to the process."""
         self.job = job
         self.send(job)
 
@@ -193,7 +193,7 @@ def _serve(pipe: Connection, threads: int, stop: Any) -> None:
     torch.set_num_threads(threads)
 
     def tell(steps: int) -> None:
-        with contextlib.suppress(OSError):  # the parent no longer listens: it asks to stop, at the next step
+        with contextlib.suppress(OSError):  # the parent no longer listens: stop at the next step
             pipe.send((_STEPS, steps))
 
     def ask(entry: dict[str, float]) -> bool:
@@ -208,16 +208,16 @@ def _serve(pipe: Connection, threads: int, stop: Any) -> None:
             with _logged(job.log):
                 error = run_for_parent(job, tell, ask)
             pipe.send((_END, error))
-    os._exit(0)  # at once: what libraries do at exit takes long on a busy machine, and the parent waits
+    os._exit(0)  # at once: exit handlers of libraries take long on a busy machine, and the parent waits
 
 
 @contextlib.contextmanager
 def _logged(path: Path) -> Iterator[None]:
-    """Sends what this process writes to a file, if there can be one."""
+    """Redirects the output of this process to a file, if it can be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("ab")
-    except OSError:  # such as in a finished run that nobody may write to
+    except OSError:  # such as in a read-only finished run
         yield
         return
     with file:

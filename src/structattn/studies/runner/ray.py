@@ -24,9 +24,9 @@ from structattn.studies.runner.runs import Job
 
 _ANSWER_S = 5.0
 _TICK_S = 0.2
-_LOOK_S = 0.5  # between two questions of a job whether it is to stop
+_LOOK_S = 0.5  # between two checks of a job for a request to stop
 _RESERVE_S = 1.0  # of the time that there is to stop
-_RETRIES = 2  # of a job whose machine was lost; it goes on from its last checkpoint
+_RETRIES = 2  # of a job whose machine was lost; it continues from its last checkpoint
 
 
 def import_ray() -> Any:
@@ -47,7 +47,7 @@ def connected(address: str) -> Iterator[dict[str, float]]:
         address: see ``RayRunner``.
 
     Yields:
-        What the cluster has: ``CPU``, ``GPU`` and so on.
+        The resources of the cluster: ``CPU``, ``GPU`` and so on.
 
     Raises:
         MissingDependencyError: without Ray.
@@ -77,7 +77,7 @@ def connected(address: str) -> Iterator[dict[str, float]]:
 
 
 def _check_answers(address: str) -> None:
-    """Ray waits minutes for a port that is closed, and then ends the process: a look at it takes no time."""
+    """Ray waits minutes for a port that is closed, and then ends the process: checking the port takes no time."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
@@ -89,7 +89,7 @@ class RayRunner:
 
     Args:
         address: as ``ray.init`` takes it: ``"auto"`` for the cluster that this machine belongs to, ``"HOST:PORT"`` or
-            ``"ray://HOST:PORT"`` for another, ``"local"`` for this machine alone.
+            ``"ray://HOST:PORT"`` for another, ``"local"`` for only this machine.
         workers: jobs at the same time. ``None``: as many as the cluster has GPUs, or without any, cores.
 
     Raises:
@@ -110,7 +110,7 @@ class RayRunner:
 
 
 class _Cluster:
-    """The jobs that run now, by Ray's names of them."""
+    """The running jobs, by their Ray references."""
 
     def __init__(self, workers: int | None, resources: dict[str, float], listener: Listener) -> None:
         self.ray, self.listener = import_ray(), listener
@@ -146,7 +146,7 @@ class _Cluster:
         while len(self.running) < self.most and (job := next(jobs, None)) is not None:
             interrupt.check()
             self.numbers.append(job)
-            there = replace(job, folder=job.folder.resolve())  # workers have working folders of their own
+            there = replace(job, folder=job.folder.resolve())  # workers have other working folders
             self.running[self.start(there, len(self.numbers) - 1, self.desk, Path.cwd())] = job
         return bool(self.running)
 
@@ -167,7 +167,7 @@ class _Cluster:
 
 
 class _Desk:
-    """The actor through which jobs and the process that started them talk."""
+    """The actor between jobs and the process that started them."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[int, bool, Any]] = []
@@ -181,13 +181,13 @@ class _Desk:
         return self.asked
 
     async def ask(self, number: int, entry: dict[str, float]) -> bool:
-        """From a job: whether it goes on; it waits for the answer."""
+        """From a job: whether it continues; it waits for the answer."""
         self.answers[number] = asyncio.get_running_loop().create_future()
         self.messages.append((number, True, entry))
         return self.asked > 0 or await self.answers[number]
 
     async def take(self) -> list[tuple[int, bool, Any]]:
-        """To the parent: what was said since the last call, each with the number of the job and whether it is a question."""
+        """To the parent: messages since the last call, each with the number of the job and whether it is a question."""
         messages, self.messages = self.messages, []
         return messages
 
@@ -207,7 +207,7 @@ class _Desk:
 def _run(job: Job, number: int, desk: Any, folder: Path) -> Exception | None:
     """One job, in a process of Ray's."""
     if folder.is_dir():
-        os.chdir(folder)  # paths of data are meant from where the command was started
+        os.chdir(folder)  # data paths are relative to the folder in which the command was started
     get = importlib.import_module("ray").get
 
     def ask(entry: dict[str, float]) -> bool:
@@ -221,7 +221,7 @@ def _run(job: Job, number: int, desk: Any, folder: Path) -> Exception | None:
 
 @contextmanager
 def _asked_through(source: Callable[[], int]) -> Iterator[None]:
-    """Inside, ``interrupt`` asks a source, not too often."""
+    """Inside, ``interrupt`` polls a source, not too often."""
     looked, found = 0.0, 0
 
     def asked() -> int:

@@ -38,7 +38,7 @@ class Job:
         training: settings of the run.
         seed: of weights, data order and dropout.
         folder: of the run.
-        may_diverge: a loss that is not finite is a result (of a sweep of learning rates) and no error.
+        may_diverge: a loss that is not finite is a result (of a sweep of learning rates), not an error.
     """
 
     task_name: str
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do but to read it; raises ``CheckpointError`` as ``record``."""
+        """Whether it only has to be read; raises ``CheckpointError`` as ``record``."""
         return self.record() is not None
 
     def run(
@@ -111,22 +111,22 @@ class Job:
             logger.warning("%s diverged at learning rate %g", self.spec, self.training.learning_rate)
             return None
         finally:
-            AcceleratorState._reset_state()  # which else has the precision of the first run of this process
+            AcceleratorState._reset_state()  # otherwise it has the precision of the first run of this process
             if self.training.compile:
-                torch.compiler.reset()  # else the code of every run of this process would be looked through at each step
+                torch.compiler.reset()  # otherwise the code of every run of this process would be searched at each step
         self._finish(task, result)
         return result
 
     def _finish(self, task: Task, result: TrainingResult) -> None:
-        """What is to be done with a trained model; nothing."""
+        """Called with a trained model; does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredJob(Job):
     """One model to train and to score on the test split, in whichever process trains it.
 
-    The scores are kept in ``scores.json`` beside the run, with the digest of the weights that they are of: a large model may take as long to
-    score as a small one to train, and a comparison that was stopped does not do it again.
+    The scores are saved in ``scores.json`` in the folder of the run, with the digest of the weights: a large model may take as long to
+    score as a small one to train, and a resumed comparison does not score it again.
     """
 
     @property

@@ -13,7 +13,7 @@ from structattn.studies.runner.runs import Job, ScoredJob
 
 
 def train_all(jobs: Sequence[Job], *, runner: Runner, resume: bool, show_progress: bool) -> None:
-    """Trains every job. What is left to do after an interruption is done by calling it again with ``resume``.
+    """Trains every job. After an interruption, call it again with ``resume`` to finish.
 
     Args:
         jobs: the runs.
@@ -23,12 +23,12 @@ def train_all(jobs: Sequence[Job], *, runner: Runner, resume: bool, show_progres
 
     Raises:
         ConfigError: a folder holds a run while ``resume`` is off.
-        StructAttnError: what a run raised. No others are begun, those that run are stopped with a checkpoint.
+        StructAttnError: raised by a run. No other runs are started, and running ones are stopped with a checkpoint.
         Stopped: this process was asked to stop (see ``interrupt``), and so were the runs.
     """
     if not resume and any((job.folder / "checkpoints").exists() for job in jobs):
         raise ConfigError("some of these runs were begun before: resume them, or use another folder")
-    left = [job for job in jobs if not job.is_done]  # the others are only read, and not here
+    left = [job for job in jobs if not job.is_done]  # the others are only read, elsewhere
     if left:
         with closing(_Bar(jobs, left, show_progress)) as bar:
             runner.run(left, bar)
@@ -46,7 +46,7 @@ class _Bar(Listener):
         self._bar = progress_bar(total=self._ends[-1], initial=self._steps, unit="step", desc=self._text(), show=show)
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
+        """Closes the bar, with its last state."""
         self._bar.close()
 
     def stepped(self, job: Job, steps: int) -> None:
@@ -65,7 +65,7 @@ class _Bar(Listener):
 
     def _tell(self) -> None:
         run = min(self._over, len(self._models) - 1)
-        # Then a run, or the last few, are scored: on much data that takes minutes.
+        # Then the last runs are scored, which takes minutes on large data.
         trained = self._over <= run and self._steps in (self._ends[run], self._ends[-1])
         self._bar.update(self._steps - self._bar.n)
         say(self._bar, self._text() + (", scoring" if trained and self._scores else ""))

@@ -89,7 +89,7 @@ class _Trials(Listener):
         )
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
+        """Closes the bar, with its last state."""
         self._bar.close()
 
     def _replay(self, records: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Any]]:

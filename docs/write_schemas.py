@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from structattn.studies.records import ComparisonRecord, FitsRecord, MupRecord, RunRecord, ScoreRecord
+from structattn.studies.records import ComparisonRecord, FitsRecord, MupRecord, RunRecord, ScoreRecord, SweepRecord
 from structattn.studies.records.typed import json_schema
 
 FOLDER = Path(__file__).parent / "schemas"
@@ -19,6 +19,7 @@ def schemas() -> dict[str, dict[str, Any]]:
         "results.json": json_schema(ComparisonRecord),
         "fits.json": json_schema(FitsRecord),
         "mup.json": json_schema(MupRecord),
+        "sweep.json": json_schema(SweepRecord),
     }
     for name in ("run.json", "scores.json"):
         found[name]["properties"]["signature"] = _SIGNATURE

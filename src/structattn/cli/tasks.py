@@ -266,5 +266,7 @@ class Sweep(TaskCommand):
             resume=self.resume,
             on_open=partial(session.began, takes=f"{plan.trials:,} trials of at most {plan.longest:,} steps"),
         )
-        print(f"\n{text(done.results)}\n\n{done.results['best']['command']}\n")
+        best = done.record.best
+        assert best is not None  # else the sweep raised an error
+        print(f"\n{text(done.record)}\n\n{best.command}\n")
         print_paths(done.folder, done.report)

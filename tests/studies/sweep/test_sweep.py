@@ -15,11 +15,13 @@ from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.spec.grammar import split_specs
 from structattn.studies.folders import Owner
+from structattn.studies.records.common import read_file, to_json
 from structattn.studies.records.run import Progress
+from structattn.studies.records.sweep import Parameter, SweepRecord
 from structattn.studies.settings import apply_overrides
 from structattn.studies.sweep.halving import Halving
 from structattn.studies.sweep.plan import Journal, SweepPlan
-from structattn.studies.sweep.space import Parameter, RunSettings, parse_parameters, setting_types
+from structattn.studies.sweep.space import RunSettings, parse_parameters, setting_types
 from structattn.studies.tasks.registry import TASKS, recipe_for
 from structattn.studies.training.checkpoint import latest_checkpoint, load_checkpoint
 from structattn.testing.tolerances import SAME_MODEL
@@ -197,11 +199,11 @@ def test_the_journal_counts_seconds_on_and_keeps_each_step_once(tmp_path: Path) 
     journal = Journal(tmp_path)
     journal.begin(2, {"attention": "standard"})
     for step in (2, 4, 4, 2):
-        journal.update(2, entry=[step, 1.0], seconds=5.0)
-    assert journal.records()[0]["history"] == [[2, 1.0], [4, 1.0]]
+        journal.update(2, entry=(step, 1.0), seconds=5.0)
+    assert journal.trials()[0].history == ((2, 1.0), (4, 1.0))
     journal.begin(2, {"attention": "standard"})
-    (record,) = journal.records()
-    assert (record["status"], record["seconds"], record["history"]) == ("running", 5.0, [[2, 1.0], [4, 1.0]])
+    (record,) = journal.trials()
+    assert (record.status, record.seconds, record.history) == ("running", 5.0, ((2, 1.0), (4, 1.0)))
 
 
 def test_a_sweep_needs_optuna_and_no_ray(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -261,6 +263,9 @@ def test_a_sweep_its_best_command_and_going_on(tmp_path: Path, capsys) -> None:
     assert main(sweep_command(out)) == 0
     printed = capsys.readouterr().out
     results = read(out)
+    assert json.loads(to_json(read_file(SweepRecord, out / "results.json"))) == results
+    (tmp_path / "old.json").write_text(json.dumps({k: v for k, v in results.items() if k != "format_version"}))
+    assert read_file(SweepRecord, tmp_path / "old.json") == read_file(SweepRecord, out / "results.json")
     best, trials = results["best"], results["trials"]
     assert [trial["number"] for trial in trials] == [1, 2, 3, 4]
     assert {trial["status"] for trial in trials} <= {"finished", "stopped"}

@@ -5,6 +5,7 @@ from structattn.studies.records.comparison import BaselineRow, Choice, Compariso
 from structattn.studies.records.fits import FitsRecord
 from structattn.studies.records.mup import MupRecord
 from structattn.studies.records.run import Progress, RunRecord, ScoreRecord, read_run
+from structattn.studies.records.sweep import SweepRecord
 
 __all__ = [
     "FORMAT_VERSION",
@@ -20,6 +21,7 @@ __all__ = [
     "Row",
     "RunRecord",
     "ScoreRecord",
+    "SweepRecord",
     "read_comparison",
     "read_run",
 ]

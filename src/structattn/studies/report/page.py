@@ -6,7 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -57,15 +57,14 @@ class Origin:
     settings: Sequence[tuple[str, str]]
 
     @classmethod
-    def of(cls, results: ResultRecord | Mapping[str, Any]) -> Origin:
-        """From a record, or from the results of a sweep."""
-        if isinstance(results, ResultRecord):
-            results = vars(results) | {"hardware": asdict(results.hardware)}
-        facts = {name: results[name] for name in ("seeds", "seed", "preset") if name in results}
-        facts |= {f"version of {name}": version for name, version in results["versions"].items()}
-        facts |= {name.replace("_gib", " (GiB)"): value for name, value in results["hardware"].items()}
+    def of(cls, record: ResultRecord) -> Origin:
+        """From the record of a comparison, of fits, of a muP check or of a sweep."""
+        results = vars(record)
+        facts: dict[str, Any] = {name: results[name] for name in ("seeds", "seed", "preset") if name in results}
+        facts |= {f"version of {name}": version for name, version in record.versions.items()}
+        facts |= {name.replace("_gib", " (GiB)"): value for name, value in vars(record.hardware).items()}
         settings = _flat(results["config"]) if results.get("config") else []
-        return cls(command=results["command"], facts=[(k, _short(v)) for k, v in facts.items()], settings=settings)
+        return cls(command=record.command, facts=[(k, _short(v)) for k, v in facts.items()], settings=settings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,22 +12,14 @@ from structattn.checks import MAX_SEED, check_int
 from structattn.errors import CheckpointError, ConfigError
 from structattn.files import write_atomic
 from structattn.studies.recipe import MOST_RUNS
+from structattn.studies.records.common import read_file, to_json
+from structattn.studies.records.sweep import Parameter, Trial, Value
 from structattn.studies.runner.runs import Job
 from structattn.studies.settings import Change, apply_overrides, to_plain
 from structattn.studies.sweep.halving import REDUCTION
-from structattn.studies.sweep.space import ATTENTION, Parameter, RunSettings, Value, parse_parameters
+from structattn.studies.sweep.space import ATTENTION, RunSettings, parse_parameters
 from structattn.studies.tasks.registry import task_class
 
-_RECORD: dict[str, Any] = {
-    "number": int,
-    "params": dict,
-    "status": str,
-    "score": float | int | None,
-    "step": int,
-    "seconds": float | int,
-    "message": str,
-    "history": list,
-}
 OVER = ("finished", "stopped", "diverged", "failed")  # the status of a trial that is not continued
 Values = dict[str, Value]
 
@@ -145,56 +137,37 @@ class SweepPlan:
 class Journal:
     """The record of a sweep: ``trial.json`` beside each run says what became of it.
 
-    Every file is written at once or not at all, by the process that began the sweep. A record has ``number``, ``params``, ``status``,
-    ``score`` (of validation; ``None`` if there is none), ``step``, ``seconds``, ``message``, and ``history``, pairs of step and score.
-    ``status`` is one of:
-
-    - ``running``: begun; after an interruption it goes on from its last checkpoint.
-    - ``finished``; ``stopped`` early by the scheduler, with a score; both are the only ones with one.
-    - ``diverged``: a loss, a weight or the score is not finite. ``failed``: the values do not fit together, or not to the data.
-    - ``crashed``: anything else, such as memory or a disk that is full; it is tried again when the sweep is resumed.
+    Every file is written at once or not at all, by the process that began the sweep.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def _read(self, path: Path) -> Trial:
         try:
-            record = json.loads(path.read_bytes())
-            if not isinstance(record, dict) or any(not isinstance(record.get(k), kind) for k, kind in _RECORD.items()):
-                raise ValueError("it is no record of a trial")
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; begin the sweep again in another folder") from error
-        return record
+            return read_file(Trial, path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; begin the sweep again in another folder") from error
 
     def _path(self, number: int) -> Path:
         return self.folder / "runs" / f"trial-{number:04d}" / "trial.json"
 
-    def records(self) -> list[dict[str, Any]]:
+    def trials(self) -> tuple[Trial, ...]:
         """Every trial, in the order in which they were begun."""
         found = [self._read(path) for path in self.folder.glob("runs/trial-*/trial.json")]
-        return sorted(found, key=lambda record: record["number"])
+        return tuple(sorted(found, key=lambda trial: trial.number))
 
-    def begin(self, number: int, params: Values) -> None:
-        """A trial begins, or goes on with what is known of it."""
-        record: dict[str, Any] = {
-            "number": number,
-            "params": params,
-            "status": "running",
-            "score": None,
-            "step": 0,
-            "seconds": 0.0,
-            "message": "",
-            "history": [],
-        }
-        if self._path(number).exists():
-            record = self._read(self._path(number)) | {"status": "running", "message": ""}
-        write_atomic(self._path(number), json.dumps(record))
+    def begin(self, number: int, params: Values) -> Trial:
+        """A trial begins, or goes on with what is known of it; returns its record."""
+        path = self._path(number)
+        known = self._read(path) if path.exists() else Trial(number=number, params=params)
+        trial = replace(known, status="running", message="")
+        write_atomic(path, to_json(trial))
+        return trial
 
-    def update(self, number: int, **changes: Any) -> None:
+    def update(self, number: int, *, entry: tuple[int, float | None] | None = None, **changes: Any) -> None:
         """Writes what is new of a trial; ``entry`` is one more pair of the history, unless its step was told before."""
-        record = self._read(self._path(number))
-        entry, history = changes.pop("entry", None), record["history"]
-        if entry is not None and (not history or entry[0] > history[-1][0]):
-            history.append(entry)
-        write_atomic(self._path(number), json.dumps(record | changes))
+        trial = self._read(self._path(number))
+        if entry is not None and (not trial.history or entry[0] > trial.history[-1][0]):
+            changes["history"] = (*trial.history, entry)
+        write_atomic(self._path(number), to_json(replace(trial, **changes)))

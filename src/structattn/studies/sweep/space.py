@@ -23,13 +23,13 @@ from structattn.checks import quoted
 from structattn.errors import ConfigError, nearest_name
 from structattn.spec.grammar import one_of, reading, several, split_list, split_specs
 from structattn.spec.layers import LayerSpecs
+from structattn.studies.records.sweep import Parameter
 from structattn.studies.settings import Change, convert
 from structattn.studies.training.config import TrainingConfig
 
 ATTENTION = "attention"
 _KINDS = ("log", "uniform", "int", "choice")
 _FORMS = "log:LOW:HIGH, NAME=uniform:LOW:HIGH, NAME=int:LOW:HIGH or NAME=choice:A,B,..."
-Value = float | int | str
 CheckSpec = Callable[[str], object]
 
 
@@ -39,28 +39,6 @@ class RunSettings:
 
     task: Any
     training: TrainingConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parameter:
-    """A setting that a sweep varies: over a range, or over choices.
-
-    Args:
-        name: of the setting, in full, or ``"attention"``.
-        low, high: the range, both ends included; whole numbers for a setting of whole numbers. ``None`` with choices.
-        log: search the logarithm.
-        choices: texts, as ``--set`` takes them.
-    """
-
-    name: str
-    low: float | None = None
-    high: float | None = None
-    log: bool = False
-    choices: tuple[str, ...] = ()
-
-    def setting(self, value: Value) -> str:
-        """The value as ``--set`` takes it, exactly."""
-        return f"{self.name}={value if isinstance(value, str) else repr(value)}"
 
 
 def setting_types(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from structattn.errors import CheckpointError, TrainingFailedError
 from structattn.files import write_atomic
 from structattn.studies.environment import hardware, versions
 from structattn.studies.folders import Owner, check_owner, last_folder, opened
 from structattn.studies.old_folders import sweep_record
+from structattn.studies.records.common import RESULTS, read_file, to_json
+from structattn.studies.records.sweep import BestTrial, Scheduler, SweepRecord, Trial
 from structattn.studies.runner.base import Runner
 from structattn.studies.runner.local import LocalRunner
-from structattn.studies.settings import to_plain
 from structattn.studies.sweep.halving import REDUCTION
 from structattn.studies.sweep.plan import OVER, Journal, SweepPlan
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
 
-_RESULTS, _REPORT = "results.json", "report.html"
+_REPORT = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +31,12 @@ class Sweep:
     """What a sweep wrote.
 
     Attributes:
-        results: what ``results.json`` holds.
+        record: what ``results.json`` holds.
         folder: where everything is.
         report: the self-contained HTML page.
     """
 
-    results: dict[str, Any]
+    record: SweepRecord
     folder: Path
     report: Path
 
@@ -90,82 +89,80 @@ def sweep(
     place = last_folder(owner) if resume and plan.folder is None else plan.folder
     if resume and place is not None and (found := _finished(place, plan)) is not None:
         check_owner(place, owner, resume=True, record=sweep_record)  # the folder may be one that cannot be written
-        return _checked(Sweep(results=found, folder=place, report=place / _REPORT))
+        return _checked(Sweep(record=found, folder=place, report=place / _REPORT))
     with opened(place, owner, resume=resume, record=sweep_record, on_open=on_open) as folder:
         plan = dataclasses.replace(plan, folder=folder.resolve())  # workers have other working folders
         journal = Journal(folder)
         run_trials(plan, journal, runner=runner or LocalRunner(None), show_progress=show_progress)
-        results = _results(plan, task, journal.records()) | {"command": command}
+        record = _record(plan, task, journal.trials(), command)
         try:
-            write_atomic(folder / _RESULTS, json.dumps(results, indent=1))
-            report = write_page(page(results, draw(results, folder / "figures")), folder / _REPORT)
+            write_atomic(folder / RESULTS, to_json(record))
+            report = write_page(page(record, draw(record, folder / "figures")), folder / _REPORT)
         except OSError as error:
             raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
-    return _checked(Sweep(results=results, folder=folder, report=report))
+    return _checked(Sweep(record=record, folder=folder, report=report))
 
 
-def _finished(folder: Path, plan: SweepPlan) -> dict[str, Any] | None:
+def _finished(folder: Path, plan: SweepPlan) -> SweepRecord | None:
     """What a sweep wrote, where nothing is left to do; else ``None``."""
     try:
-        results = json.loads((folder / _RESULTS).read_bytes())
-        trials = Journal(folder).records()
-    except (OSError, ValueError, RecursionError, CheckpointError):
+        record = read_file(SweepRecord, folder / RESULTS)
+        trials = Journal(folder).trials()
+    except CheckpointError:
         return None
-    is_done = len(trials) >= plan.trials and all(trial["status"] in OVER for trial in trials)
-    is_written = isinstance(results, dict) and results.get("trials") == trials and (folder / _REPORT).is_file()
-    return results if is_done and is_written else None
+    is_done = len(trials) >= plan.trials and all(trial.status in OVER for trial in trials)
+    is_written = record.trials == trials and (folder / _REPORT).is_file()
+    return record if is_done and is_written else None
 
 
 def _checked(sweep: Sweep) -> Sweep:
     """Raises ``TrainingFailedError`` unless a trial ran to its end."""
-    if sweep.results["best"] is None:
-        trials = sweep.results["trials"]
-        reasons = [f"trial {trial['number']} {trial['status']}: {trial['message']}" for trial in trials]
+    if sweep.record.best is None:
+        trials = sweep.record.trials
+        reasons = [f"trial {trial.number} {trial.status}: {trial.message}" for trial in trials]
         raise TrainingFailedError(f"none of {len(trials)} trials ran to its end, see {sweep.report}. {reasons[0]}")
     return sweep
 
 
-def _results(plan: SweepPlan, task: Task, trials: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "task": plan.task_name,
-        "metric": task.metric,
-        "metric_label": task.metric_label,
-        "preset": plan.preset,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "seed": plan.seed,
-        "attention": plan.attention,
-        "scheduler": _scheduler(plan),
-        "parameters": [to_plain(parameter) for parameter in plan.parameters],
-        "config": json.loads(json.dumps(to_plain(plan.settings))),
-        "versions": versions(),
-        "hardware": dataclasses.asdict(hardware()),
-        "trials": trials,
-        "seconds": sum(trial["seconds"] for trial in trials),
-        "best": _best(plan, trials),
-    }
+def _record(plan: SweepPlan, task: Task, trials: tuple[Trial, ...], command: str) -> SweepRecord:
+    scheduler = None
+    if plan.scheduler != "none":
+        scheduler = Scheduler(name=plan.scheduler, grace_period=plan.grace, reduction=REDUCTION)
+    return SweepRecord(
+        task=plan.task_name,
+        metric=task.metric,
+        metric_label=task.metric_label,
+        preset=plan.preset,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=command,
+        seed=plan.seed,
+        attention=plan.attention,
+        scheduler=scheduler,
+        parameters=plan.parameters,
+        config=plan.identity()["settings"],
+        versions=versions(),
+        hardware=hardware(),
+        trials=trials,
+        seconds=sum(trial.seconds for trial in trials),
+        best=_best(plan, trials),
+    )
 
 
-def _scheduler(plan: SweepPlan) -> dict[str, Any] | None:
-    if plan.scheduler == "none":
-        return None
-    return {"name": plan.scheduler, "grace_period": plan.grace, "reduction": REDUCTION}
-
-
-def _best(plan: SweepPlan, trials: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _best(plan: SweepPlan, trials: tuple[Trial, ...]) -> BestTrial | None:
     """The trial with the lowest validation score among those that ran to their end, its scores on the test split, and its command line."""
-    finished = [trial for trial in trials if trial["status"] == "finished"]
+    finished = [(trial.score, trial) for trial in trials if trial.status == "finished" and trial.score is not None]
     if not finished:
         return None
-    best = min(finished, key=lambda trial: trial["score"])
-    job = plan.job(best["number"], best["params"])
+    score, best = min(finished, key=lambda pair: pair[0])
+    job = plan.job(best.number, best.params)
     result = job.run(resume=True, show_progress=False)
     assert result is not None  # it finished
     task = shared_task(plan.task_name, job.task)
-    return {
-        "number": best["number"],
-        "params": best["params"],
-        "score": best["score"],
-        "median": statistics.median(trial["score"] for trial in finished),
-        "test": task.evaluate(result.model.eval(), "test"),
-        "command": plan.command(best["params"]),
-    }
+    return BestTrial(
+        number=best.number,
+        params=best.params,
+        score=score,
+        median=statistics.median(score for score, _ in finished),
+        test=task.evaluate(result.model.eval(), "test"),
+        command=plan.command(best.params),
+    )

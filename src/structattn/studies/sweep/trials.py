@@ -16,11 +16,11 @@ from typing import Any
 from structattn.errors import ConfigError, DataError, MissingDependencyError, ShapeError, TrainingDivergedError
 from structattn.progress import progress_bar
 from structattn.seeds import derive_seed
+from structattn.studies.records.sweep import Parameter, Status, Trial
 from structattn.studies.runner.base import Listener, Runner, in_words
 from structattn.studies.runner.runs import Job
 from structattn.studies.sweep.halving import Halving
 from structattn.studies.sweep.plan import OVER, Journal, SweepPlan
-from structattn.studies.sweep.space import Parameter
 from structattn.studies.tasks.registry import shared_task, task_class
 from structattn.studies.training.build import empty_model
 
@@ -78,9 +78,9 @@ class _Trials(Listener):
         seed = derive_seed("sweep", plan.seed, 0) % 2**32
         self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
         self._running: dict[str, _Trial] = {}
-        records = journal.records()
+        records = journal.trials()
         self._begun = list(self._replay(records))
-        self._next = 1 + max((record["number"] for record in records), default=0)
+        self._next = 1 + max((record.number for record in records), default=0)
         over = len(records) - len(self._begun)
         self._new = plan.trials - len(records)
         self._best = math.inf
@@ -92,38 +92,38 @@ class _Trials(Listener):
         """Closes the bar, with its last state."""
         self._bar.close()
 
-    def _replay(self, records: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Any]]:
+    def _replay(self, records: Sequence[Trial]) -> Iterator[tuple[Trial, Any]]:
         """Tells Optuna and ASHA of earlier trials; those that are not over, with what Optuna knows of them."""
         for record in records:
-            for step, score in record["history"]:
+            for step, score in record.history:
                 if self._halving is not None:
-                    self._halving.stops(record["number"], step, _told(score))
+                    self._halving.stops(record.number, step, _told(score))
             asked = self._study.ask(self._space)
-            if asked.params != record["params"]:  # several ran at the same time, and ended in another order
+            if asked.params != record.params:  # several ran at the same time, and ended in another order
                 self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
-                self._study.enqueue_trial(record["params"])
+                self._study.enqueue_trial(record.params)
                 asked = self._study.ask(self._space)
-            if record["status"] in OVER:
-                self._study.tell(asked, _told(record["score"]))
+            if record.status in OVER:
+                self._study.tell(asked, _told(record.score))
             else:
                 yield record, asked
 
     def jobs(self) -> Iterator[Job]:
         """Interrupted and crashed trials, then new ones; their values are proposed when there is room for them."""
         for record, asked in self._begun:
-            yield from self._begin(record["number"], asked, record)
+            yield from self._begin(record.number, asked)
         for number in range(self._next, self._next + self._new):
-            yield from self._begin(number, self._study.ask(self._space), {"history": [], "seconds": 0.0})
+            yield from self._begin(number, self._study.ask(self._space))
 
-    def _begin(self, number: int, asked: Any, before: dict[str, Any]) -> Iterator[Job]:
+    def _begin(self, number: int, asked: Any) -> Iterator[Job]:
         """The job of a trial, unless its values do not fit together."""
-        self._journal.begin(number, asked.params)
+        before = self._journal.begin(number, asked.params)
         trial = _Trial(
             number=number,
             asked=asked,
-            seen=max((step for step, _ in before["history"]), default=0),
+            seen=max((step for step, _ in before.history), default=0),
             started=time.perf_counter(),
-            before=before["seconds"],
+            before=before.seconds,
         )
         try:
             job = self._plan.job(number, asked.params)
@@ -141,7 +141,7 @@ class _Trials(Listener):
             return True
         trial.score = entry[f"validation_{shared_task(job.task_name, job.task).metric}"]
         found = trial.score if math.isfinite(trial.score) else None
-        self._journal.update(trial.number, score=found, step=step, seconds=self._seconds(trial), entry=[step, found])
+        self._journal.update(trial.number, score=found, step=step, seconds=self._seconds(trial), entry=(step, found))
         trial.stopped = self._halving is not None and self._halving.stops(trial.number, step, _told(found))
         return not trial.stopped
 
@@ -166,7 +166,7 @@ class _Trials(Listener):
             score = progress.final_validation_score(task.metric, job.training.patience)
             self._end(trial, "finished", score, step=progress.step, num_params=count)
 
-    def _end(self, trial: _Trial, status: str, score: float = math.nan, **more: Any) -> None:
+    def _end(self, trial: _Trial, status: Status, score: float = math.nan, **more: Any) -> None:
         """Writes down the end of a trial; one that came to its end without a score diverged."""
         found = score if math.isfinite(score) else None
         if found is None and status in ("finished", "stopped"):

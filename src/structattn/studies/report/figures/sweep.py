@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from structattn.studies.records.sweep import Parameter, SweepRecord, Trial
 from structattn.studies.report.numbers import finite, fmt_score
 from structattn.studies.report.page import Figure
 from structattn.studies.report.plot import (
@@ -30,9 +31,6 @@ from structattn.studies.report.plot import (
 )
 from structattn.studies.report.sweep import fmt_value, position, short_names
 
-Results = Mapping[str, Any]
-Row = Mapping[str, Any]
-
 _BEST, _BAD = OKABE_ITO[1], OKABE_ITO[3]
 _COLUMNS = 3
 _FAR = 20  # times the median score
@@ -40,37 +38,37 @@ _MOST_POWERS = 8
 _LETTER = 0.068  # inches, of a label
 
 
-def draw(results: Results, folder: Path) -> list[Figure]:
+def draw(record: SweepRecord, folder: Path) -> list[Figure]:
     """Draws the figures of a sweep; none of them where no trial has a score."""
-    if not _scores(results, ("finished", "stopped")):
+    if not _scores(record, ("finished", "stopped")):
         return []
     drawings: dict[str, Callable[[], Drawing | None]] = {
-        "parallel": functools.partial(_parallel, results),
-        "parameters": functools.partial(_against_each, results),
-        "progress": functools.partial(_progress, results),
+        "parallel": functools.partial(_parallel, record),
+        "parameters": functools.partial(_against_each, record),
+        "progress": functools.partial(_progress, record),
     }
     return write_figures(drawings, folder)
 
 
-def _trials(results: Results, states: tuple[str, ...]) -> list[Row]:
-    return [trial for trial in results["trials"] if trial["status"] in states]
+def _trials(record: SweepRecord, states: tuple[str, ...]) -> list[Trial]:
+    return [trial for trial in record.trials if trial.status in states]
 
 
-def _scores(results: Results, states: tuple[str, ...]) -> list[float]:
-    return [score for trial in _trials(results, states) if (score := finite(trial["score"])) is not None]
+def _scores(record: SweepRecord, states: tuple[str, ...]) -> list[float]:
+    return [score for trial in _trials(record, states) if (score := finite(trial.score)) is not None]
 
 
-def _ceiling(results: Results) -> tuple[float, str]:
+def _ceiling(record: SweepRecord) -> tuple[float, str]:
     """The largest score to show, and words about larger ones: a trial about to diverge would leave no room for the others."""
-    scores = _scores(results, ("finished", "stopped"))
+    scores = _scores(record, ("finished", "stopped"))
     middle = statistics.median(scores)
     ceiling = max(score for score in scores if middle <= 0 or score <= _FAR * middle)
     words = f" Scores above {fmt_score(ceiling)} are drawn there." if max(scores) > ceiling else ""
     return ceiling, words
 
 
-def _is_best(results: Results, trial: Row) -> bool:
-    return results["best"] is not None and trial["number"] == results["best"]["number"]
+def _is_best(record: SweepRecord, trial: Trial) -> bool:
+    return record.best is not None and trial.number == record.best.number
 
 
 class _ScoreAxis:
@@ -96,49 +94,49 @@ class _ScoreAxis:
         return [(share, text) for text, share in found.items()]
 
 
-def _ticks(parameter: Row) -> list[tuple[float, str]]:
-    if parameter["choices"]:
-        return [(position(parameter, choice), choice) for choice in parameter["choices"]]
-    low, high = parameter["low"], parameter["high"]
-    if parameter["log"]:
+def _ticks(parameter: Parameter) -> list[tuple[float, str]]:
+    if parameter.choices:
+        return [(position(parameter, choice), choice) for choice in parameter.choices]
+    low, high = parameter.ends
+    if parameter.log:
         first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
         powers = [10.0**k for k in range(first, last + 1, 1 + (last - first) // _MOST_POWERS)]
         values = [low, *(v for v in powers if 1.2 * low < v < high / 1.2), high]
     elif isinstance(low, int) and high - low <= 8:
-        values = list(range(low, high + 1))
+        values = list(range(low, int(high) + 1))
     else:
         values = [low + share * (high - low) for share in (0, 0.25, 0.5, 0.75, 1)]
     return [(position(parameter, v), f"{v:.3g}" if isinstance(v, float) else str(v)) for v in values]
 
 
-def _parallel(results: Results) -> Drawing:
-    parameters, names = results["parameters"], list(short_names(results).values())
-    shown = _trials(results, ("finished", "stopped", "diverged", "failed", "crashed"))
-    ceiling, above = _ceiling(results)
-    axis = _ScoreAxis(_scores(results, ("finished", "stopped")), ceiling)
+def _parallel(record: SweepRecord) -> Drawing:
+    parameters, names = record.parameters, list(short_names(record).values())
+    shown = _trials(record, ("finished", "stopped", "diverged", "failed", "crashed"))
+    ceiling, above = _ceiling(record)
+    axis = _ScoreAxis(_scores(record, ("finished", "stopped")), ceiling)
     height = 4.4
     figure = new_canvas(height, min(9.0, max(7.2, 1.6 * (len(parameters) + 1))))
     ax = figure.subplots()
     colours = matplotlib.colormaps["viridis"]
     ends: Any = range(len(parameters) + 1)
     bad = 1.14  # where lines without a score end
-    for trial in sorted(shown, key=lambda t: (_is_best(results, t), -(finite(t["score"]) or math.inf))):
-        ys = [position(parameter, trial["params"][parameter["name"]]) for parameter in parameters]
-        score = finite(trial["score"])
+    for trial in sorted(shown, key=lambda t: (_is_best(record, t), -(finite(t.score) or math.inf))):
+        ys = [position(parameter, trial.params[parameter.name]) for parameter in parameters]
+        score = finite(trial.score)
         style: dict[str, Any] = {"color": _BAD, "lw": 1.0, "linestyle": ":", "alpha": 0.9}
         if score is not None:
             place = axis.place(score)
             style = {"color": colours(0.85 * place), "lw": 1.2, "alpha": 0.85}
-            if trial["status"] == "stopped":
+            if trial.status == "stopped":
                 style |= {"lw": 0.8, "alpha": 0.7, "linestyle": "--"}
             ys.append(place)
         else:
             ys.append(bad)
-        if _is_best(results, trial):
+        if _is_best(record, trial):
             style = {"color": _BEST, "lw": 2.6, "marker": "o", "ms": 5, "zorder": 5}
         ax.plot(ends, ys, **style)
     for x, (name, ticks) in enumerate(
-        zip([*names, f"validation {results['metric']}"], [*map(_ticks, parameters), axis.ticks()], strict=True)
+        zip([*names, f"validation {record.metric}"], [*map(_ticks, parameters), axis.ticks()], strict=True)
     ):
         ax.axvline(x, ymin=0.0, color="#444444", lw=0.9, zorder=3)
         for place, (_, text) in zip(spread([t[0] for t in ticks], 0.055), ticks, strict=True):
@@ -149,7 +147,7 @@ def _parallel(results: Results) -> Drawing:
                 bbox={"facecolor": "white", "alpha": 0.75, "lw": 0, "pad": 0.6},
             )  # fmt: skip
         ax.annotate(name, (x, -0.1), ha="center", va="top", fontsize=9, annotation_clip=False)
-    without = any(finite(trial["score"]) is None for trial in shown)
+    without = any(finite(trial.score) is None for trial in shown)
     if without:
         ax.annotate(
             "no score",
@@ -169,96 +167,96 @@ def _parallel(results: Results) -> Drawing:
     for spine in ax.spines.values():
         spine.set_visible(False)
     ax.set_xlabel(" ", labelpad=14)
-    counted = {
-        name: len(_trials(results, (name,))) for name in ("finished", "stopped", "diverged", "failed", "crashed")
-    }
+    counted = {name: len(_trials(record, (name,))) for name in ("finished", "stopped", "diverged", "failed", "crashed")}
     words = ", ".join(f"{n} {name}" for name, n in counted.items() if n)
     caption = (
-        f"One line per trial ({words}): its parameters, and its validation {results['metric']}, low is better. Orange: the best. Dashed: "
+        f"One line per trial ({words}): its parameters, and its validation {record.metric}, low is better. Orange: the best. Dashed: "
         "stopped early, with the score at that step. Dotted: diverged or failed, without a score." + above
     )
-    return figure, caption, f"Parallel coordinates of the trials. {_best_words(results)}"
+    return figure, caption, f"Parallel coordinates of the trials. {_best_words(record)}"
 
 
-def _best_words(results: Results) -> str:
-    best = results["best"]
+def _best_words(record: SweepRecord) -> str:
+    best = record.best
     if best is None:
         return "No trial ran to its end."
-    values = ", ".join(f"{name} {fmt_value(value)}" for name, value in best["params"].items())
-    return f"The best has {values} and a score of {fmt_score(best['score'])}."
+    values = ", ".join(f"{name} {fmt_value(value)}" for name, value in best.params.items())
+    return f"The best has {values} and a score of {fmt_score(best.score)}."
 
 
-def _against_each(results: Results) -> Drawing:
-    parameters, names = results["parameters"], list(short_names(results).values())
+def _against_each(record: SweepRecord) -> Drawing:
+    parameters, names = record.parameters, list(short_names(record).values())
     figure, panels = panel_grid(len(parameters), 2.9, columns=_COLUMNS, width=3.0)
     for ax, parameter, name in zip(panels, parameters, names, strict=True):
-        _one(results, parameter, ax)
+        _one(record, parameter, ax)
         ax.set_xlabel(name)
-    label_left(panels, f"validation {results['metric']}")
-    ceiling, above = _ceiling(results)
-    if wide((min(_scores(results, ("finished", "stopped"))), ceiling)):
+    label_left(panels, f"validation {record.metric}")
+    ceiling, above = _ceiling(record)
+    if wide((min(_scores(record, ("finished", "stopped"))), ceiling)):
         log_axis(panels[0], "y")
     shared_legend(figure, panels[:1], below=True)
     caption = (
-        f"Validation {results['metric']} against each parameter. Stopped trials have the score of the step where they were stopped, "
+        f"Validation {record.metric} against each parameter. Stopped trials have the score of the step where they were stopped, "
         "and would have gone on. Crosses on the upper edge have no score." + above
     )
-    return figure, caption, f"Score against each parameter. {_best_words(results)}"
+    return figure, caption, f"Score against each parameter. {_best_words(record)}"
 
 
-def _one(results: Results, parameter: Row, ax: Axes) -> None:
-    def places(trials: list[Row]) -> list[Any]:
-        values = [trial["params"][parameter["name"]] for trial in trials]
-        return [parameter["choices"].index(value) for value in values] if parameter["choices"] else values
+def _one(record: SweepRecord, parameter: Parameter, ax: Axes) -> None:
+    def places(trials: list[Trial]) -> list[Any]:
+        values = [trial.params[parameter.name] for trial in trials]
+        return [parameter.choices.index(value) for value in values] if parameter.choices else values
 
     kinds: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
         ("finished", ("finished",), {"marker": "o", "color": OKABE_ITO[0], "s": 22}),
         ("stopped early", ("stopped",), {"marker": "o", "facecolors": "none", "edgecolors": GREY, "s": 18}),
     )
     for label, states, style in kinds:
-        found = _trials(results, states)
+        found = _trials(record, states)
         if found:
-            ceiling, _ = _ceiling(results)
-            scores = [min(trial["score"], ceiling) for trial in found]
+            ceiling, _ = _ceiling(record)
+            scores = [min(score, ceiling) for score in _scores(record, states)]
             ax.scatter(places(found), scores, label=label, **style)
-    best = [trial for trial in results["trials"] if _is_best(results, trial)]
-    if best:
-        ax.scatter(places(best), [best[0]["score"]], marker="*", s=150, color=_BEST, zorder=5, label="best")
-    bad = _trials(results, ("diverged", "failed", "crashed"))
+    if record.best is not None:
+        best = [trial for trial in record.trials if _is_best(record, trial)]
+        ax.scatter(places(best), [record.best.score], marker="*", s=150, color=_BEST, zorder=5, label="best")
+    bad = _trials(record, ("diverged", "failed", "crashed"))
     if bad:
         edge = ax.get_xaxis_transform()
         ax.scatter(places(bad), [0.98] * len(bad), marker="x", color=_BAD, s=26, transform=edge, label="no score")
-    if parameter["choices"]:
-        ax.set_xticks(range(len(parameter["choices"])), parameter["choices"])
-        longest = max(map(len, parameter["choices"]))
-        tilt = longest * len(parameter["choices"]) * _LETTER > 2.4
+    if parameter.choices:
+        ax.set_xticks(range(len(parameter.choices)), parameter.choices)
+        longest = max(map(len, parameter.choices))
+        tilt = longest * len(parameter.choices) * _LETTER > 2.4
         ax.tick_params(axis="x", labelsize=7.5, rotation=25 if tilt else 0)
         if tilt:
             for text in ax.xaxis.get_majorticklabels():
                 text.set_horizontalalignment("right")
-        ax.set_xlim(-0.5, len(parameter["choices"]) - 0.5)
-    elif parameter["log"]:
-        ax.set_xlim(parameter["low"] / 1.15, parameter["high"] * 1.15)
+        ax.set_xlim(-0.5, len(parameter.choices) - 0.5)
+    elif parameter.log:
+        low, high = parameter.ends
+        ax.set_xlim(low / 1.15, high * 1.15)
         log_axis(ax, "x")
-        if parameter["high"] / parameter["low"] > 100:
+        if high / low > 100:
             ax.xaxis.set_major_locator(LogLocator(subs=(1.0,)))
     else:
-        margin = 0.06 * (parameter["high"] - parameter["low"])
-        ax.set_xlim(parameter["low"] - margin, parameter["high"] + margin)
-        if isinstance(parameter["low"], int):
+        low, high = parameter.ends
+        margin = 0.06 * (high - low)
+        ax.set_xlim(low - margin, high + margin)
+        if isinstance(low, int):
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _progress(results: Results) -> Drawing | None:
+def _progress(record: SweepRecord) -> Drawing | None:
     figure = new_canvas(3.4)
     ax = figure.subplots()
-    ceiling, above = _ceiling(results)
+    ceiling, above = _ceiling(record)
     seen: set[str] = set()
-    lines: list[tuple[Row, list[tuple[float, float]]]] = []
-    for trial in results["trials"]:
-        points = [(step, min(score, ceiling)) for step, score in trial["history"] if finite(score) is not None]
-        if trial["status"] == "finished":
-            points.append((trial["step"], min(trial["score"], ceiling)))
+    lines: list[tuple[Trial, list[tuple[int, float]]]] = []
+    for trial in record.trials:
+        points = [(step, min(score, ceiling)) for step, score in trial.history if score is not None]
+        if trial.status == "finished" and trial.score is not None:
+            points.append((trial.step, min(trial.score, ceiling)))
         if points:
             lines.append((trial, points))
     if not any(len(points) > 1 for _, points in lines):
@@ -269,27 +267,25 @@ def _progress(results: Results) -> Drawing | None:
     }
     other: dict[str, Any] = {"color": _BAD, "lw": 1.0, "linestyle": ":", "marker": "x", "markevery": [-1], "ms": 4}
     for trial, points in lines:
-        best = _is_best(results, trial)
-        label = (
-            "best" if best else {"finished": "finished", "stopped": "stopped early"}.get(trial["status"], "no score")
-        )
-        style = {"color": _BEST, "lw": 2.2, "zorder": 5} if best else styles.get(trial["status"], other)
+        best = _is_best(record, trial)
+        label = "best" if best else {"finished": "finished", "stopped": "stopped early"}.get(trial.status, "no score")
+        style = {"color": _BEST, "lw": 2.2, "zorder": 5} if best else styles.get(trial.status, other)
         ax.plot(*zip(*points, strict=True), label=None if label in seen else label, **style)
         seen.add(label)
     ax.set_xlabel("step")
-    ax.set_ylabel(f"validation {results['metric']}")
+    ax.set_ylabel(f"validation {record.metric}")
     if wide([score for _, points in lines for _, score in points]):
         log_axis(ax, "y")
-    scheduler = results["scheduler"]
+    scheduler = record.scheduler
     rungs = []
     if scheduler is not None:
-        rung = scheduler["grace_period"]
+        rung = scheduler.grace_period
         longest = max(step for _, points in lines for step, _ in points)
         while rung < longest:
             ax.axvline(rung, color="#999999", lw=0.8, linestyle=":", zorder=1)
             rungs.append(rung)
-            rung *= scheduler["reduction"]
+            rung *= scheduler.reduction
     shared_legend(figure, [ax], below=True)
     looks = f" Dotted: the steps at which trials are stopped ({', '.join(map(str, rungs))})." if rungs else ""
-    caption = f"Validation {results['metric']} of every trial as it trains.{looks}{above}"
-    return figure, caption, f"{caption} {_best_words(results)}"
+    caption = f"Validation {record.metric} of every trial as it trains.{looks}{above}"
+    return figure, caption, f"{caption} {_best_words(record)}"

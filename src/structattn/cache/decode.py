@@ -56,11 +56,9 @@ class _Target(Protocol):
 
     def add(self, total: Tensor, value: Tensor) -> None:
         """Adds (B, G, M, n) to the columns of (B, G, M, N)."""
-        ...
 
     def take(self, x: Tensor) -> Tensor:
         """Their columns of (B, G, M, N)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -305,7 +303,7 @@ def _alike(q: Tensor, view: KeyValueView, scale: float | None) -> Tensor:
                 for span in store.spans(first, end, block)
             ]
             parts.append(products[0] if len(products) == 1 else torch.stack(products).sum(0))
-        sums.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
+        sums.append(_joined(parts))
     return sum(sums[1:], sums[0]).view(batch, heads, tokens, -1)
 
 

@@ -19,17 +19,14 @@ class Latent(Protocol):
     @property
     def key_dim(self) -> int:
         """D, the dimension of the queries and of the keys that are made."""
-        ...
 
     @property
     def num_rstd(self) -> int:
         """Numbers per token that are kept besides the state: (key heads) * A; 0 where all are 1, or none are needed."""
-        ...
 
     @property
     def can_absorb(self) -> bool:
         """Whether ``absorbed`` works; else keys are made again from all states at every step."""
-        ...
 
     def keys(self, state: Tensor, positions: Tensor) -> Tensor:
         """Keys from states.
@@ -41,15 +38,12 @@ class Latent(Protocol):
         Returns:
             (B, heads, S, D), heads dividing the query heads.
         """
-        ...
 
     def rstd(self, state: Tensor) -> Tensor:
         """The inverse RMS of the keys of states (B, S, E): (B, S, key heads * A)."""
-        ...
 
     def absorbed(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """u and offset of queries (B, H, T, D): (B, H, T, A, E) and (B, H, T)."""
-        ...
 
 
 def alike(latent: Latent, other: Latent | None) -> bool:

@@ -49,11 +49,9 @@ class Undoable(Protocol):
     @property
     def length(self) -> int:
         """Tokens so far."""
-        ...
 
     def undo(self) -> None:
         """Takes the last new tokens back."""
-        ...
 
 
 @contextmanager

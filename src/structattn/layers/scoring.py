@@ -32,11 +32,9 @@ class Scoring(Protocol):
 
     def feature_dim(self, embed_dim: int, num_heads: int) -> int:
         """The dimension D of queries and keys, which the ranks of a layout must sum to."""
-        ...
 
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with the weights."""
-        ...
 
 
 class _HeadBatch(TypedDict):

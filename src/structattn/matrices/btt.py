@@ -82,12 +82,7 @@ class BlockTensorTrain(BlockTermSum):
             right_permutation="stride",
         )
         super().__init__(
-            num_rows,
-            num_cols,
-            [term],
-            batch_shape=batch_shape,
-            right_batch_shape=right_batch_shape,
-            rms_cap=rms_cap,
+            num_rows, num_cols, [term], batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
         )
         self.rank = rank
         self.row_dims = row_dims

@@ -60,12 +60,10 @@ class Dense(StructuredMatrix):
 
     @property
     def options(self) -> dict[str, Any]:
-        """None."""
         return {}
 
     @property
     def factor_groups(self) -> list[list[nn.Parameter]]:
-        """The weight."""
         return [[self.weight]]
 
     @property
@@ -75,12 +73,10 @@ class Dense(StructuredMatrix):
 
     @property
     def flops(self) -> int:
-        """2 * num_rows * num_cols."""
         return 2 * self.num_rows * self.num_cols
 
     @property
     def rank_bound(self) -> int:
-        """min(num_rows, num_cols)."""
         return min(self.num_rows, self.num_cols)
 
 
@@ -120,12 +116,10 @@ class LowRank(FactoredMatrix):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The rank."""
         return {"rank": self.rank, **super().options}
 
     @property
     def factor_groups(self) -> list[list[nn.Parameter]]:
-        """Left, right."""
         return [[self.left], [self.right]]
 
     @property
@@ -165,22 +159,18 @@ class LowRank(FactoredMatrix):
 
     @property
     def inner_dim(self) -> int:
-        """The rank."""
         return self.rank
 
     @property
     def left_flops(self) -> int:
-        """2 * num_rows * rank."""
         return 2 * self.num_rows * self.rank
 
     @property
     def right_flops(self) -> int:
-        """2 * num_cols * rank."""
         return 2 * self.num_cols * self.rank
 
     @property
     def rank_bound(self) -> int:
-        """min(num_rows, num_cols, rank)."""
         return min(self.num_rows, self.num_cols, self.rank)
 
 

@@ -49,17 +49,10 @@ class MLBTC(BlockTermSum):
         if not isinstance(terms, tuple | list) or not all(isinstance(term, BlockTerm) for term in terms) or not terms:
             raise ConfigError(f"MLBTC: terms must be one or more BlockTerm, got {describe(terms)}")
         super().__init__(
-            num_rows,
-            num_cols,
-            terms,
-            batch_shape=batch_shape,
-            right_batch_shape=right_batch_shape,
-            rms_cap=rms_cap,
+            num_rows, num_cols, terms, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
         )
         self.alpha = nn.Parameter(torch.ones(*self.batch_shape, len(terms)))
-        left, right = self._empty_factors()
-        self.left = nn.ParameterList(left)
-        self.right = nn.ParameterList(right)
+        self.left, self.right = self._empty_factors()
         self.reset_parameters()
 
     @classmethod

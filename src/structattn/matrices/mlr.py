@@ -61,18 +61,11 @@ class MultiLevelLowRank(BlockTermSum):
             term.check_sizes(num_rows, num_cols, f"MultiLevelLowRank level {level}")
             terms.append(term)
         super().__init__(
-            num_rows,
-            num_cols,
-            terms,
-            batch_shape=batch_shape,
-            right_batch_shape=right_batch_shape,
-            rms_cap=rms_cap,
+            num_rows, num_cols, terms, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
         )
         self.ranks = ranks
         self.num_blocks = self_blocks
-        left, right = self._empty_factors()
-        self.left = nn.ParameterList(left)
-        self.right = nn.ParameterList(right)
+        self.left, self.right = self._empty_factors()
         self.reset_parameters()
 
     def factors(self) -> list[tuple[nn.Parameter, nn.Parameter]]:

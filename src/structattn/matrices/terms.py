@@ -234,9 +234,9 @@ class BlockTermSum(FactoredMatrix):
         """The shapes of the terms."""
         return tuple(term.shape for term in self._work)
 
-    def _empty_factors(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    def _empty_factors(self) -> tuple[nn.ParameterList, nn.ParameterList]:
         """Parameters of the right shapes: left (*batch_shape, b, num_rows / b, F / b), right (..., c, num_cols / c, F / c)."""
-        left, right = [], []
+        left, right = nn.ParameterList(), nn.ParameterList()
         for term in self.terms:
             b, c, inner = term.left_blocks, term.right_blocks, term.inner_dim
             left.append(self._empty(*self.batch_shape, b, self.num_rows // b, inner // b))

@@ -124,7 +124,6 @@ class DeclaresRoles(Protocol):
 
     def parameter_roles(self) -> Mapping[str, Role]:
         """Roles by parameter name, relative to the module; those of submodules may be among them."""
-        ...
 
 
 class DrawsFactors(Protocol):
@@ -132,12 +131,10 @@ class DrawsFactors(Protocol):
 
     def reset_parameters(self, fan_ins: Mapping[str, int]) -> None:
         """Draws the factors, with fan-ins by parameter name relative to the module."""
-        ...
 
     @property
     def product_fan_ins(self) -> Mapping[str, int]:
         """Names the factors."""
-        ...
 
 
 class ComputesWeight(Protocol):
@@ -145,7 +142,6 @@ class ComputesWeight(Protocol):
 
     def weight_roles(self, role: Role) -> Mapping[str, Role]:
         """The roles of these parameters, by name relative to the layer, where the weight as a whole has that role."""
-        ...
 
 
 # Modules of torch whose type determines the roles of their parameters. That of a linear layer does not: it may be hidden or an output.

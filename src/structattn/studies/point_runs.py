@@ -15,10 +15,10 @@ from torch import nn
 
 from structattn.checks import MAX_LENGTH
 from structattn.errors import ConfigError
-from structattn.studies.budget import affordable_steps, flops_of
 from structattn.studies.grid import Point
 from structattn.studies.recipe import Recipe
 from structattn.studies.runner.runs import Job, ScoredJob
+from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
 from structattn.studies.training.build import empty_model, spec_for
 from structattn.studies.training.config import TrainingConfig
@@ -32,7 +32,6 @@ class HasScoreRank(Protocol):
 
     def score_rank(self) -> int:
         """The largest rank that the bilinear form of one head can have."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +62,31 @@ def run_folder(out: Path, spec: str, seed: int, learning_rate: float, variant: s
     """The folder of one run: different for different specs, seeds, learning rates and variants of the settings."""
     place = out / group / _slug(variant) if variant else out / group
     return place / _slug(spec) / f"seed-{seed}-lr-{learning_rate:g}"
+
+
+def flops_of(task: Task, model: nn.Module, steps: int) -> int:
+    """Forward FLOPs of a number of steps with one example each; steps at the full size are one product, since there may be billions."""
+    full, total = task.flops(model), 0
+    for step in range(steps):
+        if (cost := task.flops(model, step)) == full:
+            return total + full * (steps - step)
+        total += cost
+    return total
+
+
+def affordable_steps(task: Task, model: nn.Module, flops: float) -> int:
+    """The number of steps in a budget of forward FLOPs, with one example per step.
+
+    Examples may grow in training; once they are of the full size they stay so, and the rest is one division: small models on large
+    budgets take billions of steps.
+    """
+    full, steps = task.flops(model), 0
+    while (cost := task.flops(model, steps)) != full:
+        if cost > flops:
+            return steps
+        flops -= cost
+        steps += 1
+    return steps + int(flops // full)
 
 
 @functools.cache

@@ -12,10 +12,9 @@ import torch
 from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.studies.analysis.scaling import scaling
-from structattn.studies.budget import affordable_steps
 from structattn.studies.data.corpus import Characters
 from structattn.studies.grid import points_of
-from structattn.studies.point_runs import training_of
+from structattn.studies.point_runs import affordable_steps, training_of
 from structattn.studies.records import Row
 from structattn.studies.records.common import to_json
 from structattn.studies.records.comparison import Scaling

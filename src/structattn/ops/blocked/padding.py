@@ -24,11 +24,9 @@ class Grouping(Protocol):
             repeats: query heads per key head; 1 for keys and values.
             missing: what padding holds. Default: what the first position of its sequence holds.
         """
-        ...
 
     def unpad(self, x: Tensor, rows: Tensor, repeats: int) -> Tensor:
         """Rows into x (B, G * repeats, length, d), which may be written to; returns the result, contiguous or not."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -25,52 +25,40 @@ class Tile(Protocol):
     @property
     def level(self) -> int:
         """The number of shared levels of its pairs."""
-        ...
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Batch, rows and columns."""
-        ...
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Its rows of a query-side tensor (..., d), shaped as the geometry has it: (batch, rows, d), at best a view."""
-        ...
 
     def cols_of(self, x: Tensor) -> Tensor:
         """Its columns of a key-side tensor (..., d): (batch, columns, d), at best a view."""
-        ...
 
     def open_rows(self, x: Tensor) -> Tensor:
         """(batch, rows, d) to add into what ``rows_of`` reads: a view, or a buffer that ``close_rows`` copies back."""
-        ...
 
     def close_rows(self, x: Tensor, opened: Tensor) -> None:
         """Ends what ``open_rows`` began."""
-        ...
 
     def open_cols(self, x: Tensor) -> Tensor:
         """As ``open_rows``, of what ``cols_of`` reads."""
-        ...
 
     def close_cols(self, x: Tensor, opened: Tensor) -> None:
         """Ends what ``open_cols`` began."""
-        ...
 
     def max_rows(self, x: Tensor, value: Tensor) -> None:
         """Takes the larger of (batch, rows, d) and what ``rows_of`` reads, in its memory."""
-        ...
 
     def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
         """What is hidden of some rows and columns: all (``True``), nothing (``False``), or a bool mask that broadcasts to it."""
-        ...
 
     def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
         """The additive bias of some rows and columns, (batch, rows, columns)."""
-        ...
 
     def add_bias(self, bias: Tensor, batch: slice, rows: slice, cols: slice, value: Tensor) -> None:
         """Adds to what ``bias_of`` reads."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,30 +47,28 @@ _STYLE: dict[str, Any] = {
 Box = tuple[float, float, float, float]
 
 
-def spread(positions: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0) -> list[float]:
+def spread(positions: Sequence[float], gap: float) -> list[float]:
     """Moves label positions apart until neighbours are ``gap`` apart, staying as near as they can.
 
     Args:
-        positions: wanted positions along one axis, in any order.
+        positions: wanted positions along one axis, from 0 to 1, in any order.
         gap: smallest distance between two labels; made smaller when they cannot all fit.
-        low: lowest position allowed.
-        high: highest position allowed.
 
     Returns:
         The new positions, in the order of ``positions``.
     """
     count = len(positions)
     if count > 1:
-        gap = min(gap, (high - low) / (count - 1))
+        gap = min(gap, 1 / (count - 1))
     order = sorted(range(count), key=lambda i: (positions[i], i))
     # Groups of touching labels, each as (indices, sum of the wanted starts); overlapping groups merge.
     groups: list[tuple[int, float]] = []
 
     def start(group: tuple[int, float]) -> float:
-        return min(max(group[1] / group[0], low), high - (group[0] - 1) * gap)
+        return min(max(group[1] / group[0], 0.0), 1 - (group[0] - 1) * gap)
 
     for index in order:
-        groups.append((1, min(max(positions[index], low), high)))
+        groups.append((1, min(max(positions[index], 0.0), 1.0)))
         while len(groups) > 1 and start(groups[-2]) + groups[-2][0] * gap > start(groups[-1]):
             n2, sum2 = groups.pop()
             n1, sum1 = groups.pop()

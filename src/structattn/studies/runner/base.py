@@ -45,7 +45,6 @@ class Runner(Protocol):
                 a checkpoint.
             Exception: what ``listener.ended`` raised; the other jobs are stopped in the same way.
         """
-        ...
 
 
 class _EndedEarly(Exception):  # noqa: N818

@@ -29,28 +29,22 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """V: ids are 0 ... V - 1."""
-        ...
 
     @property
     def unit(self) -> str:
         """What a token is, in a word: ``"char"``, ``"byte"`` or ``"token"``."""
-        ...
 
     def encode(self, text: str, source: str = "the text") -> Ids:
         """Token ids of a text, in the smallest type that holds them; raises ``DataError`` with the position of a character without one."""
-        ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids; bytes that are no UTF-8 become the replacement character."""
-        ...
 
     def token_sizes(self) -> npt.NDArray[np.int64]:
         """(V,), the bytes of UTF-8 of each token."""
-        ...
 
     def description(self) -> dict[str, Any]:
         """What ``tokenizer_from`` makes it from again; plain data."""
-        ...
 
 
 @dataclass(frozen=True)

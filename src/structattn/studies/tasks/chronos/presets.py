@@ -27,10 +27,7 @@ _SMALL = Recipe(
 _ABOUT = "a T5 of 0.3 million parameters from scratch, 24 hours ahead from 96, 400 steps, one seed; 3.5 minutes on 2 CPU cores (measured)"
 
 PRESETS = {
-    "default": Preset(
-        _SMALL,
-        _ABOUT,
-    ),
+    "default": Preset(_SMALL, _ABOUT),
     "small": Preset(_SMALL, _ABOUT),
     "smoke": Preset(
         replace(

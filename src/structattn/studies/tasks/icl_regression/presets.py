@@ -15,31 +15,6 @@ from structattn.studies.training.config import TrainingConfig
 _SPECS = ("standard", "standard:1", "bilinear-btt:1", "bilinear-btt:2")
 
 
-def _smoke() -> Recipe:
-    return Recipe(
-        task=ICLRegressionConfig(
-            dim=4,
-            embed_dim=32,
-            num_layers=2,
-            num_heads=8,
-            read_in_std=0.2,
-            curriculum=Curriculum(start_dim=2, start_points=4, interval=200, end_step=200),
-        ),
-        training=TrainingConfig(
-            steps=600,
-            batch_size=64,
-            learning_rate=3e-3,
-            schedule="wsd",
-            warmup_steps=60,
-            eval_every=100,
-            checkpoint_every=300,
-            parametrization="mup",
-            base_fan_in=64,
-        ),
-        attention=(*_SPECS[:3], "bilinear-mlr:2|1|1"),
-    )
-
-
 # Small enough for a CPU, with a head dimension of 3 below d: for the effect of single settings see docs/results/icl-regression.md.
 _SMALL = Recipe(
     task=ICLRegressionConfig(
@@ -65,6 +40,17 @@ _SMALL = Recipe(
     attention=(*_SPECS, "bilinear-mlr:4|2|2", "bilinear-mlr:2|2|4", "bilinear-mlr:4|4|4"),
     equal="compute",
 )
+
+
+def _smoke() -> Recipe:
+    curriculum = replace(_SMALL.task.curriculum, interval=200, end_step=200)
+    return replace(
+        _SMALL,
+        task=replace(_SMALL.task, dim=4, embed_dim=32, num_layers=2, curriculum=curriculum),
+        training=replace(_SMALL.training, steps=600, warmup_steps=60, eval_every=100, checkpoint_every=300),
+        attention=(*_SPECS[:3], "bilinear-mlr:2|1|1"),
+        equal="steps",
+    )
 
 
 def _bottleneck() -> Recipe:

@@ -475,7 +475,7 @@ def test_what_can_be_read_as_a_matrix_is(values) -> None:
         (
             lambda: fit(torch.randn(2, 4, 4), LowRank(4, 4, 1, batch_shape=(2,), right_batch_shape=(1,))),
             ConfigError,
-            "right factors of its own",
+            "have separate right factors",
         ),
         (lambda: fit(torch.randn(4, 4), "lowrnk:1"), ConfigError, "did you mean 'lowrank'"),
         (lambda: fit(torch.randn(11, 11), "butterfly"), ConfigError, "10 and 12"),

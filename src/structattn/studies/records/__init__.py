@@ -1,6 +1,6 @@
 """Results as typed records: what is written at the end of a run or a comparison, and all that a report reads."""
 
-from structattn.studies.records.common import FORMAT_VERSION, Hardware, Json, ResultRecord
+from structattn.studies.records.common import FORMAT_VERSION, Hardware, Json, ResultRecord, read_file
 from structattn.studies.records.comparison import BaselineRow, Choice, ComparisonRecord, Row, read_comparison
 from structattn.studies.records.fits import FitsRecord
 from structattn.studies.records.mup import MupRecord
@@ -23,5 +23,6 @@ __all__ = [
     "ScoreRecord",
     "SweepRecord",
     "read_comparison",
+    "read_file",
     "read_run",
 ]

@@ -51,7 +51,7 @@ _FREE = ("attention", "seeds", "learning_rates", "variants", "search", "widths",
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What a comparison wrote.
+    """The output of a comparison.
 
     Attributes:
         record: what ``results.json`` holds.
@@ -137,11 +137,11 @@ def compare(
 
 
 def _finished(folder: Path, owner: Owner, points: Sequence[PointRuns]) -> ComparisonRecord | None:
-    """The record of a comparison of the same settings whose runs are all there; ``None`` if something is left to do."""
+    """The record of a comparison of the same settings whose runs are all finished; else ``None``."""
     try:
         record = read_comparison(folder)
     except CheckpointError:
-        return None  # damaged: it is made again from the runs
+        return None  # damaged: it is built again from the runs
     unset = {field.name: field.default for field in fields(Recipe) if field.name not in record.config}
     if record.task != owner.task or owner.differences(record.config | unset, free=False):
         return None
@@ -167,7 +167,7 @@ def _results(
     resume: bool,
     show_progress: bool,
 ) -> tuple[list[Row], list[BaselineRow]]:
-    """Trains what is left to train; the rows of the attention variants and of the baselines."""
+    """Trains the remaining runs; returns the rows of the attention variants and of the baselines."""
     # Points whose sweeps have the same settings share them.
     sweeps = list({job.folder: job for runs in points for job in runs.sweep_jobs().values()}.values())
     train_all(sweeps, runner=runner, resume=resume, show_progress=show_progress)
@@ -183,7 +183,7 @@ def _results(
         for spec in recipe.attention
         for job in runs.jobs(spec, rates[spec])
     ]
-    # Some may have been trained by the sweep already: what is left of them is their scores.
+    # Some may have been trained by the sweep already: only their scores are missing.
     train_all(left, runner=runner, resume=True, show_progress=show_progress)
     rows, baselines = [], []
     with progress_bar(
@@ -201,14 +201,14 @@ def _results(
 
 
 def _swept_score(job: Job, metric: str) -> float:
-    """The final validation score of a run; infinite where it diverged, and so left no record."""
+    """The final validation score of a run; infinite where it diverged, which leaves no record."""
     record = job.record()
     progress = record.progress if record else None
     return progress.final_validation_score(metric, job.training.patience) if progress else math.inf
 
 
 def _chosen(runs: PointRuns, spec: str, scores: dict[str, dict[float, float]]) -> float:
-    """The learning rate of a spec: the best of its sweep, or the one there is."""
+    """The learning rate of a spec: the best of its sweep, or the only one."""
     rates = scores.get(spec)
     if not rates:
         recipe = runs.point.recipe
@@ -256,7 +256,7 @@ def _row(
 
 
 def _read(job: ScoredJob) -> tuple[Progress, ScoreRecord]:
-    """What a run did, and its scores."""
+    """The progress and scores of a run."""
     record = job.record()
     scores = job.scores(record) if record else None
     if record is None or record.progress is None or scores is None:

@@ -1,4 +1,4 @@
-"""What the command line lists, as text: structures, attention variants, presets, and what this machine can run."""
+"""Listings of the command line, as text: structures, attention variants, presets, and what this machine can run."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class HasScoreRank(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCosts:
-    """What a model costs: its trainable parameters, the forward FLOPs of one example, and the rank of a head's score where it is known."""
+    """The cost of a model: its trainable parameters, the forward FLOPs of one example, and the rank of a head's score where it is known."""
 
     num_params: int
     flops_per_example: int
@@ -44,7 +44,7 @@ class ModelCosts:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelCosts:
-        """Counted on the structure of a model, which may be without numbers."""
+        """Counted on the structure of a model, which may be on the meta device."""
         return cls(
             num_params=sum(p.numel() for p in model.parameters() if p.requires_grad),
             flops_per_example=model.flops_per_example(),  # type: ignore[operator]

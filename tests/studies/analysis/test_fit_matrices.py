@@ -122,7 +122,7 @@ def test_the_default_sweep_covers_every_family_at_awkward_sizes() -> None:
         (lambda p: load_matrix("line", 1), ConfigError, "at least 2"),
         (lambda p: load_matrix(str(p / "missing.npy"), 8), DataError, "cannot read"),
         (lambda p: fit_matrices([], (), p / "o"), ConfigError, "at least one"),
-        (lambda p: fit_matrices([_matrix(), _matrix()], (), p / "o"), ConfigError, "each once"),
+        (lambda p: fit_matrices([_matrix(), _matrix()], (), p / "o"), ConfigError, "without repetition"),
         (lambda p: fit_matrices([_matrix()], ("btt:x",), p / "o"), ConfigError, "btt:S"),
         (lambda p: fit_matrices([_matrix()], ("btt:1", " btt:1"), p / "o"), ConfigError, "structures must be unique"),
         (lambda p: fit_matrices([_matrix()], ("dense:",), p / "o"), ConfigError, "after the colon"),

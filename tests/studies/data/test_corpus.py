@@ -270,7 +270,7 @@ def test_half_a_surrogate_pair_is_named_with_its_place(tmp_path, tokens) -> None
     path = tmp_path / "half.jsonl"
     path.write_text('{"text": "whole"}\n{"text": "\\ud83d"}\n')
     config = config_of(path, tokens=tokens, vocab_size=256, validation=1e-9, test=1e-9)
-    with pytest.raises(DataError, match=r"half.jsonl, line 2: expected text that UTF-8 can hold"):
+    with pytest.raises(DataError, match=r"half.jsonl, line 2: expected text that UTF-8 can encode"):
         prepare(config, tmp_path / "corpus", show_progress=False)
 
 
@@ -519,7 +519,7 @@ def test_unknown_characters(tmp_path) -> None:
         ({"shard_tokens": 0}, "shard_tokens must be an int of at least 1"),
         ({"vocab_size": 10**12}, "vocab_size must be an int of at least 256"),
         ({"unknown": "keep"}, "unknown value of unknown 'keep'"),
-        ({"tokens": "bytes", "unknown": "drop"}, "belongs to chars"),
+        ({"tokens": "bytes", "unknown": "drop"}, "is only for chars"),
         ({"max_documents": 0}, "max_documents must be an int of at least 1"),
     ],
 )
@@ -540,7 +540,7 @@ def test_tokenizers_lose_nothing(text) -> None:
 
 
 def test_bad_tokenizers(monkeypatch) -> None:
-    with pytest.raises(ConfigError, match="256 bytes at least, got vocab_size 100"):
+    with pytest.raises(ConfigError, match="at least the 256 bytes, got vocab_size 100"):
         BytePairs.train(WORDS, 100)
     with pytest.raises(DataError, match="one that does not load"):
         BytePairs("{}")

@@ -137,7 +137,7 @@ def test_columns(write, tmp_path):
     assert [one.name for one in both] == ["OT", "HUFL"]
     assert (both[1].values == read_series(path, "date", "HUFL").values).all()
     assert [one.name for one in read_columns(path, "date", "MULL")] == ["MULL"]
-    with pytest.raises(DataError, match="every column once"):
+    with pytest.raises(DataError, match="columns must be unique"):
         read_columns(path, "date", "OT,OT")
     with pytest.raises(DataError, match="target column 'OTT'.*did you mean 'OT'"):
         read_columns(path, "date", "HUFL,OTT")
@@ -307,7 +307,7 @@ def test_all_columns_have_names(tmp_path):
     with pytest.raises(DataError, match="a name of every column, got none of column 1"):
         read_columns(path, "t", "*")
     path.write_text("t\n" + "\n".join(HOURS))
-    with pytest.raises(DataError, match="a column besides the times"):
+    with pytest.raises(DataError, match="a column other than the times"):
         read_columns(path, "t", "*")
 
 
@@ -388,7 +388,7 @@ def test_local_times_that_repeat_an_hour_are_to_be_written_in_utc(write, zone, f
         (["00:00", "01:00", "02:00"], "got a time without a date: '00:00' in row 2"),
         (["0", "1", "2"], "got '0' in row 2 of the file .a number, such as of a row or of seconds since 1970"),
         (["-3600", "0", "3600"], "a number, such as of a row"),
-        (["2020-10-25 01:00 CET"] * 3, "or with the offset of the time zone behind them"),
+        (["2020-10-25 01:00 CET"] * 3, "or with the offset of the time zone at the end"),
     ],
 )
 def test_times_of_other_kinds_are_named(write, times, words):
@@ -477,7 +477,7 @@ def test_time_in_two_readings(write):
 
 
 def test_duplicate_time(write):
-    message = "the same time twice: 2020-01-01 01:00:00 .* row 4 of the file. Remove the double row"
+    message = "the same time twice: 2020-01-01 01:00:00 .* row 4 of the file. Remove the duplicate row"
     with pytest.raises(DataError, match=message):
         read_series(write([HOURS[0], HOURS[1], HOURS[1], HOURS[2]]), "t", "y")
 

@@ -287,7 +287,7 @@ def test_the_table_has_a_column_for_each_spec_and_a_time_for_a_rate_alone() -> N
 def test_mistakes_are_named(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_plan(PlanRequest.of(**{"model": "125m", **changes}))
-    with pytest.raises(ConfigError, match="once"):
+    with pytest.raises(ConfigError, match="unique"):
         plans(PlanRequest.of("125m"), ("standard", "standard"))
 
 

@@ -271,7 +271,7 @@ def transfer_check(
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What a run wrote: the record that ``results.json`` holds, the folder, the report."""
+    """The output of a run: the record in ``results.json``, the folder, the report."""
 
     record: MupRecord
     folder: Path

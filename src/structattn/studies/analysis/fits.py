@@ -103,7 +103,7 @@ def _num_params(text: str, num_rows: int, num_cols: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Fits:
-    """What a run wrote: the record that ``results.json`` holds, the folder, the report."""
+    """The output of a run: the record in ``results.json``, the folder, the report."""
 
     record: FitsRecord
     folder: Path

@@ -1,4 +1,4 @@
-"""Reading text files: UTF-8, UTF-16 and UTF-32 with a byte order mark, also in gzip; other formats are named in the error."""
+"""Reads text files: UTF-8, UTF-16 and UTF-32 with a byte order mark, also in gzip; the error names other formats."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _FORMATS = (
 )
 _BEGINNINGS = tuple(begin for begin, _ in (*_MARKS, *_FORMATS))
 _UNREADABLE = (OSError, UnicodeError, EOFError, zlib.error)
-_HEAD = 4096  # bytes that decide what a file is
-_AT_ONCE = 2**20  # bytes that one call of the operating system surely reads
-# Without the third, a pipe would be waited for until someone writes to it.
+_HEAD = 4096  # bytes that identify the format of a file
+_AT_ONCE = 2**20  # bytes that one system call reads in full
+# Without the third flag, opening a pipe would wait for a writer.
 _READ_ONLY = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 class ReadingStoppedError(DataError):
-    """A source stopped answering; what was read before is right, and the same call can continue when it answers again."""
+    """A source stopped answering; earlier data are correct, and the same call can continue when it answers again."""
 
 
 def is_there(path: str) -> bool:
-    """Whether there is a file or a folder; raises ``ReadingStoppedError`` where that cannot be found out."""
+    """Whether there is a file or a folder; raises ``ReadingStoppedError`` where that cannot be determined."""
     try:
         return Path(path).exists()
     except OSError as error:
@@ -60,14 +60,14 @@ def is_there(path: str) -> bool:
 
 @contextmanager
 def open_text(path: str, expected: str = "text") -> Iterator[IO[str]]:
-    """A file for reading as text, with ``\\r\\n`` and ``\\r`` as ``\\n``; gzip and the encoding are found by its first bytes.
+    """A file for reading as text, with ``\\r\\n`` and ``\\r`` as ``\\n``; gzip and the encoding are detected by its first bytes.
 
     Args:
         path: a file in UTF-8, or in UTF-16 or UTF-32 with a byte order mark; also compressed with gzip, whatever its name.
         expected: what the file should be, for errors.
 
     Raises:
-        DataError: no such file, not a regular one, of another format, damaged, or of an encoding that does not say what it is; also while
+        DataError: no such file, not a regular one, of another format, damaged, or of an encoding without a mark; also while
             it is read inside of the ``with``.
         ReadingStoppedError: the operating system cannot read it.
     """
@@ -106,7 +106,7 @@ def read_text(path: str, expected: str = "text") -> str:
 
 
 def _named(error: Exception, path: str, expected: str) -> DataError:
-    """Our own error for one of ``_UNREADABLE``."""
+    """Our error for one of ``_UNREADABLE``."""
     if isinstance(error, UnicodeError):
         at = error.object[error.start : error.start + 1] if isinstance(error, UnicodeDecodeError) else b""
         got = f"the byte 0x{at.hex()}, as in Latin-1 or Windows-1252" if at else str(error)

@@ -37,7 +37,7 @@ class Series:
         times: when each was taken (UTC when the file gave offsets), strictly increasing.
         name: the column that the values came from.
         step: the time between two values in words, such as ``"1 hour"``.
-        is_ett: True for a complete file of the ETT data, hourly or quarter-hourly, which have their own customary split.
+        is_ett: True for a complete file of the ETT data, hourly or quarter-hourly, which have a customary split.
     """
 
     values: Floats
@@ -48,7 +48,7 @@ class Series:
 
 
 def ett_split(step: str) -> tuple[int, int, int] | None:
-    """The customary ends of the splits of ETT data, for the step between its rows in words; ``None`` for a step that they do not have."""
+    """The customary ends of the splits of ETT data, by the step between rows in words; ``None`` for other steps."""
     if step not in _ETT_STEPS:
         return None
     a, b, c = (hours * _ETT_STEPS[step] for hours in _ETT_HOURS)
@@ -56,8 +56,8 @@ def ett_split(step: str) -> tuple[int, int, int] | None:
 
 
 def check_scale(values: Floats, where: Callable[[int], str]) -> None:
-    """Raises ``DataError`` for numbers that no score can be made of: a few cells that are far beyond all others, as of a sensor that failed or
-    a mark of missing values, decide the scale, so that all else is 0; squares beyond float32 are infinite.
+    """Raises ``DataError`` for numbers that make scores meaningless: a few cells far beyond all others, as of a failed sensor or
+    a mark of missing values, determine the scale, so that everything else is 0; squares beyond float32 are infinite.
 
     Args:
         values: finite numbers.
@@ -68,7 +68,7 @@ def check_scale(values: Floats, where: Callable[[int], str]) -> None:
         distance = np.abs(values - middle)
     order = np.argsort(distance)
     ranked = distance[order]
-    first = max(0, len(values) - max(3, len(values) // 100))  # such cells are few, as three or one in a hundred
+    first = max(0, len(values) - max(3, len(values) // 100))  # at most three such cells, or one in a hundred
     rest = np.maximum(ranked[first - 1 : -1], abs(middle))
     if first and len(beyond := np.flatnonzero((ranked[first:] > _BEYOND * rest) & (rest > 0))):
         i = int(order[first + beyond[0] :].min())
@@ -103,7 +103,7 @@ def _shares(n: int) -> tuple[int, int, int]:
 
 
 def usual_season(series: Series) -> int | None:
-    """Steps of the season that such data usually have: a day, a week of daily values, a year of months; ``None`` where none is usual."""
+    """Steps of the usual season: a day, a week of daily values, a year of months; ``None`` if there is none."""
     if series.step in _SEASONS:
         return _SEASONS[series.step]
     steps = np.diff(series.times[:2]).astype("timedelta64[us]").astype(np.int64)
@@ -115,10 +115,10 @@ class WindowedSeries:
     """A series scaled by its training rows and cut into (look-back, horizon) windows, one per possible start.
 
     A training window lies wholly inside the training rows. A validation or test window has all its targets
-    inside its own split and may look back into the split before it, as a forecaster in use would.
+    inside its split and may look back into the split before it, as a deployed forecaster would.
 
     Attributes:
-        series: the data in its own units.
+        series: the data in their original units.
         look_back: steps that a forecaster sees.
         horizon: steps that it forecasts.
         bounds: the ends of the three splits, see ``split_points``.
@@ -153,7 +153,7 @@ class WindowedSeries:
         check_scale(series.values, lambda i: f"column {series.name!r}, value {i}")
         train = series.values[: self.bounds[0]]
         spread = float(train.max()) - float(train.min())
-        if spread <= _ROUNDING * float(np.abs(train).max()):  # what differs only by rounding is constant too
+        if spread <= _ROUNDING * float(np.abs(train).max()):  # values that differ only by rounding are constant too
             raise DataError(
                 f"expected column {series.name!r} to vary in its training rows, got the constant "
                 f"{train[0]:g} in all {len(train)}. Choose another target column or another span of the "

@@ -1,4 +1,4 @@
-"""Time series from a CSV file: reading and checking them."""
+"""Reads and checks time series from a CSV file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read_columns(path: Path | None, time: str, target: str) -> list[Series]:
             return [column for column in table.columns if column != time.strip()]
         names = [_column(name, table) for name in target.split(",")]
         if len(set(names)) != len(names):
-            raise DataError(f"{table.source}: expected every column once, got {target!r}. Leave out the second one.")
+            raise DataError(f"{table.source}: columns must be unique, got {target!r}. Leave out the second one.")
         return names
 
     return _read(path, time, choose)
@@ -81,7 +81,7 @@ def _read(path: Path | None, time: str, choose: Callable[[Table], list[str]]) ->
     source = table.source
     targets = choose(table)
     if not targets:
-        raise DataError(f"{source}: expected a column besides the times, got none. Add one with the values.")
+        raise DataError(f"{source}: expected a column other than the times, got none. Add one with the values.")
     values = [_parse_values(table.numbers(name), name, source) for name in targets]
     times = _parse_times(table.cells(time), time, source)
     step = _check_regular(times, source)
@@ -97,9 +97,7 @@ def _parse_values(cells: list[str], column: str, source: str) -> Floats:
     values = np.empty(len(cells))
     for i, cell in enumerate(cells):
         try:
-            values[i] = float(
-                cell if "_" not in cell else ""
-            )  # Python reads 1_000 as a number, and a file does not mean it
+            values[i] = float(cell if "_" not in cell else "")  # Python reads 1_000 as a number, but a file does not
         except ValueError:
             if cell.lower() not in _EMPTY:
                 raise DataError(
@@ -124,32 +122,32 @@ def _parse_times(cells: list[str], column: str, source: str) -> Times:
 
     def parse(**how: Any) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # pandas guessing a format: we check the outcome
+            warnings.simplefilter("ignore", UserWarning)  # pandas guesses a format: the result is checked
             return pd.to_datetime(pd.Series(cells, dtype=object), errors="coerce", utc=True, **how)
 
     parsed = parse(format="ISO8601")
     if parsed.isna().any():
-        # Other ways of writing count only when the column does not begin as ISO 8601.
+        # Other formats are only tried when the column does not begin as ISO 8601.
         iso = not parsed.isna()[0]
         readings = [parsed] if iso else [parse(dayfirst=False), parse(dayfirst=True)]
         complete = [r for r in readings if not r.isna().any()]
         if len(complete) == 2 and not complete[0].equals(complete[1]):
             raise DataError(
-                f"{source}: expected one way to read the times in column {column!r}, got {cells[0]!r}, which "
+                f"{source}: expected unambiguous times in column {column!r}, got {cells[0]!r}, which "
                 "can put the day or the month first. Write the times as YYYY-MM-DD HH:MM:SS."
             )
         if not complete:
             # Quote the row where the best reading fails.
             bad = max(int(np.flatnonzero(r.isna().to_numpy())[0]) for r in readings)
             hint = (
-                " (a number, such as of a row or of seconds since 1970, is no date)"
+                " (a number, such as of a row or of seconds since 1970, is not a date)"
                 if _NUMBER.fullmatch(cells[bad])
                 else ""
             )
             raise DataError(
                 f"{source}: expected a time in every row of column {column!r}, got {cells[bad]!r} in row "
                 f"{row_of(bad)} of the file{hint}. Write the times as YYYY-MM-DD HH:MM:SS, all in the same way, in UTC or with "
-                "the offset of the time zone behind them, as +01:00."
+                "the offset of the time zone at the end, such as +01:00."
             )
         parsed = complete[0]
     for problem, cell in (("a time without a date", _CLOCK), ("a time zone in some rows and none in others", _ZONE)):
@@ -172,7 +170,7 @@ def _check_regular(times: Times, source: str) -> str:
     if (steps <= 0).any():
         i = int(np.argmax(steps <= 0))
         problem = "the same time twice" if steps[i] == 0 else "a time before the one above it"
-        remedy = "Remove the double row" if steps[i] == 0 else "Sort the file by time"
+        remedy = "Remove the duplicate row" if steps[i] == 0 else "Sort the file by time"
         if _are_clock_changes(times, steps, steps <= 0):
             remedy = _UTC
         raise DataError(
@@ -208,9 +206,9 @@ def _check_regular(times: Times, source: str) -> str:
 
 
 def _are_clock_changes(times: Times, steps: npt.NDArray[np.int64], off: npt.NDArray[np.bool_]) -> bool:
-    """Whether steps are an hour too short or too long in the night to a Sunday of spring or autumn: clocks that are set back and forward."""
+    """Whether steps are an hour too short or too long in the night to a Sunday of spring or autumn: daylight saving time."""
     usual = _most_frequent(steps)
-    before = times[:-1][off] + np.timedelta64(1, "h")  # of clocks that are set at midnight, the day that begins
+    before = times[:-1][off] + np.timedelta64(1, "h")  # for changes at midnight, the new day
     weekdays = (before.astype("datetime64[D]").astype(np.int64) + 3) % 7
     months = before.astype("datetime64[M]").astype(np.int64) % 12 + 1
     hours = before.astype("datetime64[h]").astype(np.int64) % 24

@@ -22,19 +22,19 @@ _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
 
 
 class Table:
-    """The cells of a CSV file, each as its text without spaces around it, so that every message can quote what the file says.
+    """The cells of a CSV file, each as its text without surrounding spaces, so that messages can quote the file.
 
     Args:
         path: the file, with one header row; ``None`` takes the packaged ETTh1. Its cells are separated by commas, semicolons, tabs or
             bars; it is in UTF-8 or has a byte order mark, and may be compressed with gzip.
-        time: a column that it has, by which the separator is known.
+        time: the name of a column, which identifies the separator.
 
     Attributes:
         source: the file, for messages.
         columns: the names of the columns.
 
     Raises:
-        DataError: the file is no table with such a column.
+        DataError: the file is not a table with such a column.
         MissingDependencyError: pandas is not installed.
     """
 
@@ -100,7 +100,7 @@ class Table:
         """The texts of a column of numbers, with points for decimal commas.
 
         Raises:
-            DataError: a comma or a point may be that of decimals or of thousands.
+            DataError: a comma or a point may separate decimals or thousands.
         """
         cells = self.cells(name)
         marks = "," if any("," in cell for cell in cells) else "."
@@ -111,13 +111,13 @@ class Table:
             all(_DECIMALS.fullmatch(cells[i]) for i in marked) and not any("." in cell for cell in cells)
         )
         if not is_decimal:
-            return cells  # whatever they are, the first one that is no number will be named
+            return cells  # in any case, the error names the first one that is not a number
         everywhere = len(marked) == len(cells) and self._separator != ","
         if marked and not everywhere and all(_THOUSANDS.fullmatch(cells[i]) for i in marked):
             raise self._error(
                 f"numbers in column {name!r}",
                 f"{cells[marked[0]]!r} in row {row_of(marked[0])} of the file, which can be a number of thousands or one with three "
-                "decimals. Write numbers with a decimal point and without separators of thousands",
+                "decimals. Write numbers with a decimal point and without thousands separators",
             )
         return [cell.replace(",", ".") for cell in cells]
 
@@ -131,7 +131,7 @@ def row_of(index: int) -> int:
 
 
 def pandas() -> Any:
-    """The library, which tables need."""
+    """Imports pandas, which tables need."""
     try:
         return import_module("pandas")
     except ImportError as error:
@@ -150,7 +150,7 @@ def _text(path: Path | None) -> str:
 def _header(text: str, time: str) -> tuple[str, list[str]]:
     """The separator with which the first row has the time column, and most names; and those names."""
     found = []
-    begin = text[:_LONGEST_HEADER]  # a copy of a large file for each separator would take long
+    begin = text[:_LONGEST_HEADER]  # copying a large file for each separator would take long
     for separator in _SEPARATORS:
         try:
             names = next(csv.reader(io.StringIO(begin), delimiter=separator, skipinitialspace=True), [])

@@ -1,4 +1,4 @@
-"""What every record shares: the machine and the versions that a result depends on, reading a file, refusing a newer format."""
+"""The common parts of records: machine and versions, reading a file, refusing a newer format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from structattn.errors import CheckpointError, ConfigError
 from structattn.studies.records.typed import read_as
 
-Json = dict[str, Any]  # what a task or a user decides: settings, and what a task's own figures need
+Json = dict[str, Any]  # chosen by a task or a user: settings, and data for the figures of a task
 RESULTS = "results.json"
 FORMAT_VERSION = 2  # 1: before records had a version
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class ResultRecord:
     Attributes:
         created: when it was finished, ISO 8601 in UTC.
         command: as it was begun.
-        versions, hardware: what results and timings depend on.
+        versions, hardware: on which results and timings depend.
     """
 
     format_version: int = FORMAT_VERSION
@@ -52,10 +52,10 @@ class ResultRecord:
 
 
 def read_versioned(kind: type[T], data: object, where: str) -> T:
-    """A record of any format that this version knows: fields that an older one lacks get their defaults.
+    """A record of any known format: fields that an older one lacks get their defaults.
 
     Raises:
-        ConfigError: it was written by a newer version: it is not damaged, and must not be written again.
+        ConfigError: it was written by a newer version: it is not damaged, and must not be overwritten.
         CheckpointError: a field is wrong (see ``read_as``).
     """
     if not isinstance(data, dict):
@@ -73,7 +73,7 @@ def read_file(kind: type[T], path: Path) -> T:
     """The record of a JSON file.
 
     Raises:
-        CheckpointError: the file is missing or no JSON, or as ``read_versioned``.
+        CheckpointError: the file is missing or not JSON, or as ``read_versioned``.
         ConfigError: as ``read_versioned``.
     """
     try:

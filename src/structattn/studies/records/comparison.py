@@ -1,4 +1,4 @@
-"""The record of a comparison, ``results.json``: its rows, its baselines, and what scaling laws or a search say about them."""
+"""The record of a comparison, ``results.json``: its rows, its baselines, and their scaling laws or model selection."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from structattn.studies.records.common import RESULTS, Json, ResultRecord, read_
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where in the grid of a recipe a row belongs.
+    """The position of a row in the grid of a recipe.
 
     Attributes:
-        variant: the name of the whole point; ``None`` where there is only one.
-        group: the point without what a search varies.
-        searched: which of the settings of a search it is.
-        setting: what is varied besides width, budget and search.
+        variant: the name of the grid point; ``None`` where there is only one.
+        group: the grid point without the searched settings.
+        searched: its setting of the search.
+        setting: the varied settings other than width, budget and search.
         width, budget: ``None`` where the recipe does not vary them.
     """
 
@@ -57,14 +57,14 @@ class Row(Place):
     Attributes:
         spec: of the attention.
         score, score_std: mean and standard deviation of ``scores``; no deviation with one seed.
-        scores: of the metric that the comparison is decided by, one for each seed.
+        scores: of the deciding metric, one for each seed.
         validation: mean over seeds of the final validation scores.
         metrics: mean over seeds, by name.
         learning_rate, batch_size: of the training.
         sweep: how the rate was chosen; ``None`` where there was no choice.
         num_params: trainable ones.
         flops_per_example: of the forward pass, 2 per multiply-add.
-        rank: the largest rank that the bilinear form of one head can have, where the model says it.
+        rank: the largest rank that the bilinear form of one head can have, where the model defines it.
         compute: forward FLOPs of all training examples, mean over seeds.
         seconds, steps_per_second, tokens_per_second, mfu: of the training, means over seeds.
         peak_memory_bytes: the largest.
@@ -104,7 +104,7 @@ class BaselineRow(Place):
         name, note: of the method, and how it works.
         metrics: on the test split, by name.
         validation: the deciding metric on the validation split; ``None`` where the method has none.
-        details: what the task's own figures need.
+        details: data for the figures of the task.
     """
 
     name: str
@@ -152,7 +152,7 @@ class Law:
         fit: ``None`` with fewer than three budgets.
         intervals: of 95 %, of ``irreducible``, ``coefficient`` and ``exponent``; ``None`` where neither seeds nor points are more than the fit
             needs.
-        multiplier: ``None`` for the baseline, without a fit, or where the two share no loss.
+        multiplier: ``None`` for the baseline, without a fit, or where the two reach no common loss.
     """
 
     width: int | None = None
@@ -174,7 +174,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Scaling laws, and the spec that the others are measured against."""
+    """Scaling laws, and the spec that is their baseline."""
 
     baseline: str
     series: tuple[Series, ...]
@@ -182,12 +182,12 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticalDifferences:
-    """How far a mean over seeds must be from the lowest one before seeds are no explanation.
+    """Critical differences of means over seeds from the lowest one: larger ones are not explained by the seeds.
 
     Attributes:
         level: of confidence, for all pairs together.
         seeds: the fewest of a method.
-        best: the place of the lowest mean.
+        best: the index of the lowest mean.
         differences: from it, one for each method.
     """
 
@@ -203,7 +203,7 @@ class Choice:
 
     Attributes:
         group: its name; ``None`` where there is only one.
-        rows, baselines: places in the rows and baselines of the comparison.
+        rows, baselines: indices into the rows and baselines of the comparison.
         critical_differences: between the chosen rows; ``None`` with one seed or one method.
     """
 
@@ -218,14 +218,14 @@ class ComparisonRecord(ResultRecord):
     """A comparison of attention variants: ``results.json``, from which figures and report can be drawn again.
 
     Attributes:
-        task, question: what was compared on what, and what that answers.
-        metric, metric_label: what decides, by name and in words; lower is better.
+        task, question: the task, and the question that the comparison answers.
+        metric, metric_label: the deciding metric, by name and in words; lower is better.
         preset: as it was begun.
         seeds: of the runs.
         config: the recipe.
         data: the data in words.
         meanings: every spec in words.
-        axis_labels: what a value and a step of the data are, for figures.
+        axis_labels: of the values and steps of the data, for figures.
         rows: one for each spec at each point of the grid.
         baselines: one for each baseline at each point of the grid.
         scaling: where the recipe has budgets.

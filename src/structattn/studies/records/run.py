@@ -11,7 +11,7 @@ from structattn.studies.records.common import FORMAT_VERSION, Json, read_version
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a run did.
+    """The progress of a run.
 
     Attributes:
         step: optimizer steps that were run.
@@ -40,7 +40,7 @@ class Progress:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: those of the training steps over what the machine's matrix products could do meanwhile."""
+        """Model FLOPs utilisation: those of the training steps, relative to the machine's matrix products in the same time."""
         return self._mean_speed("mfu")
 
     def _mean_speed(self, name: str) -> float:
@@ -48,7 +48,7 @@ class Progress:
         return sum(entry[name] * entry["seconds"] for entry in self.speeds) / seconds if seconds else 0.0
 
     def final_validation_score(self, metric: str, patience: int | None) -> float:
-        """The validation score of the weights that the run ends with: the best ones under early stopping, else the last; infinite if it is
+        """The validation score of the final weights: the best ones under early stopping, else the last; infinite if it is
         not finite."""
         entries = [e for e in self.history if patience is None or e["step"] == self.best_step]
         score = entries[-1][f"validation_{metric}"] if entries else math.inf
@@ -60,11 +60,11 @@ class RunRecord:
     """A finished run: ``run.json``, written once, after the weights.
 
     Attributes:
-        task, spec, seed: what was trained.
-        data: SHA-256 of the data that the task read; empty where it makes its own, ``None`` in the first runs, which did not
-            know it.
+        task, spec, seed: of the run.
+        data: SHA-256 of the data that the task read; empty for generated data, ``None`` in the first runs, which did not
+            record it.
         config, task_config: settings of the training and of the task.
-        record: what a trained model needs besides settings and weights (see ``Task.record``).
+        record: data that a trained model needs in addition to settings and weights (see ``Task.record``).
         progress: what the run did; ``None`` in a record of version 0.1.0, which has it in the last checkpoint.
         model_sha256: of ``model.safetensors``.
     """
@@ -88,7 +88,7 @@ class ScoreRecord:
     Attributes:
         model_sha256: of the weights that were scored.
         metrics: by name.
-        details: what the task's own figures need (see ``Task.details``); empty but for the first seed.
+        details: data for the figures of the task (see ``Task.details``); empty but for the first seed.
     """
 
     model_sha256: str
@@ -109,5 +109,5 @@ def read_run(data: dict[str, Any], where: str) -> RunRecord:
 
 
 def without_state(progress: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint knows of the progress of a run, without what only matters while it runs."""
+    """The progress of a run from a checkpoint, without fields that only matter during the run."""
     return {own.name: progress[own.name] for own in fields(Progress) if own.name in progress}

@@ -1,4 +1,4 @@
-"""Dataclasses as JSON: written as plain data, read strictly with the path of whatever is wrong, and described by a JSON schema."""
+"""Dataclasses as JSON: written as plain data, read strictly with the path of any error, and described by a JSON schema."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_as(kind: type[T], data: object, where: str) -> T:
 
 
 class _WrongRecordError(Exception):
-    """What is wrong in a record: the path of the field, and the message."""
+    """An error in a record: the path of the field, and the message."""
 
 
 @functools.cache
@@ -147,7 +147,7 @@ def _object_schema(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _descriptions(kind: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and of its bases say of each field; of the dataclass itself under an empty name."""
+    """The descriptions of fields in the docstrings of a dataclass and its bases; that of the dataclass under an empty name."""
     found = {}
     for own in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
         head, _, listing = inspect.cleandoc(own.__doc__ or "").partition("\n\nAttributes:\n")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-REDUCTION = 4  # of the trials that reach a rung, the best quarter goes on
+REDUCTION = 4  # of the trials that reach a rung, the best quarter continues
 
 
 @dataclass(frozen=True, kw_only=True)
 class Halving:
-    """Compares every trial at rungs, ``grace`` steps, 4 times as many, and so on, with the trials that came there before.
+    """Compares every trial at rungs, ``grace`` steps, 4 times as many, and so on, with the earlier trials at that rung.
 
     Args:
         grace: steps that every trial gets.
@@ -30,7 +30,7 @@ class Halving:
         self._rungs.update({self.grace * REDUCTION**k: {} for k in reversed(range(count))})
 
     def stops(self, trial: int, step: int, score: float) -> bool:
-        """Whether a trial stops here, whose validation score, the lower the better, is told of a step."""
+        """Whether a trial stops at a step with this validation score (lower is better)."""
         for rung, scores in self._rungs.items():
             if step >= rung and trial not in scores:
                 with np.errstate(invalid="ignore"):  # between two infinite scores

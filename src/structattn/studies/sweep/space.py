@@ -1,12 +1,12 @@
-"""What a sweep varies: parameters as texts, ``training.learning_rate=log:1e-5:5e-3``.
+"""The parameters of a sweep as texts, such as ``training.learning_rate=log:1e-5:5e-3``.
 
-    NAME=log:LOW:HIGH       every order of magnitude as likely as the others; whole numbers where the setting has them
-    NAME=uniform:LOW:HIGH   every number as likely as the others
-    NAME=int:LOW:HIGH       every whole number, LOW and HIGH too
+    NAME=log:LOW:HIGH       log-uniform; whole numbers where the setting has them
+    NAME=uniform:LOW:HIGH   uniform
+    NAME=int:LOW:HIGH       every whole number, including LOW and HIGH
     NAME=choice:A,B,...     one of these
 
-``NAME`` is a setting as ``--set`` has it, ``task...`` or ``training...``, or ``attention``. A comma inside round or square brackets
-belongs to a choice; in a choice of attentions also one before an option: ``choice:standard,mlr:8|8,values=8|8`` has two.
+``NAME`` is a setting as for ``--set``, ``task...`` or ``training...``, or ``attention``. A comma inside round or square brackets
+belongs to a choice; in a choice of attention variants also one before an option: ``choice:standard,mlr:8|8,values=8|8`` has two.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def parse_parameters(
 
     Args:
         texts: see the top of this file.
-        settings: those of the runs, which say what there is to vary.
+        settings: those of the runs, which define the names.
         check_spec: raises ``ConfigError`` for a text that names no model of the task. Default: for one that is no attention spec.
 
     Raises:
-        ConfigError: none, one twice, an unknown setting (nearest named), a range that is none or not of the setting's type, a
-            choice that is none of the setting's values.
+        ConfigError: no parameter, a repeated one, an unknown setting (nearest named), a range that is empty or not of the setting's type, or
+            a choice that is not a value of the setting.
     """
     if not texts:
         raise ConfigError(f"nothing to sweep: give at least one parameter, as NAME={_FORMS}")
@@ -71,7 +71,7 @@ def parse_parameters(
     parameters = tuple(_parse(text, known, check_spec) for text in texts)
     names = [parameter.name for parameter in parameters]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"{twice[0]} is swept twice: give every parameter once")
+        raise ConfigError(f"{twice[0]} is swept twice: parameters must be unique")
     return parameters
 
 
@@ -85,13 +85,13 @@ def _parse(text: str, known: dict[str, Any], check_spec: CheckSpec) -> Parameter
         if one_of("kind", _KINDS)(kind) == "choice":
             return Parameter(name=name, choices=_choices(name, hint, body, check_spec))
         if hint not in (int, float):
-            raise ConfigError(f"{name} is no number: give its values, as {name}=choice:A,B,...")
+            raise ConfigError(f"{name} is not a number: give its values, as {name}=choice:A,B,...")
         if (kind == "int") != (hint is int) and kind != "log":
             takes, better = ("whole numbers", "int") if hint is int else ("any number", "uniform")
             raise ConfigError(f"{name} takes {takes}: {better}:LOW:HIGH, or log:LOW:HIGH")
         low, high = _range(name, hint, body)
         if kind == "log" and low <= 0:
-            raise ConfigError(f"a range of orders of magnitude begins above 0, got {quoted(body)}")
+            raise ConfigError(f"a log range begins above 0, got {quoted(body)}")
         return Parameter(name=name, low=low, high=high, log=kind == "log")
 
 

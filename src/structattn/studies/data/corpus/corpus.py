@@ -84,13 +84,13 @@ class Tokens:
 
 
 class Corpus:
-    """What ``prepare`` wrote, opened for reading: only the lengths of the documents are loaded.
+    """A prepared corpus, opened for reading: only the lengths of the documents are loaded.
 
     Args:
         folder: the corpus.
 
     Attributes:
-        manifest: what ``manifest.json`` says: tokenizer, source, counts, and the files with their hashes.
+        manifest: contents of ``manifest.json``: tokenizer, source, counts, and the files with their hashes.
         tokenizer: of the tokens.
         splits: ``Tokens`` by name.
 
@@ -132,7 +132,7 @@ class Corpus:
 
     @property
     def sha256(self) -> str:
-        """Of the tokenizer and of the hashes of all files: equal for equal tokens, wherever they were made."""
+        """A hash of the tokenizer and the hashes of all files: equal for equal tokens, regardless of where they were made."""
         content = {name: self.manifest[name] for name in ("tokenizer", "dtype", "splits")}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -192,7 +192,7 @@ def _digest(path: Path, size: int, changed: int) -> str:
 
 
 def _mapped(path: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of a file, read where they lie. NumPy's mapping would keep a file open for each, of which there may be thousands."""
+    """The bytes of a file, memory-mapped. NumPy's mapping would keep every file open, and there may be thousands."""
     return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8).numpy()
 
 

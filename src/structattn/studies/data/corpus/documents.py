@@ -19,7 +19,7 @@ _LINES = (".jsonl", ".ndjson")
 # The endings of names: of the files of a folder, and of those with one record in each line.
 _READ = (*_TEXTS, *_LINES, *(f"{ending}.gz" for ending in (*_TEXTS, *_LINES)))
 _OF_LINES = (*_LINES, ".json", *(f"{ending}.gz" for ending in (*_LINES, ".json")))
-# Names that people say, and what the data set is called where it is kept.
+# Common names of data sets, and their names on the hub.
 KNOWN_DATASETS = {"openwebtext": "Skylion007/openwebtext"}
 
 
@@ -80,7 +80,7 @@ class Source:
         """The documents that are not empty, in a fixed order, from number ``skip`` on; one at a time is in memory.
 
         Raises:
-            DataError: a file is not what it should be, or has not the field.
+            DataError: a file has another format, or lacks the field.
             ReadingStoppedError: a file cannot be read, or a data set stops in the middle.
             MissingDependencyError: a data set, and ``datasets`` is not installed.
         """
@@ -148,7 +148,10 @@ def _json_lines(file: IO[str], path: str, column: str) -> Iterator[Document]:
         where = f"{path}, line {number}"
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError) as error:  # besides what is no JSON, numbers too long and lists too deep
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # not only invalid JSON: also numbers that are too long and lists that are too deep
             raise DataError(f"{where}: expected JSON, one record in each line, got: {error}") from None
         yield Document(_field(record, column, where), where)
 
@@ -170,12 +173,12 @@ def _dataset(source: Source) -> Iterator[Document]:
         import datasets
     except ImportError as error:
         raise MissingDependencyError(
-            f"{source.path} is no file here, and data sets need datasets, which is not installed; pip install 'structattn[data]'"
+            f"{source.path} is not a file, and data sets need datasets, which is not installed; pip install 'structattn[data]'"
         ) from error
     name = KNOWN_DATASETS.get(source.path, source.path)
     try:
         stream = datasets.load_dataset(name, split=source.dataset_split, streaming=True)
-    except Exception as error:  # anything from a name that is not there to a network that is down
+    except Exception as error:  # anything from a wrong name to a network that is down
         raise DataError(
             f"expected a file, a folder or a data set named {source.path!r}, got: {_first_line(error)}"
         ) from error
@@ -185,7 +188,7 @@ def _dataset(source: Source) -> Iterator[Document]:
             number, record = next(records)
         except StopIteration:
             return
-        except Exception as error:  # the network, or whatever the library does with the files of the data set
+        except Exception as error:  # errors of the network, or of the library that reads the data set
             raise ReadingStoppedError(
                 f"the data set {name} stopped: {type(error).__name__}: {_first_line(error)}. Continue with --resume"
             ) from error

@@ -1,4 +1,4 @@
-"""Making a corpus: documents to tokens to shards, in constant memory, resumable after a kill."""
+"""Prepares a corpus: documents to tokens to shards, in constant memory, resumable after a kill."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _OWN = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """How a corpus is made.
+    """Settings of the preparation of a corpus.
 
     Args:
         source: where the documents are from.
         tokens: ``"chars"``, the 96 of the paper; ``"bytes"`` of UTF-8; or ``"bpe"``, byte pairs learned from the training documents.
         vocab_size: of the byte pairs.
         bpe_characters: the number of leading characters of the training documents from which byte pairs are learned.
-        unknown: what happens to a character that is none of the 96: ``"error"`` or ``"drop"``.
-        validation, test: shares of the documents that are kept for validation and test. Which ones is a function of their text, so that
-            equal documents are in one split, however often they come and whatever else there is.
-        shard_tokens: tokens of a file, about; as many of each split are in memory.
+        unknown: what happens to a character that is not one of the 96: ``"error"`` or ``"drop"``.
+        validation, test: shares of the documents that are held out for validation and test. The choice is a function of their text, so that
+            equal documents are in one split, however often they occur and independent of other documents.
+        shard_tokens: approximate tokens of a file; the same number of each split is in memory.
 
     Raises:
-        ConfigError: a share is negative, or nothing is left to train on.
+        ConfigError: a share is negative, or no share is left for training.
     """
 
     source: Source
@@ -72,7 +72,7 @@ class PrepareConfig:
         check_int("vocab_size", self.vocab_size, minimum=256, maximum=_LARGEST_VOCABULARY)
         check_choice("value of unknown", self.unknown, ("error", "drop"))
         if self.unknown == "drop" and self.tokens != "chars":
-            raise ConfigError(f"{self.tokens} know every character: unknown=drop belongs to chars")
+            raise ConfigError(f"{self.tokens} have a token for every character: unknown=drop is only for chars")
 
 
 def split_of(text: str, validation: float, test: float) -> CorpusSplit:
@@ -90,14 +90,14 @@ def prepare(
     show_progress: bool = True,
     on_open: Callable[[Path], None] | None = None,
 ) -> dict[str, Any]:
-    """Writes a corpus: token shards ``SPLIT-NNNNN.tokens``, lengths of documents beside them, and ``manifest.json`` at the end.
+    """Writes a corpus: token shards ``SPLIT-NNNNN.tokens``, files with the lengths of documents, and ``manifest.json`` at the end.
 
-    The same documents and settings give the same files, whether or not it was killed in between.
+    The same documents and settings give the same files, also after an interruption.
 
     Args:
         config: settings.
         out: the folder, made when missing.
-        resume: continue what was begun there; a finished corpus of the same settings is returned at once, also where its source is gone.
+        resume: continue an unfinished corpus there; a finished one of the same settings is returned at once, also where its source is gone.
         show_progress: a progress bar on stderr.
         on_open: called with the folder before anything is read, unless it holds the finished corpus.
 
@@ -106,7 +106,7 @@ def prepare(
 
     Raises:
         ConfigError: the folder cannot be written, is not empty and ``resume`` is off, or was begun with other settings or other files.
-        DataError: a document cannot be read or encoded; no document fell into a split.
+        DataError: a document cannot be read or encoded; a split has no documents.
         CheckpointError: a file cannot be written, such as on a full disk: free some space and resume.
 
     Cost: memory of one document and ``shard_tokens`` tokens of each split.
@@ -120,7 +120,7 @@ def prepare(
 def _prepared(
     config: PrepareConfig, out: Path, settings: dict[str, Any], show_progress: bool, on_open: Callable[[Path], None]
 ) -> dict[str, Any]:
-    """The manifest of the corpus that is in a folder, or that is made there."""
+    """The manifest of the finished or new corpus in a folder."""
     progress = _begun(out)
     if progress is not None and (out / MANIFEST).exists():
         if Path(config.source.path).exists():
@@ -135,11 +135,9 @@ def _prepared(
         manifest = writer.manifest()
         _check_splits(manifest, config)
     except ReadingStoppedError:
-        raise  # what is written is right: resumed, it continues
+        raise  # the files so far are valid: with resume, it continues
     except (ConfigError, DataError):
-        _discard(
-            out
-        )  # a fault in a document or a setting: without it the shards are others, and these would be in the way
+        _discard(out)  # an error in a document or a setting: after a fix the shards differ, so these are removed
         raise
     write_atomic(out / MANIFEST, signed(manifest))
     return manifest
@@ -153,7 +151,7 @@ def _written(
     progress: dict[str, Any] | None,
     show_progress: bool,
 ) -> ShardWriter:
-    """Writes all shards, or those that are missing."""
+    """Writes all missing shards."""
     remove_temporary(out)
     with progress_bar(total=survey.size, unit="B", unit_scale=True, show=show_progress, desc="reading") as bar:
         tokenizer = _tokenizer(config) if progress is None else tokenizer_from(progress["tokenizer"])
@@ -186,7 +184,7 @@ def _recorded_settings(out: Path) -> dict[str, Any] | None:
 
 
 def _begun(out: Path) -> dict[str, Any] | None:
-    """What a call before this one recorded, ``None`` if there is nothing."""
+    """The record of an earlier call, ``None`` if there is none."""
     names = {path.name for path in out.iterdir()}
     if PROGRESS not in names:
         if MANIFEST in names:
@@ -221,7 +219,7 @@ class _Survey:
     """The files of a source, read only from their folders.
 
     Attributes:
-        fingerprint: a hash of which files they are, and of their sizes; ``None`` for a data set.
+        fingerprint: a hash of their names and sizes; ``None`` for a data set.
         size: the bytes of all, ``None`` for a data set or where some are compressed.
     """
 
@@ -246,7 +244,7 @@ class _Survey:
 
 
 def _check_files(out: Path, progress: dict[str, Any], survey: _Survey) -> None:
-    """Documents are skipped by their number: among other files, some would be left out and others come twice."""
+    """Documents are skipped by number: with other files, some would be skipped and others repeated."""
     begun = progress.get("files")
     if begun is not None and survey.fingerprint != begun:
         raise ConfigError(
@@ -269,7 +267,7 @@ def _training_texts(config: PrepareConfig) -> Iterator[str]:
         if split_of(document.text, config.validation, config.test) == "train":
             Bytes().encode(
                 document.text, document.name
-            )  # what UTF-8 cannot hold is named here; the library does not say where
+            )  # text that UTF-8 cannot encode is reported here, since the library gives no position
             yield document.text[:left]
             left -= len(document.text)
             if left <= 0:
@@ -277,7 +275,7 @@ def _training_texts(config: PrepareConfig) -> Iterator[str]:
 
 
 def _few_different(source: Source) -> int | None:
-    """How many different texts there are, ``None`` if they are many."""
+    """The number of different texts, ``None`` if there are many."""
     found: set[bytes] = set()
     for document in source.documents():
         found.add(hashlib.sha256(document.text.encode("utf-8", errors="surrogatepass")).digest())

@@ -1,4 +1,4 @@
-"""Writing the shards of a corpus: tokens and lengths of documents in files of a bounded size, and the record that a later call continues from."""
+"""Writes the shards of a corpus: tokens and lengths of documents in files of a bounded size, and the record from which a later call continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRESS = "progress.json"
 
 
 class _Buffer:
-    """Documents of a split that are not on disk yet, and what is."""
+    """The documents of a split in memory, and the shards on disk."""
 
     def __init__(self, dtype: np.dtype[Any], shards: list[dict[str, Any]]) -> None:
         self._dtype, self.shards = dtype, shards
@@ -33,7 +33,7 @@ class _Buffer:
         self._lengths.append(len(tokens))
 
     def write(self, out: Path, split: str) -> None:
-        """Writes a shard, if there is anything to write, and forgets what is in memory."""
+        """Writes a shard, if there are documents, and clears the memory."""
         if not self._lengths:
             return
         stem = f"{split}-{len(self.shards):05d}"
@@ -50,7 +50,7 @@ class _Buffer:
 
 
 class ShardWriter:
-    """Shards and, after each, the record that a later call continues from."""
+    """Writes shards and, after each, the record from which a later call continues."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ShardWriter:
         }
 
     def add(self, split: CorpusSplit, tokens: npt.NDArray[Any], characters: int) -> int:
-        """Takes a document; the number of tokens that wait in memory for this split."""
+        """Adds a document; returns the number of tokens of this split in memory."""
         if len(tokens):
             self.buffers[split].add(tokens)
         self.num_documents += 1
@@ -79,7 +79,7 @@ class ShardWriter:
         return self.buffers[split].num_tokens
 
     def flush(self) -> None:
-        """Writes what is in memory, then the record of it: what a kill in between leaves is written again."""
+        """Writes the documents in memory, then their record: shards without a record are written again."""
         for split, buffer in self.buffers.items():
             buffer.write(self.out, split)
         write_atomic(self.out / PROGRESS, signed(self._record()))

@@ -1,4 +1,4 @@
-"""Checks of single arguments: one for each kind of value, so that every mistake is reported in the same words."""
+"""Checks of single arguments: one for each kind of value, so that all errors have the same wording."""
 
 from __future__ import annotations
 

@@ -547,7 +547,7 @@ def test_bad_tokenizers(monkeypatch) -> None:
     with pytest.raises(DataError, match="got 'runes'"):
         tokenizer_from({"kind": "runes"})
     for tokenizer in (Bytes(), BytePairs.train(WORDS, 300)):
-        with pytest.raises(DataError, match="UTF-8 can hold"):
+        with pytest.raises(DataError, match="UTF-8 can encode"):
             tokenizer.encode("a \ud800")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingDependencyError, match=r"structattn\[data\]"):

@@ -135,14 +135,14 @@ def test_choices_of_other_settings() -> None:
         ("training.learning_rate=int:1:2", "uniform:LOW:HIGH"),
         ("training.steps=uniform:1:2", "int:LOW:HIGH"),
         ("training.steps=int:1.5:2", "expected a whole number"),
-        ("training.schedule=log:1:2", "no number"),
-        ("training.compile=int:0:1", "no number"),
+        ("training.schedule=log:1:2", "not a number"),
+        ("training.compile=int:0:1", "not a number"),
         ("training.schedule=choice:cosine,nope", "unknown value 'nope'"),
         ("training.schedule=choice:", "before and after every comma"),
         ("attention=choice:standard,,window:4", "before and after every comma"),
         ("attention=choice:standard,standard", "twice"),
         ("attention=choice:standard,mlp:4", "mlp"),
-        ("attention=log:1:2", "no number"),
+        ("attention=log:1:2", "not a number"),
     ],
 )
 def test_what_is_wrong_with_a_parameter_is_said(text: str, words: str) -> None:

@@ -47,7 +47,7 @@ class Trial:
     Attributes:
         number: from 1, in the order in which trials begin.
         params: the values of the parameters, by name.
-        status: ``running``: begun; after an interruption it goes on from its last checkpoint. ``finished``. ``stopped`` early by the
+        status: ``running``: started; after an interruption it continues from its last checkpoint. ``finished``. ``stopped`` early by the
             scheduler. ``diverged``: a loss, a weight or the score is not finite. ``failed``: the values do not fit together, or not to the
             data. ``crashed``: anything else, such as memory or a disk that is full; it is tried again when the sweep is resumed.
         score: of validation; only finished and stopped trials end with one.
@@ -104,7 +104,7 @@ class SweepRecord(ResultRecord):
 
     Attributes:
         task, preset, attention, seed: of every run.
-        metric, metric_label: what decides, by name and in words; lower is better.
+        metric, metric_label: the deciding metric, by name and in words; lower is better.
         scheduler: ``None`` where every trial runs to its end.
         parameters: what is varied.
         config: the settings that are not varied.

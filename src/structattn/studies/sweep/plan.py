@@ -1,4 +1,4 @@
-"""What a sweep does, and the record of every trial on disk, which alone decides what is left to do after an interruption."""
+"""The plan of a sweep, and the record of every trial on disk, which determines the remaining work after an interruption."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Values = dict[str, Value]
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """What a sweep varies, and how.
+    """The parameters and settings of a hyperparameter sweep.
 
     Args:
         task_name: see ``tasks.registry.TASKS``.
         settings: of every run, but for the parameters.
         params: what is varied, as texts (see ``sweep_space``).
-        trials: how many runs, all sessions together.
+        trials: the number of runs, over all sessions.
         attention: of every run, unless it is a parameter.
         seed: of every run and of the search.
         scheduler: ``"asha"``: a trial whose validation score is not among the best quarter at its step stops early (asynchronous
             successive halving); ``"none"``: every trial runs to its end.
-        grace_period: steps that every trial gets under ASHA; later looks come at 4, 16 ... times as many. Default: a sixteenth of the
+        grace_period: steps that every trial gets under ASHA; later comparisons are at 4, 16 ... times as many. Default: a sixteenth of the
             longest run, and at least ``training.eval_every``, since scores come from validations.
         folder: of the results. Default: see ``folders.opened``.
         preset, changes, given: what else the command line of ``structattn train`` needs to repeat a run: the preset, the ``--set`` texts,
@@ -99,7 +99,7 @@ class SweepPlan:
         return self.grace_period or min(self.longest, max(every, self.longest // REDUCTION**2))
 
     def job(self, number: int, values: Values) -> Job:
-        """The run of a trial; raises ``ConfigError`` where its values do not fit together."""
+        """The run of a trial; raises ``ConfigError`` if its values do not fit together."""
         assert self.folder is not None  # the sweep opened one
         changes = [p.setting(values[p.name]) for p in self.parameters if p.name != ATTENTION]
         settings = apply_overrides(self.settings, tuple(changes))
@@ -121,7 +121,7 @@ class SweepPlan:
         return shlex.join(words)
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same when a sweep is resumed; the number of trials may grow."""
+        """The settings that must be equal when a sweep is resumed; the number of trials may grow."""
         plain = {
             "task": self.task_name,
             "settings": to_plain(self.settings),
@@ -135,9 +135,9 @@ class SweepPlan:
 
 
 class Journal:
-    """The record of a sweep: ``trial.json`` beside each run says what became of it.
+    """The record of a sweep: ``trial.json`` in the folder of each run holds its status.
 
-    Every file is written at once or not at all, by the process that began the sweep.
+    Every file is written atomically, by the process that started the sweep.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -147,7 +147,7 @@ class Journal:
         try:
             return read_file(Trial, path)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; begin the sweep again in another folder") from error
+            raise CheckpointError(f"{error}; start the sweep again in another folder") from error
 
     def _path(self, number: int) -> Path:
         return self.folder / "runs" / f"trial-{number:04d}" / "trial.json"
@@ -158,7 +158,7 @@ class Journal:
         return tuple(sorted(found, key=lambda trial: trial.number))
 
     def begin(self, number: int, params: Values) -> Trial:
-        """A trial begins, or goes on with what is known of it; returns its record."""
+        """Starts a trial, or continues it with its record; returns its record."""
         path = self._path(number)
         known = self._read(path) if path.exists() else Trial(number=number, params=params)
         trial = replace(known, status="running", message="")
@@ -166,7 +166,7 @@ class Journal:
         return trial
 
     def update(self, number: int, *, entry: tuple[int, float | None] | None = None, **changes: Any) -> None:
-        """Writes what is new of a trial; ``entry`` is one more pair of the history, unless its step was told before."""
+        """Writes changes of a trial; ``entry`` is a new pair of the history, unless its step is already there."""
         trial = self._read(self._path(number))
         if entry is not None and (not trial.history or entry[0] > trial.history[-1][0]):
             changes["history"] = (*trial.history, entry)

@@ -28,7 +28,7 @@ _REPORT = "report.html"
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What a sweep wrote.
+    """The output of a sweep.
 
     Attributes:
         record: what ``results.json`` holds.
@@ -52,15 +52,15 @@ def sweep(
 ) -> Sweep:
     """Runs the trials of a plan and writes ``results.json``, figures (PNG, SVG) and ``report.html``.
 
-    Trials are compared on the validation split, by the score of the weights that each ends with; the best that ran to its end, and it
-    alone, is scored on the test split. A run is the one that ``structattn train`` makes with the same settings.
+    Trials are compared on the validation split, by the score of their final weights; only the best finished trial
+    is scored on the test split. A run equals that of ``structattn train`` with the same settings.
 
     Args:
         plan: what is varied, and where the results are written.
         runner: what trains the models. Default: ``LocalRunner(None)``, one process for each GPU, or without any, each core.
         command: the command line, for the record.
-        resume: continue what the folder holds: trials that are over are kept, interrupted ones continue from their last checkpoint.
-            There may be more trials than before. A finished sweep is only read.
+        resume: continue the sweep in the folder: finished trials are kept, interrupted ones continue from their last checkpoint.
+            The number of trials may be larger than before. A finished sweep is only read.
         show_progress: a bar of trials.
         on_open: called with the output folder before anything is trained.
 
@@ -71,9 +71,9 @@ def sweep(
         MissingDependencyError: without Optuna.
         ConfigError: an unusable folder, or ``resume`` with another plan than before.
         CheckpointError: the record of an interrupted sweep cannot be read, or the results cannot be written.
-        TrainingFailedError: no trial ran to its end; the report says what became of each.
+        TrainingFailedError: no trial finished; the report gives the status of each.
 
-    Cost: the training of at most ``plan.trials`` models, and a second or two for each to begin.
+    Cost: training at most ``plan.trials`` models, and one or two seconds for each to start.
     """
     # Optuna is optional, and so is matplotlib: only sweeps need both.
     from structattn.studies.report.figures.sweep import draw
@@ -88,7 +88,7 @@ def sweep(
     owner = Owner(command="sweep", task=plan.task_name, settings=identity, free=("settings.training.process_timeout",))
     place = last_folder(owner) if resume and plan.folder is None else plan.folder
     if resume and place is not None and (found := _finished(place, plan)) is not None:
-        check_owner(place, owner, resume=True, record=sweep_record)  # the folder may be one that cannot be written
+        check_owner(place, owner, resume=True, record=sweep_record)  # the folder may be read-only
         return _checked(Sweep(record=found, folder=place, report=place / _REPORT))
     with opened(place, owner, resume=resume, record=sweep_record, on_open=on_open) as folder:
         plan = dataclasses.replace(plan, folder=folder.resolve())  # workers have other working folders
@@ -104,7 +104,7 @@ def sweep(
 
 
 def _finished(folder: Path, plan: SweepPlan) -> SweepRecord | None:
-    """What a sweep wrote, where nothing is left to do; else ``None``."""
+    """The output of a finished sweep, else ``None``."""
     try:
         record = read_file(SweepRecord, folder / RESULTS)
         trials = Journal(folder).trials()

@@ -1,6 +1,6 @@
-"""The trials of a sweep: Optuna proposes their values, ``Halving`` stops the worse ones, the journal says what became of each.
+"""The trials of a sweep: Optuna proposes their values, ``Halving`` stops the worse ones, the journal records their status.
 
-Importing this needs Optuna. Its own record of a sweep is not used: after an interruption it gets the history from the journal, in the order
+Importing this needs Optuna. Optuna's storage is not used: after an interruption it gets the history from the journal, in the order
 of the trials, and proposes what it would have proposed without the interruption.
 """
 
@@ -33,11 +33,11 @@ NOT_FINITE = "the validation score is not finite"
 
 
 def run_trials(plan: SweepPlan, journal: Journal, *, runner: Runner, show_progress: bool) -> None:
-    """Runs the trials of a plan that the journal does not know as over; returns when all are.
+    """Runs the trials of a plan that are not finished in the journal; returns when all are.
 
     Args:
         plan: what to search.
-        journal: the record, which is kept up to date.
+        journal: the record, which is updated.
         runner: what trains the models.
         show_progress: a bar of trials.
     """
@@ -51,11 +51,11 @@ class _Trial:
 
     Attributes:
         number: of the sweep.
-        asked: what Optuna knows of it.
+        asked: its Optuna trial.
         seen: the step of its last score before an interruption.
-        started, before: the time of this process, and the seconds before an interruption.
+        started, before: start time in this process, and the seconds before an interruption.
         score: the last one.
-        stopped: whether it is asked to stop.
+        stopped: whether it was asked to stop.
     """
 
     number: int
@@ -68,7 +68,7 @@ class _Trial:
 
 
 class _Trials(Listener):
-    """Makes the jobs of a sweep, and writes down what becomes of them."""
+    """Makes the jobs of a sweep, and records their events."""
 
     def __init__(self, plan: SweepPlan, journal: Journal, show_progress: bool) -> None:
         self._plan, self._journal = plan, journal
@@ -93,7 +93,7 @@ class _Trials(Listener):
         self._bar.close()
 
     def _replay(self, records: Sequence[Trial]) -> Iterator[tuple[Trial, Any]]:
-        """Tells Optuna and ASHA of earlier trials; those that are not over, with what Optuna knows of them."""
+        """Gives earlier trials to Optuna and ASHA; returns the unfinished ones with their Optuna trials."""
         for record in records:
             for step, score in record.history:
                 if self._halving is not None:
@@ -136,7 +136,7 @@ class _Trials(Listener):
     def evaluated(self, job: Job, entry: dict[str, float]) -> bool:
         trial = self._running[job.folder.name]
         step = int(entry["step"])
-        # Before an interruption it was not stopped, and at its end it is not any more.
+        # It was not stopped before an interruption, and is not stopped at its end.
         if not trial.seen < step < job.training.steps:
             return True
         trial.score = entry[f"validation_{shared_task(job.task_name, job.task).metric}"]
@@ -167,7 +167,7 @@ class _Trials(Listener):
             self._end(trial, "finished", score, step=progress.step, num_params=count)
 
     def _end(self, trial: _Trial, status: Status, score: float = math.nan, **more: Any) -> None:
-        """Writes down the end of a trial; one that came to its end without a score diverged."""
+        """Records the end of a trial; one that finished without a score diverged."""
         found = score if math.isfinite(score) else None
         if found is None and status in ("finished", "stopped"):
             status, more["message"] = "diverged", NOT_FINITE
@@ -186,7 +186,7 @@ class _Trials(Listener):
 
 
 def _told(score: float | None) -> float:
-    """For Optuna and ASHA: no score is the worst, so that they keep away from it."""
+    """For Optuna and ASHA: a missing score counts as the worst, so that they avoid such values."""
     return score if score is not None and math.isfinite(score) else math.inf
 
 

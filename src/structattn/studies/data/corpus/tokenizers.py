@@ -1,4 +1,4 @@
-"""Tokenizers of text: characters, bytes, or byte pairs; values that a manifest can hold."""
+"""Tokenizers of text: characters, bytes, or byte pairs, each described by plain data."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class Tokenizer(Protocol):
 
     @property
     def unit(self) -> str:
-        """What a token is, in a word: ``"char"``, ``"byte"`` or ``"token"``."""
+        """The name of a token: ``"char"``, ``"byte"`` or ``"token"``."""
 
     def encode(self, text: str, source: str = "the text") -> Ids:
         """Token ids of a text, in the smallest type that holds them; raises ``DataError`` with the position of a character without one."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids; bytes that are no UTF-8 become the replacement character."""
+        """The text of token ids; invalid UTF-8 becomes the replacement character."""
 
     def token_sizes(self) -> npt.NDArray[np.int64]:
         """(V,), the bytes of UTF-8 of each token."""
 
     def description(self) -> dict[str, Any]:
-        """What ``tokenizer_from`` makes it from again; plain data."""
+        """Plain data from which ``tokenizer_from`` rebuilds it."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,9 @@ class Bytes:
         try:
             return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
         except UnicodeEncodeError as error:
-            raise DataError(f"{source}: expected text that UTF-8 can hold, got {error.object[error.start]!r}") from None
+            raise DataError(
+                f"{source}: expected text that UTF-8 can encode, got {error.object[error.start]!r}"
+            ) from None
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode("utf-8", errors="replace")
@@ -150,7 +152,7 @@ class BytePairs:
             ConfigError: a smaller vocabulary.
         """
         if vocab_size < 256:
-            raise ConfigError(f"a vocabulary of byte pairs holds the 256 bytes at least, got vocab_size {vocab_size}")
+            raise ConfigError(f"a vocabulary of byte pairs has at least the 256 bytes, got vocab_size {vocab_size}")
         library = _library()
         tokenizer = library.Tokenizer(library.models.BPE())
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -164,7 +166,7 @@ class BytePairs:
         return cls(tokenizer.to_str())
 
     def encode(self, text: str, source: str = "the text") -> Ids:
-        Bytes().encode(text, source)  # surrogates would be replaced without a word
+        Bytes().encode(text, source)  # surrogates would be replaced silently
         return np.array(self._tokenizer.encode(text).ids, dtype=self._type)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -172,7 +174,7 @@ class BytePairs:
         return text
 
     def token_sizes(self) -> npt.NDArray[np.int64]:
-        # Each character of the library's written form of a token is one byte.
+        # Each character in the library's text form of a token is one byte.
         return np.array([len(self._tokenizer.id_to_token(i)) for i in range(self.vocab_size)], dtype=np.int64)
 
     def description(self) -> dict[str, Any]:
@@ -195,7 +197,7 @@ def _library() -> Any:
 
 
 def text_units(tokenizer: Tokenizer) -> TextUnits:
-    """What each token means for paragraphs, lines and words; a part of a character means nothing."""
+    """The meaning of each token for paragraphs, lines and words; an incomplete character has none."""
     return TextUnits.of([tokenizer.decode([token]) for token in range(tokenizer.vocab_size)])
 
 
@@ -203,7 +205,7 @@ def tokenizer_from(description: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a ``description``.
 
     Raises:
-        DataError: it describes none.
+        DataError: it does not describe a tokenizer.
     """
     kind = description.get("kind")
     if kind == "chars":

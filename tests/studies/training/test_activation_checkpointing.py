@@ -96,8 +96,8 @@ def test_training_is_the_same(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(on.model.parameters(), off.model.parameters(), strict=True))
     assert [m.activation_checkpointing for m in on.model.modules() if isinstance(m, Transformer)] == [True]
     # The hardware does one more forward pass.
-    assert [e["hfu"] / e["mfu"] for e in on.speeds] == pytest.approx([4 / 3] * 3)
-    assert [e["hfu"] / e["mfu"] for e in off.speeds] == pytest.approx([1.0] * 3)
+    assert [e["hfu"] / e["mfu"] for e in on.progress.speeds] == pytest.approx([4 / 3] * 3)
+    assert [e["hfu"] / e["mfu"] for e in off.progress.speeds] == pytest.approx([1.0] * 3)
 
 
 def test_a_model_without_blocks_is_refused(tmp_path: Path) -> None:

@@ -64,16 +64,18 @@ def test_a_run_records_its_speed(tmp_path: Path, monkeypatch) -> None:
     task = Slow(TextConfig(context_length=16, embed_dim=8, num_layers=1, num_heads=2, eval_windows=2))
     config = TrainingConfig(steps=5, batch_size=4, learning_rate=1e-3, eval_every=2, checkpoint_every=2)
     result = train(task, "standard", config, seed=0, run_dir=tmp_path, show_progress=False)
-    assert [entry["step"] for entry in result.speeds] == [entry["step"] for entry in result.history] == [2, 4, 5]
-    seconds = [entry["seconds"] for entry in result.speeds]
-    assert 0 < sum(seconds) < result.seconds - 0.9
-    for entry, steps in zip(result.speeds, [2, 2, 1], strict=True):
+    assert (
+        [entry["step"] for entry in result.progress.speeds] == [entry["step"] for entry in result.history] == [2, 4, 5]
+    )
+    seconds = [entry["seconds"] for entry in result.progress.speeds]
+    assert 0 < sum(seconds) < result.progress.seconds - 0.9
+    for entry, steps in zip(result.progress.speeds, [2, 2, 1], strict=True):
         assert entry["tokens_per_second"] * entry["seconds"] == pytest.approx(steps * 4 * 16)
         flops = steps * 4 * task.flops(result.model)
         assert entry["mfu"] * entry["seconds"] * 1e9 == pytest.approx(3 * flops)
-        assert 2**20 < entry["peak_memory_bytes"] <= result.peak_memory_bytes
-    assert result.tokens_per_second == pytest.approx(5 * 4 * 16 / sum(seconds))
-    assert result.mfu == pytest.approx(3 * result.history[-1]["compute"] / 1e9 / sum(seconds))
+        assert 2**20 < entry["peak_memory_bytes"] <= result.progress.peak_memory_bytes
+    assert result.progress.tokens_per_second == pytest.approx(5 * 4 * 16 / sum(seconds))
+    assert result.progress.mfu == pytest.approx(3 * result.history[-1]["compute"] / 1e9 / sum(seconds))
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     for tag, name in [
@@ -83,10 +85,10 @@ def test_a_run_records_its_speed(tmp_path: Path, monkeypatch) -> None:
         ("memory/peak_bytes", "peak_memory_bytes"),
     ]:
         assert [(event.step, event.value) for event in board.Scalars(tag)] == [
-            (entry["step"], pytest.approx(entry[name], rel=SIX_DIGITS)) for entry in result.speeds
+            (entry["step"], pytest.approx(entry[name], rel=SIX_DIGITS)) for entry in result.progress.speeds
         ]
     again = train(task, "standard", config, seed=0, run_dir=tmp_path, resume=True, show_progress=False)
-    assert again.speeds == result.speeds
+    assert again.progress.speeds == result.progress.speeds
 
 
 SMALL = {

@@ -73,7 +73,7 @@ class StructuredAttention(nn.Module):
             layer=layer,
             module=self,
         )
-        return out.transpose(1, 2).flatten(2)
+        return out.transpose(1, 2).flatten(2).contiguous()  # the Conv1D of GPT-2 takes views
 
     def extra_repr(self) -> str:
         """The layout and the window, for ``repr``."""

@@ -77,7 +77,7 @@ def test_an_interrupt_at_many_lines_leaves_the_cache_as_it_was(case) -> None:
         left_padding=padding, backend="reference",
     )  # fmt: skip
     total = 0
-    # The first token of a block, several over borders, a long chunk, and the very first tokens.
+    # The first token of a block, several across boundaries, a long chunk, and the very first tokens.
     for start, size in ((8, 1), (7, 5), (6, 17), (0, 4)):
         base = sa.LevelCache(**options)
         if start:

@@ -463,7 +463,7 @@ def test_errors_of_the_system_are_one_line(error: Exception, line: str, capsys, 
 
 
 def test_a_sweep_at_a_small_width_is_part_of_the_results(tmp_path: Path) -> None:
-    """muP transfers the rate: the sweep trains narrower models, in folders of its own, and one that diverges is recorded."""
+    """muP transfers the rate: the sweep trains narrower models, in separate folders, and one that diverges is recorded."""
     settings = [
         "learning_rates=1e-2,1e30",
         "sweep_settings=task.embed_dim=16",
@@ -489,7 +489,7 @@ def test_a_sweep_at_a_small_width_is_part_of_the_results(tmp_path: Path) -> None
 
 
 def test_variants_and_processes_change_nothing_but_the_settings(tmp_path: Path, capsys) -> None:
-    """Each variant is what the same comparison gives alone, and so is what several processes train."""
+    """Each variant gives the result of a separate comparison, also with several processes."""
     specs = ["--attention", "standard:1", "bilinear-btt:1"]
     both = "variants=task.dim=4,task.dim=3 task.num_heads=1"
     out = ["--out", str(tmp_path / "both"), "--jobs", "2"]

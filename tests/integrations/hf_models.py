@@ -118,7 +118,7 @@ def generate(model, ids, mask=None, new=12, **options):
 
 
 def drafting(model):
-    """An assistant that drafts 6 tokens at a time, so that most rounds roll its cache back, and over borders of blocks."""
+    """An assistant that drafts 6 tokens at a time, so that most rounds roll its cache back, and across block boundaries."""
     model.generation_config.num_assistant_tokens = 6
     model.generation_config.num_assistant_tokens_schedule = "constant"
     model.generation_config.assistant_confidence_threshold = 0.0
@@ -126,7 +126,7 @@ def drafting(model):
 
 
 def level_order(ranks, split, head_dim=HEAD_DIM):
-    """The definition of the regrouping, by loops: pairs (i, i + D/2), i = 0 the fastest, dealt to the levels."""
+    """The definition of the permutation, by loops: pairs (i, i + D/2), i = 0 the fastest, dealt to the levels."""
     half = head_dim // 2
     if split is None:
         return list(range(head_dim))
@@ -151,7 +151,7 @@ _names = itertools.count()
 
 
 def by_definition(model, layouts, split, window=None):
-    """The plain model with the reference attention in place of its own, on rotated queries and keys put in the levels' order.
+    """The plain model with the reference attention instead, on rotated queries and keys put in the levels' order.
 
     Args:
         model: a plain model; a copy is changed.

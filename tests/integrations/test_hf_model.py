@@ -94,7 +94,7 @@ def test_generation_with_cache_is_without(spec, rotary) -> None:
     model = make(spec, rotary=rotary)
     expected = generate(model, IDS, MASK, use_cache=False)
     assert torch.equal(generate(model, IDS, MASK), expected)
-    for row in range(2):  # a padded batch is each prompt alone
+    for row in range(2):  # a padded batch equals separate prompts
         alone = IDS[row][REAL[row]][None]
         assert torch.equal(generate(model, alone)[0, -12:], expected[row, -12:])
         assert_close(logits(model)[row][REAL[row]], logits(model, alone, None)[0])

@@ -332,7 +332,7 @@ def test_other_models_of_the_same_config_stay_plain() -> None:
 
 
 class Adapted(torch.nn.Module):
-    """A projection with an adapter of low rank beside it, as PEFT puts one."""
+    """A projection with a low-rank adapter, as in PEFT."""
 
     def __init__(self, base, seed):
         super().__init__()

@@ -134,7 +134,13 @@ INPUTS = {
     ),
     "past_key_values": (7, "x", [], (), ((IDS, IDS),), PLAIN.config),
     "use_cache": ("no", 3),
-    "inputs_embeds": (7, "x", torch.ones(5, 32), torch.ones(1, 5, 31), torch.ones(1, 5, 32)),  # the last beside tokens
+    "inputs_embeds": (
+        7,
+        "x",
+        torch.ones(5, 32),
+        torch.ones(1, 5, 31),
+        torch.ones(1, 5, 32),
+    ),  # the last together with tokens
 }
 HEAD = {
     "labels": (

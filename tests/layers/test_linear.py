@@ -73,7 +73,7 @@ def test_roles_name_every_parameter(text) -> None:
     assert set(roles) == {name for name, _ in layer.named_parameters()}
     for name, p in layer.named_parameters():
         if roles[name].kind == "factor":
-            # Every structure draws its factors at the scale of its role; alone the sign of an orthogonal 2 x 2 is left open.
+            # Every structure draws its factors at the scale of its role; only the sign of an orthogonal 2 x 2 is open.
             assert 0.4 < float(p.detach().square().mean().sqrt()) / roles[name].init_std < 2, name
         else:
             assert name in ("bias", "matrix.alpha")
@@ -196,7 +196,7 @@ def normed_bias(layer):
 
 
 class Packed(nn.Parameter):
-    """Stands for a distributed or quantised parameter."""
+    """Replaces a distributed or quantised parameter."""
 
 
 def packed(layer):

@@ -153,7 +153,7 @@ def test_scores_of_every_level_depend_on_the_difference_alone(ranks, split, scal
 
     for before, after in zip(scores(0), scores(shift), strict=True):
         assert_close(after, before)
-    # And on the difference indeed: another shift of the keys alone changes the scores of every level that has a pair.
+    # They do depend on the difference: another shift of only the keys changes the scores of every level that has a pair.
     a, b, moved = rotary(q, positions), rotary(k, positions), rotary(k, positions + 1)
     for rank, piece in zip(ranks, slices(ranks), strict=True):
         change = (a[..., piece] @ (moved - b)[..., piece].transpose(-1, -2)).abs().max()
@@ -273,7 +273,7 @@ def test_a_cast_of_the_module_keeps_the_angles(dtype) -> None:
     out = module(x, positions)
     assert out.dtype == dtype
     assert_close(out, expected)
-    # The third position is for float32 alone: p theta in float64, as the definition has it, is itself only good to 1e-9 there.
+    # The third position is only for float32: p theta in float64, as the definition has it, is itself only good to 1e-9 there.
     assert_close(module(x.double(), positions)[:, :, :2], expected[:, :, :2])
     assert float((module(x.float(), positions).double() - expected).abs().max()) < FORWARD[torch.float32]
 

@@ -1,4 +1,4 @@
-"""Every wrong argument of modules, at building and at calling, raises one of our errors; caches and generation have tables of their own."""
+"""Every wrong argument of modules, at building and at calling, raises one of our errors; caches and generation have separate tables."""
 
 import math
 

@@ -85,7 +85,7 @@ def test_what_is_of_the_structure_is_found(text, shape) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_never_worse_than_where_it_starts(text) -> None:
-    """The given matrix is a candidate, refinement only improves, and the given matrix is left alone."""
+    """The given matrix is a candidate, refinement only improves, and the given matrix is unchanged."""
     dense = gaussian(12, 8)
     for scale in (1.0, 1e-3):
         like = Structure.parse(text).build(12, 8).double()
@@ -340,7 +340,7 @@ class Diagonal(StructuredMatrix):
 
 
 def test_a_structure_of_ones_own_is_fitted_by_descent() -> None:
-    """The contract alone is enough: L-BFGS from its own weights finds the nearest diagonal, which is the diagonal."""
+    """The contract is enough: L-BFGS from its initial weights finds the nearest diagonal, which is the diagonal."""
     dense = torch.stack([gaussian(6, 6), gaussian(6, 6, seed=1)])
     found = fit(dense, Diagonal(6, 6, batch_shape=(2,)).double())
     torch.testing.assert_close(found.matrix.weight.detach(), dense.diagonal(dim1=1, dim2=2))

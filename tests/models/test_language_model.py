@@ -26,7 +26,7 @@ SPECS = [
     "mlr-text:8|4|2|2",
     "[mlr-text:10|6@line,values=4|12,bilinear-btt:1+mlr-text:16|8|8+window:7]",
 ]
-# What the tokens are for mlr-text: so many newlines that random tokens have all kinds of segments.
+# The tokens for mlr-text: enough newlines that random tokens have all kinds of segments.
 TOKENS = ["a", "b", "\n", " ", " the", "\n\n", ".\n", "\n", "c", " ", "\nand", "d", "e\n\nf"]
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 0, 1, 2]]
 SAMPLED = Sampling(temperature=1.3, top_k=9, top_p=0.95)

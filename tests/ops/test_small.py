@@ -148,7 +148,7 @@ def test_when_auto_takes_it() -> None:
     assert chosen(1, 2, 2, 129, 129, 16, 2) == "scaled_dot_product_attention"  # longer than measured
     assert chosen(2, 8, 8, 24, 24, 2, 2, dtype=torch.bfloat16) == "scaled_dot_product_attention"
     assert chosen(2, 8, 8, 24, 24, 2, 2, return_lse=True) == "reference"
-    assert chosen(2, 8, 8, 24, 24, 2, 2, dropout_p=0.1) == "reference"  # PyTorch draws masks of its own
+    assert chosen(2, 8, 8, 24, 24, 2, 2, dropout_p=0.1) == "reference"  # PyTorch draws its own masks
     assert chosen(2, 8, 8, 24, 24, 2, 2, attn_bias=torch.zeros(24, 24)) == "scaled_dot_product_attention"
     assert chosen(2, 8, 8, 24, 24, 2, 2, left_padding=torch.tensor([0, 3])) == "reference"
     levels = sa.LevelLayout((2, 2), (24, 12))

@@ -117,7 +117,7 @@ def test_outputs_and_all_gradients_equal_the_definition(
             size *= step
             sizes.insert(0, size)
         layout = sa.LevelLayout(tuple(ranks), tuple(sizes), scaling=scaling, value_ranks=value_ranks)
-    else:  # segments of its own for each of the two rows
+    else:  # different segments for each of the two rows
         sizes = [[(0,)], [(0,)]]
         for row in range(2):
             for level in range(len(ranks) - 1):

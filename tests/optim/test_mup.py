@@ -297,7 +297,7 @@ def test_sharing_and_who_wins() -> None:
     outer = Holder(nn.Sequential(Holder(shared, hidden(8))), output(8))
     outer.parameter_roles = lambda: {"layer.0.layer.weight": output(8)}  # type: ignore[method-assign]
     assert mup.roles_of(outer) == {"layer.0.layer.weight": output(8)}
-    # Depth alone does not: of two modules side by side neither knows better.
+    # Depth is not enough: of two sibling modules, neither takes precedence.
     for parts in (
         [nn.ModuleList([Holder(shared, hidden(8))]), Holder(shared, output(8))],
         [Holder(shared, output(8)), outer.layer],

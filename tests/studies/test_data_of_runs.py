@@ -51,7 +51,7 @@ def test_a_run_with_relative_data_is_evaluated_from_anywhere_and_after_a_move(tm
 
 
 def test_relative_data_of_version_0_1_0_are_the_same_data(tmp_path, monkeypatch) -> None:
-    """It wrote paths as they were given: what it began goes on from the same folder."""
+    """It wrote paths as they were given: its runs continue from the same folder."""
     monkeypatch.chdir(tmp_path)
     owner = Owner(command="compare", task="text", settings={"task": to_plain(TextConfig(data="my.txt"))})
     before = to_plain(TextConfig())

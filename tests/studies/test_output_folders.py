@@ -60,7 +60,7 @@ def test_a_comparison_is_continued_as_what_it_was_begun(tmp_path: Path, capsys) 
     (out / "results.json").unlink()
     assert main(["compare", "icl-regression", "--preset", "smoke", "--resume", "--out", str(out)]) == 2
     assert "holds 'figures', 'report.html', 'runs', 'runs.csv', which" in said(capsys)
-    # What has runs of its own may change.
+    # Settings with separate runs may change.
     assert main([*COMPARE, "--resume", "--seeds", "2", "--out", str(out)]) == 0
     assert len(json.loads((out / "results.json").read_text())["rows"][0]["scores"]) == 2
     recipe = to_plain(recipe_for("nearest-neighbor", "default"))

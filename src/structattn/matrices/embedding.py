@@ -18,7 +18,7 @@ from structattn.matrices.terms import BlockTerm, BlockTermSum
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TermFactors:
     """One block term with its factors.
 
     Attributes:
@@ -33,7 +33,7 @@ class Piece:
 
 
 @singledispatch
-def block_terms(m: StructuredMatrix) -> list[Piece]:
+def block_terms(m: StructuredMatrix) -> list[TermFactors]:
     """The matrix as a sum of block terms, exactly; the factors are those in use (after ``rms_cap``), without gradient.
 
     Raises:
@@ -48,9 +48,9 @@ def block_terms(m: StructuredMatrix) -> list[Piece]:
 
 @block_terms.register
 @torch.no_grad()
-def _sum(m: BlockTermSum) -> list[Piece]:
+def _sum(m: BlockTermSum) -> list[TermFactors]:
     return [
-        Piece(
+        TermFactors(
             term=term,
             left=left.reshape(*m.batch_shape, *left.shape[1:]),
             right=right.reshape(*m.right_batch_shape, *right.shape[1:]),
@@ -61,10 +61,10 @@ def _sum(m: BlockTermSum) -> list[Piece]:
 
 @block_terms.register
 @torch.no_grad()
-def _low_rank(m: LowRank) -> list[Piece]:
+def _low_rank(m: LowRank) -> list[TermFactors]:
     left, right = m.used_factors()
     return [
-        Piece(
+        TermFactors(
             term=BlockTerm(left_blocks=1, right_blocks=1, inner_dim=m.rank),
             left=left.reshape(*m.batch_shape, 1, m.num_rows, m.rank),
             right=right.reshape(*m.right_batch_shape, 1, m.num_cols, m.rank),
@@ -74,18 +74,18 @@ def _low_rank(m: LowRank) -> list[Piece]:
 
 @block_terms.register
 @torch.no_grad()
-def _dense(m: Dense) -> list[Piece]:
+def _dense(m: Dense) -> list[TermFactors]:
     """W I or I Wᵀ, the identity on the shorter side."""
     inner = min(m.num_rows, m.num_cols)
     weight = m.weight[..., None, :, :]
     eye = torch.eye(inner, dtype=weight.dtype, device=weight.device).expand(*m.batch_shape, 1, inner, inner)
     left, right = (weight, eye) if m.num_cols <= m.num_rows else (eye, weight.transpose(-2, -1))
-    return [Piece(term=BlockTerm(left_blocks=1, right_blocks=1, inner_dim=inner), left=left, right=right)]
+    return [TermFactors(term=BlockTerm(left_blocks=1, right_blocks=1, inner_dim=inner), left=left, right=right)]
 
 
 @block_terms.register
 @torch.no_grad()
-def _kronecker(m: Kronecker) -> list[Piece]:
+def _kronecker(m: Kronecker) -> list[TermFactors]:
     """BTT of rank 1 in which all left blocks are A and all right blocks Bᵀ."""
     (a, b), (c, d) = m.row_dims, m.col_dims
     outer, inner = m.used_factors()
@@ -95,12 +95,12 @@ def _kronecker(m: Kronecker) -> list[Piece]:
         outer, inner_shape = m._spread_right(outer), m.batch_shape
     left = outer.reshape(*outer_shape, 1, a, c).expand(*outer_shape, b, a, c)
     right = inner.transpose(1, 2).reshape(*inner_shape, 1, d, b).expand(*inner_shape, c, d, b)
-    return [Piece(term=_stride_term(b, c, 1), left=left, right=right)]
+    return [TermFactors(term=_stride_term(b, c, 1), left=left, right=right)]
 
 
 @block_terms.register
 @torch.no_grad()
-def _butterfly(m: Butterfly) -> list[Piece]:
+def _butterfly(m: Butterfly) -> list[TermFactors]:
     """The halves of the stages, each fused: those before the split touch only the outer indices, the others the inner ones.
 
     So the fused right half is block diagonal in (i_1 ... i_split), the fused left half in (o_split+1 ... o_k): a BTT whose rank
@@ -110,7 +110,9 @@ def _butterfly(m: Butterfly) -> list[Piece]:
         right = m.used_stage(0)[:, 0, 0].transpose(1, 2).reshape(*m.right_batch_shape, 1, m.num_cols, m.num_rows)
         eye = torch.eye(m.num_rows, dtype=right.dtype, device=right.device)
         left = eye.expand(*m.batch_shape, 1, m.num_rows, m.num_rows)
-        return [Piece(term=BlockTerm(left_blocks=1, right_blocks=1, inner_dim=m.num_rows), left=left, right=right)]
+        return [
+            TermFactors(term=BlockTerm(left_blocks=1, right_blocks=1, inner_dim=m.num_rows), left=left, right=right)
+        ]
     a, b = math.prod(m.row_radices[: m.split]), math.prod(m.row_radices[m.split :])
     c, d = math.prod(m.col_radices[: m.split]), math.prod(m.col_radices[m.split :])
     s, inner = m.rank, m.inner_dim
@@ -122,12 +124,12 @@ def _butterfly(m: Butterfly) -> list[Piece]:
     eye = torch.eye(m.num_cols, dtype=eye.dtype, device=eye.device)
     right = m._right_features(eye[None]).reshape(-1, c, b, s, c, d)
     right = right.diagonal(dim1=1, dim2=4).permute(0, 4, 3, 1, 2).reshape(*m.right_batch_shape, c, d, b * s)
-    return [Piece(term=_stride_term(b, c, s), left=left, right=right)]
+    return [TermFactors(term=_stride_term(b, c, s), left=left, right=right)]
 
 
 @block_terms.register
 @torch.no_grad()
-def _kaleidoscope(m: Kaleidoscope) -> list[Piece]:
+def _kaleidoscope(m: Kaleidoscope) -> list[TermFactors]:
     """One stage: a product of dense matrices. A narrow inside: low rank, everything but the last butterfly on the left."""
     mixing = max(
         sum(max(pair) > 1 for pair in zip(butterfly.row_radices, butterfly.col_radices, strict=True))
@@ -137,7 +139,9 @@ def _kaleidoscope(m: Kaleidoscope) -> list[Piece]:
         eye = torch.eye(m.inner_size, dtype=m.right.stages[0].dtype, device=m.right.stages[0].device)
         left = m._left_expand(eye.expand(m.num_matrices, -1, -1)).reshape(*m.batch_shape, 1, m.num_rows, m.inner_size)
         right = m.right._matmul(eye[None]).reshape(*m.right_batch_shape, 1, m.num_cols, m.inner_size)
-        return [Piece(term=BlockTerm(left_blocks=1, right_blocks=1, inner_dim=m.inner_size), left=left, right=right)]
+        return [
+            TermFactors(term=BlockTerm(left_blocks=1, right_blocks=1, inner_dim=m.inner_size), left=left, right=right)
+        ]
     if mixing > 1:
         raise ConfigError(
             f"a Kaleidoscope whose butterflies have {mixing} stages is not one MLBTC term: its stages mix the indices 1, ..., "

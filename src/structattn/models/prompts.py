@@ -35,7 +35,7 @@ class Prompts:
 
         Raises:
             ShapeError: not one row of ids per prompt, no prompt, or an empty one.
-            ConfigError: an id that is no int or out of range.
+            ConfigError: an id that is not an int, or out of range.
         """
         expected = "expected a (B, T) tensor or a list with the token ids of each prompt"
         for tensor in prompts if isinstance(prompts, tuple | list) else (prompts,):

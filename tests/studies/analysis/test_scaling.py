@@ -46,7 +46,7 @@ def test_a_grid_has_every_variant_at_every_width_and_budget() -> None:
         assert not point.recipe.widths
         assert not point.recipe.variants
     assert len({p.settings for p in points}) == 8
-    # The small models that choose a learning rate differ in the positions alone.
+    # The small models that choose a learning rate differ only in the positions.
     assert {p.sweep_settings for p in points} == {"task.rotary=", "task.rotary=low_far"}
     assert {(p.swept.task.embed_dim, p.swept.budgets) for p in points} == {(64, (5e11,))}
 

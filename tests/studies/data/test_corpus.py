@@ -427,7 +427,7 @@ def test_a_corpus_of_many_shards_keeps_no_file_open(tmp_path) -> None:
 
 
 def test_a_failed_call_leaves_nothing_in_the_way(tmp_path, monkeypatch) -> None:
-    """A fault in a document takes all away; where reading stops, what was written stays, and `--resume` goes on."""
+    """An error in a document removes all files; where reading stops, the written files stay, and `--resume` continues."""
     path, out = tmp_path / "a.jsonl", tmp_path / "corpus"
     documents = texts(60)
     good = "".join(json.dumps({"text": text}) + "\n" for text in documents)

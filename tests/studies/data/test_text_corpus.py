@@ -49,7 +49,7 @@ def made(corpus: Path, spec: str, **options) -> tuple[TextTask, torch.nn.Module]
 
 
 def by_documents(task: TextTask, model: torch.nn.Module, tokens: list[int], documents: list[int]) -> dict[int, float]:
-    """Nats of every predicted token of a window by its place, each document read alone."""
+    """Nats of every predicted token of a window by its position, each document read separately."""
     found, begin = {}, 0
     for place in range(1, len(tokens) + 1):
         if place < len(tokens) and documents[place] == documents[begin]:

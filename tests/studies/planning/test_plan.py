@@ -223,7 +223,9 @@ def test_a_layout_has_the_fewest_shards_and_the_largest_micro_batch_that_fit(mem
     assert (layout.kind == "DDP") == (layout.num_gpus == 1)
     assert layout.sequences >= sequences > layout.sequences - layout.num_gpus * layout.micro_batch
     if layout.fits:
-        less = replace(wanted, batch_tokens=320 * max(1, layout.num_gpus - 1))  # so many GPUs are not to be had
+        less = replace(
+            wanted, batch_tokens=320 * max(1, layout.num_gpus - 1)
+        )  # fewer tokens than such a number of GPUs needs
         assert layout.num_gpus == 1 or not suggest_layout(less, PLAN.states, PLAN.activations).fits
         twice = PLAN.activations.nbytes(
             2 * layout.micro_batch, 320, checkpointing=layout.checkpointing, gradients=True

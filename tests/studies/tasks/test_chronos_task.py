@@ -157,7 +157,7 @@ def test_baselines_and_details(task):
     torch.manual_seed(0)
     model = task.build_model("mlr:4|2|2").eval()
     scores = task.evaluate(model, "test")
-    assert scores == task.evaluate(model, "test")  # sampling has a seed of its own
+    assert scores == task.evaluate(model, "test")  # sampling has a separate seed
     assert set(scores) == {"nats_per_token", "nats_synthetic", "nats_ett", "mase", "wql"}
     assert math.isclose(scores["nats_per_token"], (scores["nats_synthetic"] + scores["nats_ett"]) / 2)
     assert set(task.evaluate(model, "validation")) == {"nats_per_token", "nats_synthetic", "nats_ett"}

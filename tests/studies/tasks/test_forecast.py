@@ -123,7 +123,7 @@ def test_baseline_models_take_our_windows(table, spec):
     assert out.shape == (4, 3, 12)
     assert task.loss(model, task.batch(0, 0, 4), 0).isfinite()
     assert model.flops_per_example() > 0
-    # iTransformer alone mixes the columns.
+    # Only iTransformer mixes the columns.
     changed = window.clone()
     changed[:, 1] += torch.randn(4, 48)
     assert torch.allclose(model(changed)[:, 0], out[:, 0], atol=SAME_MODEL) == (not model.mixes_channels)

@@ -127,7 +127,7 @@ def test_evaluation_prompts_are_fresh_and_full() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_scores_by_definition(noise: float) -> None:
-    """In chunks as in one piece, against f(x) without the noise, over d."""
+    """In chunks as at once, against f(x) without the noise, over d."""
     task = task_of(eval_prompts=EVAL_CHUNK + 3, prompts=PromptConfig(noise_std=noise))
     model = trained(task)
     sizes = []

@@ -31,7 +31,7 @@ def whole(tokens: Tokens) -> str:
 
 
 def text_of(length: int) -> str:
-    """Text in which every stretch of a few characters stands once, so that a window can be found again."""
+    """Text in which every substring of a few characters is unique, so that a window can be found again."""
     return "".join(f"{i:x} {chr(97 + i % 26)}.\n" for i in range(length))[:length]
 
 

@@ -1,4 +1,4 @@
-"""A kill at any file operation of a run, of a comparison or of a corpus: it goes on, without a person, to the same result."""
+"""A kill at any file operation of a run, of a comparison or of a corpus: it continues automatically to the same result."""
 
 import dataclasses
 import os

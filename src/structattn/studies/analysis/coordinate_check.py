@@ -212,7 +212,7 @@ def coordinate_check(
 
 
 def _plain(value: Any) -> Any:
-    """Numbers as a record holds them: keys as text, and ``None`` for what is infinite or no number."""
+    """Numbers as a record holds them: keys as text, and ``None`` for infinity and NaN."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):

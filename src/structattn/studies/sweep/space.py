@@ -59,7 +59,7 @@ def parse_parameters(
     Args:
         texts: see the top of this file.
         settings: those of the runs, which define the names.
-        check_spec: raises ``ConfigError`` for a text that names no model of the task. Default: for one that is no attention spec.
+        check_spec: raises ``ConfigError`` for a text that is not a model of the task. Default: for one that is not an attention spec.
 
     Raises:
         ConfigError: no parameter, a repeated one, an unknown setting (nearest named), a range that is empty or not of the setting's type, or

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from structattn.errors import CheckpointError, ConfigError
-from structattn.files import write_atomic
+from structattn.errors import ConfigError
 from structattn.progress import progress_bar
 from structattn.studies.analysis.coordinate_models import (
     QUANTITIES,
@@ -28,7 +27,6 @@ from structattn.studies.analysis.coordinate_models import (
 from structattn.studies.environment import hardware, versions
 from structattn.studies.folders import Owner, opened
 from structattn.studies.recipe import MOST_RUNS
-from structattn.studies.records.common import RESULTS, to_json
 from structattn.studies.records.mup import Coordinates, LargestSlope, MupRecord, Transfer
 
 STRUCTURES = (
@@ -300,16 +298,12 @@ def mup_check(
     """
     from structattn.studies.report.figures.mup import draw  # matplotlib is optional
     from structattn.studies.report.mup import page
-    from structattn.studies.report.page import write_page
+    from structattn.studies.report.page import write_results
 
     settings = dataclasses.asdict(config)
     with opened(out, Owner(command="mup check", task="", settings=settings), resume=None, on_open=on_open) as folder:
         record = _record(config, command, show_progress)
-        try:
-            write_atomic(folder / RESULTS, to_json(record))
-            report = write_page(page(record, draw(record, folder / "figures")), folder / "report.html")
-        except OSError as error:
-            raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
+        report = write_results(record, folder, draw, page)
     return Check(record=record, folder=folder, report=report)
 
 

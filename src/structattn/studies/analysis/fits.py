@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from structattn.checks import MAX_SEED, check_int
-from structattn.errors import CheckpointError, ConfigError
-from structattn.files import write_atomic
+from structattn.errors import ConfigError
 from structattn.matrices import Fit, Structure, allocate_ranks, fit
 from structattn.matrices.btt import factor_pair
 from structattn.matrices.fit.target import check_dense
 from structattn.studies.analysis.matrix_examples import NamedMatrix
 from structattn.studies.environment import hardware, versions
 from structattn.studies.folders import Owner, opened
-from structattn.studies.records.common import RESULTS, to_json
 from structattn.studies.records.fits import FitRow, FitsRecord, FittedMatrix
 
 _ALLOCATED = "mlr-allocated"
@@ -142,7 +140,7 @@ def fit_matrices(
     """
     from structattn.studies.report.figures.fits import draw  # matplotlib is optional
     from structattn.studies.report.fits import page
-    from structattn.studies.report.page import write_page
+    from structattn.studies.report.page import write_results
 
     names = [matrix.name for matrix in matrices]
     if not matrices or len(set(names)) != len(names):
@@ -173,11 +171,7 @@ def fit_matrices(
             refine=refine,
             matrices=tuple(_fit_all(matrix, candidates, show_progress) for matrix, candidates in plans),
         )
-        try:
-            write_atomic(folder / RESULTS, to_json(record))
-            report = write_page(page(record, draw(record, folder / "figures")), folder / "report.html")
-        except OSError as error:
-            raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
+        report = write_results(record, folder, draw, page)
     return Fits(record=record, folder=folder, report=report)
 
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from structattn.errors import CheckpointError, TrainingFailedError
-from structattn.files import write_atomic
 from structattn.studies.environment import hardware, versions
 from structattn.studies.folders import Owner, check_owner, last_folder, opened
 from structattn.studies.old_folders import sweep_record
-from structattn.studies.records.common import RESULTS, read_file, to_json
+from structattn.studies.records.common import RESULTS, read_file
 from structattn.studies.records.sweep import BestTrial, Scheduler, SweepRecord, Trial
 from structattn.studies.runner.base import Runner
 from structattn.studies.runner.local import LocalRunner
@@ -77,7 +76,7 @@ def sweep(
     """
     # Optuna is optional, and so is matplotlib: only sweeps need both.
     from structattn.studies.report.figures.sweep import draw
-    from structattn.studies.report.page import write_page
+    from structattn.studies.report.page import write_results
     from structattn.studies.report.sweep import page
     from structattn.studies.sweep.trials import run_trials
 
@@ -95,11 +94,7 @@ def sweep(
         journal = Journal(folder)
         run_trials(plan, journal, runner=runner or LocalRunner(None), show_progress=show_progress)
         record = _record(plan, task, journal.trials(), command)
-        try:
-            write_atomic(folder / RESULTS, to_json(record))
-            report = write_page(page(record, draw(record, folder / "figures")), folder / _REPORT)
-        except OSError as error:
-            raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
+        report = write_results(record, folder, draw, page)
     return _checked(Sweep(record=record, folder=folder, report=report))
 
 

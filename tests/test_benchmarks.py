@@ -298,6 +298,7 @@ def test_quick_takes_the_registered_sizes() -> None:
         run.chosen_groups(BENCHMARKS["attention"], CPU, FLOAT32, only="(")
 
 
+@pytest.mark.full
 def test_a_run_with_memory_has_a_figure_and_exponents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     peaks = {attention.BASELINE: 4 * 2**20, "mlr 8x8": 10 * 2**20}
     monkeypatch.setattr(memory, "peak_bytes", lambda bench, group, case, device, dtype: peaks[case.label])

@@ -73,6 +73,7 @@ def test_it_stands_beside_patchtst_and_learns() -> None:
     assert nf.predict().shape == (8, 4)
 
 
+@pytest.mark.full
 def test_saved_and_loaded_in_a_new_process_it_predicts_the_same(tmp_path) -> None:
     df = frame()
     nf = fitted(df, fit={"static_df": STATIC}, loss=MQLoss(level=[80]), rotary="low_far", alias="mine", **COVARIATES)

@@ -64,6 +64,7 @@ def test_the_command_writes_table_figure_and_report(tmp_path, capsys) -> None:
     assert "already has results" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_same_command_same_numbers(tmp_path) -> None:
     matrices = [load_matrix("gaussian", 8)]
     errors = []

@@ -85,6 +85,7 @@ def test_the_check_sees_a_wrong_learning_rate(monkeypatch) -> None:
     assert coordinate_check("bilinear-kronecker", "mup", config).slopes["scores"]["4"] < -0.2
 
 
+@pytest.mark.full
 def test_the_best_rate_stays_under_mup_and_moves_without() -> None:
     config = CheckConfig(
         structures=("standard",), transfer_widths=(32, 128), transfer_rates=(2**-9, 2**-7, 2**-5), transfer_steps=24

@@ -61,6 +61,7 @@ def rows(folder: Path, of: str) -> list[dict]:
     return json.loads((folder / "results.json").read_text())[of]
 
 
+@pytest.mark.full
 def test_a_cluster_gives_the_numbers_of_this_machine(ray, tmp_path: Path, capsys) -> None:
     command = ["compare", "nearest-neighbor", *SMALL, "--attention", "standard", "bilinear-btt:1"]
     sweep = ["sweep", "nearest-neighbor", *SMALL, "--trials", "3", "--jobs", "1", "--set", "training.eval_every=1"]

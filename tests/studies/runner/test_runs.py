@@ -57,6 +57,7 @@ def _runs(pid):
     return not (state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
 def test_a_worker_does_not_outlive_its_killed_parent(tmp_path):
     # A comparison that is begun again would otherwise write to the same folders as the workers of the first.

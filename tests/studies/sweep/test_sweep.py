@@ -351,6 +351,7 @@ def test_what_goes_wrong_is_recorded(tmp_path: Path, capsys) -> None:
     assert (tmp_path / "none" / "report.html").exists()
 
 
+@pytest.mark.full
 def test_processes_give_the_numbers_of_one_and_the_history_of_trials_is_replayed(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     assert main(sweep_command(here, "--scheduler", "none", trials=3)) == 0

@@ -142,6 +142,7 @@ train(NearestNeighborTask(recipe.task), "bilinear-btt:1", recipe.training, seed=
 """
 
 
+@pytest.mark.full
 def test_sigkill_and_resume_give_identical_weights(tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(KILLED)

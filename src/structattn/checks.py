@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -235,6 +236,37 @@ def check_sequences(batch: int, left_padding: Any, cu_seqlens: Any) -> None:
                 f"cu_seqlens holds the offsets of at least one sequence in one batch row: got {cu_seqlens.shape[0]} offsets and "
                 f"batch {batch}"
             )
+
+
+_TYPE_WORDS = {int: "an int", float: "a number", str: "a text", bool: "a bool"}
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, UnionType):
+        return any(_is_of(value, arg) for arg in args)
+    if origin is Literal:
+        return isinstance(value, str)  # which ones is for the owner's check, which names the nearest
+    if origin is tuple:
+        return isinstance(value, tuple | list) and all(_is_of(entry, args[0]) for entry in value)
+    if hint in (int, float):
+        return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def check_field_types(config: Any, prefix: str = "") -> None:
+    """Raises ``ConfigError`` unless each field of a dataclass has a value of the type that is declared for it.
+
+    Args:
+        config: a dataclass. Tuples of declared entries of one type may be lists; a ``float`` may be an int.
+        prefix: of the names in the message, such as ``"task."``.
+    """
+    for name, hint in typing.get_type_hints(type(config)).items():
+        if typing.get_origin(hint) is not typing.ClassVar and not _is_of(value := getattr(config, name), hint):
+            words = _TYPE_WORDS.get(hint, str(getattr(hint, "__name__", hint) if isinstance(hint, type) else hint))
+            raise ConfigError(f"{prefix}{name} must be {words}, got {describe(value)}")
 
 
 def check_device(name: str, value: Any) -> torch.device:

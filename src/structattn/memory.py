@@ -38,7 +38,7 @@ def free_memory() -> int | None:
 
 
 def check_memory(what: str, numbers: int, dtype: torch.dtype | None = None) -> None:
-    """Raises ``ConfigError`` where memory on the default device cannot hold so many numbers.
+    """Raises ``ConfigError`` where memory on the default device cannot hold this number of values.
 
     Linux often grants memory that there is not, and ends the process that then writes to it.
 

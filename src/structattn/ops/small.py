@@ -30,8 +30,8 @@ from structattn.layout.levels import LevelLayout
 from structattn.ops.call import Call
 from structattn.ops.checks import is_eager
 
-NARROW = 16  # from so many dimensions on, products read rows as fast as features
-NARROW_HEAD = 8  # with gradients, up to so many dimensions PyTorch's fused kernel is slower
+NARROW = 16  # from this number of dimensions on, products read rows as fast as features
+NARROW_HEAD = 8  # with gradients, up to this number of dimensions PyTorch's fused kernel is slower
 MOST_SCORES_PER_HEAD = 128**2  # beyond, hidden pairs are worth skipping
 MOST_SCORES = 2**24  # they are all kept for the gradient, 64 MiB
 DTYPES = (torch.float32, torch.float64)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from structattn.checks import check_field_types
 from structattn.errors import ConfigError
 from structattn.studies.settings import Change
 from structattn.studies.training.config import TrainingConfig
@@ -79,6 +80,7 @@ class Recipe:
     budgets: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         if self.seeds < 1:
             raise ConfigError(f"seeds must be at least 1, got {self.seeds}")
         if self.num_runs > MOST_RUNS:

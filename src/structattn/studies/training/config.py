@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from structattn.checks import check_choice, check_int, check_number
+from structattn.checks import check_choice, check_field_types, check_int, check_number, check_type
 from structattn.errors import ConfigError
 
 # Settings that may differ when a run is resumed: no result depends on them.
@@ -78,6 +78,7 @@ class TrainingConfig:
         check_number("training.weight_decay", self.weight_decay, minimum=0)
         if self.gradient_clip is not None:
             check_number("training.gradient_clip", self.gradient_clip, above=0)
+        check_type("training.betas", self.betas, (tuple, list), "two numbers, such as 0.9,0.95")
         if len(self.betas) != 2:
             raise ConfigError(f"training.betas must be two numbers, such as 0.9,0.95, got {self.betas}")
         for beta in self.betas:
@@ -90,6 +91,7 @@ class TrainingConfig:
         check_choice("training.schedule", self.schedule, get_args(Schedule))
         check_choice("training.precision", self.precision, ("no", "bf16"))
         check_choice("training.parametrization", self.parametrization, ("standard", "mup"))
+        check_field_types(self, "training.")
 
     def replaced(self, **values: Any) -> TrainingConfig:
         """A copy with other values; where only ``steps`` changes, the warm-up keeps at most its share of them."""

@@ -61,7 +61,7 @@ def _budgets(record: ComparisonRecord) -> list[float]:
 
 
 def _columns(members: int) -> int:
-    """Columns of panels that belong together in groups of so many: a group is a row where it fits in one."""
+    """Columns of panels that belong together in groups of equal size: a group is a row where it fits in one."""
     return members if 1 < members <= MOST_COLUMNS else 3
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from structattn.checks import check_int, check_number
+from structattn.checks import check_field_types, check_int, check_number
 from structattn.errors import ConfigError
 from structattn.files import absolute
 from structattn.progress import counted
@@ -74,6 +74,7 @@ class ChronosConfig:
     num_samples: int = 20
 
     def __post_init__(self) -> None:
+        check_field_types(self, "task.")
         object.__setattr__(self, "checkpoint", absolute(self.checkpoint))
         for name, value in vars(self).items():
             if isinstance(value, int):

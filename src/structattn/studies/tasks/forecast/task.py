@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from structattn.checks import check_number
+from structattn.checks import check_field_types, check_number
 from structattn.errors import ConfigError
 from structattn.files import absolute
 from structattn.models.forecaster import Forecaster
@@ -47,6 +47,7 @@ class SeriesConfig:
     target: str = "OT"
 
     def __post_init__(self) -> None:
+        check_field_types(self, "task.data.")
         if self.path is not None:
             if not self.path.strip():
                 raise ConfigError("task.data.path must be a CSV file or none, got an empty text")
@@ -85,6 +86,7 @@ class ForecastConfig:
         names = ("look_back", "horizon", "patch_length", "stride", "embed_dim", "num_layers", "num_heads")
         check_sizes_of(self, *names, *(() if self.season is None else ("season",)))
         check_number("task.dropout", self.dropout, minimum=0, below=1)
+        check_field_types(self, "task.")
 
 
 class ForecastTask(Task):

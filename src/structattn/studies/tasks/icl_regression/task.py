@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from structattn.checks import check_choice, check_int, check_number
+from structattn.checks import check_choice, check_field_types, check_int, check_number
 from structattn.errors import ConfigError
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.seeds import generator
@@ -138,6 +138,7 @@ class ICLRegressionConfig:
     eval_prompts: int = 1024
 
     def __post_init__(self) -> None:
+        check_field_types(self, "task.")
         optional = () if self.num_points is None else ("num_points",)
         check_sizes_of(self, "dim", *optional, "embed_dim", "num_layers", "num_heads", "eval_prompts")
         if self.read_in_std is not None:

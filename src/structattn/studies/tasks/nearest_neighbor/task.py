@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from structattn.checks import check_int
+from structattn.checks import check_field_types, check_int
 from structattn.seeds import generator
 from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of
 from structattn.studies.tasks.nearest_neighbor.model import NearestNeighborModel
@@ -40,6 +40,7 @@ class NearestNeighborConfig:
         for name in ("dim", "num_points"):
             check_int(f"task.{name}", getattr(self, name), minimum=2)
         check_sizes_of(self, "num_heads", "eval_examples")
+        check_field_types(self, "task.")
 
 
 class NearestNeighborTask(Task):

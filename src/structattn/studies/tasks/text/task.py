@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from structattn.checks import check_field_types
 from structattn.errors import DataError
 from structattn.files import absolute
 from structattn.layers.rotary import Rotary
@@ -61,6 +62,7 @@ class TextConfig:
     eval_windows: int = 128
 
     def __post_init__(self) -> None:
+        check_field_types(self, "task.")
         object.__setattr__(self, "data", absolute(self.data))
         check_sizes_of(self, "context_length", "embed_dim", "num_layers", "num_heads", "eval_windows")
         self.rotary_value()

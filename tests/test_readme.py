@@ -14,7 +14,7 @@ import torch
 
 import structattn as sa
 from structattn.cli.parsing import parse
-from structattn.cli.tasks import TaskCommand
+from structattn.cli.train import TaskCommand
 from structattn.spec.attention import FORMS
 from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.registry import recipe_for

@@ -2,6 +2,7 @@
 
 from structattn.cache.latent import Latent
 from structattn.cache.layers import LayerCaches
-from structattn.cache.level_cache import PAGE_SIZE, LevelCache
+from structattn.cache.level_cache import LevelCache
+from structattn.cache.store import PAGE_SIZE
 
 __all__ = ["PAGE_SIZE", "Latent", "LayerCaches", "LevelCache"]

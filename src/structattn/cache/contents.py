@@ -13,9 +13,10 @@ from torch import Tensor
 from structattn.cache.decode import KeyValueView
 from structattn.cache.latent import Latent
 from structattn.cache.levels import Level, Softmax, softmaxes_of, value_levels, widest
-from structattn.cache.store import Store
+from structattn.cache.store import TEXT_PAGE_SIZE, Store
 from structattn.cache.undo import Before
 from structattn.errors import CacheError, ConfigError, ShapeError
+from structattn.layout.checks import check_sum
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
@@ -91,7 +92,7 @@ class Contents:
         def store(dim: int, level: Level) -> Store:
             reserve, size = 0 if max_length is None else level.most_slots(max_length), page_size
             if text is not None and level.number > 1 and level.ring is None:
-                reserve, size = 0, min(page_size, _TEXT_PAGE, max_length or page_size)
+                reserve, size = 0, min(page_size, TEXT_PAGE_SIZE, max_length or page_size)
             return Store(dim, ring=level.ring, longest=level.longest, page_size=size, reserve=reserve)
 
         self.keys = [store(dim, level) for dim, level in zip(dims, self.key_levels, strict=False)]
@@ -277,21 +278,12 @@ class Contents:
         self.set_levels()
 
 
-_TEXT_PAGE = 256  # slots of a page of a paragraph, line or word, whose lengths nobody knows
-
-
 def _check_layout(shape: Shape, layout: Layout | None, latent: Latent | None) -> None:
-    if layout is not None and latent is None and layout.head_dim != shape.keys[1]:
-        raise ShapeError(
-            f"the ranks of the layout must sum to the head dimension: expected {shape.keys[1]}, got "
-            f"{'|'.join(map(str, layout.ranks))} = {layout.head_dim}"
-        )
+    if layout is not None and latent is None:
+        check_sum("the ranks of the layout", layout.ranks, shape.keys[1], "the head dimension", ShapeError)
     value_ranks = layout.value_ranks if isinstance(layout, LevelLayout) else None
-    if value_ranks is not None and sum(value_ranks) != shape.values[1]:
-        raise ShapeError(
-            f"the value_ranks of the layout must sum to the value dimension: expected {shape.values[1]}, got "
-            f"{'|'.join(map(str, value_ranks))} = {sum(value_ranks)}"
-        )
+    if value_ranks is not None:
+        check_sum("the value_ranks of the layout", value_ranks, shape.values[1], "the value dimension", ShapeError)
     if isinstance(layout, LevelLayout) and layout.num_rows not in (None, shape.batch):
         raise ShapeError(
             f"boundaries per row need one entry per batch row: expected {shape.batch}, got {layout.num_rows}"

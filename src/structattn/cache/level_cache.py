@@ -18,6 +18,7 @@ from structattn.cache.contents import Contents, Shape
 from structattn.cache.crop import check_crop, crop
 from structattn.cache.latent import Latent, alike
 from structattn.cache.rows import CacheRows
+from structattn.cache.store import PAGE_SIZE
 from structattn.cache.tokens import check_layout_of_call, checked_padding, checked_shape
 from structattn.checks import (
     MAX_LENGTH,
@@ -38,8 +39,6 @@ from structattn.layout.text import TextLayout
 from structattn.memory import check_memory
 from structattn.ops import Backend
 from structattn.ops.checks import autocasted
-
-PAGE_SIZE = 1024  # tokens
 
 
 class LevelCache(CacheRows):

@@ -11,6 +11,9 @@ from torch import Tensor
 from structattn.errors import CacheError
 from structattn.memory import free_memory
 
+PAGE_SIZE = 1024  # slots of a page, one per token
+TEXT_PAGE_SIZE = 256  # of a paragraph, line or word, whose lengths are not known
+
 # Slots on a GPU: rows that begin at 16 bytes can be loaded 16 bytes at a time, in any dtype.
 _ALIGNMENT = 16
 

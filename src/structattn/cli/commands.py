@@ -11,7 +11,7 @@ from structattn.cli.analysis import Bench, Fit, MupCheck, MupRoles, Plan
 from structattn.cli.data import DataInfo, Prepare
 from structattn.cli.lists import Info, Presets, Settings, Specs, Structures
 from structattn.cli.runs import Evaluate, Generate
-from structattn.cli.tasks import Compare, Sweep, Train
+from structattn.cli.train import Compare, Sweep, Train
 
 Command = (
     Compare

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import tyro
 
 from structattn.cli.session import Session
-from structattn.cli.tasks import TaskName
+from structattn.cli.train import TaskName
 
 
 @dataclass(frozen=True)

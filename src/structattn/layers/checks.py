@@ -10,6 +10,7 @@ from structattn.cache import LevelCache
 from structattn.checks import check_like, check_tensor, check_type
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.scoring import Scoring
+from structattn.layout.checks import check_sum
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
@@ -33,29 +34,14 @@ def check_layout(
     )
     check_type("layout", layout, layouts, "a LevelLayout, GlobalWindowLayout, TextLayout or None", remedy)
     feature_dim = scoring.feature_dim(embed_dim, num_heads)
-    if layout is not None and layout.head_dim != feature_dim:
-        raise ConfigError(_rank_mismatch(layout, feature_dim, scoring))
+    if layout is not None:
+        what = f"the feature dimension of {type(scoring).__name__}"
+        check_sum("the ranks of the layout", layout.ranks, feature_dim, what)
     if window is not None and isinstance(layout, GlobalWindowLayout):
         raise ConfigError("a global-window layout has its own window: leave window at None")
     value_ranks = layout.value_ranks if isinstance(layout, LevelLayout | TextLayout) else None
-    if value_ranks is not None and sum(value_ranks) != embed_dim // num_heads:
-        raise ConfigError(
-            f"the value_ranks of the layout must sum to the head dimension: expected {embed_dim // num_heads}, got "
-            f"{'|'.join(map(str, value_ranks))} = {sum(value_ranks)}"
-        )
-
-
-def _rank_mismatch(layout: Layout | TextLayout, feature_dim: int, scoring: Scoring) -> str:
-    """The error text for a layout whose ranks do not sum to the feature dimension, with a fitting one if scaling works."""
-    given = "|".join(map(str, layout.ranks))
-    text = (
-        f"the ranks of the layout must sum to the feature dimension of {type(scoring).__name__}: expected {feature_dim}, "
-        f"got {given} = {layout.head_dim}"
-    )
-    scaled = [rank * feature_dim / layout.head_dim for rank in layout.ranks]
-    if all(value >= 1 and value == int(value) for value in scaled):
-        text += f"; in the same proportions: {'|'.join(str(int(value)) for value in scaled)}"
-    return text
+    if value_ranks is not None:
+        check_sum("the value_ranks of the layout", value_ranks, embed_dim // num_heads, "the head dimension")
 
 
 def check_cache(cache: LevelCache, layer: nn.Module, layout: Layout | TextLayout | None, window: int | None) -> None:

@@ -23,7 +23,7 @@ from structattn.checks import (
     quoted,
 )
 from structattn.errors import ConfigError, ShapeError
-from structattn.layout.partition import positive_ints
+from structattn.layout.checks import positive_ints
 
 Split = Literal["low_far", "interleaved", "per_level"]
 ScalingKind = Literal["linear", "ntk", "yarn"]

@@ -22,7 +22,7 @@ from structattn.layers.scoring_modules import (
     ScoreScaling,
     ScoringModule,
 )
-from structattn.layout.partition import positive_ints
+from structattn.layout.checks import positive_ints
 from structattn.matrices import BlockTensorTrain, FactoredMatrix, MultiLevelLowRank, Structure, StructuredMatrix
 from structattn.matrices import LowRank as LowRankMatrix
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 from structattn.checks import MAX_LENGTH, check_bool, check_choice, check_int, check_size
 from structattn.errors import ConfigError
+from structattn.layout.checks import positive_ints
 from structattn.layout.cost import visible_pairs
 from structattn.layout.levels import MAX_COUNTED, LevelLayout
-from structattn.layout.partition import positive_ints
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from structattn.checks import (
     is_int,
 )
 from structattn.errors import ConfigError, ShapeError
-from structattn.layout.partition import Boundaries, check_blocks, checked_boundaries, positive_ints
+from structattn.layout.checks import Boundaries, check_blocks, checked_boundaries, positive_ints
 
 Scaling = Literal["variance", "mup", "paper", "paper_sum"]
 MAX_COUNTED = 2**26  # positions whose visible pairs are counted one by one

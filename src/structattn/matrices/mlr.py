@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from structattn.checks import check_sizes
 from structattn.errors import ConfigError
-from structattn.layout.partition import positive_ints
+from structattn.layout.checks import positive_ints
 from structattn.matrices.base import check_matrix_size
 from structattn.matrices.terms import BlockTerm, BlockTermSum
 

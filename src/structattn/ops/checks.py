@@ -24,6 +24,7 @@ from structattn.checks import (
     no_autocast,
 )
 from structattn.errors import ConfigError, ShapeError
+from structattn.layout.checks import check_sum
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 from structattn.ops.sequences import checked_numbers
@@ -139,18 +140,11 @@ def checked_sequences(
 
 def check_layout(q: Tensor, v: Tensor, layout: Layout, cu_seqlens: Tensor | None) -> None:
     """Raises ``ShapeError`` unless ranks, value ranks and per-row boundaries fit the tensors."""
-    if layout.head_dim != q.shape[3]:
-        raise ShapeError(
-            f"the ranks of the layout must sum to the head dimension: expected {q.shape[3]}, got "
-            f"{'|'.join(map(str, layout.ranks))} = {layout.head_dim}"
-        )
+    check_sum("the ranks of the layout", layout.ranks, q.shape[3], "the head dimension", ShapeError)
     if isinstance(layout, GlobalWindowLayout):
         return
-    if layout.value_ranks is not None and sum(layout.value_ranks) != v.shape[3]:
-        raise ShapeError(
-            f"the value_ranks of the layout must sum to the value dimension: expected {v.shape[3]}, got "
-            f"{'|'.join(map(str, layout.value_ranks))} = {sum(layout.value_ranks)}"
-        )
+    if layout.value_ranks is not None:
+        check_sum("the value_ranks of the layout", layout.value_ranks, v.shape[3], "the value dimension", ShapeError)
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if layout.num_rows is not None and layout.num_rows != rows:
         what = "batch row" if cu_seqlens is None else "packed sequence"

@@ -18,9 +18,9 @@ from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from structattn.errors import DerivativeError
+from structattn.layout.checks import Boundaries
 from structattn.layout.cost import visible_pairs_per_level
 from structattn.layout.levels import LevelLayout
-from structattn.layout.partition import Boundaries
 from structattn.ops import derivatives
 from structattn.ops.backends import TABLE
 from structattn.ops.call import Call

@@ -26,7 +26,7 @@ from structattn.studies.training.build import compiled, parameter_groups
 from structattn.studies.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.loop import train
-from structattn.studies.training.step import learning_rate_at
+from structattn.studies.training.schedule import learning_rate_at
 from structattn.testing.tolerances import SIX_DIGITS
 
 
@@ -329,14 +329,17 @@ def test_unwritable_places_are_named(tmp_path: Path) -> None:
 
 
 def test_learning_rate_schedules() -> None:
-    cosine = [learning_rate_at(step, dataclasses.replace(CONFIG, warmup_steps=4)) for step in range(30)]
+    common = {"peak": 1e-2, "warmup_steps": 0}
+    cosine = [learning_rate_at(step, "cosine", peak=1e-2, steps=30, warmup_steps=4) for step in range(30)]
     assert cosine[:5] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
     assert cosine[4:] == sorted(cosine[4:], reverse=True)
-    one = [learning_rate_at(step, dataclasses.replace(CONFIG, schedule="one-cycle", steps=100)) for step in range(100)]
+    one = [learning_rate_at(step, "one-cycle", steps=100, **common) for step in range(100)]
     assert one[0] == pytest.approx(4e-4)
     assert max(one) == one[30] == pytest.approx(1e-2)
     assert one[-1] < 2e-5
-    assert learning_rate_at(20, dataclasses.replace(CONFIG, schedule="constant")) == 1e-2
+    assert learning_rate_at(20, "constant", steps=30, **common) == 1e-2
+    decay = [learning_rate_at(step, "wsd", steps=8, **common) for step in range(8)]
+    assert decay == pytest.approx([1e-2] * 7 + [5e-3])
 
 
 def test_gains_and_biases_are_not_decayed() -> None:

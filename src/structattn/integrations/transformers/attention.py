@@ -8,10 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
-from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.cache import own_layer
@@ -224,12 +220,3 @@ class FusedStructuredAttention(StructuredAttention):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
         out = self._attend(q, k, v, attention_mask, past_key_values, kwargs)
         return self.resid_dropout(self.c_proj(out)), None
-
-
-# Which module replaces which, by exact class, since a subclass may compute something else.
-STRUCTURED_ATTENTION: dict[type[nn.Module], type[StructuredAttention]] = {
-    LlamaAttention: RotaryStructuredAttention,
-    Qwen2Attention: RotaryStructuredAttention,
-    Qwen3Attention: RotaryStructuredAttention,
-    GPT2Attention: FusedStructuredAttention,
-}

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from structattn.checks import check_type, quoted
 from structattn.errors import ConfigError, nearest_name
 from structattn.layers.rotary import Rotary
+from structattn.layout.checks import check_sum
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
 
@@ -87,17 +88,10 @@ def check_fits(layout: Layout | None, head_dim: int, value_dim: int) -> None:
     """Raises ``ConfigError`` unless the ranks of a layout sum to the dimensions of a model's heads."""
     if layout is None:
         return
-    if layout.head_dim != head_dim:
-        raise ConfigError(
-            f"the ranks must sum to the head dimension of the model: expected {head_dim}, got "
-            f"{'|'.join(map(str, layout.ranks))} = {layout.head_dim}"
-        )
+    check_sum("the ranks", layout.ranks, head_dim, "the head dimension of the model")
     values = layout.value_ranks if isinstance(layout, LevelLayout) else None
-    if values is not None and sum(values) != value_dim:
-        raise ConfigError(
-            f"the values= ranks must sum to the value dimension of the model: expected {value_dim}, got "
-            f"{'|'.join(map(str, values))} = {sum(values)}"
-        )
+    if values is not None:
+        check_sum("the values= ranks", values, value_dim, "the value dimension of the model")
 
 
 def runs_of(order: tuple[int, ...]) -> tuple[slice, ...]:

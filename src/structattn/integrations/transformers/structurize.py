@@ -10,13 +10,26 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import (
+    AutoConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from structattn.checks import check_path, check_type, describe, is_int, quoted, shortened
 from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.transformers.attention import (
     OLD_ORDER,
-    STRUCTURED_ATTENTION,
+    FusedStructuredAttention,
     RotaryStructuredAttention,
     StructuredAttention,
 )
@@ -29,6 +42,14 @@ from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.spec.attention import AttentionSpec, parse_spec
 from structattn.spec.layers import LayerSpecs
 
+# Each supported architecture: its config class, its attention class and ours. Matched exactly: a subclass may compute something else.
+ARCHITECTURES: dict[type[PreTrainedConfig], tuple[type[nn.Module], type[StructuredAttention]]] = {
+    LlamaConfig: (LlamaAttention, RotaryStructuredAttention),
+    Qwen2Config: (Qwen2Attention, RotaryStructuredAttention),
+    Qwen3Config: (Qwen3Attention, RotaryStructuredAttention),
+    GPT2Config: (GPT2Attention, FusedStructuredAttention),
+}
+STRUCTURED_ATTENTION = dict(ARCHITECTURES.values())
 # The attn_implementation of structurized models: it makes transformers build our masks.
 IMPLEMENTATION = "structurized"
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -176,12 +197,6 @@ _AUTO = {
     transformers.AutoModelForTokenClassification: transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     transformers.AutoModelForQuestionAnswering: transformers.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
 }
-_FAMILIES: tuple[type[PreTrainedConfig], ...] = (
-    transformers.LlamaConfig,
-    transformers.Qwen2Config,
-    transformers.Qwen3Config,
-    transformers.GPT2Config,
-)
 # Our classes by those of transformers.
 STRUCTURIZED_CONFIGS: dict[type, type] = {}
 STRUCTURIZED_MODELS: dict[type, type] = {}
@@ -207,8 +222,8 @@ def _make_family(config_class: type[PreTrainedConfig]) -> None:
         auto.register(own_config, own_model)
 
 
-for _family in _FAMILIES:
-    _make_family(_family)
+for _config in ARCHITECTURES:
+    _make_family(_config)
 
 
 def structurize(

@@ -7,11 +7,11 @@ from typing import Any, Literal, get_args
 
 from structattn.checks import check_choice, check_field_types, check_int, check_number, check_type
 from structattn.errors import ConfigError
+from structattn.studies.training.schedule import Schedule
 
 # Settings that may differ when a run is resumed: no result depends on them.
 WITHOUT_EFFECT = ("process_timeout",)
 _LONGEST_TIMEOUT_S = 1e9  # the largest timeout of torch.distributed
-Schedule = Literal["constant", "cosine", "wsd", "one-cycle"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -13,27 +12,8 @@ from torch import Tensor
 from structattn.seeds import derive_seed
 from structattn.studies.tasks.base import Batch
 from structattn.studies.training import sharding
-from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.run import Run
-
-
-def learning_rate_at(step: int, config: TrainingConfig) -> float:
-    """The learning rate of a step (0-based), a pure function, so that resuming needs no scheduler state."""
-    peak = config.learning_rate
-    if config.schedule == "one-cycle":
-        rise = max(1, round(0.3 * config.steps))
-        if step < rise:
-            return peak * (0.04 + 0.96 * 0.5 * (1 - math.cos(math.pi * step / rise)))
-        done = (step - rise) / max(1, config.steps - rise)
-        return peak * (1e-4 + (1 - 1e-4) * 0.5 * (1 + math.cos(math.pi * done)))
-    if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return peak
-    if config.schedule == "wsd":
-        return peak * min(1.0, (config.steps - step) / max(1, config.steps - round(0.75 * config.steps)))
-    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    return peak * 0.5 * (1 + math.cos(math.pi * done))
+from structattn.studies.training.schedule import learning_rate_at
 
 
 def train_step(run: Run) -> tuple[Tensor, float]:
@@ -41,7 +21,9 @@ def train_step(run: Run) -> tuple[Tensor, float]:
     step, config, accelerator = run.state.step, run.config, run.accelerator
     # Dropout is a function of (seed, step) too, so no random state is stored to resume bit for bit.
     torch.manual_seed(derive_seed("dropout", run.seed, step, accelerator.process_index))
-    rate = learning_rate_at(step, config)
+    rate = learning_rate_at(
+        step, config.schedule, peak=config.learning_rate, steps=config.steps, warmup_steps=config.warmup_steps
+    )
     for group in run.optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
     batch = _own_share(run.task.batch(run.seed, step, config.batch_size), accelerator)

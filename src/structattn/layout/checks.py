@@ -1,13 +1,14 @@
-"""Nested partitions of positions: block sizes and free segments, checked."""
+"""The checks of layouts: rank lists, block sizes, segment boundaries."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import Tensor
 
 from structattn.checks import MAX_LENGTH, MAX_SIZE, check_sizes, describe, is_int
-from structattn.errors import ConfigError
+from structattn.errors import ConfigError, StructAttnError
 
 Boundaries = tuple[tuple[tuple[int, ...], ...], ...]  # rows x levels x starts of segments
 
@@ -18,6 +19,19 @@ def positive_ints(values: object, name: str, maximum: int = MAX_SIZE) -> tuple[i
     if not checked:
         raise ConfigError(f"{name} must have one int per level, got none")
     return checked
+
+
+def check_sum(
+    name: str, ranks: Sequence[int], expected: int, what: str, error: type[StructAttnError] = ConfigError
+) -> None:
+    """Raises ``error`` unless ranks sum to a dimension; names ranks in the same proportions that do, if there are any."""
+    total = sum(ranks)
+    if total == expected:
+        return
+    message = f"{name} must sum to {what}: expected {expected}, got {'|'.join(map(str, ranks))} = {total}"
+    if expected > 0 and all(rank * expected % total == 0 for rank in ranks):
+        message += f"; in the same proportions: {'|'.join(str(rank * expected // total) for rank in ranks)}"
+    raise error(message)
 
 
 def check_blocks(ranks: tuple[int, ...], block_sizes: tuple[int, ...]) -> None:

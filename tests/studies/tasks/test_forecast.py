@@ -156,8 +156,8 @@ def test_a_baseline_model_is_trained_and_resumed_as_ours_are(table, tmp_path):
     ("spec", "message"),
     [
         ("peer:DLiner", "did you mean 'DLinear'"),
-        ("peer:DLinear,window", "expected setting=value"),
-        ("peer:DLinear,window=x y", "expected setting=value"),
+        ("peer:DLinear,window", "expected key=value, got 'window'"),
+        ("peer:DLinear,window=x y", "expected a Python number, text or list, got 'x y'"),
     ],
 )
 def test_unknown_baseline_models(spec, message):
@@ -175,6 +175,11 @@ def test_unknown_baseline_models(spec, message):
 def test_settings_that_a_baseline_model_does_not_take(spec, message):
     with pytest.raises(ConfigError, match=message):
         BaselineModel(BaselineModelSpec.parse(spec), look_back=48, horizon=12, num_channels=1)
+
+
+def test_the_settings_of_a_baseline_model_may_be_lists():
+    spec = BaselineModelSpec.parse("peer:NHITS,n_freq_downsample=[4, 2, 1],dropout_prob_theta=0.1")
+    assert dict(spec.settings) == {"n_freq_downsample": [4, 2, 1], "dropout_prob_theta": 0.1}
 
 
 def test_attention_specs_are_no_baseline_models(table):

@@ -167,7 +167,6 @@ class WindowedSeries:
         self.mean = float(train.mean())
         self.std = float(train.std())
         self.scaled: Floats = (series.values - self.mean) / self.std
-        self._tensor = torch.from_numpy(self.scaled.astype(np.float32))
 
     def starts(self, split: SeriesSplit) -> range:
         """The row of the first target of each window, in the order of ``windows``.
@@ -185,19 +184,21 @@ class WindowedSeries:
         first = edges[0] if i == 0 else edges[i]
         return range(first, edges[i + 1] - self.horizon + 1)
 
-    def windows(self, split: SeriesSplit) -> tuple[Tensor, Tensor]:
-        """All windows of a split, scaled, as overlapping float32 views of one tensor: do not write into them.
+    def windows(self, split: SeriesSplit, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """All windows of a split, as overlapping views of one tensor: do not write into them.
 
         Args:
             split: which rows.
+            values: of the same rows, (..., rows). Default: those of the series, scaled, in float32.
 
         Returns:
-            ``(X, Y)`` of shapes ``(n, look_back)`` and ``(n, horizon)``.
+            ``(X, Y)`` of shapes ``(..., n, look_back)`` and ``(..., n, horizon)``.
         """
+        if values is None:
+            values = torch.from_numpy(self.scaled.astype(np.float32))
         starts = self.starts(split)
-        first, stop = starts.start, starts.stop
-        X = self._tensor[first - self.look_back : stop - 1].unfold(0, self.look_back, 1)
-        Y = self._tensor[first : stop - 1 + self.horizon].unfold(0, self.horizon, 1)
+        X = values[..., starts.start - self.look_back : starts.stop - 1].unfold(-1, self.look_back, 1)
+        Y = values[..., starts.start : starts.stop - 1 + self.horizon].unfold(-1, self.horizon, 1)
         return X, Y
 
     def to_units(self, scaled: Tensor) -> Tensor:
@@ -221,6 +222,11 @@ class WindowedSeries:
         start = self.starts(split)[index]
         times = self.series.times
         return times[start - self.look_back : start], times[start : start + self.horizon]
+
+    def first_time(self, split: SeriesSplit, index: int) -> str:
+        """The time of the first target of one window, to the minute, for people."""
+        _, times = self.times_at(split, index)
+        return str(times[0].astype("datetime64[m]")).replace("T", " ")
 
 
 def _fits(bounds: tuple[int, int, int], look_back: int, horizon: int) -> bool:

@@ -21,6 +21,12 @@ Batch = dict[str, Tensor]
 Split = Literal["validation", "test"]
 
 
+def on_device_of(model: nn.Module, batch: Batch) -> Batch:
+    """A batch on the device of a model."""
+    device = next(model.parameters()).device
+    return {name: value.to(device) for name, value in batch.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
     """A method without attention, in the same table.

@@ -1,6 +1,6 @@
 """Text for language models: documents from files or data sets, made into token shards that training maps into memory."""
 
-from structattn.studies.data.corpus.corpus import Corpus, Tokens, Windows, is_corpus
+from structattn.studies.data.corpus.corpus import Corpus, Tokens, Windows
 from structattn.studies.data.corpus.documents import Document, Source
 from structattn.studies.data.corpus.preparation import PrepareConfig, prepare
 from structattn.studies.data.corpus.tokenizers import (
@@ -23,7 +23,6 @@ __all__ = [
     "Tokenizer",
     "Tokens",
     "Windows",
-    "is_corpus",
     "prepare",
     "text_units",
     "tokenizer_from",

@@ -197,8 +197,3 @@ def _mapped(path: Path) -> npt.NDArray[np.uint8]:
 
 
 _HINT = "Prepare it with `structattn data prepare text`"
-
-
-def is_corpus(path: str) -> bool:
-    """Whether a path is a folder, which ``Corpus`` opens; else it is a text file."""
-    return bool(path) and is_there(path) and Path(path).is_dir()

@@ -21,7 +21,7 @@ from structattn.progress import counted
 from structattn.seeds import derive_seed, generator, seeded
 from structattn.studies.data.series import Series, WindowedSeries
 from structattn.studies.data.series_file import read_series
-from structattn.studies.tasks.base import Baseline, Batch, Split, Task
+from structattn.studies.tasks.base import Baseline, Batch, Split, Task, on_device_of
 from structattn.studies.tasks.chronos.kernel_synth import kernel_synth
 from structattn.studies.tasks.chronos.model import ChronosForecaster, integration
 from structattn.studies.tasks.chronos.scores import QUANTILES, forecast_scores, seasonal_forecast
@@ -29,8 +29,6 @@ from structattn.studies.tasks.chronos.scores import QUANTILES, forecast_scores, 
 _NONE = -100  # a label that is not scored
 _TARGET = "OT"
 _LOADS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL")
-
-
 _LARGEST = 2**24  # of every size: far beyond any use, and nothing runs out of time before it is named
 
 
@@ -119,8 +117,11 @@ class ChronosTask(Task):
         self.tokenizer = self._bridge.tokenizer_of(self.t5_config)
         series, loads = _etth1()
         self.data = WindowedSeries(series, config.context_length, config.prediction_length)
+        self._window = config.context_length + config.prediction_length
         self._loads = loads[:, : self.data.bounds[0]]
-        content = [series.values.tobytes(), self._loads.numpy().tobytes(), *self._checkpoint_bytes()]
+        content = [series.values.tobytes(), self._loads.numpy().tobytes()]
+        if config.checkpoint:
+            content += [file.read_bytes() for file in sorted(Path(config.checkpoint).glob("*.safetensors"))]
         self.data_sha256 = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in content)).hexdigest()
 
     def _load(self) -> Any:
@@ -136,11 +137,6 @@ class ChronosTask(Task):
             settings[name] = getattr(self.config, name)
         model.config.chronos_config = settings
         return model
-
-    def _checkpoint_bytes(self) -> list[bytes]:
-        if not self.config.checkpoint:
-            return []
-        return [file.read_bytes() for file in sorted(Path(self.config.checkpoint).glob("*.safetensors"))]
 
     @cached_property
     def t5_config(self) -> Any:
@@ -187,10 +183,6 @@ class ChronosTask(Task):
         labels[~is_known] = _NONE
         return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
-    @property
-    def _window(self) -> int:
-        return self.config.context_length + self.config.prediction_length
-
     @cached_property
     def _synthetic(self) -> Tensor:
         """The synthetic series to train on, twice as long as a window."""
@@ -222,17 +214,13 @@ class ChronosTask(Task):
     def _held_out(self, split: Split) -> dict[str, Tensor]:
         """Windows whose tokens are scored: synthetic series that training never draws, and oil temperatures of the split's rows."""
         count = self.config.eval_windows
-        return {
-            "synthetic": kernel_synth(count, self._window, self.name, split),
-            "ett": self._oil(split, count),
-        }
+        return {"synthetic": kernel_synth(count, self._window, self.name, split), "ett": self._oil(split, count)}
 
     def _oil(self, split: Split, count: int) -> Tensor:
         """``count`` windows of the oil temperature, in its units, spread evenly over a split."""
         starts = self.data.starts(split)
-        chosen = self._chosen(split, count)
         values = torch.from_numpy(self.data.series.values).float()
-        first = [starts[index] - self.config.context_length for index in chosen]
+        first = [starts[index] - self.config.context_length for index in self._chosen(split, count)]
         return torch.stack([values[start : start + self._window] for start in first])
 
     def _chosen(self, split: Split, count: int) -> list[int]:
@@ -243,10 +231,9 @@ class ChronosTask(Task):
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
         """``nats_per_token``, the mean of ``nats_synthetic`` and ``nats_ett``; on the test split also ``mase`` and ``wql`` of forecasts of
         the oil temperature."""
-        device = next(model.parameters()).device
         found = {}
         for name, series in self._held_out(split).items():
-            batch = {key: value.to(device) for key, value in self._tokens(series).items()}
+            batch = on_device_of(model, self._tokens(series))
             labels = batch["labels"].clone()
             labels[:, self.config.prediction_length :] = _NONE  # the end-of-series token is not scored
             logits = torch.cat([model(*parts) for parts in zip(*(batch[key].split(64) for key in batch), strict=True)])
@@ -269,8 +256,7 @@ class ChronosTask(Task):
     def forecast(self, model: nn.Module, context: Tensor) -> tuple[Tensor, Tensor]:
         """Quantiles (n, horizon, 9) and medians (n, horizon) of the pipeline's sample paths, the same at every call."""
         pipeline = cast(ChronosForecaster, model).pipeline()
-        device = next(model.parameters()).device
-        with seeded(derive_seed(self.name, "forecast"), device):
+        with seeded(derive_seed(self.name, "forecast"), next(model.parameters()).device):
             parts = [
                 pipeline.predict_quantiles(
                     part,
@@ -286,8 +272,8 @@ class ChronosTask(Task):
     def baselines(self) -> list[Baseline]:
         """The season before, with intervals, and the frequencies of tokens."""
         context, truth = self._test_windows()
-        quantiles, point = seasonal_forecast(context, self.config.prediction_length, self.config.season)
         season = self.config.season
+        quantiles, point = seasonal_forecast(context, self.config.prediction_length, season)
         return [
             Baseline(
                 name=f"seasonal naive ({season} steps)",
@@ -321,18 +307,10 @@ class ChronosTask(Task):
         """Three test forecasts in degrees: the median, and the interval from the lowest to the highest decile."""
         context, truth = self._test_windows()
         quantiles, median = self.forecast(model, context)
-        count = len(context)
+        count, low, high = len(context), quantiles[..., 0], quantiles[..., -1]
+        shown = {"history": context, "truth": truth, "forecast": median, "low": low, "high": high}
         examples = []
         for index in sorted({count // 6, count // 2, 5 * count // 6}):
-            _, times = self.data.times_at("test", self._chosen("test", self.config.forecasts)[index])
-            examples.append(
-                {
-                    "history": context[index].tolist(),
-                    "truth": truth[index].tolist(),
-                    "forecast": median[index].tolist(),
-                    "low": quantiles[index, :, 0].tolist(),
-                    "high": quantiles[index, :, -1].tolist(),
-                    "start": str(times[0].astype("datetime64[m]")).replace("T", " "),
-                }
-            )
+            start = self.data.first_time("test", self._chosen("test", self.config.forecasts)[index])
+            examples.append({name: values[index].tolist() for name, values in shown.items()} | {"start": start})
         return {"examples": examples, "shaded": "from the lowest to the highest decile of the sample paths"}

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from structattn.checks import quoted
 from structattn.errors import ConfigError, MissingDependencyError, nearest_name
+from structattn.spec.grammar import assignment, one_of, reading, split_list
 
 _PREFIX = "peer:"
 
@@ -49,7 +50,7 @@ _MODELS = {
 
 @dataclass(frozen=True)
 class BaselineModelSpec:
-    """A baseline model in one line, such as ``peer:PatchTST`` or ``peer:PatchTST,hidden_size=32,dropout=0.1``.
+    """A baseline model in one line, such as ``peer:PatchTST`` or ``peer:NHITS,dropout_prob_theta=0.1,n_freq_downsample=[8,4,1]``.
 
     Args:
         name: DLinear, NHITS, PatchTST or iTransformer.
@@ -68,23 +69,17 @@ class BaselineModelSpec:
         """
         if not spec.startswith(_PREFIX):
             return None
-        name, *texts = spec.removeprefix(_PREFIX).split(",")
-        if name not in _MODELS:
-            raise ConfigError(
-                f"{quoted(spec)}: expected a forecaster after {_PREFIX}, got {quoted(name)}: {nearest_name(name, _MODELS)}"
-            )
-        settings = []
-        for text in texts:
-            key, equals, value = (part.strip() for part in text.partition("="))
-            try:
-                settings.append((key, ast.literal_eval(value)))
-            except (ValueError, SyntaxError):
-                equals = ""
-            if not equals:
-                raise ConfigError(
-                    f"{quoted(spec)}: expected setting=value with a Python number, text or list, got {quoted(text)}"
-                )
-        return cls(name, tuple(settings))
+        with reading("baseline model", spec, f"Written {_PREFIX}NAME[,KEY=VALUE...], such as {_PREFIX}DLinear"):
+            name, *settings = split_list(spec.removeprefix(_PREFIX))
+            one_of("forecaster", _MODELS)(name)
+            return cls(name, tuple((key, _literal(value)) for key, value in map(assignment, settings)))
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise ConfigError(f"expected a Python number, text or list, got {quoted(text)}") from None
 
 
 class BaselineModel(nn.Module):
@@ -120,13 +115,8 @@ class BaselineModel(nn.Module):
         self.mixes_channels = known_model.mixes_channels
         self.num_channels, self.look_back = num_channels, look_back
         self._flops: int | None = None
-        arguments: dict[str, Any] = {
-            "h": horizon,
-            "input_size": look_back,
-            **known_model.settings,
-            **dict(spec.settings),
-        }
-        if known_model.mixes_channels:
+        arguments = {"h": horizon, "input_size": look_back, **known_model.settings, **dict(spec.settings)}
+        if self.mixes_channels:
             arguments["n_series"] = num_channels
         kind = getattr(models, spec.name)
         # What its class does not know, it would hand on to a trainer that is not used here.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from structattn.studies.data.series import SeriesSplit, WindowedSeries
 from structattn.studies.tasks.base import Baseline
 
 PENALTIES = (1e-6, 1.0, 10.0, 100.0, 1000.0, 10000.0)
-CHUNK = 16384  # windows that are copied at the same time: views of a long series would be large as copies
+CHUNK = 16384  # windows
 
 
 def forecast_metrics(forecast: Tensor, truth: Tensor, data: WindowedSeries) -> dict[str, float]:
@@ -37,15 +36,34 @@ def forecast_metrics(forecast: Tensor, truth: Tensor, data: WindowedSeries) -> d
             f"expected forecast and truth of one non-empty shape (n, horizon), got {tuple(forecast.shape)} "
             f"and {tuple(truth.shape)}. Give one forecast for each window."
         )
-    squared = absolute = 0.0
-    for a, b in zip(forecast.detach().split(CHUNK), truth.detach().split(CHUNK), strict=True):
-        error = a.double() - b.double()
-        squared += float(error.square().sum())
-        absolute += float(error.abs().sum())
-    return _errors(squared / truth.numel(), absolute / truth.numel(), data)
+    return _metrics(*mean_errors(chunks(forecast, truth)), data)
 
 
-def _errors(mse: float, mae: float, data: WindowedSeries) -> dict[str, float]:
+def chunks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Spans of rows of tensors, of which a copy takes little memory: windows are views of a series, and much larger as copies."""
+    return list(zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True))
+
+
+def mean_errors(pairs: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+    """Squared and absolute errors in float64, means over all windows.
+
+    Args:
+        pairs: forecasts and truths, each (n, ..., horizon): spans of the windows.
+
+    Returns:
+        Two tensors of shape (..., horizon).
+    """
+    count, squared, absolute = 0, torch.zeros(()), torch.zeros(())
+    for forecast, truth in pairs:
+        error = forecast.detach().double() - truth.double()
+        count += len(error)
+        squared = squared + error.square().sum(0)
+        absolute = absolute + error.abs().sum(0)
+    return squared / count, absolute / count
+
+
+def _metrics(squared: Tensor, absolute: Tensor, data: WindowedSeries) -> dict[str, float]:
+    mse, mae = float(squared.mean()), float(absolute.mean())
     return {"mse": mse, "mae": mae, "mse_units": mse * data.std**2, "mae_units": mae * data.std}
 
 
@@ -84,43 +102,24 @@ def forecast_baselines(data: WindowedSeries, season: int | None) -> list[Baselin
     return rows
 
 
-def _windows(data: WindowedSeries, split: SeriesSplit) -> tuple[Tensor, Tensor]:
-    """``data.windows(split)`` in float64."""
-    starts = data.starts(split)
-    scaled = torch.from_numpy(np.ascontiguousarray(data.scaled))
-    X = scaled[starts.start - data.look_back : starts.stop - 1].unfold(0, data.look_back, 1)
-    Y = scaled[starts.start : starts.stop - 1 + data.horizon].unfold(0, data.horizon, 1)
-    return X, Y
-
-
 def _score(name: str, method: Callable[[Tensor], Tensor], data: WindowedSeries, note: str) -> Baseline:
-    squared, absolute = _mean_errors(method, data, "test", name)
-    validation, _ = _mean_errors(method, data, "validation", name)
-    metrics = _errors(float(squared.mean()), float(absolute.mean()), data)
+    def errors(split: SeriesSplit) -> tuple[Tensor, Tensor]:
+        return mean_errors((method(X), Y) for X, Y in _windows(data, split, f"{name}, {split}"))
+
+    squared, absolute = errors("test")
+    validation, _ = errors("validation")
     return Baseline(
         name=name,
-        metrics=metrics,
+        metrics=_metrics(squared, absolute, data),
         note=note,
         validation=float(validation.mean()),
         details={"error_by_lead": squared.tolist()},
     )
 
 
-def _mean_errors(
-    method: Callable[[Tensor], Tensor], data: WindowedSeries, split: SeriesSplit, name: str
-) -> tuple[Tensor, Tensor]:
-    """Squared and absolute errors of each step ahead, (horizon,), means over the windows of a split."""
-    squared, absolute = torch.zeros(2, data.horizon, dtype=torch.float64)
-    for X, truth in _chunks(data, split, f"{name}, {split}"):
-        error = method(X) - truth
-        squared += error.square().sum(0)
-        absolute += error.abs().sum(0)
-    return squared / len(data.starts(split)), absolute / len(data.starts(split))
-
-
-def _chunks(data: WindowedSeries, split: SeriesSplit, text: str) -> Iterator[tuple[Tensor, Tensor]]:
-    X, Y = _windows(data, split)
-    return counted(list(zip(X.split(CHUNK), Y.split(CHUNK), strict=True)), text)
+def _windows(data: WindowedSeries, split: SeriesSplit, text: str) -> Iterator[tuple[Tensor, ...]]:
+    """The windows of a split in float64, in spans."""
+    return counted(chunks(*data.windows(split, torch.from_numpy(data.scaled))), text)
 
 
 def _features(X: Tensor) -> Tensor:
@@ -136,7 +135,7 @@ def _fit_ridge(data: WindowedSeries) -> tuple[Tensor, float]:
     size = data.look_back + 1
     gram = torch.zeros(size, size, dtype=torch.float64)
     moment = torch.zeros(size, data.horizon, dtype=torch.float64)
-    for x, y in _chunks(data, "train", "ridge regression, fit"):
+    for x, y in _windows(data, "train", "ridge regression, fit"):
         features = _features(x)
         gram += features.T @ features
         moment += features.T @ (y - x[:, -1:])
@@ -146,7 +145,7 @@ def _fit_ridge(data: WindowedSeries) -> tuple[Tensor, float]:
     rotated = vectors.T @ moment
     tried = [vectors @ (rotated / (eigenvalues + penalty)[:, None]) for penalty in PENALTIES]
     errors = [0.0] * len(tried)
-    for x, y in _chunks(data, "validation", "ridge regression, penalty"):
+    for x, y in _windows(data, "validation", "ridge regression, penalty"):
         features, target = _features(x), y - x[:, -1:]
         for i, weights in enumerate(tried):
             errors[i] += float((features @ weights - target).square().sum())

@@ -16,25 +16,16 @@ from structattn.studies.tasks.forecast.baselines import forecast_baselines, fore
 class WindowedChannels:
     """Series of the same times, each scaled by its own training rows, cut into (channels, look-back) and (channels, horizon) windows.
 
+    Args:
+        series: one or more, of the same times.
+        look_back, horizon: see ``WindowedSeries``, also for the errors.
+
     Attributes:
-        channels: the series, in order.
-        look_back: steps that a forecaster sees.
-        horizon: steps that it forecasts.
+        channels: the ``WindowedSeries``, in order.
     """
 
     def __init__(self, series: Sequence[Series], look_back: int, horizon: int) -> None:
-        """Fits the scalers on the training rows.
-
-        Args:
-            series: one or more, of the same times.
-            look_back, horizon: see ``WindowedSeries``.
-
-        Raises:
-            ConfigError: look_back or horizon below 1.
-            DataError: too few rows for one window in every split, or a series that is constant in training.
-        """
         self.channels = [WindowedSeries(one, look_back, horizon) for one in series]
-        self.look_back, self.horizon = look_back, horizon
         self._scaled = torch.from_numpy(np.stack([one.scaled for one in self.channels]).astype(np.float32))
 
     @property
@@ -43,17 +34,8 @@ class WindowedChannels:
         return [channel.series.name for channel in self.channels]
 
     def windows(self, split: SeriesSplit) -> tuple[Tensor, Tensor]:
-        """All windows of a split, scaled, as overlapping float32 views of one tensor: do not write into them.
-
-        Args:
-            split: which rows.
-
-        Returns:
-            ``(X, Y)`` of shapes ``(n, channels, look_back)`` and ``(n, channels, horizon)``.
-        """
-        starts = self.channels[0].starts(split)
-        X = self._scaled[:, starts.start - self.look_back : starts.stop - 1].unfold(1, self.look_back, 1)
-        Y = self._scaled[:, starts.start : starts.stop - 1 + self.horizon].unfold(1, self.horizon, 1)
+        """As of ``WindowedSeries``: float32 views of shapes ``(n, channels, look_back)`` and ``(n, channels, horizon)``."""
+        X, Y = self.channels[0].windows(split, self._scaled)
         return X.transpose(0, 1), Y.transpose(0, 1)
 
     def metrics(self, forecast: Tensor, truth: Tensor) -> dict[str, float]:
@@ -62,19 +44,11 @@ class WindowedChannels:
         Args:
             forecast, truth: scaled values, ``(n, channels, horizon)``.
         """
-        return _mean(
-            [forecast_metrics(forecast[:, i], truth[:, i], channel) for i, channel in enumerate(self.channels)]
-        )
+        of_channels = zip(forecast.unbind(1), truth.unbind(1), self.channels, strict=True)
+        return _mean([forecast_metrics(*one) for one in of_channels])
 
     def baselines(self, season: int | None) -> list[Baseline]:
-        """``forecast_baselines`` of every channel by itself, averaged over the channels.
-
-        Args:
-            season: steps of one season; ``None`` leaves its row out.
-
-        Raises:
-            ConfigError: season below 1.
-        """
+        """``forecast_baselines`` of every channel by itself, averaged over the channels."""
         rows = zip(*(forecast_baselines(channel, season) for channel in self.channels), strict=True)
         return [_average(list(of_channels)) for of_channels in rows]
 
@@ -83,12 +57,11 @@ def _average(rows: list[Baseline]) -> Baseline:
     first = rows[0]
     note = first.note if len(rows) == 1 else f"each column by itself; of the first: {first.note}"
     leads = torch.tensor([row.details["error_by_lead"] for row in rows], dtype=torch.float64).mean(0)
-    known = [row.validation for row in rows if row.validation is not None]
     return Baseline(
         name=first.name,
         metrics=_mean([row.metrics for row in rows]),
         note=note,
-        validation=sum(known) / len(known) if known else None,
+        validation=sum(row.validation or 0.0 for row in rows) / len(rows),
         details={"error_by_lead": leads.tolist()},
     )
 

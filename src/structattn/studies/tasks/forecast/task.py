@@ -23,7 +23,7 @@ from structattn.studies.data.series import usual_season
 from structattn.studies.data.series_file import read_columns
 from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of
 from structattn.studies.tasks.forecast.baseline_models import BaselineModel, BaselineModelSpec
-from structattn.studies.tasks.forecast.baselines import CHUNK
+from structattn.studies.tasks.forecast.baselines import chunks, mean_errors
 from structattn.studies.tasks.forecast.data import WindowedChannels
 
 INTERVAL = 0.8  # the share of truths that the intervals of examples are meant to hold
@@ -123,23 +123,19 @@ class ForecastTask(Task):
     @classmethod
     def describe_spec(cls, spec: str) -> str:
         """Attention specs, and baseline models."""
-        model = BaselineModelSpec.parse(spec)
-        return (
-            super().describe_spec(spec)
-            if model is None
-            else f"the baseline model {spec.partition(':')[2]} of neuralforecast"
-        )
+        if BaselineModelSpec.parse(spec) is None:
+            return super().describe_spec(spec)
+        return f"the baseline model {spec.partition(':')[2]} of neuralforecast"
 
     def data_summary(self) -> dict[str, str]:
         """The file, its rows and columns, and the windows of each split."""
         config, first = self.config, self.data.channels[0].series
-        counts = {split: self._windows[split][0].shape[0] for split in ("train", "validation", "test")}
         return {
             "data": "ETTh1, in the package" if config.data.path is None else str(config.data.path),
             "rows": f"{len(first.values):,}, {first.step} apart",
             "columns": ", ".join(self.data.names),
             "window": f"{config.look_back} steps in, {config.horizon} steps ahead",
-            "windows": ", ".join(f"{count:,} {split}" for split, count in counts.items()),
+            "windows": ", ".join(f"{len(inputs):,} {split}" for split, (inputs, _) in self._windows.items()),
         }
 
     def build_model(self, spec: str) -> Forecaster | BaselineModel:
@@ -190,8 +186,8 @@ class ForecastTask(Task):
     def _forecast(self, model: nn.Module, split: Split) -> tuple[Tensor, Tensor]:
         inputs, targets = self._windows[split]
         device = next(model.parameters()).device
-        chunks = inputs.split(max(1, 512 // inputs.shape[1]))
-        parts = [model(chunk.to(device)).cpu() for chunk in counted(chunks, f"scoring the {split} windows")]
+        spans = inputs.split(max(1, 512 // inputs.shape[1]))
+        parts = [model(span.to(device)).cpu() for span in counted(spans, f"scoring the {split} windows")]
         return torch.cat(parts), targets
 
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
@@ -234,7 +230,6 @@ class ForecastTask(Task):
         channel = self.data.channels[-1]
         examples = []
         for index in (count // 6, count // 2, 5 * count // 6):
-            _, times = channel.times_at("test", index)
             middle = forecast[index, -1]
             shown = {
                 "history": inputs[index, -1],
@@ -243,10 +238,9 @@ class ForecastTask(Task):
                 "low": middle - width[-1],
                 "high": middle + width[-1],
             }
-            start = str(times[0].astype("datetime64[m]")).replace("T", " ")
-            words = {"start": start, "label": self.axis_labels()["value"]}
+            words = {"start": channel.first_time("test", index), "label": self.axis_labels()["value"]}
             examples.append({name: channel.to_units(values).tolist() for name, values in shown.items()} | words)
-        squared = _mean_squares(forecast, truth)
+        squared, _ = mean_errors(chunks(forecast, truth))
         found = {
             "examples": examples,
             "interval": INTERVAL,
@@ -257,12 +251,6 @@ class ForecastTask(Task):
         if len(self.data.channels) > 1:
             found["error_by_column"] = dict(zip(self.data.names, squared.mean(1).tolist(), strict=True))
         return found
-
-
-def _mean_squares(forecast: Tensor, truth: Tensor) -> Tensor:
-    """(channels, horizon): the mean squared error over the windows, in float64 without a copy of all of them."""
-    chunks = zip(forecast.split(CHUNK), truth.split(CHUNK), strict=True)
-    return torch.stack([(a.double() - b.double()).square().sum(0) for a, b in chunks]).sum(0) / forecast.shape[0]
 
 
 def _conformal_width(forecast: Tensor, truth: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
-"""Predictors of y_i from the pairs before it that need no training: what a model in context is measured against."""
+"""Predictors of y_i from the pairs before it that need no training: what a model in context is measured against.
+
+Each takes xs (B, N, d) and ys (B, N) and returns predictions (B, N) in the dtype of ys, of which the first is 0.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +19,12 @@ _IN_SPAN = 1e-12
 
 
 def zero(xs: Tensor, ys: Tensor) -> Tensor:
-    """Predicts 0: (B, N, d) and (B, N) to (B, N), like every predictor here."""
+    """Predicts 0."""
     return torch.zeros_like(ys)
 
 
 def averaging(xs: Tensor, ys: Tensor) -> Tensor:
-    """w.x_i with w the mean of y_j x_j over j < i; the first prediction is 0.
-
-    Args:
-        xs: (B, N, d).
-        ys: (B, N).
-
-    Returns:
-        (B, N).
-    """
+    """w.x_i with w the mean of y_j x_j over j < i."""
     out = torch.zeros_like(ys)
     counts = torch.arange(1, xs.shape[1])[:, None]
     w = (xs * ys[..., None]).cumsum(1)[:, :-1] / counts
@@ -38,7 +33,7 @@ def averaging(xs: Tensor, ys: Tensor) -> Tensor:
 
 
 def least_squares(xs: Tensor, ys: Tensor) -> Tensor:
-    """w.x_i with w the minimum-norm least-squares fit to the pairs before i; the first prediction is 0.
+    """w.x_i with w the minimum-norm least-squares fit to the pairs before i, computed in float64.
 
     Each pair updates w, the projection P on what is orthogonal to the points so far, and C = (X^T X)^+. With r = P x:
 
@@ -46,78 +41,64 @@ def least_squares(xs: Tensor, ys: Tensor) -> Tensor:
         r == 0: k = C x / (1 + x^T C x),       C -= k x^T C
         both:   w += k (y - w.x)
 
-    Args:
-        xs: (B, N, d).
-        ys: (B, N).
-
-    Returns:
-        Predictions (B, N), computed in float64, the dtype of ys.
-
     Cost: O(N d^2) per prompt, where a decomposition at every point would take O(N^2 d^2).
     Source: Greville 1960, "Some applications of the pseudoinverse of a matrix".
     """
-    x_all, y_all = xs.double(), ys.double()
-    (count, num_points, dim), out = xs.shape, torch.zeros_like(y_all)
-    w = x_all.new_zeros(count, dim, 1)
-    outside = torch.eye(dim, dtype=torch.float64).repeat(count, 1, 1)
+    outside = _identities(xs)
     inverse = torch.zeros_like(outside)
-    for i in range(num_points):
-        x = x_all[:, i, :, None]
-        predicted = x.mT @ w
-        out[:, i] = predicted[:, 0, 0]
+
+    def gain(x: Tensor) -> Tensor:
         r = outside @ (outside @ x)  # twice: rounding in one projection would leave parts of the span
         is_new = r.norm(dim=1, keepdim=True) > _IN_SPAN * x.norm(dim=1, keepdim=True)
         cx = inverse @ x
         spread = 1 + x.mT @ cx
         k = torch.where(is_new, r / r.square().sum(1, keepdim=True), cx / spread)
         step = torch.where(is_new, spread * k - cx, 0.0)
-        inverse += step @ k.mT - k @ cx.mT
-        outside -= torch.where(is_new, r, 0.0) @ k.mT
-        w += k * (y_all[:, i, None, None] - predicted)
-    return out.to(ys.dtype)
+        inverse.add_(step @ k.mT - k @ cx.mT)
+        outside.sub_(torch.where(is_new, r, 0.0) @ k.mT)
+        return k
+
+    return _fitted_in_order(xs, ys, gain)
 
 
 def ridge(xs: Tensor, ys: Tensor, *, noise_std: float) -> Tensor:
-    """w.x_i with w = (X^T X + noise_std^2 I)^-1 X^T y of the pairs before i; the first prediction is 0.
+    """w.x_i with w = (X^T X + noise_std^2 I)^-1 X^T y of the pairs before i, computed in float64; ``noise_std`` is above 0.
 
     For linear f, w ~ N(0, I), that is the posterior mean: no predictor has a lower expected squared error. Computed pair by pair
     with the posterior covariance S, which starts at I: k = S x / (noise_std^2 + x^T S x), w += k (y - w.x), S -= k x^T S.
 
-    Args:
-        xs: (B, N, d).
-        ys: (B, N).
-        noise_std: above 0.
-
-    Returns:
-        Predictions (B, N), computed in float64, the dtype of ys.
-
     Cost: O(N d^2) per prompt.
     """
+    covariance = _identities(xs)
+
+    def gain(x: Tensor) -> Tensor:
+        sx = covariance @ x
+        k = sx / (noise_std**2 + x.mT @ sx)
+        covariance.sub_(k @ sx.mT)
+        return k
+
+    return _fitted_in_order(xs, ys, gain)
+
+
+def _identities(xs: Tensor) -> Tensor:
+    """An identity matrix for each prompt, (B, d, d) float64."""
+    return torch.eye(xs.shape[2], dtype=torch.float64).repeat(xs.shape[0], 1, 1)
+
+
+def _fitted_in_order(xs: Tensor, ys: Tensor, gain: Callable[[Tensor], Tensor]) -> Tensor:
+    """Predictions w.x, where each pair updates w by k (y - w.x); ``gain`` gives k (B, d, 1) for x (B, d, 1), in float64."""
     x_all, y_all = xs.double(), ys.double()
-    (count, num_points, dim), out = xs.shape, torch.zeros_like(y_all)
-    w = x_all.new_zeros(count, dim, 1)
-    covariance = torch.eye(dim, dtype=torch.float64).repeat(count, 1, 1)
-    for i in range(num_points):
+    out, w = torch.zeros_like(y_all), torch.zeros_like(x_all[:, 0, :, None])
+    for i in range(xs.shape[1]):
         x = x_all[:, i, :, None]
         predicted = x.mT @ w
         out[:, i] = predicted[:, 0, 0]
-        sx = covariance @ x
-        k = sx / (noise_std**2 + x.mT @ sx)
-        w += k * (y_all[:, i, None, None] - predicted)
-        covariance -= k @ sx.mT
+        w += gain(x) * (y_all[:, i, None, None] - predicted)
     return out.to(ys.dtype)
 
 
 def nearest_neighbors(xs: Tensor, ys: Tensor, *, num_neighbors: int = 3) -> Tensor:
-    """The mean y of the nearest x so far (all of them while there are fewer); the first prediction is 0.
-
-    Args:
-        xs: (B, N, d).
-        ys: (B, N).
-        num_neighbors: default 3, as Garg et al. 2022.
-
-    Returns:
-        (B, N).
+    """The mean y of the nearest x so far (all of them while there are fewer): 3, as Garg et al. 2022.
 
     Cost: O(N^2 d) per prompt, and N^2 numbers of memory.
     """
@@ -130,9 +111,8 @@ def nearest_neighbors(xs: Tensor, ys: Tensor, *, num_neighbors: int = 3) -> Tens
     return torch.where(is_there, near_ys, 0.0).sum(2) / is_there.sum(2).clamp_(min=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Predictor:
-    """A baseline: its name, how it works, and ``predict``, xs (B, N, d) and ys (B, N) to predictions (B, N)."""
+class Predictor(NamedTuple):
+    """A baseline: its name, how it works, and the function."""
 
     name: str
     note: str
@@ -141,27 +121,14 @@ class Predictor:
 
 def predictors(prompts: PromptConfig) -> list[Predictor]:
     """The baselines of a distribution of prompts; ridge regression only where there is noise, whose standard deviation it knows."""
-    is_linear = prompts.function == "linear"
-    best = ", the optimal predictor" if is_linear and not prompts.noise_std else ""
+    optimal = ", the optimal predictor" if prompts.function == "linear" else ""
+    fit, noise = "the linear fit of smallest norm to the pairs seen", prompts.noise_std
     found = [
-        Predictor(name="zero", note="predicts 0", predict=zero),
-        Predictor(name="averaging", note="w is the mean of y x over the pairs seen", predict=averaging),
-        Predictor(
-            name="least squares",
-            note=f"the linear fit of smallest norm to the pairs seen{best}",
-            predict=least_squares,
-        ),
+        Predictor("zero", "predicts 0", zero),
+        Predictor("averaging", "w is the mean of y x over the pairs seen", averaging),
+        Predictor("least squares", fit if noise else fit + optimal, least_squares),
     ]
-    if prompts.noise_std:
-        best = ", the optimal predictor" if is_linear else ""
-        found.append(
-            Predictor(
-                name="ridge (noise known)",
-                note=f"the linear fit to the pairs seen with the variance of the noise as its penalty{best}",
-                predict=partial(ridge, noise_std=prompts.noise_std),
-            )
-        )
-    found.append(
-        Predictor(name="3 nearest neighbors", note="the mean y of the 3 nearest x seen", predict=nearest_neighbors)
-    )
-    return found
+    if noise:
+        note = f"the linear fit to the pairs seen with the variance of the noise as its penalty{optimal}"
+        found.append(Predictor("ridge (noise known)", note, partial(ridge, noise_std=noise)))
+    return [*found, Predictor("3 nearest neighbors", "the mean y of the 3 nearest x seen", nearest_neighbors)]

@@ -13,8 +13,6 @@ from structattn.studies.tasks.icl_regression.task import Curriculum, ICLRegressi
 from structattn.studies.training.config import TrainingConfig
 
 _SPECS = ("standard", "standard:1", "bilinear-btt:1", "bilinear-btt:2")
-
-
 # Small enough for a CPU, with a head dimension of 3 below d: for the effect of single settings see docs/results/icl-regression.md.
 _SMALL = Recipe(
     task=ICLRegressionConfig(
@@ -42,33 +40,31 @@ _SMALL = Recipe(
 )
 
 
-def _smoke() -> Recipe:
-    curriculum = replace(_SMALL.task.curriculum, interval=200, end_step=200)
-    return replace(
-        _SMALL,
-        task=replace(_SMALL.task, dim=4, embed_dim=32, num_layers=2, curriculum=curriculum),
-        training=replace(_SMALL.training, steps=600, warmup_steps=60, eval_every=100, checkpoint_every=300),
-        attention=(*_SPECS[:3], "bilinear-mlr:2|1|1"),
-        equal="steps",
-    )
-
-
-def _bottleneck() -> Recipe:
-    # The sweep has half the width and half the heads: the head dimension, on which the bottleneck depends, stays.
-    return replace(
-        _SMALL,
-        seeds=3,
-        learning_rates=(1e-3, 2e-3, 4e-3),
-        sweep_settings=("task.embed_dim=12", "task.num_heads=4", "training.steps=4000"),
-    )
-
-
-def _rank_vs_dimension() -> Recipe:
-    return replace(
-        _SMALL,
-        attention=("standard:12", "standard", "standard:6", "standard:4", "standard:2", "standard:1", "bilinear-btt:1"),
-        variants=("task.dim=4", "task.dim=6", "task.dim=8"),
-    )
+_SMOKE = replace(
+    _SMALL,
+    task=replace(
+        _SMALL.task,
+        dim=4,
+        embed_dim=32,
+        num_layers=2,
+        curriculum=replace(_SMALL.task.curriculum, interval=200, end_step=200),
+    ),
+    training=replace(_SMALL.training, steps=600, warmup_steps=60, eval_every=100, checkpoint_every=300),
+    attention=(*_SPECS[:3], "bilinear-mlr:2|1|1"),
+    equal="steps",
+)
+# The sweep has half the width and half the heads: the head dimension, on which the bottleneck depends, stays.
+_BOTTLENECK = replace(
+    _SMALL,
+    seeds=3,
+    learning_rates=(1e-3, 2e-3, 4e-3),
+    sweep_settings=("task.embed_dim=12", "task.num_heads=4", "training.steps=4000"),
+)
+_RANK_VS_DIMENSION = replace(
+    _SMALL,
+    attention=("standard:12", "standard", "standard:6", "standard:4", "standard:2", "standard:1", "bilinear-btt:1"),
+    variants=("task.dim=4", "task.dim=6", "task.dim=8"),
+)
 
 
 def _paper(dim: int) -> Recipe:
@@ -105,18 +101,21 @@ def _paper(dim: int) -> Recipe:
     )
 
 
-_SMOKE = "linear functions of 4 numbers, four variants, 600 steps: tests that training runs, too short to compare; 72 seconds on 2 CPU cores"
+_SHORT = Preset(
+    _SMOKE,
+    "linear functions of 4 numbers, four variants, 600 steps: tests that training runs, too short to compare; 72 seconds on 2 CPU cores",
+)
 
 PRESETS = {
-    "default": Preset(_smoke(), _SMOKE),
-    "smoke": Preset(_smoke(), _SMOKE),
+    "default": _SHORT,
+    "smoke": _SHORT,
     "bottleneck": Preset(
-        _bottleneck(),
+        _BOTTLENECK,
         "linear functions of 6 numbers, width 24: 8 heads of dimension 3 against scores of full rank, iso-FLOP, three seeds; under 3 hours on 2 "
         "CPU cores",
     ),
     "rank-vs-dimension": Preset(
-        _rank_vs_dimension(),
+        _RANK_VS_DIMENSION,
         "linear functions of 4, 6 and 8 numbers against heads of dimension 2 ... 24, one seed; about 3 hours on 2 CPU cores (estimated)",
     ),
     "paper-d64": Preset(

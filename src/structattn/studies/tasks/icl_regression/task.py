@@ -101,11 +101,8 @@ class Shift:
 
     def of(self, prompts: PromptConfig) -> PromptConfig:
         """The prompts of evaluations, given those of training."""
-        if self.noise_std is not None:
-            prompts = replace(prompts, noise_std=self.noise_std)
-        if self.covariates is not None:
-            prompts = replace(prompts, covariates=self.covariates)
-        return prompts
+        changes: dict[str, Any] = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(prompts, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,16 +258,12 @@ class ICLRegressionTask(Task):
             for xs, ys, values in zip(*(part.split(_BASELINE_CHUNK) for part in drawn), strict=True):
                 for method, total in zip(methods, totals, strict=True):
                     total += (method.predict(xs, ys) - values).square().sum(0)
-        found = [(method, self._score(total)) for method, total in zip(methods, totals, strict=True)]
-        return [
-            Baseline(
-                name=method.name,
-                metrics=_summary(errors),
-                note=method.note,
-                details={"error_by_point": errors.tolist()},
-            )
-            for method, errors in found
-        ]
+        found = []
+        for method, total in zip(methods, totals, strict=True):
+            errors = self._score(total)
+            details = {"error_by_point": errors.tolist()}
+            found.append(Baseline(name=method.name, metrics=_summary(errors), note=method.note, details=details))
+        return found
 
     def baselines(self) -> list[Baseline]:
         """Zero, averaging, least squares, nearest neighbors and, with noise, ridge regression, in float64, with ``error_by_point``;

@@ -24,12 +24,7 @@ class NearestNeighborModel(nn.Module):
         super().__init__()
         self.num_points = num_points
         self.attention = Attention.from_spec(
-            spec,
-            embed_dim=dim,
-            num_heads=num_heads,
-            context_length=num_points,
-            is_causal=False,
-            qk_norm=qk_norm,
+            spec, embed_dim=dim, num_heads=num_heads, context_length=num_points, is_causal=False, qk_norm=qk_norm
         )
 
     def forward(self, query: Tensor, points: Tensor) -> Tensor:

@@ -39,10 +39,11 @@ _RANKS = replace(
     ),
     seeds=3,
 )
+_DEMO = Preset(_DEFAULT, "16 points of dimension 64, five variants, 1,000 steps, one seed")
 
 PRESETS = {
-    "default": Preset(_DEFAULT, "16 points of dimension 64, five variants, 1,000 steps, one seed"),
-    "demo": Preset(_DEFAULT, "16 points of dimension 64, five variants, 1,000 steps, one seed"),
+    "default": _DEMO,
+    "demo": _DEMO,
     "smoke": Preset(
         _SMOKE, "16 points of dimension 64, three variants, 100 steps: tests that training runs, too short to compare"
     ),

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from structattn.checks import check_field_types, check_int
 from structattn.seeds import generator
-from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of
+from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of, on_device_of
 from structattn.studies.tasks.nearest_neighbor.model import NearestNeighborModel
+
+_CHUNK = 1024  # examples that are scored at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +72,7 @@ class NearestNeighborTask(Task):
         self.check_spec(spec)
         config = self.config
         return NearestNeighborModel(
-            spec,
-            dim=config.dim,
-            num_points=config.num_points,
-            num_heads=config.num_heads,
-            qk_norm=config.qk_norm,
+            spec, dim=config.dim, num_points=config.num_points, num_heads=config.num_heads, qk_norm=config.qk_norm
         )
 
     def _examples(self, rng: torch.Generator, count: int) -> Batch:
@@ -99,15 +97,12 @@ class NearestNeighborTask(Task):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
         """``nmse`` on examples that training never draws, the same for every model."""
-        rng = generator(self.name, split)
-        device = next(model.parameters()).device
-        total, remaining = 0.0, self.config.eval_examples
-        while remaining:
-            count = min(remaining, 1024)
-            examples = {key: value.to(device) for key, value in self._examples(rng, count).items()}
-            total += float(self.loss(model, examples, 0)) * count
-            remaining -= count
-        return {"nmse": total / self.config.eval_examples}
+        rng, most = generator(self.name, split), self.config.eval_examples
+        total = 0.0
+        for start in range(0, most, _CHUNK):
+            count = min(_CHUNK, most - start)
+            total += float(self.loss(model, on_device_of(model, self._examples(rng, count)), 0)) * count
+        return {"nmse": total / most}
 
     def baselines(self) -> list[Baseline]:
         """Predicting zero, and the best constant weights: the mean of the points."""

@@ -11,19 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from structattn.errors import DataError
-from structattn.studies.data.corpus import Characters, Corpus, Document, Source, Tokenizer, Tokens, is_corpus
+from structattn.studies.data.corpus import Characters, Corpus, Document, Source, Tokenizer, Tokens
 from structattn.studies.data.plain_text import is_there
 
 
 class TextData(NamedTuple):
-    """A text in tokens.
-
-    Attributes:
-        tokenizer: of the tokens.
-        splits: ``Tokens`` by name.
-        sha256: of the content.
-        source: where it is from, for messages.
-    """
+    """A text in tokens: its tokenizer, its splits by name, the digest of its content, and where it is from, for messages."""
 
     tokenizer: Tokenizer
     splits: dict[str, Tokens]
@@ -37,7 +30,7 @@ def open_text_data(data: str) -> TextData:
     Raises:
         DataError: the file or the corpus cannot be read, or a character has no token.
     """
-    if is_corpus(data):
+    if data and is_there(data) and Path(data).is_dir():
         corpus = Corpus(Path(data))
         corpus.verify()
         return TextData(corpus.tokenizer, corpus.splits, corpus.sha256, data)
@@ -46,15 +39,12 @@ def open_text_data(data: str) -> TextData:
     encoded = [tokenizer.encode(document.text, document.name) for document in documents]
     tokens, ends = np.concatenate(encoded), np.cumsum([len(part) for part in encoded])
     sha256 = hashlib.sha256("\0".join(document.text for document in documents).encode()).hexdigest()
-    splits = {}
-    for name, (a, b) in zip(("train", "validation", "test"), pairwise(_split_bounds(len(tokens))), strict=True):
+    splits, length = {}, len(tokens)
+    edges = (0, 9 * length // 10, 19 * length // 20, length)
+    for name, (a, b) in zip(("train", "validation", "test"), pairwise(edges), strict=True):
         bounds = [a, *ends[(ends > a) & (ends < b)], b]  # a document at an edge of the splits becomes two
         splits[name] = Tokens([tokens[a:b]], np.diff(bounds))
     return TextData(tokenizer, splits, sha256, source)
-
-
-def _split_bounds(length: int) -> tuple[int, int, int, int]:
-    return 0, 9 * length // 10, 19 * length // 20, length
 
 
 def _read(path: str) -> tuple[list[Document], str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,14 +67,11 @@ def attention_by_distance(model: LanguageModel, spans: Sequence[Tensor]) -> list
     totals = torch.zeros(len(model.trunk.layers), length, dtype=torch.float64, device=device)
     calls: dict[int, tuple[Tensor, LevelLayout | None]] = {}
 
-    def note(i: int) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Any]], None]:
-        def noted(_: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-            calls[i] = (inputs[0], options["layout"])
-
-        return noted
+    def note(i: int, _: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+        calls[i] = (inputs[0], options["layout"])
 
     hooks = [
-        block.attention.register_forward_pre_hook(note(i), with_kwargs=True)
+        block.attention.register_forward_pre_hook(partial(note, i), with_kwargs=True)
         for i, block in enumerate(model.trunk.layers)
     ]
     try:

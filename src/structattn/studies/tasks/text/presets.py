@@ -55,64 +55,56 @@ _SCALING = Recipe(
     budgets=(5e11, 1e12, 2e12),
 )
 
-# Everything that the paper compares or sweeps, and what it leaves open, at head dimension 64.
-_METHODS = (
-    "standard",
-    "window:512",
-    "window:128",
-    "global-window:32|32@128",
-    "[standard,window:128,window:128]",
-    "mlr:32|32",
-    "mlr:48|8|4|4",
-    "mlr:40|16|4|4",
-    "mlr:16|16|16|16",
-    "mlr:16|16|12|8|8|4",
-    "mlr:32|8|6|4|4|4|4|2",
-    "mlr:24|12|8|6|4|4|4|2",
-    "mlr:8|8|8|8|8|8|8|8",
-    "mlr:16|16|16|16,values=16|16|16|16",
-    "mlr-text:32|16|16",
-    "bilinear-mlr:32|16|8|8",
-    "bilinear-btt:1",
+_METHODS = replace(
+    _SCALING,
+    # Everything that the paper compares or sweeps, and what it leaves open, at head dimension 64.
+    attention=(
+        "standard",
+        "window:512",
+        "window:128",
+        "global-window:32|32@128",
+        "[standard,window:128,window:128]",
+        "mlr:32|32",
+        "mlr:48|8|4|4",
+        "mlr:40|16|4|4",
+        "mlr:16|16|16|16",
+        "mlr:16|16|12|8|8|4",
+        "mlr:32|8|6|4|4|4|4|2",
+        "mlr:24|12|8|6|4|4|4|2",
+        "mlr:8|8|8|8|8|8|8|8",
+        "mlr:16|16|16|16,values=16|16|16|16",
+        "mlr-text:32|16|16",
+        "bilinear-mlr:32|16|8|8",
+        "bilinear-btt:1",
+        "bilinear-btt:1+mlr:64|32|16|16",
+    ),
+    widths=(128,),
+    budgets=(1e12,),
+    seeds=1,
+    sweep_settings=("budgets=2.5e11",),  # at the same width: levels of a bilinear score share out all of it
 )
-
-
-def _methods() -> Recipe:
-    return replace(
-        _SCALING,
-        attention=(*_METHODS, "bilinear-btt:1+mlr:64|32|16|16"),
-        widths=(128,),
-        budgets=(1e12,),
-        seeds=1,
-        sweep_settings=("budgets=2.5e11",),  # at the same width: levels of a bilinear score share out all of it
-    )
-
-
-def _paper() -> Recipe:
-    """The paper's models and schedule: 6 layers, 1,024 characters, 32 sequences a step for 100,000 steps."""
-    steps = 100_000
-    return replace(
-        _SCALING,
-        task=TextConfig(context_length=1024, embed_dim=384, num_layers=6, num_heads=6),
-        training=TrainingConfig(
-            steps=steps,
-            batch_size=32,
-            micro_batch_size=4,
-            learning_rate=4e-3,
-            warmup_steps=2000,
-            eval_every=1000,
-            checkpoint_every=2500,
-            precision="bf16",
-            parametrization="mup",
-            base_fan_in=_HEAD_DIM,
-            compile=True,
-        ),
-        attention=("standard", "window:512", "window:128", "mlr:16|16|16|16", "mlr:32|8|6|4|4|4|4|2"),
-        widths=(256, 384, 512, 768),
-        budgets=(),
-        sweep_settings=("task.embed_dim=128", "task.num_heads=2", "training.steps=5000"),
-    )
-
+# The paper's models and schedule: 6 layers, 1,024 characters, 32 sequences a step for 100,000 steps.
+_PAPER = replace(
+    _SCALING,
+    task=TextConfig(context_length=1024, embed_dim=384, num_layers=6, num_heads=6),
+    training=TrainingConfig(
+        steps=100_000,
+        batch_size=32,
+        micro_batch_size=4,
+        learning_rate=4e-3,
+        warmup_steps=2000,
+        eval_every=1000,
+        checkpoint_every=2500,
+        precision="bf16",
+        parametrization="mup",
+        base_fan_in=_HEAD_DIM,
+        compile=True,
+    ),
+    attention=("standard", "window:512", "window:128", "mlr:16|16|16|16", "mlr:32|8|6|4|4|4|4|2"),
+    widths=(256, 384, 512, 768),
+    budgets=(),
+    sweep_settings=("task.embed_dim=128", "task.num_heads=2", "training.steps=5000"),
+)
 
 _SMOKE = TextConfig(context_length=128, embed_dim=64, num_layers=2, eval_windows=64)
 # Long enough for levels to matter: standard attention with learned positions is then still at the loss of pairs of characters (2.6).
@@ -139,11 +131,11 @@ PRESETS = {
         "for `--widths 64`, 3.6 for all (measured, in parts)",
     ),
     "methods": Preset(
-        _methods(),
+        _METHODS,
         "18 variants at width 128 and 1e12 training FLOPs, learned positions and RoPE, one seed; about 2 hours on 2 CPU cores (estimated)",
     ),
     "paper": Preset(
-        _paper(),
+        _PAPER,
         "the paper's models: widths 256 ... 768, context of 1,024, 100,000 steps; years on a CPU, weeks on a GPU (guessed from the FLOPs)",
     ),
 }

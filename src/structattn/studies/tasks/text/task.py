@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -19,14 +19,9 @@ from structattn.layers.rotary import Rotary
 from structattn.models.language_model import LanguageModel
 from structattn.progress import counted
 from structattn.seeds import generator
-from structattn.studies.data.corpus import (
-    Tokenizer,
-    Windows,
-    text_units,
-    tokenizer_from,
-)
+from structattn.studies.data.corpus import Tokenizer, Windows, text_units, tokenizer_from
 from structattn.studies.settings import from_plain
-from structattn.studies.tasks.base import Baseline, Batch, Split, Task, TextModel, check_sizes_of
+from structattn.studies.tasks.base import Baseline, Batch, Split, Task, TextModel, check_sizes_of, on_device_of
 from structattn.studies.tasks.text.data import open_text_data
 from structattn.studies.tasks.text.details import attention_by_distance, by_octave, octaves, positions_in_documents
 
@@ -171,9 +166,7 @@ class TextTask(Task):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
         """The metric over all predicted tokens of all windows."""
-        device = next(model.parameters()).device
-        scored = ((*_predictions(model, _on(batch, device)),) for batch in self._eval_batches(split))
-        return {self.metric: self._mean(scored)}
+        return {self.metric: self._mean(_predictions(model, batch) for batch in self._eval_batches(model, split))}
 
     @torch.no_grad()
     def evaluate_cached(self, model: nn.Module, split: Split, chunk: int = 64) -> dict[str, float]:
@@ -184,30 +177,18 @@ class TextTask(Task):
             split: which text.
             chunk: tokens per step.
         """
-        device = next(model.parameters()).device
         own = cast(LanguageModel, model)
-        scored = (self._read_cached(own, _spans(batch), chunk, device) for batch in self._eval_batches(split))
+        scored = (_read_cached(own, _spans(batch), chunk) for batch in self._eval_batches(model, split))
         return {self.metric: self._mean(scored)}
 
-    def _read_cached(
-        self, model: LanguageModel, spans: list[Tensor], chunk: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Logits and targets of spans of text, one in each row, left-padded."""
-        length = max(map(len, spans))
-        padding = [length - len(span) for span in spans]
-        tokens = torch.stack([F.pad(span, (pad, 0)) for span, pad in zip(spans, padding, strict=True)]).to(device)
-        caches = model.new_cache(max_length=length, left_padding=padding if any(padding) else None)
-        logits = torch.cat([model(part, caches=caches) for part in tokens[:, :-1].split(chunk, dim=1)], dim=1)
-        is_padding = torch.arange(length - 1, device=device) < torch.tensor(padding, device=device)[:, None]
-        return logits.flatten(0, 1), tokens[:, 1:].masked_fill(is_padding, _NONE).flatten()
-
-    def _eval_batches(self, split: Split) -> Iterator[Batch]:
+    def _eval_batches(self, model: nn.Module, split: Split) -> Iterator[Batch]:
+        """The windows of a split, 16 at a time, on the device of the model."""
         windows = self.eval_windows(split)
         parts = list(zip(windows.tokens.split(16), windows.documents.split(16), strict=True))
         for tokens, documents in counted(parts, f"scoring the {split} windows"):
-            yield _as_batch(Windows(tokens, documents))
+            yield on_device_of(model, _as_batch(Windows(tokens, documents)))
 
-    def _mean(self, scored: Iterator[tuple[Tensor, Tensor]]) -> float:
+    def _mean(self, scored: Iterable[tuple[Tensor, Tensor]]) -> float:
         """Nats per unit over logits and targets."""
         nats, units = 0.0, 0
         for logits, targets in scored:
@@ -228,15 +209,14 @@ class TextTask(Task):
             ``loss_by_position``: the metric by the position in the document; ``attention_by_distance``: for each layer the shares of the token
             itself and of each range of distances, on four of the longest spans.
         """
-        device, length = next(model.parameters()).device, self.config.context_length
+        length = self.config.context_length
         losses, sizes, positions, spans = [], [], [], []
-        for batch in self._eval_batches("test"):
-            logits, targets = _predictions(model, _on(batch, device))
-            targets = targets.cpu()
+        for batch in self._eval_batches(model, "test"):
+            logits, targets = (part.cpu() for part in _predictions(model, batch))
             scored = targets != _NONE
-            losses.append(F.cross_entropy(logits.cpu()[scored], targets[scored], reduction="none"))
+            losses.append(F.cross_entropy(logits[scored], targets[scored], reduction="none"))
             sizes.append(self._unit_sizes[targets[scored]])
-            documents = batch.get("documents", torch.zeros_like(batch["tokens"]))
+            documents = batch.get("documents", torch.zeros_like(batch["tokens"])).cpu()
             positions.append(positions_in_documents(documents[:, :-1]).flatten()[scored])
             spans += [span[:length] for span in _spans(batch)]
         longest = sorted(spans, key=len, reverse=True)[:_LOOKED_AT]
@@ -270,13 +250,9 @@ class TextTask(Task):
             return -float(logs[scored].sum()) / units
 
         frequency = torch.from_numpy(single).double()
-        found = [
-            Baseline(
-                name="unigram",
-                metrics={self.metric: score((frequency / frequency.sum()).log()[target])},
-                note=f"how often each {self.tokenizer.unit} comes",
-            )
-        ]
+        nats = score((frequency / frequency.sum()).log()[target])
+        note = f"how often each {self.tokenizer.unit} comes"
+        found = [Baseline(name="unigram", metrics={self.metric: nats}, note=note)]
         if counts_pairs:
             table = torch.from_numpy(pairs).double().view(size, size)
             logs = (table / table.sum(dim=1, keepdim=True)).log()[context, target]
@@ -291,10 +267,6 @@ def _as_batch(windows: Windows) -> Batch:
     if bool((windows.documents[:, 0] != windows.documents[:, -1]).any()):
         batch["documents"] = windows.documents
     return batch
-
-
-def _on(batch: Batch, device: torch.device) -> Batch:
-    return {name: value.to(device) for name, value in batch.items()}
 
 
 def _predictions(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -320,3 +292,14 @@ def _spans(batch: Batch) -> list[Tensor]:
         sizes: list[int] = numbers.unique_consecutive(return_counts=True)[1].tolist()
         found += [span for span in row.split(sizes) if len(span) > 1]
     return found
+
+
+def _read_cached(model: LanguageModel, spans: list[Tensor], chunk: int) -> tuple[Tensor, Tensor]:
+    """Logits and targets of spans of text, one in each row, left-padded, read through the key/value cache."""
+    length, device = max(map(len, spans)), spans[0].device
+    padding = [length - len(span) for span in spans]
+    tokens = torch.stack([F.pad(span, (pad, 0)) for span, pad in zip(spans, padding, strict=True)])
+    caches = model.new_cache(max_length=length, left_padding=padding if any(padding) else None)
+    logits = torch.cat([model(part, caches=caches) for part in tokens[:, :-1].split(chunk, dim=1)], dim=1)
+    is_padding = torch.arange(length - 1, device=device) < torch.tensor(padding, device=device)[:, None]
+    return logits.flatten(0, 1), tokens[:, 1:].masked_fill(is_padding, _NONE).flatten()

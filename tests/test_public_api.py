@@ -5,8 +5,9 @@ import pydoc
 import subprocess
 import sys
 
+from typed_calls import calls_with_plain_values, with_lists_and_tuples
+
 import structattn as sa
-from structattn.testing.typed_calls import calls_with_plain_values, with_lists_and_tuples
 
 
 def test_public_names() -> None:

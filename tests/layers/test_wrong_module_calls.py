@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from wrong_calls import COUNT, FLAG, INTS, NAME, NUMBER, SIZE, TENSOR, TEXT, THING, count, faults
 
 import structattn as sa
 from structattn import matrices, scoring
@@ -16,7 +17,6 @@ from structattn.models.icl_regressor import ICLRegressor
 from structattn.models.transformer import Transformer
 from structattn.optim.roles import Role
 from structattn.studies.tasks.nearest_neighbor.model import NearestNeighborModel
-from structattn.testing.wrong_calls import COUNT, FLAG, INTS, NAME, NUMBER, SIZE, TENSOR, TEXT, THING, count, faults
 
 LEVELS = sa.LevelLayout((4, 4), (8, 4))
 FREE = sa.LevelLayout.from_boundaries((4, 4), [((0,), (0, 3)), ((0,), (0, 2, 5))])

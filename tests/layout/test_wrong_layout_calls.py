@@ -5,16 +5,7 @@ import inspect
 import pytest
 import torch
 from torch import nn
-
-import structattn as sa
-from structattn import matrices, mup, scoring
-from structattn.layers.block import MLP
-from structattn.layers.scoring_modules import HeadShape
-from structattn.layout.halving import Halving
-from structattn.layout.text import Segments, TextLayout, TextUnits
-from structattn.spec.attention import describe_spec, format_spec
-from structattn.spec.layers import LayerSpecs
-from structattn.testing.wrong_calls import (
+from wrong_calls import (
     COUNT,
     FLAG,
     INTS,
@@ -28,6 +19,15 @@ from structattn.testing.wrong_calls import (
     count,
     faults,
 )
+
+import structattn as sa
+from structattn import matrices, mup, scoring
+from structattn.layers.block import MLP
+from structattn.layers.scoring_modules import HeadShape
+from structattn.layout.halving import Halving
+from structattn.layout.text import Segments, TextLayout, TextUnits
+from structattn.spec.attention import describe_spec, format_spec
+from structattn.spec.layers import LayerSpecs
 
 LEVELS = sa.LevelLayout((4, 4), (8, 4))
 FREE = sa.LevelLayout.from_boundaries((4, 4), [((0,), (0, 3)), ((0,), (0, 2, 5))])

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-
-from structattn import matrices
-from structattn.testing.wrong_calls import (
+from wrong_calls import (
     COUNT,
     FLAG,
     INTS,
@@ -18,6 +16,8 @@ from structattn.testing.wrong_calls import (
     count,
     faults,
 )
+
+from structattn import matrices
 
 MATRIX = matrices.BlockTensorTrain(12, 8)
 GROUPED = matrices.LowRank(8, 8, 2, batch_shape=(2, 2), right_batch_shape=(2, 1))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_records import made_comparison, made_row
 
 from structattn.cli import main
 from structattn.errors import ConfigError
@@ -23,7 +24,6 @@ from structattn.studies.report.scaling import table, verdict
 from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.registry import presets_of, recipe_for
 from structattn.studies.training.build import spec_for
-from structattn.testing.records import made_comparison, made_row
 
 BUDGETS = (1e12, 2e12, 4e12, 8e12, 16e12)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_records import made_baseline, made_row
 from scipy.stats import tukey_hsd
 
 from structattn.cli import main
@@ -18,7 +19,6 @@ from structattn.studies.grid import points_of
 from structattn.studies.records import Row
 from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.registry import recipe_for
-from structattn.testing.records import made_baseline, made_row
 
 
 def test_every_setting_is_a_point_and_rates_are_chosen_at_each() -> None:

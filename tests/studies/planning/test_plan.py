@@ -18,7 +18,16 @@ from structattn.errors import ConfigError
 from structattn.layers.block import TransformerBlock
 from structattn.layout.text import TextUnits
 from structattn.studies.planning.activations import activations
-from structattn.studies.planning.plan import GIB, SIZES, USABLE, Plan, PlanRequest, make_plan, plans, suggest_layout
+from structattn.studies.planning.plan import (
+    GIB,
+    SIZES,
+    USABLE,
+    PlanRequest,
+    TrainingPlan,
+    plan_training,
+    plans,
+    suggest_layout,
+)
 from structattn.studies.planning.plan_table import format_plans
 from structattn.studies.training.build import build_optimizer
 from structattn.studies.training.config import TrainingConfig
@@ -161,7 +170,7 @@ def test_weights_gradients_and_moments_are_those_of_the_optimizer(spec: str) -> 
     optimizer = build_optimizer(model, TrainingConfig(steps=1, batch_size=1, learning_rate=1e-3))
     loss_of(model, 1, "bf16").backward()  # autocast: all of it stays in float32
     optimizer.step()
-    states = make_plan(replace(wanted, precision="bf16")).states
+    states = plan_training(replace(wanted, precision="bf16")).states
     assert states.weights == sum(p.nbytes for p in model.parameters())
     assert states.gradients == sum(p.grad.nbytes for p in model.parameters())
     assert states.optimizer == sum(x.nbytes for state in optimizer.state.values() for x in state.values())
@@ -190,12 +199,12 @@ def test_the_cache_has_as_many_bytes(spec: str, groups: int | None, precision: s
     cache = model.new_cache(max_length=100)
     with torch.no_grad():
         model(torch.randint(VOCAB, (1, 100)), caches=cache)
-    assert make_plan(wanted).cache_bytes == cache.nbytes
+    assert plan_training(wanted).cache_bytes == cache.nbytes
 
 
 def test_flops_and_parameters_are_the_model_s_and_the_backward_pass_has_two_products_for_one() -> None:
     wanted = request("mlr:20|10|10")
-    model, plan = model_of(wanted), make_plan(wanted)
+    model, plan = model_of(wanted), plan_training(wanted)
     assert plan.num_params == sum(p.numel() for p in model.parameters())
     assert plan.num_params - plan.num_table_params == sum(p.numel() for p in model.trunk.parameters())
     assert plan.forward_flops_per_token * 320 == model.flops_per_example()
@@ -209,7 +218,7 @@ def test_flops_and_parameters_are_the_model_s_and_the_backward_pass_has_two_prod
     assert again * 320 == pytest.approx(model.trunk.flops(320))
 
 
-PLAN: Plan = make_plan(request(num_layers=4, vocab_size=1000, precision="bf16"))
+PLAN: TrainingPlan = plan_training(request(num_layers=4, vocab_size=1000, precision="bf16"))
 
 
 @given(memory=st.floats(0.001, 1), sequences=st.integers(1, 300))
@@ -237,7 +246,7 @@ def test_a_layout_has_the_fewest_shards_and_the_largest_micro_batch_that_fit(mem
 
 
 def test_a_layout_that_needs_sharding_and_one_that_does_not() -> None:
-    small, large = (make_plan(PlanRequest.of(name, context_length=1024)) for name in ("125m", "6.7b"))
+    small, large = (plan_training(PlanRequest.of(name, context_length=1024)) for name in ("125m", "6.7b"))
     assert (small.layout.kind, small.layout.checkpointing) == ("DDP", False)
     assert large.layout.kind == "FSDP"
     assert large.states.weights + large.states.gradients + large.states.optimizer > 80 * GIB  # one GPU can not hold it
@@ -280,15 +289,15 @@ def test_the_table_has_a_column_for_each_spec_and_a_time_for_a_rate_alone() -> N
         ({"attention": "mrl:32|32"}, "did you mean 'mlr'"),
         ({"context_length": 0}, "context_length must be an int of at least 1"),
         ({"batch_tokens": 100}, "batch_tokens must hold at least one sequence of 2048 tokens, got 100"),
-        ({"precision": "fp16"}, "precision"),
-        ({"gpu_memory_gib": 0.0}, "gpu_memory_gib must be a positive number"),
-        ({"tokens": math.inf}, "tokens must be a positive number"),
+        ({"precision": "fp16"}, "unknown precision 'fp16'"),
+        ({"gpu_memory_gib": 0.0}, "gpu_memory_gib must be a finite number above 0, got 0.0"),
+        ({"tokens": math.inf}, "tokens must be a finite number above 0, got inf"),
         ({"gpu_flops": 1e12}, "together with tokens"),
     ],
 )
 def test_mistakes_are_named(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_plan(PlanRequest.of(**{"model": "125m", **changes}))
+        plan_training(PlanRequest.of(**{"model": "125m", **changes}))
     with pytest.raises(ConfigError, match="unique"):
         plans(PlanRequest.of("125m"), ("standard", "standard"))
 
@@ -302,7 +311,7 @@ def test_activations_are_refused_for_models_that_they_are_not_counted_for() -> N
     for model in others:
         with pytest.raises(ConfigError, match="rotary positions and no dropout"):
             activations(model, "float32")
-    with pytest.raises(ConfigError, match="precision"):
+    with pytest.raises(ConfigError, match="unknown precision"):
         activations(request().build(), "fp16")
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from structattn.checks import check_choice
 from structattn.errors import ConfigError
 from structattn.layers.attention import Attention
 from structattn.layers.block import TransformerBlock
@@ -26,14 +27,14 @@ from structattn.models.language_model import LanguageModel
 
 Precision = Literal["bf16", "float32"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "float32")
-WIDE = 4  # bytes of a float32: of weights, residuals, norms and the loss in either precision
-_STATISTICS = 2 * WIDE  # a norm keeps mean and deviation of each row
+FLOAT32 = 4  # bytes of a float32: of weights, residuals, norms and the loss in either precision
+_STATISTICS = 2 * FLOAT32  # a norm keeps mean and deviation of each row
 _ID = 8  # bytes of a token id
-_FEW = 8  # tokens, to count on
+_FEW = 8  # tokens of the small pass that counts what a structured product saves
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class SavedBytes:
     """Saved bytes, as a function of batch and length; ``a + b`` is their sum.
 
     Attributes:
@@ -46,16 +47,18 @@ class Kept:
     per_position: int = 0
     fixed: int = 0
 
-    def __add__(self, other: Kept) -> Kept:
-        return Kept(
+    def __add__(self, other: SavedBytes) -> SavedBytes:
+        return SavedBytes(
             per_token=self.per_token + other.per_token,
             per_position=self.per_position + other.per_position,
             fixed=self.fixed + other.fixed,
         )
 
-    def times(self, count: int) -> Kept:
+    def times(self, count: int) -> SavedBytes:
         """``count`` of it."""
-        return Kept(per_token=count * self.per_token, per_position=count * self.per_position, fixed=count * self.fixed)
+        return SavedBytes(
+            per_token=count * self.per_token, per_position=count * self.per_position, fixed=count * self.fixed
+        )
 
     def nbytes(self, batch: int, length: int) -> int:
         """Bytes for a number of sequences of one length."""
@@ -80,11 +83,11 @@ class Activations:
         loss_gradients: likewise at the start of the backward pass: those of log-probabilities and logits.
     """
 
-    blocks: tuple[Kept, ...]
-    block_input: Kept
-    ends: Kept
-    block_gradients: tuple[Kept, ...]
-    loss_gradients: Kept
+    blocks: tuple[SavedBytes, ...]
+    block_input: SavedBytes
+    ends: SavedBytes
+    block_gradients: tuple[SavedBytes, ...]
+    loss_gradients: SavedBytes
 
     @property
     def fixed(self) -> int:
@@ -102,7 +105,7 @@ class Activations:
         """
         ends = self.ends + self.loss_gradients if gradients else self.ends
         inputs = self.block_input.times(len(self.blocks))
-        kept = Kept()
+        kept = SavedBytes()
         points = [ends + inputs if checkpointing else sum(self.blocks, start=ends)]
         for block, own in zip(self.blocks, self.block_gradients, strict=True):
             kept = kept + block  # of this block and those before, when it is differentiated
@@ -138,41 +141,40 @@ def activations(model: LanguageModel, precision: Precision, device: Literal["cud
 
     Cost: no tensor is allocated; one small pass over the shapes of a structured matrix.
     """
-    if precision not in PRECISIONS:
-        raise ConfigError(f"precision: {precision!r} is not one of {', '.join(PRECISIONS)}")
+    check_choice("precision", precision, PRECISIONS)
     blocks = model.trunk.layers
     if model.trunk.position is not None or model.trunk.dropout.p > 0:
         raise ConfigError("activations are counted for rotary positions and no dropout")
     width, vocab = blocks[0].attention.embed_dim, model.vocab_size
-    narrow = 2 if precision == "bf16" else WIDE
-    norm = Kept(per_token=WIDE * width + _STATISTICS)
+    narrow = 2 if precision == "bf16" else FLOAT32
+    norm = SavedBytes(per_token=FLOAT32 * width + _STATISTICS)
     copies = 2 * model.read_out.weight.numel() if precision == "bf16" else 0
     parts = {str(block): _block(block, precision, device) for block in blocks}  # blocks of one spec are counted once
     found = [parts[str(block)] for block in blocks]
     return Activations(
         blocks=tuple(kept for kept, _ in found),
-        block_input=Kept(per_token=WIDE * width),
+        block_input=SavedBytes(per_token=FLOAT32 * width),
         # The last number is the count of scored tokens.
-        ends=norm + Kept(per_token=narrow * width + WIDE * vocab + 2 * _ID, fixed=copies + WIDE),
+        ends=norm + SavedBytes(per_token=narrow * width + FLOAT32 * vocab + 2 * _ID, fixed=copies + FLOAT32),
         block_gradients=tuple(gradients for _, gradients in found),
-        loss_gradients=Kept(per_token=2 * WIDE * vocab),
+        loss_gradients=SavedBytes(per_token=2 * FLOAT32 * vocab),
     )
 
 
-def _block(block: TransformerBlock, precision: Precision, device: str) -> tuple[Kept, Kept]:
+def _block(block: TransformerBlock, precision: Precision, device: str) -> tuple[SavedBytes, SavedBytes]:
     """The memory that a block keeps, and its gradients."""
     width, hidden = block.attention.embed_dim, block.mlp.up.out_features
-    narrow = 2 if precision == "bf16" else WIDE
+    narrow = 2 if precision == "bf16" else FLOAT32
     linears = (block.attention.value_proj, block.attention.out_proj, block.mlp.up, block.mlp.down)
     copies = 2 * sum(linear.weight.numel() for linear in linears) if precision == "bf16" else 0
-    norms = Kept(per_token=2 * (WIDE * width + _STATISTICS))
-    mlp = Kept(per_token=narrow * (width + 2 * hidden))
+    norms = SavedBytes(per_token=2 * (FLOAT32 * width + _STATISTICS))
+    mlp = SavedBytes(per_token=narrow * (width + 2 * hidden))
     op = _op_bytes(block.attention, narrow)
-    kept = norms + _attention(block.attention, precision, device) + mlp + Kept(fixed=copies)
-    return kept, Kept(per_token=WIDE * width + max(2 * narrow * hidden, 2 * op))
+    kept = norms + _attention(block.attention, precision, device) + mlp + SavedBytes(fixed=copies)
+    return kept, SavedBytes(per_token=FLOAT32 * width + max(2 * narrow * hidden, 2 * op))
 
 
-def _attention(attention: Attention, precision: Precision, device: str) -> Kept:
+def _attention(attention: Attention, precision: Precision, device: str) -> SavedBytes:
     """From the output of the block's norm to the input of the output projection."""
     scoring = attention.scoring
     matrix = copy.deepcopy(scoring.matrix).to("meta")
@@ -180,8 +182,8 @@ def _attention(attention: Attention, precision: Precision, device: str) -> Kept:
     is_bilinear = isinstance(scoring, BilinearScoring)
     order = scoring.order(1, 1)  # norms and positions leave one
     dim, key_heads = scoring.score_dim(1, 1), scoring.num_key_heads(order)
-    narrow = 2 if precision == "bf16" else WIDE
-    normed = WIDE if device == "cuda" else narrow
+    narrow = 2 if precision == "bf16" else FLOAT32
+    normed = FLOAT32 if device == "cuda" else narrow
     num_norms = len(scoring.q_norms) if isinstance(scoring, MLRScoring) else 1
     query_rows = 1 if is_bilinear else heads  # a bilinear query is the normed state, for all heads
     if is_bilinear:
@@ -192,18 +194,18 @@ def _attention(attention: Attention, precision: Precision, device: str) -> Kept:
         inside = left + right
     # The state: one storage for all readers, unless autocast casts it for each; norms read it as it is.
     if precision == "float32":
-        state = Kept(per_token=WIDE * width)
+        state = SavedBytes(per_token=FLOAT32 * width)
     else:
-        state = Kept(per_token=2 * width + (WIDE * width if is_bilinear else 0), fixed=2 * matrix.num_params)
+        state = SavedBytes(per_token=2 * width + (FLOAT32 * width if is_bilinear else 0), fixed=2 * matrix.num_params)
     norm_inputs = normed * dim * (key_heads + (0 if is_bilinear else heads))
     statistics = _STATISTICS * num_norms * (query_rows + key_heads)
-    log_sums = WIDE * heads * _num_softmaxes(attention)
+    log_sums = FLOAT32 * heads * _num_softmaxes(attention)
     return (
         state
         + inside
-        + Kept(
+        + SavedBytes(
             per_token=norm_inputs + statistics + _op_bytes(attention, narrow) + log_sums + narrow * width,
-            per_position=4 * WIDE * dim,  # cosines and sines, for queries and for keys
+            per_position=4 * FLOAT32 * dim,  # cosines and sines, for queries and for keys
         )
     )
 
@@ -221,7 +223,7 @@ def _op_bytes(attention: Attention, narrow: int) -> int:
     return narrow * (scoring.score_dim(1, 1) * (heads + key_heads) + attention.head_dim * (value_heads + outputs))
 
 
-def _inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], precision: Precision) -> Kept:
+def _inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], precision: Precision) -> SavedBytes:
     """What a structured product keeps in addition to its float32 input, its output and 16-bit factors.
 
     Under autocast everything inside has 16 bits, and every multiplication casts the input anew and keeps that.
@@ -229,8 +231,8 @@ def _inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], preci
     (own, read), (own_of_two, read_of_two) = (_numbers_inside(matrix, product, n * _FEW) for n in (1, 2))
     inside, views = (own_of_two - own) // _FEW, (read_of_two - read) // _FEW
     if precision == "float32":
-        return Kept(per_token=WIDE * inside, fixed=WIDE * (own - _FEW * inside))
-    return Kept(per_token=2 * (inside + views))
+        return SavedBytes(per_token=FLOAT32 * inside, fixed=FLOAT32 * (own - _FEW * inside))
+    return SavedBytes(per_token=2 * (inside + views))
 
 
 def _numbers_inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], length: int) -> tuple[int, int]:

@@ -7,54 +7,42 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from structattn.errors import ConfigError, nearest_name
+from structattn.checks import check_choice, check_int, check_number
+from structattn.errors import ConfigError
 from structattn.layers.rotary import Rotary
 from structattn.layout.text import TextUnits
 from structattn.models.language_model import LanguageModel
-from structattn.studies.planning.activations import PRECISIONS, WIDE, Activations, Precision, activations
+from structattn.studies.planning.activations import FLOAT32, PRECISIONS, Activations, Precision, activations
 
 GIB = 2**30
-# Of the memory of a GPU; the rest is for the driver, the buffers of libraries and fragmentation.
-USABLE = 0.9
-_VOCAB = 50257  # GPT-2's byte pairs, which Brown et al. use
-_BATCH_TOKENS = 2**19
+USABLE = 0.9  # of the memory of a GPU; the rest is for the driver, the buffers of libraries and fragmentation
 
 
-@dataclass(frozen=True, kw_only=True)
-class NamedSize:
-    """A model size by name.
+class NamedSize(NamedTuple):
+    """A model size by name, with the tokens of a step."""
 
-    Attributes:
-        embed_dim, num_layers, num_heads: of the model.
-        batch_tokens: tokens of a step.
-    """
-
-    embed_dim: int
     num_layers: int
+    embed_dim: int
     num_heads: int
     batch_tokens: int
-
-
-def _size(num_layers: int, embed_dim: int, num_heads: int, batch_tokens: int) -> NamedSize:
-    return NamedSize(embed_dim=embed_dim, num_layers=num_layers, num_heads=num_heads, batch_tokens=batch_tokens)
 
 
 # Brown et al. 2020, table 2.1, batches rounded to powers of two. Two rows there do not divide: 1.3B has 24 heads of 128 at width
 # 2048 (here 16), 13B a width of 5140 with 40 heads of 128 (here 5120).
 SIZES = {
-    "125m": _size(12, 768, 12, 2**19),
-    "350m": _size(24, 1024, 16, 2**19),
-    "760m": _size(24, 1536, 16, 2**19),
-    "1.3b": _size(24, 2048, 16, 2**20),
-    "2.7b": _size(32, 2560, 32, 2**20),
-    "6.7b": _size(32, 4096, 32, 2**21),
-    "7b": _size(32, 4096, 32, 2**21),
-    "13b": _size(40, 5120, 40, 2**21),
-    "175b": _size(96, 12288, 96, 2**21 + 2**20),
+    "125m": NamedSize(12, 768, 12, 2**19),
+    "350m": NamedSize(24, 1024, 16, 2**19),
+    "760m": NamedSize(24, 1536, 16, 2**19),
+    "1.3b": NamedSize(24, 2048, 16, 2**20),
+    "2.7b": NamedSize(32, 2560, 32, 2**20),
+    "6.7b": NamedSize(32, 4096, 32, 2**21),
+    "7b": NamedSize(32, 4096, 32, 2**21),
+    "13b": NamedSize(40, 5120, 40, 2**21),
+    "175b": NamedSize(96, 12288, 96, 2**21 + 2**20),
 }
 
 
@@ -82,25 +70,21 @@ class PlanRequest:
     num_layers: int
     num_heads: int
     num_kv_heads: int | None = None
-    vocab_size: int = _VOCAB
+    vocab_size: int = 50257  # GPT-2's byte pairs, which Brown et al. use
     context_length: int = 2048
     precision: Precision = "bf16"
-    batch_tokens: int = _BATCH_TOKENS
+    batch_tokens: int = 2**19
     gpu_memory_gib: float = 80.0
     tokens: float | None = None
     gpu_flops: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("embed_dim", "num_layers", "num_heads", "vocab_size", "context_length", "batch_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an int of at least 1, got {value!r}")
-        if self.precision not in PRECISIONS:
-            raise ConfigError(f"precision: {nearest_name(str(self.precision), PRECISIONS)}, got {self.precision!r}")
+            check_int(name, getattr(self, name), minimum=1)
+        check_choice("precision", self.precision, PRECISIONS)
         for name in ("gpu_memory_gib", "tokens", "gpu_flops"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"{name} must be a positive number, got {value!r}")
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), above=0)
         if self.batch_tokens < self.context_length:
             raise ConfigError(
                 f"batch_tokens must hold at least one sequence of {self.context_length} tokens, got {self.batch_tokens}"
@@ -111,39 +95,24 @@ class PlanRequest:
             )
 
     @classmethod
-    def of(
-        cls,
-        model: str | None,
-        *,
-        embed_dim: int | None = None,
-        num_layers: int | None = None,
-        num_heads: int | None = None,
-        batch_tokens: int | None = None,
-        **others: object,
-    ) -> PlanRequest:
+    def of(cls, model: str | None, **changes: Any) -> PlanRequest:
         """A request for a size by name, with optional changes, or for given numbers without a name.
 
         Args:
             model: one of ``SIZES``, or ``None``: then ``embed_dim``, ``num_layers`` and ``num_heads`` are needed.
-            embed_dim, num_layers, num_heads, batch_tokens: replace those of the named size. ``batch_tokens`` without a name: 2^19.
-            **others: as the class.
+            **changes: as the class; ``None`` leaves the value of the named size, or the default.
 
         Raises:
             ConfigError: there is no such size (the nearest is named), a number is missing, or as the class.
         """
-        given: dict[str, int | None] = {"embed_dim": embed_dim, "num_layers": num_layers, "num_heads": num_heads}
-        if model is None:
-            missing = [name for name, value in given.items() if value is None]
-            if missing:
-                raise ConfigError(f"without a model ({', '.join(SIZES)}) give {', '.join(missing)} as well")
-            batch_tokens = _BATCH_TOKENS if batch_tokens is None else batch_tokens
-        elif model.lower() not in SIZES:
-            raise ConfigError(f"unknown model {model!r}: {nearest_name(model.lower(), SIZES)}")
-        else:
-            size = SIZES[model.lower()]
-            given = {name: getattr(size, name) if value is None else value for name, value in given.items()}
-            batch_tokens = size.batch_tokens if batch_tokens is None else batch_tokens
-        return cls(**given, batch_tokens=batch_tokens, **others)  # type: ignore[arg-type]
+        given = {name: value for name, value in changes.items() if value is not None}
+        if model is not None:
+            check_choice("model", model.lower(), SIZES)
+            given = SIZES[model.lower()]._asdict() | given
+        missing = [name for name in ("embed_dim", "num_layers", "num_heads") if name not in given]
+        if missing:
+            raise ConfigError(f"without a model ({', '.join(SIZES)}) give {', '.join(missing)} as well")
+        return cls(**given)
 
     def build(self) -> LanguageModel:
         """The model, on the meta device: no weights. Positions are rotary, so that no table grows with the context.
@@ -186,7 +155,7 @@ class States:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class GpuLayout:
     """How the training can be distributed over GPUs.
 
     Attributes:
@@ -214,7 +183,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TrainingPlan:
     """The cost of a training.
 
     Attributes:
@@ -237,7 +206,7 @@ class Plan:
     states: States
     activations: Activations
     cache_bytes: int
-    layout: Layout
+    layout: GpuLayout
 
     def training_flops_per_token(self, *, checkpointing: bool) -> float:
         """Forward and backward pass; for each product of the forward pass the backward pass has two. Softmax, norms and the scores
@@ -264,7 +233,7 @@ class Plan:
         return self.total_flops / self.request.gpu_flops
 
 
-def make_plan(request: PlanRequest) -> Plan:
+def plan_training(request: PlanRequest) -> TrainingPlan:
     """Counts the cost of a request.
 
     Raises:
@@ -280,14 +249,14 @@ def make_plan(request: PlanRequest) -> Plan:
     costs = [block.attention.cost(length) for block in model.trunk.layers]
     numbers = sum(cost.key_cache_numbers + cost.value_cache_numbers for cost in costs)
     states = States(
-        weights=WIDE * num_params,
-        gradients=WIDE * num_params,
-        optimizer=2 * WIDE * num_params + WIDE * sum(1 for _ in model.parameters()),
+        weights=FLOAT32 * num_params,
+        gradients=FLOAT32 * num_params,
+        optimizer=2 * FLOAT32 * num_params + FLOAT32 * sum(1 for _ in model.parameters()),
         weight_copies=kept.fixed,
-        block=WIDE * max(blocks),
-        ends=WIDE * (num_params - sum(blocks)),
+        block=FLOAT32 * max(blocks),
+        ends=FLOAT32 * (num_params - sum(blocks)),
     )
-    return Plan(
+    return TrainingPlan(
         request=request,
         num_params=num_params,
         num_table_params=model.embedding.weight.numel() + model.read_out.weight.numel(),
@@ -295,7 +264,7 @@ def make_plan(request: PlanRequest) -> Plan:
         recomputed_flops_per_token=model.trunk.flops(length) / length,
         states=states,
         activations=kept,
-        cache_bytes=numbers * (2 if request.precision == "bf16" else WIDE),
+        cache_bytes=numbers * (2 if request.precision == "bf16" else FLOAT32),
         layout=suggest_layout(request, states, kept),
     )
 
@@ -320,54 +289,48 @@ def bytes_per_gpu(
     return math.ceil(whole / num_shards) + copies + data
 
 
-def suggest_layout(request: PlanRequest, states: States, kept: Activations) -> Layout:
+def suggest_layout(request: PlanRequest, states: States, kept: Activations) -> GpuLayout:
     """The layout with the fewest shards, a power of two, that fits; without activation checkpointing where that fits too.
 
     Among these the largest micro-batch, a power of two, that fits and that the batch has.
     """
     sequences = request.batch_tokens // request.context_length
-    usable = USABLE * request.gpu_memory_gib * GIB
 
-    def layout(num_shards: int, checkpointing: bool, micro_batch: int) -> Layout:
+    def layout(num_shards: int, checkpointing: bool, micro_batch: int) -> GpuLayout:
         need = bytes_per_gpu(
             request, states, kept, num_shards=num_shards, checkpointing=checkpointing, micro_batch=micro_batch
         )
-        return Layout(
+        return GpuLayout(
             kind="DDP" if num_shards == 1 else "FSDP",
             num_gpus=num_shards,
             checkpointing=checkpointing,
             micro_batch=micro_batch,
             accumulation=math.ceil(sequences / (num_shards * micro_batch)),
             bytes_per_gpu=need,
-            fits=need <= usable,
+            fits=need <= USABLE * request.gpu_memory_gib * GIB,
         )
 
-    shards = 1
-    least = layout(1, True, 1)
-    while shards <= sequences:
-        for checkpointing in (False, True):
-            found = layout(shards, checkpointing, 1)
-            least = min(least, found, key=lambda item: item.bytes_per_gpu)
-            if not found.fits:
-                continue
-            while 2 * found.micro_batch * shards <= sequences:
-                larger = layout(shards, checkpointing, 2 * found.micro_batch)
-                if not larger.fits:
-                    break
-                found = larger
-            return found
-        shards *= 2
-    return least
+    smallest = [layout(n, checkpointing, 1) for n in _powers(sequences) for checkpointing in (False, True)]
+    found = next((one for one in smallest if one.fits), None)
+    if found is None:
+        return min(smallest, key=lambda one: (one.bytes_per_gpu, not one.checkpointing))
+    larger = (layout(found.num_gpus, found.checkpointing, n) for n in _powers(sequences // found.num_gpus))
+    return max((one for one in larger if one.fits), key=lambda one: one.micro_batch)
 
 
-def plans(request: PlanRequest, specs: tuple[str, ...]) -> list[Plan]:
+def _powers(most: int) -> list[int]:
+    """The powers of two up to a number."""
+    return [2**i for i in range(most.bit_length())]
+
+
+def plans(request: PlanRequest, specs: tuple[str, ...]) -> list[TrainingPlan]:
     """The same request with each of several attention specs.
 
     Raises:
-        ConfigError: no spec, a spec twice, or as ``make_plan``.
+        ConfigError: no spec, a spec twice, or as ``plan_training``.
     """
     if not specs:
         raise ConfigError("give at least one attention spec to plan for")
     if len(set(specs)) != len(specs):
         raise ConfigError(f"specs must be unique, got {', '.join(specs)}")
-    return [make_plan(replace(request, attention=spec)) for spec in specs]
+    return [plan_training(replace(request, attention=spec)) for spec in specs]

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from structattn.studies.planning.plan import GIB, USABLE, Layout, Plan
+from structattn.studies.planning.plan import GIB, USABLE, GpuLayout, TrainingPlan
 from structattn.studies.report.table import Table
 
-_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+def _in_units(value: float, prefixes: str, unit: str = "") -> str:
+    """The value with the largest of the decimal prefixes that it reaches; below all of them a whole number."""
+    for power, prefix in reversed(list(enumerate(prefixes, start=1))):
+        if value >= 1000**power:
+            return f"{value / 1000**power:,.2f} {prefix}{unit}"
+    return f"{value:,.0f} {unit}".rstrip()
 
 
 def _count(value: float) -> str:
-    for unit, letter in _UNITS:
-        if value >= unit:
-            return f"{value / unit:,.2f} {letter}"
-    return f"{value:,.0f}"
+    return _in_units(value, "kMBT")
 
 
 def _flops(value: float) -> str:
-    for unit, letter in ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if value >= unit:
-            return f"{value / unit:,.2f} {letter}FLOP"
-    return f"{value:,.0f} FLOP"
+    return _in_units(value, "kMGTPEZY", "FLOP")
 
 
 def _memory(value: float) -> str:
@@ -35,16 +35,16 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.0f} s"
 
 
-def _layout(layout: Layout) -> str:
+def _layout(layout: GpuLayout) -> str:
     if layout.kind == "DDP":
         return "DDP, 1 GPU or more" if layout.fits else "too small: DDP"
     return f"FSDP, {layout.num_gpus} GPUs" if layout.fits else f"too small: FSDP, {layout.num_gpus}"
 
 
-_Rows = list[tuple[str, Callable[[Plan], str]]]
+_Rows = list[tuple[str, Callable[[TrainingPlan], str]]]
 
 
-def _rows(plan: Plan) -> _Rows:
+def _rows(plan: TrainingPlan) -> _Rows:
     """The lines, with the entry in the column of a plan; the plans differ only in the spec."""
     rows: _Rows = [
         ("parameters", lambda p: _count(p.num_params)),
@@ -83,7 +83,7 @@ def _rows(plan: Plan) -> _Rows:
     return rows
 
 
-def format_plans(plans: Sequence[Plan]) -> str:
+def format_plans(plans: Sequence[TrainingPlan]) -> str:
     """The table, with a header above and notes below.
 
     Args:

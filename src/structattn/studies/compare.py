@@ -16,7 +16,7 @@ from structattn.errors import CheckpointError, TrainingDivergedError
 from structattn.files import write_atomic
 from structattn.progress import progress_bar, say
 from structattn.studies.analysis.model_selection import search
-from structattn.studies.analysis.scaling import scaling
+from structattn.studies.analysis.scaling_law import scaling_laws
 from structattn.studies.environment import hardware, versions
 from structattn.studies.folders import Owner, check_owner, last_folder, opened
 from structattn.studies.grid import Point, points_of
@@ -307,7 +307,7 @@ def _record(
         meanings={spec: task.describe_spec(spec) for spec in recipe.attention},
         axis_labels=task.axis_labels(),
         rows=tuple(rows),
-        scaling=scaling(rows, recipe.attention) if recipe.budgets else None,
+        scaling=scaling_laws(rows, recipe.attention) if recipe.budgets else None,
         baselines=tuple(baselines),
         search=search(rows, baselines) if recipe.search else None,
         command=command,

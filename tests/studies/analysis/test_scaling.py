@@ -12,7 +12,7 @@ from made_records import made_comparison, made_row
 
 from structattn.cli import main
 from structattn.errors import ConfigError
-from structattn.studies.analysis.scaling import scaling
+from structattn.studies.analysis.scaling_law import scaling_laws
 from structattn.studies.data.corpus import Characters
 from structattn.studies.grid import points_of
 from structattn.studies.point_runs import affordable_steps, training_of
@@ -111,7 +111,7 @@ def rows(saved: float, noise: float = 0.0) -> list[Row]:
 
 
 def test_the_frontier_takes_the_best_width_and_the_saving_is_found() -> None:
-    found = scaling(rows(0.8), ("standard", "mlr:32|32"))
+    found = scaling_laws(rows(0.8), ("standard", "mlr:32|32"))
     assert found.baseline == "standard"
     standard, mlr = found.series
     assert [p.width for p in standard.frontier.points] == [64, 64, 128, 128, 128]
@@ -124,7 +124,7 @@ def test_the_frontier_takes_the_best_width_and_the_saving_is_found() -> None:
 
 
 def test_what_noise_hides_is_not_distinguishable() -> None:
-    found = scaling(rows(0.99, noise=0.01), ("standard", "mlr:32|32"))
+    found = scaling_laws(rows(0.99, noise=0.01), ("standard", "mlr:32|32"))
     multiplier = found.series[1].frontier.multiplier
     assert not multiplier.is_distinguishable
     assert multiplier.interval[0] < 0.99 < multiplier.interval[1]
@@ -132,9 +132,9 @@ def test_what_noise_hides_is_not_distinguishable() -> None:
 
 def test_without_three_budgets_nothing_is_fitted_and_without_spread_no_interval_is_given() -> None:
     two = [r for r in rows(0.8) if r.budget <= 2e12]
-    assert all(s.frontier.fit is None for s in scaling(two, ("standard",)).series)
+    assert all(s.frontier.fit is None for s in scaling_laws(two, ("standard",)).series)
     three = [replace(r, scores=r.scores[:1]) for r in rows(0.8) if r.budget <= 4e12]
-    frontier = scaling(three, ("standard", "mlr:32|32")).series[1].frontier
+    frontier = scaling_laws(three, ("standard", "mlr:32|32")).series[1].frontier
     assert frontier.fit is not None
     assert frontier.intervals is None
     assert frontier.multiplier.interval is None
@@ -143,16 +143,16 @@ def test_without_three_budgets_nothing_is_fitted_and_without_spread_no_interval_
 
 def test_settings_have_baselines_of_their_own() -> None:
     both = [replace(r, setting=name) for name, saved in (("near", 0.5), ("far", 2.0)) for r in rows(saved)]
-    found = {(s.setting, s.spec): s.frontier for s in scaling(both, ("standard", "mlr:32|32")).series}
+    found = {(s.setting, s.spec): s.frontier for s in scaling_laws(both, ("standard", "mlr:32|32")).series}
     assert found["near", "mlr:32|32"].multiplier.estimate == pytest.approx(0.5, rel=1e-3)
     assert found["far", "mlr:32|32"].multiplier.estimate == pytest.approx(2.0, rel=1e-3)
 
 
 def test_words_say_what_was_found() -> None:
-    saved = made_comparison(scaling=scaling(rows(0.8), ("standard", "mlr:32|32")))
+    saved = made_comparison(scaling=scaling_laws(rows(0.8), ("standard", "mlr:32|32")))
     assert "With less compute than standard" in verdict(saved)
     assert "0.80" in table(saved).text()
-    hidden = made_comparison(scaling=scaling(rows(0.99, noise=0.01), ("standard", "mlr:32|32")))
+    hidden = made_comparison(scaling=scaling_laws(rows(0.99, noise=0.01), ("standard", "mlr:32|32")))
     assert "Not distinguishable from standard" in verdict(hidden)
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from structattn.errors import ConfigError
+from structattn.studies.records.comparison import ComputeShare, Law, LawPoint, PowerLaw, Row, Scaling, Series
 
 Floats = npt.NDArray[np.float64]
+Losses = Sequence[Sequence[float]]
+Fitted = tuple[Floats, Floats, Floats]  # irreducible losses, coefficients and exponents, (R,), of R fits
+_NAMES = ("irreducible", "coefficient", "exponent")
+_NUM_PARAMS = len(_NAMES)  # with as many points there are no residuals
 _EXPONENTS = np.geomspace(0.005, 3.0, 80)
 _REFINED = 17
 # The grid around the best exponent: as wide as the step of the one before, four times.
@@ -21,64 +27,82 @@ _PASSES = 4
 _CHUNK = 256  # replicates that are fitted at once
 
 
-@dataclass(frozen=True)
-class PowerLaw:
-    """L(C) = irreducible + coefficient (C / reference)^-exponent.
+def scaling_laws(rows: Sequence[Row], specs: Sequence[str]) -> Scaling:
+    """The laws of a comparison's rows.
 
-    Attributes:
-        irreducible: the loss at infinite compute.
-        coefficient: the loss above it at ``reference``.
-        exponent: how fast that decreases.
-        reference: FLOPs; the geometric mean of the fitted ones.
+    Args:
+        rows: of the comparison, each with a budget.
+        specs: in the order of the recipe; the first is the baseline of the others, unless ``standard`` is among them.
+
+    Raises:
+        ConfigError: a loss that is not positive and finite.
+
+    Cost: 1,000 fits of the bootstrap for each interval, about a second for each law.
+
+    The best width is chosen by the mean over seeds of the losses that are shown, for the baseline and all other methods.
     """
-
-    irreducible: float
-    coefficient: float
-    exponent: float
-    reference: float
-
-    def loss(self, compute: float) -> float:
-        """The loss at that many FLOPs."""
-        return self.irreducible + self.coefficient * (compute / self.reference) ** -self.exponent
-
-    def compute(self, loss: float) -> float:
-        """The FLOPs at which the loss is reached; infinite where it never is."""
-        if loss <= self.irreducible or self.coefficient <= 0:
-            return math.inf
-        return float(self.reference * (self.coefficient / (loss - self.irreducible)) ** (1 / self.exponent))
+    baseline = "standard" if "standard" in specs else specs[0]
+    found: dict[tuple[str | None, str], dict[int | None, list[LawPoint]]] = {}
+    for row in rows:
+        found.setdefault((row.setting, row.spec), {}).setdefault(row.width, []).append(_point(row))
+    series = []
+    for (setting, spec), widths in found.items():
+        other = {} if spec == baseline else found.get((setting, baseline), {})
+        frontier = _law(None, _best_of(widths), _best_of(other))
+        laws = [_law(width, points, other.get(width, [])) for width, points in widths.items() if width is not None]
+        series.append(Series(setting=setting, spec=spec, frontier=frontier, widths=tuple(laws)))
+    return Scaling(baseline=baseline, series=tuple(series))
 
 
-@dataclass(frozen=True)
-class Interval:
-    """An estimate and its 95 % confidence interval."""
-
-    estimate: float
-    low: float
-    high: float
-
-    def __contains__(self, value: float) -> bool:
-        return self.low <= value <= self.high
+def _point(row: Row) -> LawPoint:
+    assert row.budget is not None  # without budgets there are no laws
+    return LawPoint(
+        width=row.width, budget=row.budget, compute=row.compute, num_params=row.num_params, losses=row.scores
+    )
 
 
-@dataclass(frozen=True)
-class Multiplier:
-    """How much compute a method needs for the loss of a baseline, as a share of the baseline's.
-
-    Attributes:
-        ratio: 0.8 is 20 % less.
-        losses: the range of losses (low, high) over which the ratio is averaged: those that both reached.
-    """
-
-    ratio: Interval
-    losses: tuple[float, float]
-
-    @property
-    def is_distinguishable(self) -> bool:
-        """Whether the interval excludes 1."""
-        return 1.0 not in self.ratio
+def _best_of(widths: dict[int | None, list[LawPoint]]) -> list[LawPoint]:
+    """The best width at each budget."""
+    budgets: dict[float, list[LawPoint]] = {}
+    for point in (point for points in widths.values() for point in points):
+        budgets.setdefault(point.budget, []).append(point)
+    return [min(points, key=lambda point: statistics.fmean(point.losses)) for points in budgets.values()]
 
 
-def fit_power_law(compute: Sequence[float] | Floats, losses: Sequence[Sequence[float]]) -> PowerLaw:
+def _law(width: int | None, points: list[LawPoint], baseline: list[LawPoint]) -> Law:
+    points = sorted(points, key=lambda point: point.budget)
+    compute, losses = _measured(points)
+    law = Law(width=width, points=tuple(points), fit=None, intervals=None, multiplier=None)
+    if len(set(compute)) < _NUM_PARAMS:
+        return law
+    return replace(
+        law,
+        fit=fit_power_law(compute, losses),
+        intervals=law_intervals(compute, losses) if _has_spread(points) else None,
+        multiplier=_multiplier(points, sorted(baseline, key=lambda point: point.budget)),
+    )
+
+
+def _multiplier(points: list[LawPoint], baseline: list[LawPoint]) -> ComputeShare | None:
+    """The compute for the baseline's losses; ``None`` where there are too few, or the two have none in common."""
+    if len({point.compute for point in baseline}) < _NUM_PARAMS:
+        return None
+    found = compute_multiplier(_measured(baseline), _measured(points))
+    if found is None or (_has_spread(points) and _has_spread(baseline)):
+        return found
+    return replace(found, interval=None, is_distinguishable=False)
+
+
+def _measured(points: list[LawPoint]) -> tuple[list[float], list[tuple[float, ...]]]:
+    return [point.compute for point in points], [point.losses for point in points]
+
+
+def _has_spread(points: list[LawPoint]) -> bool:
+    """Whether there are more points or seeds than the law needs, so that an interval is meaningful."""
+    return len(points) > _NUM_PARAMS or all(len(point.losses) > 1 for point in points)
+
+
+def fit_power_law(compute: Sequence[float] | Floats, losses: Losses) -> PowerLaw:
     """The power law nearest to measured losses, by a robust fit of their logarithms.
 
     Args:
@@ -96,10 +120,10 @@ def fit_power_law(compute: Sequence[float] | Floats, losses: Sequence[Sequence[f
     from deciding it (Hoffmann et al. 2022 fit by Huber's loss as well).
     """
     points, values = _checked(compute, losses)
-    return _law(points, *(float(found[0]) for found in _fit(points, _means(values)[None])))
+    return _power_law(points, _fit(points, _means(values)[None]))
 
 
-def _checked(compute: Sequence[float] | Floats, losses: Sequence[Sequence[float]]) -> tuple[Floats, list[Floats]]:
+def _checked(compute: Sequence[float] | Floats, losses: Losses) -> tuple[Floats, list[Floats]]:
     points = np.asarray(compute, dtype=np.float64)
     values = [np.asarray(of_point, dtype=np.float64) for of_point in losses]
     if len(points) != len(values) or len(set(points.tolist())) < 3:
@@ -116,12 +140,14 @@ def _means(values: Sequence[Floats]) -> Floats:
     return np.array([v.mean() for v in values])
 
 
-def _law(points: Floats, irreducible: float, coefficient: float, exponent: float) -> PowerLaw:
+def _power_law(points: Floats, fitted: Fitted) -> PowerLaw:
+    """The first of the fits."""
+    irreducible, coefficient, exponent = (float(values[0]) for values in fitted)
     return PowerLaw(irreducible, coefficient, exponent, float(np.exp(np.log(points).mean())))
 
 
-def _fit(points: Floats, losses: Floats) -> tuple[Floats, Floats, Floats]:
-    """Irreducible losses, coefficients and exponents, (R,), of R sets of losses (R, n) at the same n points."""
+def _fit(points: Floats, losses: Floats) -> Fitted:
+    """The fits of R sets of losses (R, n) at the same n points."""
     if len(losses) > _CHUNK:
         parts = [_fit(points, losses[i : i + _CHUNK]) for i in range(0, len(losses), _CHUNK)]
         first, second, third = (np.concatenate(found) for found in zip(*parts, strict=True))
@@ -142,7 +168,7 @@ def _fit(points: Floats, losses: Floats) -> tuple[Floats, Floats, Floats]:
     return best
 
 
-def _best(logs: Floats, losses: Floats, weights: Floats, exponents: Floats) -> tuple[Floats, Floats, Floats]:
+def _best(logs: Floats, losses: Floats, weights: Floats, exponents: Floats) -> Fitted:
     """The best of the exponents (R, G) for each set of losses (R, n), with the corresponding values."""
     basis = np.exp(-exponents[:, :, None] * logs)  # (R, G, n)
     w, y = weights[:, None], losses[:, None]
@@ -166,8 +192,8 @@ def _replicates(points: Floats, values: list[Floats], count: int, rng: np.random
     """Bootstrap samples of losses (count, n): seeds are resampled at every point, and deviations of points from the law are those of
     other points."""
     means = _means(values)
-    floor, slope, exponent = (float(found[0]) for found in _fit(points, means[None]))
-    fitted = np.array([_law(points, floor, slope, exponent).loss(c) for c in points])
+    law = _power_law(points, _fit(points, means[None]))
+    fitted = np.array([law.loss(c) for c in points])
     residuals = np.log(means / fitted)
     # Three parameters were fitted, so residuals are smaller than errors.
     residuals = (residuals - residuals.mean()) * math.sqrt(len(points) / max(1, len(points) - 3))
@@ -180,75 +206,79 @@ def _replicates(points: Floats, values: list[Floats], count: int, rng: np.random
 
 
 def law_intervals(
-    compute: Sequence[float] | Floats, losses: Sequence[Sequence[float]], *, replicates: int = 1000, seed: int = 0
-) -> dict[str, Interval]:
-    """95 % intervals of ``irreducible``, ``coefficient`` and ``exponent``, by a bootstrap over seeds and points.
+    compute: Sequence[float] | Floats, losses: Losses, *, replicates: int = 1000, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """95 % intervals (low, high) of ``irreducible``, ``coefficient`` and ``exponent``, by a bootstrap over seeds and points.
 
     Args:
         compute, losses: as ``fit_power_law``.
-        replicates: of the bootstrap.
-        seed: of its draws.
+        replicates, seed: of the bootstrap.
 
     Raises:
         ConfigError: as ``fit_power_law``.
     """
     points, values = _checked(compute, losses)
-    law = fit_power_law(points, losses)
-    found = _fit(points, _replicates(points, values, replicates, np.random.default_rng(seed)))
-    names = ("irreducible", "coefficient", "exponent")
-    return {name: _interval(getattr(law, name), drawn) for name, drawn in zip(names, found, strict=True)}
+    drawn = _fit(points, _replicates(points, values, replicates, np.random.default_rng(seed)))
+    return {name: _interval(of_name) for name, of_name in zip(_NAMES, drawn, strict=True)}
 
 
-def _interval(estimate: float, drawn: Floats) -> Interval:
+def _interval(drawn: Floats) -> tuple[float, float]:
     low, high = np.quantile(drawn, [0.025, 0.975])
-    return Interval(estimate, float(low), float(high))
+    return float(low), float(high)
 
 
 def compute_multiplier(
-    baseline: tuple[Sequence[float], Sequence[Sequence[float]]],
-    method: tuple[Sequence[float], Sequence[Sequence[float]]],
+    baseline: tuple[Sequence[float] | Floats, Losses],
+    method: tuple[Sequence[float] | Floats, Losses],
     *,
     replicates: int = 1000,
     seed: int = 0,
-) -> Multiplier | None:
+) -> ComputeShare | None:
     """The compute that a method needs for the losses of a baseline, as a share of the baseline's compute.
 
-    The ratio is the geometric mean over the losses that both reached, between the fitted laws, so that nothing is extrapolated.
+    The share is the geometric mean over the losses that both reached, between the fitted laws, so that nothing is extrapolated.
 
     Args:
         baseline, method: compute and losses, as ``fit_power_law``.
         replicates, seed: of the bootstrap.
 
     Returns:
-        The ratio with its interval; ``None`` where no loss was reached by both.
+        The share with its interval; ``None`` where no loss was reached by both.
 
     Raises:
         ConfigError: as ``fit_power_law``.
     """
     sides = [_checked(*baseline), _checked(*method)]
-    laws = [fit_power_law(points, losses) for (points, _), (_, losses) in zip(sides, (baseline, method), strict=True)]
-    ends = [[law.loss(c) for c in (points.max(), points.min())] for law, (points, _) in zip(laws, sides, strict=True)]
+    fitted = [_fit(points, _means(values)[None]) for points, values in sides]
+    ends = [
+        [_power_law(points, fits).loss(c) for c in (points.max(), points.min())]
+        for (points, _), fits in zip(sides, fitted, strict=True)
+    ]
     low, high = max(e[0] for e in ends), min(e[1] for e in ends)
     if not low < high:
         return None
     targets = np.linspace(low, high, 32)
+
+    def shares(fits_of_sides: Sequence[Fitted]) -> Floats:
+        logs = [_log_compute(points, targets, fits) for (points, _), fits in zip(sides, fits_of_sides, strict=True)]
+        return np.exp((logs[1] - logs[0]).mean(1))
+
     rng = np.random.default_rng(seed)
-    found = [_fit(points, _replicates(points, values, replicates, rng)) for points, values in sides]
-    logs = [_log_compute(points, targets, *f) for (points, _), f in zip(sides, found, strict=True)]
-    estimates = [_log_compute(s[0], targets, *_as_arrays(law)) for s, law in zip(sides, laws, strict=True)]
-    estimate = float(np.exp((estimates[1] - estimates[0]).mean()))
-    ratios = np.exp((logs[1] - logs[0]).mean(1))
-    return Multiplier(_interval(estimate, ratios), (low, high))
+    drawn = [_fit(points, _replicates(points, values, replicates, rng)) for points, values in sides]
+    interval = _interval(shares(drawn))
+    return ComputeShare(
+        estimate=float(shares(fitted)[0]),
+        interval=interval,
+        losses=(low, high),
+        is_distinguishable=not interval[0] <= 1 <= interval[1],
+    )
 
 
-def _as_arrays(law: PowerLaw) -> tuple[Floats, Floats, Floats]:
-    return np.array([law.irreducible]), np.array([law.coefficient]), np.array([law.exponent])
-
-
-def _log_compute(points: Floats, targets: Floats, floor: Floats, slope: Floats, exponent: Floats) -> Floats:
+def _log_compute(points: Floats, targets: Floats, fits: Fitted) -> Floats:
     """log FLOPs (R, targets) at which R laws reach losses, clipped to the measured range and as much again on both sides: a
     replicate that never reaches a loss counts as "much more", not "infinitely more"."""
+    floor, slope, exponent = (values[:, None] for values in fits)
     logs = np.log(points)
-    above = np.maximum(targets - floor[:, None], 1e-300) / np.maximum(slope[:, None], 1e-300)
+    above = np.maximum(targets - floor, 1e-300) / np.maximum(slope, 1e-300)
     span = logs.max() - logs.min()
-    return np.clip(logs.mean() - np.log(above) / exponent[:, None], logs.min() - span, logs.max() + span)
+    return np.clip(logs.mean() - np.log(above) / exponent, logs.min() - span, logs.max() + span)

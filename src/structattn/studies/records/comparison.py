@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from structattn.studies.analysis.scaling_law import PowerLaw
 from structattn.studies.records.common import RESULTS, Json, ResultRecord, read_file
 
 
@@ -112,6 +112,33 @@ class BaselineRow(Place):
     note: str
     validation: float | None = None
     details: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """L(C) = irreducible + coefficient (C / reference)^-exponent.
+
+    Attributes:
+        irreducible: the loss at infinite compute.
+        coefficient: the loss above it at ``reference``.
+        exponent: how fast that decreases.
+        reference: FLOPs; the geometric mean of the fitted ones.
+    """
+
+    irreducible: float
+    coefficient: float
+    exponent: float
+    reference: float
+
+    def loss(self, compute: float) -> float:
+        """The loss at that many FLOPs."""
+        return self.irreducible + self.coefficient * (compute / self.reference) ** -self.exponent
+
+    def compute(self, loss: float) -> float:
+        """The FLOPs at which the loss is reached; infinite where it never is."""
+        if loss <= self.irreducible or self.coefficient <= 0:
+            return math.inf
+        return float(self.reference * (self.coefficient / (loss - self.irreducible)) ** (1 / self.exponent))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.machine import ROOT
 from benchmarks.registry import BENCHMARKS, Benchmark, Case, Group, Work
-from structattn.studies.training.memory import PeakMemory
+from structattn.studies.training.memory import peak_memory_bytes, reset_peak_memory
 
 RESOLUTION = 2**20  # bytes; a smaller peak is not to be divided by
 
@@ -60,13 +60,12 @@ def growth(work: Work) -> int:
     """Bytes by which one call raises the peak above what is allocated before it."""
     gc.collect()
     _return_freed_memory()
-    memory = PeakMemory()
-    memory.start()
-    before = memory.peak_bytes()
+    reset_peak_memory()
+    before = peak_memory_bytes()
     result = work()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    after = memory.peak_bytes()
+    after = peak_memory_bytes()
     del result  # it counts, so it must live until here
     return after - before
 

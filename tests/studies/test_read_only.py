@@ -72,7 +72,7 @@ def test_a_finished_comparison_is_read_by_its_records_only(unchanged: Path, monk
         return read_record(folder)
 
     monkeypatch.setattr(runs, "read_record", read)
-    monkeypatch.setattr(loop, "Run", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr(loop, "TrainingRun", lambda *_: pytest.fail("a model was built"))
     monkeypatch.setattr(NearestNeighborTask, "baselines", lambda *_: pytest.fail("baselines were computed"))
     out = unchanged / "comparison"
     for _ in range(2):

@@ -207,7 +207,7 @@ def test_a_checkpoint_is_restructured_and_fine_tuned(tmp_path):
     assert one.model.config.structattn["encoder_length"] == 31  # of the task, not of the checkpoint
     config = TrainingConfig(steps=2, batch_size=4, learning_rate=1e-3, eval_every=2)
     result = train(task, "mlr:4|4", config, seed=0, run_dir=tmp_path / "run", show_progress=False)
-    assert result.steps == 2
+    assert result.progress.step == 2
     with pytest.raises(ConfigError, match="must not be longer, got 41"):
         ChronosTask(replace(TINY, checkpoint=str(tmp_path), context_length=41))
     with pytest.raises(ConfigError, match="expected a folder"):

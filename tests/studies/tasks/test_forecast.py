@@ -148,7 +148,7 @@ def test_a_baseline_model_is_trained_and_resumed_as_ours_are(table, tmp_path):
     config = TrainingConfig(steps=6, batch_size=8, learning_rate=1e-3, eval_every=2, patience=5, checkpoint_every=2)
     whole = train(task, "peer:PatchTST", config, seed=0, run_dir=tmp_path / "run", show_progress=False)
     again = train(task, "peer:PatchTST", config, seed=0, run_dir=tmp_path / "run", resume=True, show_progress=False)
-    assert whole.history == again.history
+    assert whole.progress.history == again.progress.history
     assert task.evaluate(whole.model.eval(), "test") == task.evaluate(again.model.eval(), "test")
 
 

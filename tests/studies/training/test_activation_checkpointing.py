@@ -92,7 +92,7 @@ def test_training_is_the_same(tmp_path: Path) -> None:
         return train(task, "mlr:2|2", config, seed=0, run_dir=tmp_path / str(on), show_progress=False)
 
     on, off = trained(True), trained(False)
-    assert on.history == off.history
+    assert on.progress.history == off.progress.history
     assert all(torch.equal(a, b) for a, b in zip(on.model.parameters(), off.model.parameters(), strict=True))
     assert [m.activation_checkpointing for m in on.model.modules() if isinstance(m, Transformer)] == [True]
     # The hardware does one more forward pass.

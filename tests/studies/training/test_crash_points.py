@@ -137,9 +137,9 @@ def listing(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def assert_same(a, b) -> None:
-    assert a.history == b.history
-    assert a.steps == b.steps
-    assert a.best_step == b.best_step
+    assert a.progress.history == b.progress.history
+    assert a.progress.step == b.progress.step
+    assert a.progress.best_step == b.progress.best_step
     weights, others = a.model.state_dict(), b.model.state_dict()
     assert weights.keys() == others.keys()
     assert all(torch.equal(weights[name], others[name]) for name in weights)

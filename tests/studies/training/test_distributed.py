@@ -119,7 +119,7 @@ def trained(folder: Path, task_type: type[TextTask] = TextTask, **training) -> l
     config = TrainingConfig(**TRAINING | training)
     return train(
         task_type(TextConfig(**TASK)), SPEC, config, seed=0, run_dir=folder, resume=True, show_progress=False
-    ).history
+    ).progress.history
 
 
 def same(a: list[dict[str, float]], b: list[dict[str, float]]) -> None:

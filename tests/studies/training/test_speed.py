@@ -65,7 +65,9 @@ def test_a_run_records_its_speed(tmp_path: Path, monkeypatch) -> None:
     config = TrainingConfig(steps=5, batch_size=4, learning_rate=1e-3, eval_every=2, checkpoint_every=2)
     result = train(task, "standard", config, seed=0, run_dir=tmp_path, show_progress=False)
     assert (
-        [entry["step"] for entry in result.progress.speeds] == [entry["step"] for entry in result.history] == [2, 4, 5]
+        [entry["step"] for entry in result.progress.speeds]
+        == [entry["step"] for entry in result.progress.history]
+        == [2, 4, 5]
     )
     seconds = [entry["seconds"] for entry in result.progress.speeds]
     assert 0 < sum(seconds) < result.progress.seconds - 0.9
@@ -75,7 +77,7 @@ def test_a_run_records_its_speed(tmp_path: Path, monkeypatch) -> None:
         assert entry["mfu"] * entry["seconds"] * 1e9 == pytest.approx(3 * flops)
         assert 2**20 < entry["peak_memory_bytes"] <= result.progress.peak_memory_bytes
     assert result.progress.tokens_per_second == pytest.approx(5 * 4 * 16 / sum(seconds))
-    assert result.progress.mfu == pytest.approx(3 * result.history[-1]["compute"] / 1e9 / sum(seconds))
+    assert result.progress.mfu == pytest.approx(3 * result.progress.history[-1]["compute"] / 1e9 / sum(seconds))
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     for tag, name in [

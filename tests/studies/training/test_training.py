@@ -112,18 +112,18 @@ def test_a_run_stopped_in_the_middle_resumes_bit_for_bit(tmp_path: Path, patienc
     assert latest_checkpoint(tmp_path / "cut" / "checkpoints").name == "step-00000014"
     resumed = run(tmp_path / "cut", config, resume=True)
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
-    assert whole.history == resumed.history
-    assert whole.best_step == resumed.best_step
+    assert whole.progress.history == resumed.progress.history
+    assert whole.progress.best_step == resumed.progress.best_step
     again = run(tmp_path / "cut", config, resume=True)
-    assert again.steps == whole.steps
+    assert again.progress.step == whole.progress.step
     assert_same(dict(whole.model.state_dict()), dict(again.model.state_dict()))
 
 
 def test_early_stopping_keeps_the_best_weights(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, steps=400, patience=2, learning_rate=0.3, schedule="constant")
     result = run(tmp_path, config)
-    assert result.steps < 400
-    best = min(entry["validation_mse"] for entry in result.history)
+    assert result.progress.step < 400
+    best = min(entry["validation_mse"] for entry in result.progress.history)
     assert Tiny().evaluate(result.model.eval(), "validation")["mse"] == pytest.approx(best, rel=SIX_DIGITS)
 
 
@@ -183,7 +183,7 @@ def test_settings_that_are_newer_than_a_checkpoint_had_their_defaults(tmp_path: 
     loaded = load_checkpoint(found)
     del loaded.state["settings"]["config"]["activation_checkpointing"]
     save_checkpoint(found.parent, loaded.step, tensors=loaded.tensors, state=loaded.state)
-    assert run(tmp_path, resume=True).steps == CONFIG.steps
+    assert run(tmp_path, resume=True).progress.step == CONFIG.steps
     with pytest.raises(CheckpointError, match="activation_checkpointing = False, now True"):
         run(tmp_path, dataclasses.replace(CONFIG, activation_checkpointing=True), resume=True, task=Blocks())
 

@@ -23,9 +23,9 @@ from structattn.studies.tasks.base import Task
 from structattn.studies.training.checkpoint import has_checkpoints, load_latest
 from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.finished import is_finished
-from structattn.studies.training.memory import PeakMemory
+from structattn.studies.training.memory import peak_memory_bytes, reset_peak_memory
 from structattn.studies.training.processes import named_loss
-from structattn.studies.training.run import Run
+from structattn.studies.training.run import TrainingRun
 from structattn.studies.training.speed import SpeedMeter, matmul_rate, wait_for_device
 from structattn.studies.training.step import train_step
 
@@ -44,23 +44,8 @@ class TrainingResult:
     model: Any
     progress: Progress
 
-    @property
-    def history(self) -> tuple[dict[str, float], ...]:
-        """See ``Progress``."""
-        return self.progress.history
 
-    @property
-    def steps(self) -> int:
-        """See ``Progress.step``."""
-        return self.progress.step
-
-    @property
-    def best_step(self) -> int:
-        """See ``Progress``."""
-        return self.progress.best_step
-
-
-def _collect(run: Run, losses: list[Tensor]) -> tuple[float, int]:
+def _collect(run: TrainingRun, losses: list[Tensor]) -> tuple[float, int]:
     """Adds the losses of the last steps to the record; only here the loop waits for the device and the other processes.
 
     Returns:
@@ -109,7 +94,7 @@ class _Board:
             self._writer.close()
 
 
-def _validate(run: Run, board: _Board) -> bool:
+def _validate(run: TrainingRun, board: _Board) -> bool:
     """Scores the model, keeps the best weights; returns whether to stop early."""
     state = run.state
     run.model.eval()
@@ -131,7 +116,7 @@ def _validate(run: Run, board: _Board) -> bool:
     return run.config.patience is not None and state.bad_validations >= run.config.patience
 
 
-def _speed_meter(run: Run) -> SpeedMeter:
+def _speed_meter(run: TrainingRun) -> SpeedMeter:
     accelerator = run.accelerator
     dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
     # All processes measure at once, so that those that share a machine also share it in the measurement.
@@ -140,10 +125,10 @@ def _speed_meter(run: Run) -> SpeedMeter:
     return SpeedMeter(peak=peak, passes=4 if run.config.activation_checkpointing else 3)
 
 
-def _record_speed(run: Run, meter: SpeedMeter, memory: PeakMemory, board: _Board) -> None:
+def _record_speed(run: TrainingRun, meter: SpeedMeter, board: _Board) -> None:
     """Adds an entry to ``speeds``, measured by the main process, and to TensorBoard."""
     step = run.state.step
-    speed, peak = meter.read(), memory.peak_bytes()
+    speed, peak = meter.read(), peak_memory_bytes()
     run.state.speeds.append({"step": step} | speed | {"peak_memory_bytes": peak})
     for name in ("tokens_per_second", "mfu", "hfu"):
         board.add(f"speed/{name}", speed[name], step)
@@ -151,7 +136,7 @@ def _record_speed(run: Run, meter: SpeedMeter, memory: PeakMemory, board: _Board
 
 
 def _loop(
-    run: Run,
+    run: TrainingRun,
     show_progress: bool,
     on_steps: Callable[[int], None],
     on_evaluation: Callable[[dict[str, float]], None],
@@ -160,8 +145,7 @@ def _loop(
     main = run.accelerator.is_main_process
     board = _Board(run.run_dir / "tensorboard" if main else None, state.step)
     meter = _speed_meter(run)
-    memory = PeakMemory()
-    memory.start()
+    reset_peak_memory()
     before, started = state.seconds, time.perf_counter()
     bar = progress_bar(total=config.steps, initial=state.step, desc=run.spec, unit="step", show=show_progress and main)
     alone = run.accelerator.num_processes == 1
@@ -194,7 +178,7 @@ def _loop(
                 wait_for_device(run.accelerator.device)
                 meter.stop()
             if validates:
-                _record_speed(run, meter, memory, board)
+                _record_speed(run, meter, board)
                 stop = _validate(run, board)
                 on_evaluation(state.history[-1])
             state.seconds = before + time.perf_counter() - started
@@ -204,7 +188,7 @@ def _loop(
                     raise interrupt.Stopped(asked)
             if validates or saves:
                 meter.start()
-        state.peak_memory_bytes = memory.peak_bytes()
+        state.peak_memory_bytes = peak_memory_bytes()
         run.finish()
     finally:
         bar.close()
@@ -252,7 +236,7 @@ def train(
     check_int("seed", seed, minimum=0, maximum=MAX_SEED)
     if not resume and (is_finished(run_dir) or has_checkpoints(run_dir / "checkpoints")):
         raise ConfigError(f"{run_dir} already holds a run: resume it, or use another folder")
-    run = Run(task, spec, config, seed, run_dir)
+    run = TrainingRun(task, spec, config, seed, run_dir)
     tell = on_steps or (lambda _: None)
     tell_evaluation = on_evaluation or (lambda _: None)
     with named_loss(run.accelerator.process_index, run.accelerator.num_processes):

@@ -20,12 +20,7 @@ from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import Task
 from structattn.studies.training import processes, sharding
 from structattn.studies.training.build import build_model, build_optimizer, checkpoint_activations, compiled
-from structattn.studies.training.checkpoint import (
-    Checkpoint,
-    has_checkpoints,
-    latest_checkpoint,
-    save_checkpoint,
-)
+from structattn.studies.training.checkpoint import Checkpoint, has_checkpoints, latest_checkpoint, save_checkpoint
 from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.finished import is_finished, progress_of, read_finished, write_finished
 from structattn.studies.training.identity import check_identity, identity_of
@@ -56,7 +51,7 @@ class LoopState:
         return read_as(Progress, without_state(dataclasses.asdict(self)), "the progress of the run")
 
 
-class Run:
+class TrainingRun:
     """The model and the optimiser of a run, over all processes, and their checkpoints.
 
     The model is whole in every process, with gradients averaged (DDP), or sharded where the launcher asks for FSDP. Checkpoints
@@ -65,7 +60,7 @@ class Run:
 
     def __init__(self, task: Task, spec: str, config: TrainingConfig, seed: int, run_dir: Path) -> None:
         self.task, self.spec, self.config, self.seed, self.run_dir = task, spec, config, seed, run_dir
-        self.shards = sharding.is_requested()
+        is_sharded = sharding.is_requested()
         processes.follow_launcher()
         timeout = InitProcessGroupKwargs(timeout=processes.group_timeout(config.process_timeout))
         # accelerate would shard on GPUs only, and by the launcher's version of FSDP: so ``sharding`` does it instead.
@@ -82,6 +77,7 @@ class Run:
                 f"training.batch_size must divide by the number of processes: got {config.batch_size} and "
                 f"{self.accelerator.num_processes}"
             )
+        self.is_sharded = is_sharded and self.accelerator.num_processes > 1
         torch.manual_seed(seed)
         self.model: nn.Module = build_model(task, spec, config.parametrization)
         if config.activation_checkpointing:
@@ -89,35 +85,27 @@ class Run:
         self.best: dict[str, Tensor] = {}
         self.state = LoopState()
         self.identity = identity_of(task, spec, config, seed)
+        self.checkpoints = run_dir / "checkpoints"
 
     def prepare_evaluation(self) -> None:
         """Puts the model on the device; sharded, it is shared among the processes."""
-        if self._is_sharded:
+        if self.is_sharded:
             sharding.shard(self.model, self.accelerator.device)
         else:
             self.model = self.accelerator.unwrap_model(self.accelerator.prepare_model(self.model, evaluation_mode=True))
 
     def prepare_training(self) -> None:
         """Puts the model on the device, shares it among the processes, and builds its optimiser."""
-        if self._is_sharded:
+        if self.is_sharded:
             # The parameters are new objects afterwards: the optimiser is built last.
             self.wrapped: nn.Module = sharding.shard(self.model, self.accelerator.device)
             self.optimizer = self.accelerator.prepare_optimizer(build_optimizer(self.model, self.config))
         else:
-            self.wrapped, self.optimizer = self.accelerator.prepare(
-                self.model, build_optimizer(self.model, self.config)
-            )
+            optimizer = build_optimizer(self.model, self.config)
+            self.wrapped, self.optimizer = self.accelerator.prepare(self.model, optimizer)
             self.model = self.accelerator.unwrap_model(self.wrapped)
         self.trained = compiled(self.wrapped) if self.config.compile else self.wrapped
         self.names = {p: name for name, p in self.model.named_parameters()}
-
-    @property
-    def _is_sharded(self) -> bool:
-        return self.shards and self.accelerator.num_processes > 1
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.run_dir / "checkpoints"
 
     def save(self) -> None:
         """Writes a checkpoint of the current state; all processes call it together, the main one writes.
@@ -215,26 +203,21 @@ class Run:
         self.best = {name: sharding.kept(value) for name, value in self.model.state_dict().items()}
 
     def finish(self) -> None:
-        """Marks the run as finished, loads the best weights, and writes the model and its record."""
+        """Marks the run as finished and writes its last checkpoint and its result."""
         self.state.finished = True
         self.save()
         self.write_result()
 
     def write_result(self) -> None:
-        """Loads the best weights and writes the model and its record: after this the run is read and never written."""
-        self.load_best()
+        """Loads the best weights, if early stopping kept them, and writes the model and its record: after this no file of the run changes."""
+        if self.best:
+            self.load(self.best)
         main = self.accelerator.is_main_process
         tensors = sharding.whole(dict(self.model.state_dict()), keep=main)
         if main:
-            record = RunRecord(
-                **self.identity, record=self.task.record(), progress=self.state.progress(), model_sha256=""
-            )
+            progress = self.state.progress()
+            record = RunRecord(**self.identity, record=self.task.record(), progress=progress, model_sha256="")
             for folder in (self.checkpoints, self.run_dir):
                 remove_temporary(folder)  # of killed saves: nothing else removes them from here on
             write_finished(self.run_dir, record, tensors)
         self.accelerator.wait_for_everyone()
-
-    def load_best(self) -> None:
-        """Loads the best weights into the model, if early stopping kept them."""
-        if self.best:
-            self.load(self.best)

@@ -6,12 +6,11 @@ Sharding is chosen at launch and is not a setting of the run, so that a run may 
 from __future__ import annotations
 
 import os
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from structattn.errors import ConfigError
@@ -78,16 +77,6 @@ def shard(model: nn.Module, device: torch.device) -> nn.Module:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshards_after_forward())
     fully_shard(model, mesh=mesh)
     return model
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether ``shard`` was applied to it."""
-    return isinstance(model, FSDPModule)
-
-
-def exchange_gradients(model: nn.Module, on: bool) -> None:
-    """Whether the next backward passes of a sharded model exchange gradients, or only add them up."""
-    cast(FSDPModule, model).set_requires_gradient_sync(on)
 
 
 def whole(tensors: dict[str, Tensor], *, keep: bool) -> dict[str, Tensor]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from typing import cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from structattn.seeds import derive_seed
 from structattn.studies.tasks.base import Batch
-from structattn.studies.training import sharding
-from structattn.studies.training.run import Run
+from structattn.studies.training.run import TrainingRun
 from structattn.studies.training.schedule import learning_rate_at
 
 
-def train_step(run: Run) -> tuple[Tensor, float]:
+def train_step(run: TrainingRun) -> tuple[Tensor, float]:
     """One optimiser step; returns the loss, still on its device, and the learning rate."""
     step, config, accelerator = run.state.step, run.config, run.accelerator
     # Dropout is a function of (seed, step) too, so no random state is stored to resume bit for bit.
@@ -42,34 +42,20 @@ def _own_share(batch: Batch, accelerator: Accelerator) -> Batch:
     return {key: value.to(accelerator.device, non_blocking=True) for key, value in share.items()}
 
 
-def _backward(run: Run, batch: Batch) -> Tensor:
+def _backward(run: TrainingRun, batch: Batch) -> Tensor:
     """Gradients of the mean loss over this process's share of a batch, in as many passes as fit; returns that loss."""
     count = len(next(iter(batch.values())))
     size = run.config.micro_batch_size or count
-    parts = [{name: value[i : i + size] for name, value in batch.items()} for i in range(0, count, size)]
-    total = None
-    for part in parts:
-        # Processes exchange gradients once, after the last pass.
-        waits = nullcontext() if part is parts[-1] else _without_exchange(run)
-        with waits:
+    losses = []
+    for start in range(0, count, size):
+        part = {name: value[start : start + size] for name, value in batch.items()}
+        exchanges = start + size >= count  # processes exchange gradients once, in the last pass
+        if run.is_sharded:
+            cast(FSDPModule, run.model).set_requires_gradient_sync(exchanges)
+        with nullcontext() if exchanges or run.is_sharded else run.accelerator.no_sync(run.wrapped):
             with run.accelerator.autocast():
                 loss = run.task.loss(run.trained, part, run.state.step)
             loss = loss * (len(next(iter(part.values()))) / count)
             run.accelerator.backward(loss)
-        total = loss.detach() if total is None else total + loss.detach()
-    assert total is not None  # a batch has at least one example
-    return total
-
-
-@contextmanager
-def _without_exchange(run: Run) -> Iterator[None]:
-    """Backward passes whose gradients stay in this process."""
-    if not sharding.is_sharded(run.model):
-        with run.accelerator.no_sync(run.wrapped):
-            yield
-        return
-    sharding.exchange_gradients(run.model, False)
-    try:
-        yield
-    finally:
-        sharding.exchange_gradients(run.model, True)
+        losses.append(loss.detach())
+    return sum(losses[1:], start=losses[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from structattn.errors import ConfigError, DataError, nearest_name
+from structattn.studies.data.splits import SPLITS, DataSplit
 
-SeriesSplit = Literal["train", "validation", "test"]
 Floats = npt.NDArray[np.float64]
 Times = npt.NDArray[np.datetime64]
 
@@ -25,7 +24,6 @@ _ETT_HOURS = (8640, 11520, 14400)
 _DAY = 86_400_000_000  # microseconds
 _SEASONS = {"1 day": 7, "1 business day": 5, "1 month": 12, "3 months": 4}
 _ETT_STEPS = {"1 hour": 1, "15 minutes": 4}  # rows per hour
-_SPLITS: tuple[SeriesSplit, ...] = ("train", "validation", "test")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -168,7 +166,7 @@ class WindowedSeries:
         self.std = float(train.std())
         self.scaled: Floats = (series.values - self.mean) / self.std
 
-    def starts(self, split: SeriesSplit) -> range:
+    def starts(self, split: DataSplit) -> range:
         """The row of the first target of each window, in the order of ``windows``.
 
         Args:
@@ -177,14 +175,13 @@ class WindowedSeries:
         Raises:
             ConfigError: no such split.
         """
-        if split not in _SPLITS:
-            raise ConfigError(f"expected a split, got {split!r}. Use one of them: {nearest_name(split, _SPLITS)}")
+        if split not in SPLITS:
+            raise ConfigError(f"expected a split, got {split!r}. Use one of them: {nearest_name(split, SPLITS)}")
         edges = (self.look_back, *self.bounds)
-        i = _SPLITS.index(split)
-        first = edges[0] if i == 0 else edges[i]
-        return range(first, edges[i + 1] - self.horizon + 1)
+        i = SPLITS.index(split)
+        return range(edges[i], edges[i + 1] - self.horizon + 1)
 
-    def windows(self, split: SeriesSplit, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def windows(self, split: DataSplit, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """All windows of a split, as overlapping views of one tensor: do not write into them.
 
         Args:
@@ -209,7 +206,7 @@ class WindowedSeries:
         """
         return scaled * self.std + self.mean
 
-    def times_at(self, split: SeriesSplit, index: int) -> tuple[Times, Times]:
+    def times_at(self, split: DataSplit, index: int) -> tuple[Times, Times]:
         """The times of one window.
 
         Args:
@@ -223,7 +220,7 @@ class WindowedSeries:
         times = self.series.times
         return times[start - self.look_back : start], times[start : start + self.horizon]
 
-    def first_time(self, split: SeriesSplit, index: int) -> str:
+    def first_time(self, split: DataSplit, index: int) -> str:
         """The time of the first target of one window, to the minute, for people."""
         _, times = self.times_at(split, index)
         return str(times[0].astype("datetime64[m]")).replace("T", " ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ _UTC = (
 
 def read_series(path: Path | None, time: str, target: str) -> Series:
     """Reads one column of a CSV file as a time series: see ``read_columns``."""
-    return _read(path, time, lambda table: [_column(target, table)])[0]
+    table = Table(path, time)
+    return _read(table, time, [_column(target, table)])[0]
 
 
 def read_columns(path: Path | None, time: str, target: str) -> list[Series]:
@@ -48,23 +48,24 @@ def read_columns(path: Path | None, time: str, target: str) -> list[Series]:
         DataError: the file, a column, a value or the spacing of the times is not usable.
         MissingDependencyError: pandas is not installed.
     """
+    table = Table(path, time)
+    return _read(table, time, _targets(table, time, target))
 
-    def choose(table: Table) -> list[str]:
-        if target.strip() in table.columns:
-            return [target.strip()]
-        if target == ALL_COLUMNS:
-            if "" in table.columns:
-                raise DataError(
-                    f"{table.source}: expected a name of every column, got none of column {table.columns.index('') + 1}. Name it, "
-                    "or name the columns to forecast with --target"
-                )
-            return [column for column in table.columns if column != time.strip()]
-        names = [_column(name, table) for name in target.split(",")]
-        if len(set(names)) != len(names):
-            raise DataError(f"{table.source}: columns must be unique, got {target!r}. Leave out the second one.")
-        return names
 
-    return _read(path, time, choose)
+def _targets(table: Table, time: str, target: str) -> list[str]:
+    if target.strip() in table.columns:
+        return [target.strip()]
+    if target == ALL_COLUMNS:
+        if "" in table.columns:
+            raise DataError(
+                f"{table.source}: expected a name of every column, got none of column {table.columns.index('') + 1}. Name it, "
+                "or name the columns to forecast with --target"
+            )
+        return [column for column in table.columns if column != time.strip()]
+    names = [_column(name, table) for name in target.split(",")]
+    if len(set(names)) != len(names):
+        raise DataError(f"{table.source}: columns must be unique, got {target!r}. Leave out the second one.")
+    return names
 
 
 def _column(name: str, table: Table) -> str:
@@ -76,10 +77,8 @@ def _column(name: str, table: Table) -> str:
     return name.strip()
 
 
-def _read(path: Path | None, time: str, choose: Callable[[Table], list[str]]) -> list[Series]:
-    table = Table(path, time)
+def _read(table: Table, time: str, targets: list[str]) -> list[Series]:
     source = table.source
-    targets = choose(table)
     if not targets:
         raise DataError(f"{source}: expected a column other than the times, got none. Add one with the values.")
     values = [_parse_values(table.numbers(name), name, source) for name in targets]
@@ -139,11 +138,8 @@ def _parse_times(cells: list[str], column: str, source: str) -> Times:
         if not complete:
             # Quote the row where the best reading fails.
             bad = max(int(np.flatnonzero(r.isna().to_numpy())[0]) for r in readings)
-            hint = (
-                " (a number, such as of a row or of seconds since 1970, is not a date)"
-                if _NUMBER.fullmatch(cells[bad])
-                else ""
-            )
+            number = " (a number, such as of a row or of seconds since 1970, is not a date)"
+            hint = number if _NUMBER.fullmatch(cells[bad]) else ""
             raise DataError(
                 f"{source}: expected a time in every row of column {column!r}, got {cells[bad]!r} in row "
                 f"{row_of(bad)} of the file{hint}. Write the times as YYYY-MM-DD HH:MM:SS, all in the same way, in UTC or with "

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +19,14 @@ from structattn.errors import CheckpointError, DataError
 from structattn.files import read_signed
 from structattn.studies.data.corpus.tokenizers import Tokenizer, tokenizer_from
 from structattn.studies.data.plain_text import is_there
+from structattn.studies.data.splits import SPLITS, DataSplit
 
-CorpusSplit = Literal["train", "validation", "test"]
-SPLITS: tuple[CorpusSplit, ...] = get_args(CorpusSplit)
 FORMAT = 1
 MANIFEST = "manifest.json"
 # Version 0.1.0 did not sign its manifests.
 _UNSIGNED = ("format", "settings", "tokenizer", "vocab_size", "dtype", "documents", "characters", "splits", "sha256")
 LENGTH_TYPE = np.dtype("<u4")
+_HINT = "Prepare it with `structattn data prepare text`"
 
 
 @dataclass(frozen=True)
@@ -119,16 +119,11 @@ class Corpus:
             self.splits: dict[str, Tokens] = {name: self._open(name) for name in SPLITS}
         except DataError:
             raise
-        except KeyError as error:
-            raise DataError(
-                f"{folder / MANIFEST}: expected the manifest of a corpus, got one without {error}. {_HINT}"
-            ) from None
-        except (AttributeError, TypeError):
-            raise DataError(
-                f"{folder / MANIFEST}: expected the manifest of a corpus, got a field of a wrong type. {_HINT}"
-            ) from None
-        except ValueError as error:
-            raise DataError(f"{folder / MANIFEST}: expected the manifest of a corpus, got {error}. {_HINT}") from None
+        except (KeyError, AttributeError, TypeError, ValueError) as error:
+            got = str(error) if isinstance(error, ValueError) else "a field of a wrong type"
+            if isinstance(error, KeyError):
+                got = f"one without {error}"
+            raise DataError(f"{folder / MANIFEST}: expected the manifest of a corpus, got {got}. {_HINT}") from None
 
     @property
     def sha256(self) -> str:
@@ -136,7 +131,7 @@ class Corpus:
         content = {name: self.manifest[name] for name in ("tokenizer", "dtype", "splits")}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def _open(self, split: str) -> Tokens:
+    def _open(self, split: DataSplit) -> Tokens:
         arrays: list[npt.NDArray[Any]] = []
         lengths: list[npt.NDArray[Any]] = []
         for shard in self.manifest["splits"][split]["shards"]:
@@ -145,7 +140,9 @@ class Corpus:
                 raise ValueError(f"a shard of {split} has {counts[0]!r} tokens in {counts[1]!r} documents")
             file = self._checked(shard["file"], shard["tokens"] * self._type.itemsize)
             path = self._checked(shard["lengths_file"], shard["documents"] * LENGTH_TYPE.itemsize)
-            arrays.append(_mapped(file).view(self._type))
+            # NumPy's mapping would keep every file open, and there may be thousands.
+            mapped = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8).numpy()
+            arrays.append(mapped.view(self._type))
             lengths.append(np.fromfile(path, dtype=LENGTH_TYPE))
             if (total := int(lengths[-1].sum(dtype=np.int64))) != shard["tokens"]:
                 raise DataError(
@@ -189,11 +186,3 @@ def _digest(path: Path, size: int, changed: int) -> str:
     """The hash of a file as it was at a time, in nanoseconds."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _mapped(path: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of a file, memory-mapped. NumPy's mapping would keep every file open, and there may be thousands."""
-    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8).numpy()
-
-
-_HINT = "Prepare it with `structattn data prepare text`"

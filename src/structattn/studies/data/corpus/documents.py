@@ -95,42 +95,35 @@ class Source:
             return
         with open_text(path, "a text file") as file:
             yield from (
-                _json_lines(file, path, self.text_column) if of_lines else _pieces(file, path, self.document_start)
+                _json_lines(file, path, self.text_column) if of_lines else _cut(file, path, self.document_start)
             )
 
 
 def _texts_in(root: Path) -> Iterator[str]:
-    """The text files below a folder in the order of their paths, without hidden ones; links to folders are not followed.
-
-    Cost: memory of the names in one folder.
-    """
-    left = [f"{root}{os.sep}"]  # the next one is the last; folders end with a slash
+    """The text files below a folder in the order of their paths, without hidden ones; links to folders are not followed."""
+    left = [(str(root), True)]  # paths, and whether each is a folder; the next one is the last
     while left:
-        path = left.pop()
-        if not path.endswith(os.sep):
+        path, is_folder = left.pop()
+        if not is_folder:
             yield path
             continue
-        names, folders = [], set()
         try:
             with os.scandir(path) as entries:
-                for entry in entries:
-                    name = entry.name
-                    if name.startswith("."):
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.add(name)
-                    elif not name.lower().endswith(_READ) or not entry.is_file():
-                        continue
-                    names.append(name)
+                shown = ((entry, entry.is_dir(follow_symlinks=False)) for entry in entries if entry.name[0] != ".")
+                found = [
+                    (entry.path, is_inner)
+                    for entry, is_inner in shown
+                    if is_inner or (entry.name.lower().endswith(_READ) and entry.is_file())
+                ]
         except OSError as error:
             raise ReadingStoppedError(
-                f"the folder {Path(path)} cannot be read: {error.strerror or error}. Check its permissions"
+                f"the folder {path} cannot be read: {error.strerror or error}. Check its permissions"
             ) from error
-        names.sort(reverse=True)
-        left += [f"{path}{name}{os.sep}" if name in folders else path + name for name in names]
+        left += sorted(found, reverse=True)
 
 
-def _pieces(file: IO[str], path: str, start: str) -> Iterator[Document]:
+def _cut(file: IO[str], path: str, start: str) -> Iterator[Document]:
+    """A document from each line that begins with ``start`` to the next one."""
     lines: list[str] = []
     begun = 1
     for number, line in enumerate(file, start=1):
@@ -148,23 +141,20 @@ def _json_lines(file: IO[str], path: str, column: str) -> Iterator[Document]:
         where = f"{path}, line {number}"
         try:
             record = json.loads(line)
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # not only invalid JSON: also numbers that are too long and lists that are too deep
+        except (ValueError, RecursionError) as error:  # also numbers that are too long and lists that are too deep
             raise DataError(f"{where}: expected JSON, one record in each line, got: {error}") from None
         yield Document(_field(record, column, where), where)
 
 
 def _field(record: Any, column: str, where: str) -> str:
-    value = record.get(column) if isinstance(record, dict) else None
-    if not isinstance(value, str) and isinstance(record, dict) and column in record:
-        raise DataError(f"{where}: expected a text in the field {column!r}, got {describe(value)}: correct the record")
-    if not isinstance(value, str):
+    if not isinstance(record, dict) or column not in record:
         has = (", ".join(map(str, record)) or "no field") if isinstance(record, dict) else "a record without fields"
         raise DataError(
             f"{where}: expected a text in the field {column!r}, got {has}. Name another with `structattn data prepare text --text-column`"
         )
+    value = record[column]
+    if not isinstance(value, str):
+        raise DataError(f"{where}: expected a text in the field {column!r}, got {describe(value)}: correct the record")
     return value
 
 

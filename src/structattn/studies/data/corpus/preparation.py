@@ -16,11 +16,12 @@ from structattn.checks import check_choice, check_int, check_number
 from structattn.errors import CheckpointError, ConfigError, DataError
 from structattn.files import TEMPORARY, read_signed, remove_temporary, signed, write_atomic
 from structattn.progress import progress_bar
-from structattn.studies.data.corpus.corpus import MANIFEST, SPLITS, Corpus, CorpusSplit
+from structattn.studies.data.corpus.corpus import MANIFEST, Corpus
 from structattn.studies.data.corpus.documents import Source
 from structattn.studies.data.corpus.shards import PROGRESS, ShardWriter
 from structattn.studies.data.corpus.tokenizers import BytePairs, Bytes, Characters, Tokenizer, tokenizer_from
 from structattn.studies.data.plain_text import ReadingStoppedError
+from structattn.studies.data.splits import SPLITS, DataSplit
 from structattn.studies.folders import OF_EVERY_FOLDER, Owner, opened
 
 _RECORD = ("settings", "files", "tokenizer", "documents", "characters", "splits")
@@ -75,7 +76,7 @@ class PrepareConfig:
             raise ConfigError(f"{self.tokens} have a token for every character: unknown=drop is only for chars")
 
 
-def split_of(text: str, validation: float, test: float) -> CorpusSplit:
+def split_of(text: str, validation: float, test: float) -> DataSplit:
     """The split of a document, by a hash of its text."""
     digest = hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
     place = int.from_bytes(digest[:8], "little") / 2**64
@@ -111,7 +112,7 @@ def prepare(
 
     Cost: memory of one document and ``shard_tokens`` tokens of each split.
     """
-    settings = _settings(config)
+    settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     owner = Owner(command="data prepare", task="text", settings=settings)
     with opened(out, owner, resume=resume, record=_recorded_settings):
         return _prepared(config, out, settings, show_progress, on_open or (lambda _: None))
@@ -124,14 +125,25 @@ def _prepared(
     progress = _begun(out)
     if progress is not None and (out / MANIFEST).exists():
         if Path(config.source.path).exists():
-            _check_files(out, progress, _Survey.of(config.source))
+            _check_files(out, progress, _fingerprint(config.source)[0])
         return Corpus(out).manifest
     on_open(out)
-    survey = _Survey.of(config.source)
+    fingerprint, size = _fingerprint(config.source)
     if progress is not None:
-        _check_files(out, progress, survey)
+        _check_files(out, progress, fingerprint)
+    remove_temporary(out)
     try:
-        writer = _written(config, out, settings, survey, progress, show_progress)
+        with progress_bar(total=size, unit="B", unit_scale=True, show=show_progress, desc="reading") as bar:
+            tokenizer = _tokenizer(config) if progress is None else tokenizer_from(progress["tokenizer"])
+            writer = ShardWriter(out, tokenizer, settings, fingerprint, progress)
+            bar.update(writer.num_characters)
+            for document in config.source.documents(skip=writer.num_documents):
+                split = split_of(document.text, config.validation, config.test)
+                waiting = writer.add(split, tokenizer.encode(document.text, document.name), len(document.text))
+                bar.update(len(document.text))
+                if waiting >= config.shard_tokens:
+                    writer.flush()
+            writer.flush()
         manifest = writer.manifest()
         _check_splits(manifest, config)
     except ReadingStoppedError:
@@ -141,36 +153,6 @@ def _prepared(
         raise
     write_atomic(out / MANIFEST, signed(manifest))
     return manifest
-
-
-def _written(
-    config: PrepareConfig,
-    out: Path,
-    settings: dict[str, Any],
-    survey: _Survey,
-    progress: dict[str, Any] | None,
-    show_progress: bool,
-) -> ShardWriter:
-    """Writes all missing shards."""
-    remove_temporary(out)
-    with progress_bar(total=survey.size, unit="B", unit_scale=True, show=show_progress, desc="reading") as bar:
-        tokenizer = _tokenizer(config) if progress is None else tokenizer_from(progress["tokenizer"])
-        writer = ShardWriter(out, tokenizer, settings, survey.fingerprint, progress)
-        bar.update(writer.num_characters)
-        for document in config.source.documents(skip=writer.num_documents):
-            split = split_of(document.text, config.validation, config.test)
-            waiting = writer.add(split, tokenizer.encode(document.text, document.name), len(document.text))
-            bar.update(len(document.text))
-            if waiting >= config.shard_tokens:
-                writer.flush()
-        writer.flush()
-    return writer
-
-
-def _settings(config: PrepareConfig) -> dict[str, Any]:
-    """The settings that decide what is written, as plain data."""
-    settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
-    return settings
 
 
 def _recorded_settings(out: Path) -> dict[str, Any] | None:
@@ -214,39 +196,27 @@ def _discard(out: Path) -> None:
             path.unlink()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Survey:
-    """The files of a source, read only from their folders.
-
-    Attributes:
-        fingerprint: a hash of their names and sizes; ``None`` for a data set.
-        size: the bytes of all, ``None`` for a data set or where some are compressed.
-    """
-
-    fingerprint: str | None
-    size: int | None
-
-    @classmethod
-    def of(cls, source: Source) -> _Survey:
-        files = source.files()
-        if files is None:
-            return cls(fingerprint=None, size=None)
-        digest, size, compressed = hashlib.sha256(), 0, False
-        for path in files:
-            try:
-                found = os.stat(path).st_size  # noqa: PTH116 - a Path takes as long as the call
-            except OSError as error:
-                raise ReadingStoppedError(f"{path} cannot be read: {error.strerror or error}") from error
-            digest.update(f"{path}\0{found}\n".encode(errors="surrogateescape"))
-            size += found
-            compressed = compressed or path.lower().endswith(".gz")
-        return cls(fingerprint=digest.hexdigest(), size=None if compressed else size)
+def _fingerprint(source: Source) -> tuple[str | None, int | None]:
+    """A hash of the names and sizes of the files of a source, ``None`` for a data set; and their bytes, ``None`` where some are compressed."""
+    files = source.files()
+    if files is None:
+        return None, None
+    digest, size, compressed = hashlib.sha256(), 0, False
+    for path in files:
+        try:
+            found = os.stat(path).st_size  # noqa: PTH116 - a Path takes as long as the call
+        except OSError as error:
+            raise ReadingStoppedError(f"{path} cannot be read: {error.strerror or error}") from error
+        digest.update(f"{path}\0{found}\n".encode(errors="surrogateescape"))
+        size += found
+        compressed = compressed or path.lower().endswith(".gz")
+    return digest.hexdigest(), None if compressed else size
 
 
-def _check_files(out: Path, progress: dict[str, Any], survey: _Survey) -> None:
+def _check_files(out: Path, progress: dict[str, Any], fingerprint: str | None) -> None:
     """Documents are skipped by number: with other files, some would be skipped and others repeated."""
     begun = progress.get("files")
-    if begun is not None and survey.fingerprint != begun:
+    if begun is not None and fingerprint != begun:
         raise ConfigError(
             f"{out} was begun when its source had other files, or files of other sizes: begin anew in another folder"
         )
@@ -265,9 +235,8 @@ def _training_texts(config: PrepareConfig) -> Iterator[str]:
     left = config.bpe_characters
     for document in config.source.documents():
         if split_of(document.text, config.validation, config.test) == "train":
-            Bytes().encode(
-                document.text, document.name
-            )  # text that UTF-8 cannot encode is reported here, since the library gives no position
+            # Text that UTF-8 cannot encode is reported here, since the library gives no position.
+            Bytes().encode(document.text, document.name)
             yield document.text[:left]
             left -= len(document.text)
             if left <= 0:
@@ -288,12 +257,9 @@ def _check_splits(manifest: dict[str, Any], config: PrepareConfig) -> None:
     count = manifest["documents"]
     for name in SPLITS:
         if not manifest["splits"][name]["tokens"]:
-            few = _few_different(config.source)
-            same = (
-                f", but only {few} different, and equal ones are in one split"
-                if few is not None and few < count
-                else " in all"
-            )
+            few, same = _few_different(config.source), " in all"
+            if few is not None and few < count:
+                same = f", but only {few} different, and equal ones are in one split"
             raise DataError(
                 f"{config.source.path}: expected documents for each split, got {count}{same}, and none for {name}. Give more "
                 "documents (--document-start cuts a file into several), or larger shares"

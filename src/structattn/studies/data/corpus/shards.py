@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from structattn.files import signed, write_atomic
-from structattn.studies.data.corpus.corpus import FORMAT, LENGTH_TYPE, SPLITS, CorpusSplit
+from structattn.studies.data.corpus.corpus import FORMAT, LENGTH_TYPE
 from structattn.studies.data.corpus.tokenizers import Tokenizer
+from structattn.studies.data.splits import SPLITS, DataSplit
 
 PROGRESS = "progress.json"
 
@@ -60,55 +61,59 @@ class ShardWriter:
         files: str | None,
         progress: dict[str, Any] | None,
     ) -> None:
-        self.out, self.tokenizer, self.settings, self.files = out, tokenizer, settings, files
-        self.dtype = np.dtype(
-            "<u1" if tokenizer.vocab_size <= 2**8 else "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
-        )
-        self.num_documents = 0 if progress is None else int(progress["documents"])
-        self.num_characters = 0 if progress is None else int(progress["characters"])
-        self.buffers = {
-            name: _Buffer(self.dtype, [] if progress is None else progress["splits"][name]) for name in SPLITS
+        self.out, self.vocab_size = out, tokenizer.vocab_size
+        self.dtype = np.dtype("<u1" if self.vocab_size <= 2**8 else "<u2" if self.vocab_size <= 2**16 else "<u4")
+        before = progress or {"documents": 0, "characters": 0, "splits": {name: [] for name in SPLITS}}
+        self._record: dict[str, Any] = {
+            "settings": settings,
+            "files": files,
+            "tokenizer": tokenizer.description(),
+            "documents": int(before["documents"]),
+            "characters": int(before["characters"]),
+            "splits": {name: before["splits"][name] for name in SPLITS},
         }
+        self._buffers = {name: _Buffer(self.dtype, shards) for name, shards in self._record["splits"].items()}
 
-    def add(self, split: CorpusSplit, tokens: npt.NDArray[Any], characters: int) -> int:
+    @property
+    def num_documents(self) -> int:
+        """The documents that were added, here and in earlier calls."""
+        return int(self._record["documents"])
+
+    @property
+    def num_characters(self) -> int:
+        """Their characters."""
+        return int(self._record["characters"])
+
+    def add(self, split: DataSplit, tokens: npt.NDArray[Any], characters: int) -> int:
         """Adds a document; returns the number of tokens of this split in memory."""
         if len(tokens):
-            self.buffers[split].add(tokens)
-        self.num_documents += 1
-        self.num_characters += characters
-        return self.buffers[split].num_tokens
+            self._buffers[split].add(tokens)
+        self._record["documents"] += 1
+        self._record["characters"] += characters
+        return self._buffers[split].num_tokens
 
     def flush(self) -> None:
         """Writes the documents in memory, then their record: shards without a record are written again."""
-        for split, buffer in self.buffers.items():
+        for split, buffer in self._buffers.items():
             buffer.write(self.out, split)
-        write_atomic(self.out / PROGRESS, signed(self._record()))
-
-    def _record(self) -> dict[str, Any]:
-        return {
-            "settings": self.settings,
-            "files": self.files,
-            "tokenizer": self.tokenizer.description(),
-            "documents": self.num_documents,
-            "characters": self.num_characters,
-            "splits": {name: buffer.shards for name, buffer in self.buffers.items()},
-        }
+        write_atomic(self.out / PROGRESS, signed(self._record))
 
     def manifest(self) -> dict[str, Any]:
+        """The contents of ``manifest.json``, when everything is written."""
         splits = {
             name: {
-                "documents": sum(shard["documents"] for shard in buffer.shards),
-                "tokens": sum(shard["tokens"] for shard in buffer.shards),
-                "shards": buffer.shards,
+                "documents": sum(shard["documents"] for shard in shards),
+                "tokens": sum(shard["tokens"] for shard in shards),
+                "shards": shards,
             }
-            for name, buffer in self.buffers.items()
+            for name, shards in self._record["splits"].items()
         }
         hashes = [shard["file_sha256"] + shard["lengths_file_sha256"] for s in splits.values() for shard in s["shards"]]
         return {
             "format": FORMAT,
-            "settings": self.settings,
-            "tokenizer": self.tokenizer.description(),
-            "vocab_size": self.tokenizer.vocab_size,
+            "settings": self._record["settings"],
+            "tokenizer": self._record["tokenizer"],
+            "vocab_size": self.vocab_size,
             "dtype": self.dtype.str,
             "documents": self.num_documents,
             "characters": self.num_characters,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -162,7 +162,7 @@ class BytePairs:
             initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(_nonempty(texts), trainer)
+        tokenizer.train_from_iterator((text for text in texts if text), trainer)
         return cls(tokenizer.to_str())
 
     def encode(self, text: str, source: str = "the text") -> Ids:
@@ -179,10 +179,6 @@ class BytePairs:
 
     def description(self) -> dict[str, Any]:
         return {"kind": "bpe", "definition": json.loads(self._definition)}
-
-
-def _nonempty(texts: Iterable[str]) -> Iterator[str]:
-    return (text for text in texts if text)
 
 
 def _library() -> Any:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from structattn.errors import ConfigError, ShapeError
 from structattn.progress import counted
-from structattn.studies.data.series import SeriesSplit, WindowedSeries
+from structattn.studies.data.series import WindowedSeries
+from structattn.studies.data.splits import DataSplit
 from structattn.studies.tasks.base import Baseline
 
 PENALTIES = (1e-6, 1.0, 10.0, 100.0, 1000.0, 10000.0)
@@ -103,7 +104,7 @@ def forecast_baselines(data: WindowedSeries, season: int | None) -> list[Baselin
 
 
 def _score(name: str, method: Callable[[Tensor], Tensor], data: WindowedSeries, note: str) -> Baseline:
-    def errors(split: SeriesSplit) -> tuple[Tensor, Tensor]:
+    def errors(split: DataSplit) -> tuple[Tensor, Tensor]:
         return mean_errors((method(X), Y) for X, Y in _windows(data, split, f"{name}, {split}"))
 
     squared, absolute = errors("test")
@@ -117,7 +118,7 @@ def _score(name: str, method: Callable[[Tensor], Tensor], data: WindowedSeries, 
     )
 
 
-def _windows(data: WindowedSeries, split: SeriesSplit, text: str) -> Iterator[tuple[Tensor, ...]]:
+def _windows(data: WindowedSeries, split: DataSplit, text: str) -> Iterator[tuple[Tensor, ...]]:
     """The windows of a split in float64, in spans."""
     return counted(chunks(*data.windows(split, torch.from_numpy(data.scaled))), text)
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from structattn.studies.data.series import Series, SeriesSplit, WindowedSeries
+from structattn.studies.data.series import Series, WindowedSeries
+from structattn.studies.data.splits import DataSplit
 from structattn.studies.tasks.base import Baseline
 from structattn.studies.tasks.forecast.baselines import forecast_baselines, forecast_metrics
 
@@ -33,7 +34,7 @@ class WindowedChannels:
         """The columns that the series came from."""
         return [channel.series.name for channel in self.channels]
 
-    def windows(self, split: SeriesSplit) -> tuple[Tensor, Tensor]:
+    def windows(self, split: DataSplit) -> tuple[Tensor, Tensor]:
         """As of ``WindowedSeries``: float32 views of shapes ``(n, channels, look_back)`` and ``(n, channels, horizon)``."""
         X, Y = self.channels[0].windows(split, self._scaled)
         return X.transpose(0, 1), Y.transpose(0, 1)

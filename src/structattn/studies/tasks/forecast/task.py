@@ -21,6 +21,7 @@ from structattn.progress import counted, doing
 from structattn.seeds import derive_seed
 from structattn.studies.data.series import usual_season
 from structattn.studies.data.series_file import read_columns
+from structattn.studies.data.splits import SPLITS
 from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of
 from structattn.studies.tasks.forecast.baseline_models import BaselineModel, BaselineModelSpec
 from structattn.studies.tasks.forecast.baselines import chunks, mean_errors
@@ -112,7 +113,7 @@ class ForecastTask(Task):
             series = read_columns(path, config.data.time, config.data.target)
         self.data_sha256 = hashlib.sha256(b"".join(one.values.tobytes() for one in series)).hexdigest()
         self.data = WindowedChannels(series, config.look_back, config.horizon)
-        self._windows = {split: self.data.windows(split) for split in ("train", "validation", "test")}
+        self._windows = {split: self.data.windows(split) for split in SPLITS}
 
     @classmethod
     def check_spec(cls, spec: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from structattn.errors import DataError
 from structattn.studies.data.corpus import Characters, Corpus, Document, Source, Tokenizer, Tokens
 from structattn.studies.data.plain_text import is_there
+from structattn.studies.data.splits import SPLITS
 
 
 class TextData(NamedTuple):
@@ -39,9 +40,10 @@ def open_text_data(data: str) -> TextData:
     encoded = [tokenizer.encode(document.text, document.name) for document in documents]
     tokens, ends = np.concatenate(encoded), np.cumsum([len(part) for part in encoded])
     sha256 = hashlib.sha256("\0".join(document.text for document in documents).encode()).hexdigest()
-    splits, length = {}, len(tokens)
+    splits: dict[str, Tokens] = {}
+    length = len(tokens)
     edges = (0, 9 * length // 10, 19 * length // 20, length)
-    for name, (a, b) in zip(("train", "validation", "test"), pairwise(edges), strict=True):
+    for name, (a, b) in zip(SPLITS, pairwise(edges), strict=True):
         bounds = [a, *ends[(ends > a) & (ends < b)], b]  # a document at an edge of the splits becomes two
         splits[name] = Tokens([tokens[a:b]], np.diff(bounds))
     return TextData(tokenizer, splits, sha256, source)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from structattn.studies.compare import compare
 from structattn.studies.evaluate import load_run
 from structattn.studies.folders import Owner
 from structattn.studies.runner.local import LocalRunner
-from structattn.studies.settings import apply_overrides, to_plain
+from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.nearest_neighbor.task import NearestNeighborConfig, NearestNeighborTask
 from structattn.studies.tasks.registry import TASKS, recipe_for, task_class
 from structattn.studies.tasks.text.task import TextConfig, TextTask
@@ -53,8 +54,8 @@ def test_a_run_with_relative_data_is_evaluated_from_anywhere_and_after_a_move(tm
 def test_relative_data_of_version_0_1_0_are_the_same_data(tmp_path, monkeypatch) -> None:
     """It wrote paths as they were given: its runs continue from the same folder."""
     monkeypatch.chdir(tmp_path)
-    owner = Owner(command="compare", task="text", settings={"task": to_plain(TextConfig(data="my.txt"))})
-    before = to_plain(TextConfig())
+    owner = Owner(command="compare", task="text", settings={"task": asdict(TextConfig(data="my.txt"))})
+    before = asdict(TextConfig())
     assert owner.differences({"task": before | {"data": "my.txt"}}) == []
     assert "task.data" in owner.differences({"task": before | {"data": "other.txt"}})[0]
 

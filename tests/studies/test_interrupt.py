@@ -15,7 +15,7 @@ import pytest
 from structattn.cli import main
 from structattn.errors import TrainingFailedError
 from structattn.studies import interrupt
-from structattn.studies.point_runs import flops_of
+from structattn.studies.budgets import flops_of
 from structattn.studies.runner.base import Listener
 from structattn.studies.runner.local import LocalRunner
 from structattn.studies.runner.runs import Job

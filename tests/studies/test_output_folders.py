@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ import pytest
 from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.studies.folders import OWNER, Owner, opened
-from structattn.studies.settings import to_plain
 from structattn.studies.tasks.registry import recipe_for
 from structattn.studies.training import loop
 
@@ -63,7 +63,7 @@ def test_a_comparison_is_continued_as_what_it_was_begun(tmp_path: Path, capsys) 
     # Settings with separate runs may change.
     assert main([*COMPARE, "--resume", "--seeds", "2", "--out", str(out)]) == 0
     assert len(json.loads((out / "results.json").read_text())["rows"][0]["scores"]) == 2
-    recipe = to_plain(recipe_for("nearest-neighbor", "default"))
+    recipe = asdict(recipe_for("nearest-neighbor", "default"))
     owner = Owner(command="compare", task="nearest-neighbor", settings=recipe, free=("seeds", "training.steps"))
     assert owner.differences(recipe | {"seeds": 9, "training": {"steps": 9, "stepsize": 9}}) == []
     assert owner.differences(recipe | {"seeds": 9}, free=False) == ["seeds = 9, now 1"]

@@ -16,7 +16,7 @@ from structattn.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class FitCommand:
     """Fit structured matrices to dense ones and write a table, a figure and a report.
 
     Example:
@@ -57,7 +57,7 @@ class Fit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MupCheck:
+class MupCheckCommand:
     """Check that sizes inside models and best learning rates do not depend on the width: a table, figures and a report.
 
     It trains small models on the CPU: 15 minutes on one core, 1 minute with --quick. The time is proportional to the number of structures
@@ -117,7 +117,7 @@ class MupCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MupRoles:
+class MupRolesCommand:
     """Show the muP role, initial scale and learning rate of every parameter of a small language model.
 
     Example:
@@ -138,7 +138,7 @@ class MupRoles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PlanCommand:
     """Estimate what training a language model takes: parameters, FLOPs, memory, parallelism and time.
 
     The size is a name, your numbers, or both: your numbers then replace those of the name.
@@ -198,7 +198,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class BenchCommand:
     """Time structured code against standard code; needs a checkout of the repository, which contains the benchmarks.
 
     Example:

@@ -3,53 +3,42 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Protocol
 
 if importlib.util.find_spec("tyro") is None:  # the library itself needs torch alone
     raise SystemExit("structattn: the command line needs the extra 'train': pip install 'structattn[train]'")
 
-from structattn.cli.analysis import Bench, Fit, MupCheck, MupRoles, Plan
-from structattn.cli.data import DataInfo, Prepare
-from structattn.cli.lists import Info, Presets, Settings, Specs, Structures
-from structattn.cli.runs import Evaluate, Generate
-from structattn.cli.train import Compare, Sweep, Train
+from structattn.cli.analysis import BenchCommand, FitCommand, MupCheckCommand, MupRolesCommand, PlanCommand
+from structattn.cli.data import DataInfoCommand, DataPrepareCommand
+from structattn.cli.lists import InfoCommand, PresetsCommand, SettingsCommand, SpecsCommand, StructuresCommand
+from structattn.cli.runs import EvaluateCommand, GenerateCommand
+from structattn.cli.session import Session
+from structattn.cli.train import CompareCommand, SweepCommand, TrainCommand
 
-Command = (
-    Compare
-    | Train
-    | Sweep
-    | Evaluate
-    | Generate
-    | Fit
-    | Bench
-    | MupCheck
-    | MupRoles
-    | Prepare
-    | DataInfo
-    | Plan
-    | Info
-    | Specs
-    | Structures
-    | Presets
-    | Settings
-)
+
+class Command(Protocol):
+    """A dataclass of options, with a method that runs it."""
+
+    def execute(self, session: Session) -> None: ...
+
 
 # Every command by the words that name it, in the order of the help.
 COMMANDS: dict[str, type[Command]] = {
-    "compare": Compare,
-    "train": Train,
-    "sweep": Sweep,
-    "evaluate": Evaluate,
-    "generate": Generate,
-    "fit": Fit,
-    "mup check": MupCheck,
-    "mup roles": MupRoles,
-    "data prepare": Prepare,
-    "data info": DataInfo,
-    "plan": Plan,
-    "bench": Bench,
-    "info": Info,
-    "specs": Specs,
-    "structures": Structures,
-    "presets": Presets,
-    "settings": Settings,
+    "compare": CompareCommand,
+    "train": TrainCommand,
+    "sweep": SweepCommand,
+    "evaluate": EvaluateCommand,
+    "generate": GenerateCommand,
+    "fit": FitCommand,
+    "mup check": MupCheckCommand,
+    "mup roles": MupRolesCommand,
+    "data prepare": DataPrepareCommand,
+    "data info": DataInfoCommand,
+    "plan": PlanCommand,
+    "bench": BenchCommand,
+    "info": InfoCommand,
+    "specs": SpecsCommand,
+    "structures": StructuresCommand,
+    "presets": PresetsCommand,
+    "settings": SettingsCommand,
 }

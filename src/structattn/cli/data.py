@@ -12,7 +12,7 @@ from structattn.cli.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepare:
+class DataPrepareCommand:
     """Make a corpus (shards of tokens) from text files or a data set, once for any number of runs.
 
     Example:
@@ -69,7 +69,7 @@ class Prepare:
 
 
 @dataclass(frozen=True)
-class DataInfo:
+class DataInfoCommand:
     """Show what a corpus holds; with --verify, check that its files are unchanged.
 
     Example:

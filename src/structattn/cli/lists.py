@@ -11,7 +11,7 @@ from structattn.cli.train import TaskName
 
 
 @dataclass(frozen=True)
-class Structures:
+class StructuresCommand:
     """List the text forms of structured matrices, with parameters and cost."""
 
     def execute(self, session: Session) -> None:
@@ -21,7 +21,7 @@ class Structures:
 
 
 @dataclass(frozen=True)
-class Info:
+class InfoCommand:
     """List versions, devices, and which backends can run here (and why not)."""
 
     def execute(self, session: Session) -> None:
@@ -31,7 +31,7 @@ class Info:
 
 
 @dataclass(frozen=True)
-class Specs:
+class SpecsCommand:
     """List the text forms of attention variants, with parameters and cost."""
 
     def execute(self, session: Session) -> None:
@@ -41,7 +41,7 @@ class Specs:
 
 
 @dataclass(frozen=True)
-class Presets:
+class PresetsCommand:
     """List the presets of every task."""
 
     def execute(self, session: Session) -> None:
@@ -51,7 +51,7 @@ class Presets:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SettingsCommand:
     """List the settings that --set changes, with their values in a preset.
 
     Example:

@@ -45,15 +45,13 @@ def _value(word: str, kind: Any) -> Any:
     expected = _KINDS[kind][1]
     if kind is Path and not word.strip():
         raise ValueError(f"expected {expected}, got an empty text")
-    from structattn.spec.grammar import plain_number  # brings torch, which takes a second: help does without
+    if kind not in (int, float):
+        return kind(word)
+    from structattn.spec.grammar import plain_number  # imports PyTorch, which takes seconds: help does without
 
     try:
-        if kind not in (int, float):
-            return kind(word)
-        from structattn.spec.grammar import plain_number  # imports PyTorch, which takes seconds
-
         return plain_number(word, kind)
-    except (ConfigError, ValueError):
+    except ConfigError:
         raise ValueError(f"expected {expected}, got {word!r}") from None
 
 
@@ -138,7 +136,7 @@ def _print_help(commands: dict[str, type[Command]]) -> None:
         tyro.cli(functools.reduce(operator.or_, kinds), args=["--help"], prog="structattn", description=_DESCRIPTION)
 
 
-def _read(kind: type[Command], arguments: Sequence[str], program: str) -> object:
+def _read(kind: type[Any], arguments: Sequence[str], program: str) -> object:
     """The command of one class; tyro's own report of a mistake becomes one line."""
     report = io.StringIO()
     try:

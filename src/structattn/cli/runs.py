@@ -16,7 +16,7 @@ RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate:
+class EvaluateCommand:
     """Score a finished run on the test split.
 
     Example:
@@ -45,7 +45,7 @@ class Evaluate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate:
+class GenerateCommand:
     """Continue prompts with a language model that `structattn train text` trained.
 
     Example:

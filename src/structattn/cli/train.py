@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,12 +32,11 @@ class TaskCommand:
     resume: bool = False
     """Continue what --out already holds."""
     data: Path | None = None
-    """forecast: your CSV file; text: a text file, or a folder from `structattn data prepare text`; chronos: the folder of a trained
-    Chronos T5 to fine-tune."""
+    """Your data, for a task that reads some (`structattn settings TASK` says what)."""
     time: str | None = None
-    """forecast: its time column. Default: date."""
+    """The time column, for a task that reads a table."""
     target: str | None = None
-    """forecast: the column to forecast. Default: OT."""
+    """The column to predict, for a task that reads a table."""
 
     def recipe(self) -> Any:
         """The preset's recipe with the settings of the command line."""
@@ -52,7 +51,7 @@ class TaskCommand:
             if name not in options:
                 tasks = ", ".join(task for task in TASKS if name in task_class(task).data_options)
                 raise ConfigError(f"--{name} belongs to {tasks}, not to {self.task}")
-            overrides.append(f"task.{options[name]}={value}")
+            overrides.append(f"task.{options[name].setting}={value}")
         return apply_overrides(recipe_for(self.task, self.preset), tuple(overrides))
 
     def recipe_of_runs(self) -> Any:
@@ -96,7 +95,7 @@ def _num_processes() -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare(TaskCommand):
+class CompareCommand(TaskCommand):
     """Train attention variants on one task and write a table, figures and a report.
 
     Examples:
@@ -149,7 +148,7 @@ class Compare(TaskCommand):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TaskCommand):
+class TrainCommand(TaskCommand):
     """Train one attention variant; the folder can be evaluated and resumed.
 
     Example:
@@ -166,7 +165,6 @@ class Train(TaskCommand):
         from structattn.checks import MAX_SEED, check_int
         from structattn.studies.folders import Owner, check_owner, last_folder, opened
         from structattn.studies.old_folders import run_record
-        from structattn.studies.settings import to_plain
         from structattn.studies.tasks.registry import task_class
         from structattn.studies.training.build import empty_model
         from structattn.studies.training.finished import is_finished
@@ -180,17 +178,17 @@ class Train(TaskCommand):
         settings = {
             "attention": self.attention,
             "seed": self.seed,
-            **task.identity(to_plain(recipe.task)),
-            "training": to_plain(recipe.training),
+            **task.identity(asdict(recipe.task)),
+            "training": asdict(recipe.training),
         }
         free = ("training.process_timeout",)
-        owner = Owner(command="train", task=self.task, settings=settings, free=free)
+        owner = Owner(command="train", task=self.task, settings=settings, free=free, recorded=run_record)
         empty_model(task, self.attention, recipe.training.parametrization)  # a size that fits no machine is named first
         folder = last_folder(owner) if self.resume and self.out is None else self.out
-        place: AbstractContextManager[Path] = opened(folder, owner, resume=self.resume, record=run_record)
+        place: AbstractContextManager[Path] = opened(folder, owner, resume=self.resume)
         finished = self.resume and folder is not None and is_finished(folder)
         if finished and folder is not None:
-            check_owner(folder, owner, resume=True, record=run_record)
+            check_owner(folder, owner, resume=True)
             place = nullcontext(folder)  # a finished run is only read: its folder may be one that cannot be written
         with place as out:
             result = train(
@@ -210,7 +208,7 @@ class Train(TaskCommand):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(TaskCommand):
+class SweepCommand(TaskCommand):
     """Hyperparameter sweep of a task: many runs, the best by validation score, and the command line that trains it again.
 
     Example:

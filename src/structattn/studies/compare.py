@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
-import functools
 import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ from structattn.files import write_atomic
 from structattn.progress import progress_bar, say
 from structattn.studies.analysis.model_selection import search
 from structattn.studies.analysis.scaling_law import scaling_laws
-from structattn.studies.environment import hardware, versions
+from structattn.studies.environment import origin
 from structattn.studies.folders import Owner, check_owner, last_folder, opened
-from structattn.studies.grid import Point, points_of
+from structattn.studies.grid import ModelCosts, Point, points_of
 from structattn.studies.old_folders import comparison_record
-from structattn.studies.point_runs import ModelCosts, PointRuns
 from structattn.studies.recipe import Recipe
-from structattn.studies.records.common import RESULTS, to_json
+from structattn.studies.records.common import REPORT, RESULTS, Results, to_json
 from structattn.studies.records.comparison import (
     BaselineRow,
     ComparisonRecord,
@@ -34,34 +32,16 @@ from structattn.studies.records.comparison import (
     read_comparison,
 )
 from structattn.studies.records.run import Progress, ScoreRecord
-from structattn.studies.report.numbers import fmt_flops
 from structattn.studies.report.runs_csv import runs_csv
 from structattn.studies.runner.base import Runner
 from structattn.studies.runner.local import LocalRunner
-from structattn.studies.runner.runs import Job, ScoredJob
+from structattn.studies.runner.runs import Job
 from structattn.studies.runner.train_all import train_all
-from structattn.studies.settings import to_plain
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
 
-REPORT = "report.html"
 # These may differ when a comparison is resumed: they name runs, each with a separate folder, or change no result.
 _FREE = ("attention", "seeds", "learning_rates", "variants", "search", "widths", "budgets", "training.process_timeout")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """The output of a comparison.
-
-    Attributes:
-        record: what ``results.json`` holds.
-        folder: where everything is.
-        report: the self-contained HTML page.
-    """
-
-    record: ComparisonRecord
-    folder: Path
-    report: Path
 
 
 def compare(
@@ -75,7 +55,7 @@ def compare(
     runner: Runner | None = None,
     show_progress: bool = True,
     on_open: Callable[[Path], None] | None = None,
-) -> Comparison:
+) -> Results[ComparisonRecord]:
     """Trains every attention spec of a recipe and writes ``results.json``, figures (PNG, SVG) and ``report.html``.
 
     Args:
@@ -93,9 +73,6 @@ def compare(
         show_progress: a progress bar per run; with several jobs one for all.
         on_open: called with the output folder before anything is trained.
 
-    Returns:
-        ``Comparison``.
-
     Raises:
         ConfigError: unknown names, specs that do not fit, or an unusable folder, such as one with other settings, before anything is
             trained.
@@ -108,35 +85,34 @@ def compare(
     from structattn.studies.report.pages import write_pages
 
     shared_task.cache_clear()  # the data may have changed since another comparison
-    points = [PointRuns(task_name=task_name, point=point, out=Path()) for point in points_of(recipe)]
-    tasks = [shared_task(task_name, runs.point.recipe.task) for runs in points]
-    models = [runs.models() for runs in points]
-    settings = to_plain(recipe) | tasks[0].identity(to_plain(recipe.task))
-    owner = Owner(command="compare", task=task_name, settings=settings, free=_FREE)
-    known = functools.partial(comparison_record, task=task_name)
+    points = points_of(task_name, recipe)
+    tasks = [shared_task(task_name, point.recipe.task) for point in points]
+    models = [point.models() for point in points]
+    settings = asdict(recipe) | tasks[0].identity(asdict(recipe.task))
+    recorded = partial(comparison_record, task=task_name)
+    owner = Owner(command="compare", task=task_name, settings=settings, free=_FREE, recorded=recorded)
     place, finished = last_folder(owner) if resume and out is None else out, None
     if resume and place is not None and (place / RESULTS).is_file():
-        check_owner(place, owner, resume=True, record=known)
+        check_owner(place, owner, resume=True)
         finished = _finished(place, owner, points)
         if finished is not None and (place / REPORT).is_file():
-            return Comparison(record=finished, folder=place, report=place / REPORT)
-    with opened(place, owner, resume=resume, record=known, on_open=on_open) as folder:
+            return Results(record=finished, folder=place)
+    with opened(place, owner, resume=resume, on_open=on_open) as folder:
         record = finished
         if record is None:
-            points = [replace(runs, out=folder) for runs in points]
-            rows, baselines = _results(points, models, tasks, recipe, runner or LocalRunner(), resume, show_progress)
+            rows, baselines = _results(folder, points, models, tasks, runner or LocalRunner(), resume, show_progress)
             record = _record(tasks[0], recipe, rows, baselines, command, preset)
         try:
             if finished is None:
                 write_atomic(folder / RESULTS, to_json(record))
             write_atomic(folder / "runs.csv", runs_csv(record))
-            report = write_pages(record, folder)
+            write_pages(record, folder)
         except OSError as error:
             raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
-    return Comparison(record=record, folder=folder, report=report)
+    return Results(record=record, folder=folder)
 
 
-def _finished(folder: Path, owner: Owner, points: Sequence[PointRuns]) -> ComparisonRecord | None:
+def _finished(folder: Path, owner: Owner, points: Sequence[Point]) -> ComparisonRecord | None:
     """The record of a comparison of the same settings whose runs are all finished; else ``None``."""
     try:
         record = read_comparison(folder)
@@ -145,13 +121,15 @@ def _finished(folder: Path, owner: Owner, points: Sequence[PointRuns]) -> Compar
     unset = {field.name: field.default for field in fields(Recipe) if field.name not in record.config}
     if record.task != owner.task or owner.differences(record.config | unset, free=False):
         return None
-    asked = [(runs, spec) for runs in points for spec in runs.point.recipe.attention]
-    if [(_place(runs.point), spec) for runs, spec in asked] != [(_place_of(row), row.spec) for row in record.rows]:
+    asked = [(point, spec) for point in points for spec in point.recipe.attention]
+    if [(point.place, spec) for point, spec in asked] != [(_place_of(row), row.spec) for row in record.rows]:
         return None
-    for (runs, spec), row in zip(asked, record.rows, strict=True):
-        if not all(job.is_done for job in replace(runs, out=folder).jobs(spec, row.learning_rate)):
-            return None
-    return record
+    jobs = (
+        job
+        for (point, spec), row in zip(asked, record.rows, strict=True)
+        for job in point.jobs(folder, spec, row.learning_rate)
+    )
+    return record if all(job.is_done for job in jobs) else None
 
 
 def _place_of(row: Row) -> Place:
@@ -159,43 +137,38 @@ def _place_of(row: Row) -> Place:
 
 
 def _results(
-    points: list[PointRuns],
+    folder: Path,
+    points: list[Point],
     models: list[dict[str, ModelCosts]],
     tasks: list[Task],
-    recipe: Recipe,
     runner: Runner,
     resume: bool,
     show_progress: bool,
 ) -> tuple[list[Row], list[BaselineRow]]:
     """Trains the remaining runs; returns the rows of the attention variants and of the baselines."""
     # Points whose sweeps have the same settings share them.
-    sweeps = list({job.folder: job for runs in points for job in runs.sweep_jobs().values()}.values())
+    sweeps = list({job.folder: job for point in points for job in point.sweep_jobs(folder)}.values())
     train_all(sweeps, runner=runner, resume=resume, show_progress=show_progress)
     swept = {job.folder: _swept_score(job, tasks[0].metric) for job in sweeps}
-    scores = [runs.swept_scores(swept) for runs in points]
-    chosen = [
-        {spec: _chosen(runs, spec, found) for spec in recipe.attention}
-        for runs, found in zip(points, scores, strict=True)
-    ]
-    left = [
-        job
-        for runs, rates in zip(points, chosen, strict=True)
-        for spec in recipe.attention
-        for job in runs.jobs(spec, rates[spec])
+    scores = [_scores_by_rate(point.sweep_jobs(folder), swept) for point in points]
+    jobs = [
+        [point.jobs(folder, spec, _chosen(point.recipe, spec, found.get(spec))) for spec in point.recipe.attention]
+        for point, found in zip(points, scores, strict=True)
     ]
     # Some may have been trained by the sweep already: only their scores are missing.
+    left = [job for of_point in jobs for seeds in of_point for job in seeds]
     train_all(left, runner=runner, resume=True, show_progress=show_progress)
     rows, baselines = [], []
-    with progress_bar(
-        total=len(points) * (len(recipe.attention) + 1), unit="row", show=show_progress, desc="table"
-    ) as bar:
-        for runs, costs, task, rates, found in zip(points, models, tasks, chosen, scores, strict=True):
-            for spec in recipe.attention:
+    total = len(points) + sum(map(len, jobs))
+    with progress_bar(total=total, unit="row", show=show_progress, desc="table") as bar:
+        for point, costs, task, of_point, found in zip(points, models, tasks, jobs, scores, strict=True):
+            for seeds in of_point:
+                spec = seeds[0].spec
                 say(bar, f"table: {spec}")
-                rows.append(_row(runs, task, spec, rates[spec], found.get(spec), costs[spec]))
+                rows.append(_row(point, task, seeds, found.get(spec), costs[spec]))
                 bar.update()
             say(bar, "table: baselines")
-            baselines += _baselines(runs.point, task)
+            baselines += [BaselineRow(**asdict(row), **asdict(point.place)) for row in task.baselines()]
             bar.update()
     return rows, baselines
 
@@ -207,40 +180,44 @@ def _swept_score(job: Job, metric: str) -> float:
     return progress.final_validation_score(metric, job.training.patience) if progress else math.inf
 
 
-def _chosen(runs: PointRuns, spec: str, scores: dict[str, dict[float, float]]) -> float:
+def _scores_by_rate(jobs: Sequence[Job], scores: dict[Path, float]) -> dict[str, dict[float, float]]:
+    """The scores of the sweep of a point, by spec and learning rate."""
+    found: dict[str, dict[float, float]] = {}
+    for job in jobs:
+        found.setdefault(job.spec, {})[job.training.learning_rate] = scores[job.folder]
+    return found
+
+
+def _chosen(recipe: Recipe, spec: str, scores: dict[float, float] | None) -> float:
     """The learning rate of a spec: the best of its sweep, or the only one."""
-    rates = scores.get(spec)
-    if not rates:
-        recipe = runs.point.recipe
+    if not scores:
         return (recipe.learning_rates or (recipe.training.learning_rate,))[0]
-    best = min(rates, key=lambda rate: rates[rate])
-    if not math.isfinite(rates[best]):
+    best = min(scores, key=lambda rate: scores[rate])
+    if not math.isfinite(scores[best]):
         raise TrainingDivergedError(
-            f"{spec}: every learning rate of the sweep diverged ({', '.join(f'{rate:g}' for rate in rates)}); try lower ones"
+            f"{spec}: every learning rate of the sweep diverged ({', '.join(f'{rate:g}' for rate in scores)}); try lower ones"
         )
     return best
 
 
-def _row(
-    runs: PointRuns, task: Task, spec: str, rate: float, sweep: dict[float, float] | None, costs: ModelCosts
-) -> Row:
-    """Scores on the test split, and costs."""
-    training = runs.point.recipe.training
-    found = [_read(job) for job in runs.jobs(spec, rate)]
+def _row(point: Point, task: Task, jobs: Sequence[Job], sweep: dict[float, float] | None, costs: ModelCosts) -> Row:
+    """Scores on the test split, and costs, of the seeds of a spec."""
+    spec, training = jobs[0].spec, jobs[0].training
+    found = [_read(job) for job in jobs]
     done, scored = [progress for progress, _ in found], [scores for _, scores in found]
     scores = tuple(one.metrics[task.metric] for one in scored)
     seconds = sum(one.seconds for one in done)
     return Row(
         spec=spec,
-        **asdict(_place(runs.point)),
+        **asdict(point.place),
         score=statistics.fmean(scores),
         score_std=statistics.stdev(scores) if len(scores) > 1 else None,
         scores=scores,
         validation=statistics.fmean(one.final_validation_score(task.metric, training.patience) for one in done),
         metrics={name: statistics.fmean(one.metrics[name] for one in scored) for name in scored[0].metrics},
-        learning_rate=rate,
+        learning_rate=training.learning_rate,
         batch_size=training.batch_size,
-        sweep=None if sweep is None else _sweep(runs.point, sweep),
+        sweep=None if sweep is None else _sweep(point.recipe.sweep_settings, sweep),
         **asdict(costs),
         compute=statistics.fmean(one.history[-1]["compute"] for one in done),
         seconds=seconds / len(done),
@@ -255,7 +232,7 @@ def _row(
     )
 
 
-def _read(job: ScoredJob) -> tuple[Progress, ScoreRecord]:
+def _read(job: Job) -> tuple[Progress, ScoreRecord]:
     """The progress and scores of a run."""
     record = job.record()
     scores = job.scores(record) if record else None
@@ -264,45 +241,23 @@ def _read(job: ScoredJob) -> tuple[Progress, ScoreRecord]:
     return record.progress, scores
 
 
-def _sweep(point: Point, scores: dict[float, float]) -> RateSweep:
+def _sweep(settings: tuple[str, ...], scores: dict[float, float]) -> RateSweep:
     tried = ((rate, score if math.isfinite(score) else None) for rate, score in scores.items())
-    runs = tuple(TriedRate(learning_rate=rate, score=score) for rate, score in tried)
-    return RateSweep(settings=point.recipe.sweep_settings, runs=runs)
-
-
-def _place(point: Point) -> Place:
-    sizes = [f"E = {point.width}" if point.width else "", f"{fmt_flops(point.budget)} FLOPs" if point.budget else ""]
-    group = ", ".join(text for text in (point.variant, *sizes) if text)
-    name = ", ".join(text for text in (group, point.searched) if text)
-    return Place(
-        variant=name or None,
-        group=group or None,
-        searched=point.searched or None,
-        setting=point.variant or None,
-        width=point.width,
-        budget=point.budget,
-    )
-
-
-def _baselines(point: Point, task: Task) -> list[BaselineRow]:
-    place = asdict(_place(point))
-    return [BaselineRow(**asdict(row), **place) for row in task.baselines()]
+    return RateSweep(settings=settings, runs=tuple(TriedRate(learning_rate=rate, score=score) for rate, score in tried))
 
 
 def _record(
     task: Task, recipe: Recipe, rows: list[Row], baselines: list[BaselineRow], command: str, preset: str
 ) -> ComparisonRecord:
-    config: dict[str, Any] = json.loads(json.dumps(to_plain(recipe)))
+    config: dict[str, Any] = json.loads(json.dumps(asdict(recipe)))
     return ComparisonRecord(
+        **origin(command),
         task=task.name,
         metric=task.metric,
         metric_label=task.metric_label,
         question=task.question,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         seeds=tuple(range(recipe.seeds)),
         config=config,
-        versions=versions(),
-        hardware=hardware(),
         data=task.data_summary(),
         meanings={spec: task.describe_spec(spec) for spec in recipe.attention},
         axis_labels=task.axis_labels(),
@@ -310,6 +265,5 @@ def _record(
         scaling=scaling_laws(rows, recipe.attention) if recipe.budgets else None,
         baselines=tuple(baselines),
         search=search(rows, baselines) if recipe.search else None,
-        command=command,
         preset=preset,
     )

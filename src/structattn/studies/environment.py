@@ -1,11 +1,13 @@
-"""The environment of a result: the machine and the versions."""
+"""The origin of a result: when, with which command, on which machine, with which versions."""
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -13,6 +15,12 @@ import torch
 import structattn
 from structattn.memory import physical_memory
 from structattn.studies.records.common import Hardware
+
+
+def origin(command: str) -> dict[str, Any]:
+    """The fields of ``ResultRecord`` of a record that is made now."""
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"created": created, "command": command, "versions": versions(), "hardware": hardware()}
 
 
 def hardware() -> Hardware:

@@ -15,7 +15,7 @@ from structattn.models.language_model import LanguageModel
 from structattn.studies.data.corpus import Tokenizer
 from structattn.studies.data.plain_text import is_there
 from structattn.studies.records.run import RunRecord
-from structattn.studies.settings import from_plain
+from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import Task, TextModel
 from structattn.studies.tasks.registry import task_class
 from structattn.studies.training.build import spec_for
@@ -103,7 +103,7 @@ def load_run(folder: Path, data_path: Path | None = None) -> Run:
             f"the run in {folder} was trained on {before}, which is not there: put it back, or give its new location with --data"
         )
     with _reading(folder):
-        task = kind(from_plain(kind.config_class, config))
+        task = kind(read_as(kind.config_class, config, f"the run in {folder} is damaged"))
         if record.data not in (None, task.data_sha256):  # the first runs did not record it
             raise DataError(
                 f"the data have changed since the run in {folder} was trained, so that a score would be meaningless: restore them, or "

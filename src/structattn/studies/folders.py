@@ -40,12 +40,15 @@ class Owner:
         task: of the command; empty for a command without one.
         settings: everything that determines the results, as plain data.
         free: settings that may differ when it is resumed, such as ``"seeds"`` or ``"training.process_timeout"``.
+        recorded: reads the settings of a folder without an owner file, as version 0.1.0 left it, as far as its files contain them; ``None``
+            if it holds nothing of this command. Default: such a folder is of another command.
     """
 
     command: str
     task: str
     settings: dict[str, Any]
     free: tuple[str, ...] = ()
+    recorded: Callable[[Path], dict[str, Any] | None] = lambda folder: None
 
     @property
     def name(self) -> str:
@@ -81,18 +84,12 @@ def _listing(words: list[str]) -> str:
     return ", ".join(words[:_SHOWN]) + more
 
 
-def no_record(folder: Path) -> dict[str, Any] | None:
-    """For commands whose folders always have an owner file: without one, the owner is unknown."""
-    return None
-
-
 @contextmanager
 def opened(
     out: Path | None,
     owner: Owner,
     *,
     resume: bool | None,
-    record: Callable[[Path], dict[str, Any] | None] = no_record,
     on_open: Callable[[Path], None] | None = None,
 ) -> Iterator[Path]:
     """Creates an output folder or continues one, and keeps it for this process until the end of the block.
@@ -104,8 +101,6 @@ def opened(
         out: the folder. Default (``None``): a new one below ``runs/``; with ``resume`` the last one there of the same owner.
         owner: of the folder.
         resume: whether it may hold results of the same command; ``None`` for a command that cannot be resumed.
-        record: the original settings of a folder without an owner file, as far as its files contain them (version 0.1.0 wrote no owner
-            file), or ``None`` if it holds nothing of this command.
         on_open: called with the folder once this process has locked it.
 
     Yields:
@@ -131,7 +126,7 @@ def opened(
         raise ConfigError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
     try:
         with _locked(folder):
-            check_owner(folder, owner, resume=resume, record=record)
+            check_owner(folder, owner, resume=resume)
             content = {
                 "format_version": FORMAT_VERSION,
                 "command": owner.command,
@@ -160,16 +155,14 @@ def _names(folder: Path) -> list[str]:
     return sorted(name for name in names if name not in OF_EVERY_FOLDER and not name.startswith(TEMPORARY))
 
 
-def check_owner(
-    folder: Path, owner: Owner, *, resume: bool | None, record: Callable[[Path], dict[str, Any] | None]
-) -> None:
+def check_owner(folder: Path, owner: Owner, *, resume: bool | None) -> None:
     """Raises ``ConfigError`` unless a folder is empty or an owner may continue it; see ``opened`` for the arguments."""
     names = _names(folder)
     if not names:
         return
     before = _read(folder)
     if before is None:
-        settings = record(folder)
+        settings = owner.recorded(folder)
         if settings is None:
             raise ConfigError(
                 f"{folder} holds {_listing([repr(name) for name in names])}, which {owner.name} did not write: give --out a "

@@ -22,8 +22,8 @@ from structattn.spec.layers import LayerSpecs
 from structattn.studies.data.corpus import Bytes, text_units
 from structattn.studies.environment import hardware, versions
 from structattn.studies.report.table import Table
-from structattn.studies.settings import fields_of
-from structattn.studies.tasks.registry import TASKS, about, presets_of, recipe_for
+from structattn.studies.settings import as_text, fields_of, type_in_words
+from structattn.studies.tasks.registry import TASKS, about, presets_of, recipe_for, task_class
 
 
 def structures() -> str:
@@ -107,11 +107,13 @@ def settings(task: str, preset: str) -> str:
     Raises:
         ConfigError: there is no such task or preset.
     """
+    options = task_class(task).data_options.items()
+    notes = [f"--{name}: {option.about} (sets task.{option.setting})." for name, option in options]
     value = f"value in {task} --preset {preset}"
-    rows = fields_of(recipe_for(task, preset))
-    return Table.of(
-        ("setting", "type", value), rows, words=("type", value), notes=("Change one with --set NAME=VALUE.",)
-    ).text()
+    fields = fields_of(recipe_for(task, preset))
+    rows = [(name, type_in_words(hint), as_text(value)) for name, hint, value in fields]
+    notes.append("Change one with --set NAME=VALUE.")
+    return Table.of(("setting", "type", value), rows, words=("type", value), notes=tuple(notes)).text()
 
 
 def info() -> str:

@@ -1,4 +1,4 @@
-"""Settings as nested frozen dataclasses: changed by ``section.field=value`` texts, written as and read from plain data."""
+"""Settings as nested frozen dataclasses: changed by ``section.field=value`` texts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Change:
     @classmethod
     def of(cls, name: str, value: Any) -> Change:
         """A change to a value that is known."""
-        return cls(name, _as_text(value), value)
+        return cls(name, as_text(value), value)
 
     @classmethod
     def parse(cls, text: str) -> Change:
@@ -130,65 +130,36 @@ def with_changes(config: T, changes: Iterable[Change]) -> T:
     return _changed(config, [(change.name.split("."), change) for change in changes])
 
 
-def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """The name, type and value of every setting below a dataclass, as ``--set`` writes them."""
+def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The name, as ``--set`` writes it, annotated type and value of every setting below a dataclass."""
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+        name, value = field.name, getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            yield from fields_of(value, f"{prefix}{field.name}.")
+            yield from fields_of(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{field.name}", _type_in_words(hints[field.name]), _as_text(value)
+            yield f"{prefix}{name}", hints[name], value
 
 
-def _type_in_words(kind: Any) -> str:
+def type_in_words(kind: Any) -> str:
     """An annotation as the command line writes values of it: ``int or none``, ``float,...``, ``no | bf16``."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join("none" if a is type(None) else _type_in_words(a) for a in args)
+        return " or ".join("none" if a is type(None) else type_in_words(a) for a in args)
     if origin is typing.Literal:
         return " | ".join(map(str, args))
     if origin is tuple:
-        return f"{_type_in_words(args[0])},..." if args[-1] is ... else ",".join(map(_type_in_words, args))
+        return f"{type_in_words(args[0])},..." if args[-1] is ... else ",".join(map(type_in_words, args))
     return {"bool": "true | false", "str": "text"}.get(kind.__name__, kind.__name__)
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A value as ``convert`` reads it."""
     if isinstance(value, tuple):
-        return ",".join(map(_as_text, value)) or "()"
+        return ",".join(map(as_text, value)) or "()"
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, float):
         return str(value)
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
-
-
-def to_plain(config: Any) -> dict[str, Any]:
-    """A dataclass as plain JSON data."""
-    return dataclasses.asdict(config)
-
-
-def from_plain(kind: type[T], data: dict[str, Any]) -> T:
-    """A dataclass of type ``kind`` from what ``to_plain`` wrote.
-
-    Raises:
-        ConfigError: a field is unknown or missing.
-    """
-    hints = typing.get_type_hints(kind)
-    unknown = set(data) - set(hints)
-    if unknown:
-        raise ConfigError(
-            f"{kind.__name__}: unknown field {sorted(unknown)[0]!r}: {nearest_name(sorted(unknown)[0], hints)}"
-        )
-    values: dict[str, Any] = {}
-    for name, value in data.items():
-        if dataclasses.is_dataclass(hints[name]) and isinstance(value, dict):
-            values[name] = from_plain(typing.cast(type, hints[name]), value)
-        else:
-            values[name] = tuple(value) if isinstance(value, list) else value
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ConfigError(f"{kind.__name__}: {error}") from error

@@ -13,12 +13,12 @@ from made_records import made_comparison, made_row
 from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.studies.analysis.scaling_law import scaling_laws
+from structattn.studies.budgets import affordable_steps, training_of
 from structattn.studies.data.corpus import Characters
 from structattn.studies.grid import points_of
-from structattn.studies.point_runs import affordable_steps, training_of
 from structattn.studies.records import Row
 from structattn.studies.records.common import to_json
-from structattn.studies.records.comparison import Scaling
+from structattn.studies.records.comparison import Place, Scaling
 from structattn.studies.records.typed import read_as
 from structattn.studies.report.scaling import table, verdict
 from structattn.studies.settings import apply_overrides
@@ -34,15 +34,15 @@ def grid(*changes: str):
 
 def test_a_grid_has_every_variant_at_every_width_and_budget() -> None:
     recipe = grid("widths=64,128", "budgets=1e12,4e12")
-    points = points_of(recipe)
+    points = points_of("text", recipe)
     expected = itertools.product(("learned positions", "RoPE"), (64, 128), (1e12, 4e12))
-    assert [(p.variant, p.width, p.budget) for p in points] == list(expected)
+    assert [(p.place.setting, p.place.width, p.place.budget) for p in points] == list(expected)
     for point in points:
-        task = point.recipe.task
-        assert (task.embed_dim, task.embed_dim // task.num_heads) == (point.width, 64)
-        assert task.rotary == ("low_far" if point.variant == "RoPE" else "")
-        assert point.recipe.budgets == (point.budget,)
-        assert point.changes[f"task.embed_dim={point.width}"].value == point.width
+        task, place = point.recipe.task, point.place
+        assert (task.embed_dim, task.embed_dim // task.num_heads) == (place.width, 64)
+        assert task.rotary == ("low_far" if place.setting == "RoPE" else "")
+        assert point.recipe.budgets == (place.budget,)
+        assert f"task.embed_dim={place.width}" in point.settings.split()
         assert not point.recipe.widths
         assert not point.recipe.variants
     assert len({p.settings for p in points}) == 8
@@ -52,7 +52,7 @@ def test_a_grid_has_every_variant_at_every_width_and_budget() -> None:
 
 
 def test_budgets_are_kept_to_the_last_digit() -> None:
-    near = points_of(grid("widths=64", "variants=", "budgets=1000001,1000002,1e12"))
+    near = points_of("text", grid("widths=64", "variants=", "budgets=1000001,1000002,1e12"))
     assert [point.recipe.budgets for point in near] == [(1000001.0,), (1000002.0,), (1e12,)]
     assert len({point.settings for point in near}) == 3
     assert near[-1].settings.endswith("budgets=1e+12")  # the short form names the folders of runs that there are
@@ -60,9 +60,9 @@ def test_budgets_are_kept_to_the_last_digit() -> None:
 
 def test_a_recipe_without_a_grid_is_one_point() -> None:
     recipe = recipe_for("text", "smoke")
-    (point,) = points_of(recipe)
+    (point,) = points_of("text", recipe)
     assert point.recipe == recipe
-    assert (point.settings, point.variant, point.width, point.budget) == ("", "", None, None)
+    assert (point.settings, point.place) == ("", Place())
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_grid_from_the_command_line(tmp_path: Path, capsys) -> None:
 
 @pytest.mark.parametrize("spec", ["standard", "mlr:16|16|16|16"])
 def test_a_budget_of_any_size_is_counted_at_once(spec: str) -> None:
-    (point, *_) = points_of(grid("widths=64", "budgets=1e18"))
+    (point, *_) = points_of("text", grid("widths=64", "budgets=1e18"))
     training = training_of("text", point.recipe, spec)
     with torch.device("meta"):
         model = point.recipe.task.build_model(spec_for(spec, "mup"), Characters())
@@ -209,7 +209,7 @@ def test_a_budget_of_any_size_is_counted_at_once(spec: str) -> None:
 @pytest.mark.parametrize("preset", presets_of("text"))
 def test_every_preset_has_models_that_fit(preset: str) -> None:
     recipe = recipe_for("text", preset)
-    point = points_of(recipe)[-1]
+    point = points_of("text", recipe)[-1]
     for settings in (point.recipe, point.swept):
         with torch.device("meta"):
             for spec in recipe.attention:

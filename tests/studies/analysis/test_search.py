@@ -23,12 +23,12 @@ from structattn.studies.tasks.registry import recipe_for
 
 def test_every_setting_is_a_point_and_rates_are_chosen_at_each() -> None:
     recipe = recipe_for("forecast", "ett")
-    points = points_of(recipe)
+    points = points_of("forecast", recipe)
     horizons, look_backs = (96, 192, 336), (96, 336, 512, 1024, 2048)
     expected = list(itertools.product(("OT", "*"), horizons, look_backs))
     places = [(p.recipe.task.data.target, p.recipe.task.horizon, p.recipe.task.look_back) for p in points]
     assert places == expected
-    assert [p.searched for p in points[:5]] == [f"look-back={n}" for n in look_backs]
+    assert [p.place.searched for p in points[:5]] == [f"look-back={n}" for n in look_backs]
     assert not any(p.recipe.search or p.recipe.variants for p in points)
     assert len({p.settings for p in points}) == len({p.sweep_settings for p in points}) == 30
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from structattn.studies.runner.local import LocalRunner
-from structattn.studies.runner.runs import Job, ScoredJob
+from structattn.studies.runner.runs import Job
 from structattn.studies.runner.train_all import train_all
 from structattn.studies.tasks.icl_regression.task import ICLRegressionConfig, ICLRegressionTask
 from structattn.studies.tasks.nearest_neighbor.task import NearestNeighborConfig
@@ -103,14 +103,15 @@ def test_the_bar_of_several_runs_counts_steps_also_of_those_that_were_done_befor
     assert "18/18" in shown
 
 
-def _scored(folder: Path, seed: int = 0) -> ScoredJob:
-    return ScoredJob(
+def _scored(folder: Path, seed: int = 0) -> Job:
+    return Job(
         task_name="icl-regression",
         task=ICLRegressionConfig(dim=2, embed_dim=8, num_layers=1, num_heads=2, eval_prompts=16),
         spec="standard",
         training=TrainingConfig(steps=6, batch_size=2, learning_rate=1e-3),
         seed=seed,
         folder=folder,
+        is_scored=True,
     )
 
 

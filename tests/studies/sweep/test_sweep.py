@@ -18,10 +18,10 @@ from structattn.studies.folders import Owner
 from structattn.studies.records.common import read_file, to_json
 from structattn.studies.records.run import Progress
 from structattn.studies.records.sweep import Parameter, SweepRecord
-from structattn.studies.settings import apply_overrides
+from structattn.studies.settings import apply_overrides, fields_of
 from structattn.studies.sweep.halving import Halving
 from structattn.studies.sweep.plan import Journal, SweepPlan
-from structattn.studies.sweep.space import RunSettings, parse_parameters, setting_types
+from structattn.studies.sweep.space import RunSettings, parse_parameters
 from structattn.studies.tasks.registry import TASKS, recipe_for
 from structattn.studies.training.checkpoint import latest_checkpoint, load_checkpoint
 from structattn.testing.tolerances import SAME_MODEL
@@ -75,7 +75,7 @@ def test_parameters_and_the_short_name_of_the_rate() -> None:
 
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_every_task_can_be_swept(task: str) -> None:
-    names = setting_types(settings(task))
+    names = [name for name, _, _ in fields_of(settings(task))]
     assert {"training.learning_rate", "training.schedule"} <= set(names)
     assert any(name.startswith("task.") for name in names)
     assert len(parse_parameters(ISSUE, settings(task))) == 2

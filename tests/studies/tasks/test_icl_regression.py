@@ -1,6 +1,7 @@
 """The in-context regression task: its curriculum, scores, baselines and cost, against definitions by loops."""
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -11,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from structattn.errors import ConfigError, ShapeError
 from structattn.seeds import generator
-from structattn.studies.settings import apply_overrides, from_plain, to_plain
+from structattn.studies.records.typed import read_as
+from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.icl_regression.baselines import (
     averaging,
     least_squares,
@@ -369,7 +371,7 @@ def test_settings_are_written_and_read() -> None:
     assert config.prompts == PromptConfig(function="sparse-linear", noise_std=0.25)
     assert config.shift == Shift(covariates="skewed")
     assert (config.full_points, TINY.full_points) == (9, 8)
-    assert from_plain(ICLRegressionConfig, to_plain(config)) == config
+    assert read_as(ICLRegressionConfig, json.loads(json.dumps(dataclasses.asdict(config))), "") == config
     with pytest.raises(ConfigError, match="unknown value 'cubic'"):
         apply_overrides(TINY, ("prompts.function=cubic",))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import structattn
 from structattn.cli import main
 from structattn.errors import ConfigError
+from structattn.studies.listings import settings
 from structattn.studies.tasks.registry import TASKS, about, recipe_for, register_task, task_class
 
 
@@ -62,6 +64,21 @@ def test_a_worker_knows_the_task_of_the_settings_that_it_gets(mean: str) -> None
     assert task_class(mean).name == mean
 
 
+def test_a_task_of_an_installed_package_is_known_before_its_import(tmp_path: Path) -> None:
+    metadata = tmp_path / "mean_task-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mean-task\nVersion: 1.0\n")
+    # A name that is taken keeps its meaning.
+    (metadata / "entry_points.txt").write_text("[structattn.tasks]\nmean = mean_task\ntext = mean_task\n")
+    code = "from structattn.studies.tasks.registry import TASKS; print(TASKS['mean'], TASKS['text'])"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert done.stdout.split() == ["mean_task", "structattn.studies.tasks.text"], done.stderr
+    assert "the task 'text' is that of structattn.studies.tasks.text: choose another name" in done.stderr
+
+
 def test_a_name_is_given_once() -> None:
     register_task("text", TASKS["text"])  # again: a package may be imported twice
     with pytest.raises(ConfigError, match=r"the task 'text' is that of structattn.studies.tasks.text: choose another"):
@@ -106,10 +123,11 @@ def test_a_task_has_the_name_of_the_registry_and_a_documentation_string(name: st
     task = task_class(name)
     assert task.name == name
     assert about(name).endswith(".")
-    for option, setting in task.data_options.items():
-        assert option in ("data", "time", "target")
+    for name_of_option, option in task.data_options.items():
+        assert name_of_option in ("data", "time", "target")
+        assert f"--{name_of_option}: {option.about} (sets task.{option.setting})." in settings(name, "default")
         value = task.config_class()
-        for field in setting.split("."):
+        for field in option.setting.split("."):
             value = getattr(value, field)
 
 

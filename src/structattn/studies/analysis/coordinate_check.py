@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import math
 import statistics
@@ -24,9 +23,10 @@ from structattn.studies.analysis.coordinate_models import (
     optimizer_for,
     train_step,
 )
-from structattn.studies.environment import hardware, versions
+from structattn.studies.environment import origin
 from structattn.studies.folders import Owner, opened
 from structattn.studies.recipe import MOST_RUNS
+from structattn.studies.records.common import Results
 from structattn.studies.records.mup import Coordinates, LargestSlope, MupRecord, Transfer
 
 STRUCTURES = (
@@ -267,15 +267,6 @@ def transfer_check(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """The output of a run: the record in ``results.json``, the folder, the report."""
-
-    record: MupRecord
-    folder: Path
-    report: Path
-
-
 def mup_check(
     config: CheckConfig,
     out: Path | None = None,
@@ -283,7 +274,7 @@ def mup_check(
     command: str = "",
     show_progress: bool = True,
     on_open: Callable[[Path], None] | None = None,
-) -> Check:
+) -> Results[MupRecord]:
     """Both checks for every structure under muP and the standard parametrisation; writes ``results.json``, figures, a report.
 
     Args:
@@ -303,8 +294,7 @@ def mup_check(
     settings = dataclasses.asdict(config)
     with opened(out, Owner(command="mup check", task="", settings=settings), resume=None, on_open=on_open) as folder:
         record = _record(config, command, show_progress)
-        report = write_results(record, folder, draw, page)
-    return Check(record=record, folder=folder, report=report)
+        return write_results(record, folder, draw, page)
 
 
 def _record(config: CheckConfig, command: str, show_progress: bool) -> MupRecord:
@@ -336,12 +326,9 @@ def _record(config: CheckConfig, command: str, show_progress: bool) -> MupRecord
                         )
                     )
     return MupRecord(
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=command,
+        **origin(command),
         config=json.loads(json.dumps(dataclasses.asdict(config))),
         quantities=QUANTITIES,
-        versions=versions(),
-        hardware=hardware(),
         seconds=time.perf_counter() - started,
         coordinates=tuple(coordinates),
         transfers=tuple(transfers),

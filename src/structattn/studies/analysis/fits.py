@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from structattn.matrices import Fit, Structure, allocate_ranks, fit
 from structattn.matrices.btt import factor_pair
 from structattn.matrices.fit.target import check_dense
 from structattn.studies.analysis.matrix_examples import NamedMatrix
-from structattn.studies.environment import hardware, versions
+from structattn.studies.environment import origin
 from structattn.studies.folders import Owner, opened
+from structattn.studies.records.common import Results
 from structattn.studies.records.fits import FitRow, FitsRecord, FittedMatrix
 
 _ALLOCATED = "mlr-allocated"
@@ -99,15 +99,6 @@ def _num_params(text: str, num_rows: int, num_cols: int) -> int:
         return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fits:
-    """The output of a run: the record in ``results.json``, the folder, the report."""
-
-    record: FitsRecord
-    folder: Path
-    report: Path
-
-
 def fit_matrices(
     matrices: Sequence[NamedMatrix],
     structures: Sequence[str],
@@ -118,7 +109,7 @@ def fit_matrices(
     command: str = "",
     show_progress: bool = True,
     on_open: Callable[[Path], None] | None = None,
-) -> Fits:
+) -> Results[FitsRecord]:
     """Fits every structure to every matrix; writes ``results.json``, ``figures/error-against-parameters`` and ``report.html``.
 
     Args:
@@ -129,9 +120,6 @@ def fit_matrices(
         command: the command line, for the record.
         show_progress: a progress bar per long fit.
         on_open: called with the output folder before anything is fitted.
-
-    Returns:
-        ``Fits``.
 
     Raises:
         ConfigError: no matrix, two of one name, a structure that is unknown or does not exist at a size (before anything is
@@ -163,16 +151,12 @@ def fit_matrices(
     settings = {"matrices": names, "structures": list(structures), "refine": refine, "seed": seed}
     with opened(out, Owner(command="fit", task="", settings=settings), resume=None, on_open=on_open) as folder:
         record = FitsRecord(
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            command=command,
-            versions=versions(),
-            hardware=hardware(),
+            **origin(command),
             seed=seed,
             refine=refine,
             matrices=tuple(_fit_all(matrix, candidates, show_progress) for matrix, candidates in plans),
         )
-        report = write_results(record, folder, draw, page)
-    return Fits(record=record, folder=folder, report=report)
+        return write_results(record, folder, draw, page)
 
 
 def _fit_all(matrix: NamedMatrix, candidates: Iterable[Candidate], show_progress: bool) -> FittedMatrix:

@@ -1,6 +1,6 @@
 """Results as typed records: what is written at the end of a run or a comparison, and all that a report reads."""
 
-from structattn.studies.records.common import FORMAT_VERSION, Hardware, Json, ResultRecord, read_file
+from structattn.studies.records.common import FORMAT_VERSION, Hardware, Json, ResultRecord, Results, read_file
 from structattn.studies.records.comparison import BaselineRow, Choice, ComparisonRecord, Row, read_comparison
 from structattn.studies.records.fits import FitsRecord
 from structattn.studies.records.mup import MupRecord
@@ -18,6 +18,7 @@ __all__ = [
     "MupRecord",
     "Progress",
     "ResultRecord",
+    "Results",
     "Row",
     "RunRecord",
     "ScoreRecord",

@@ -6,13 +6,13 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from structattn.errors import CheckpointError, ConfigError
 from structattn.studies.records.typed import read_as
 
 Json = dict[str, Any]  # chosen by a task or a user: settings, and data for the figures of a task
-RESULTS = "results.json"
+RESULTS, REPORT = "results.json", "report.html"
 FORMAT_VERSION = 2  # 1: before records had a version
 T = TypeVar("T")
 
@@ -49,6 +49,22 @@ class ResultRecord:
     command: str = ""
     versions: dict[str, str]
     hardware: Hardware
+
+
+R = TypeVar("R", bound=ResultRecord)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results(Generic[R]):
+    """The output of a command: a folder, and the record that its ``results.json`` holds."""
+
+    record: R
+    folder: Path
+
+    @property
+    def report(self) -> Path:
+        """The self-contained HTML page."""
+        return self.folder / REPORT
 
 
 def read_versioned(kind: type[T], data: object, where: str) -> T:

@@ -1,11 +1,9 @@
-"""Dataclasses as JSON: written as plain data, read strictly with the path of any error, and described by a JSON schema."""
+"""Dataclasses from JSON, read strictly, with the path of any error."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import re
 import types
 import typing
 from typing import Any, TypeVar
@@ -15,7 +13,6 @@ from structattn.errors import CheckpointError, nearest_name
 
 T = TypeVar("T")
 _WORDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
-_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
 def read_as(kind: type[T], data: object, where: str) -> T:
@@ -45,7 +42,7 @@ class _WrongRecordError(Exception):
 
 
 @functools.cache
-def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
+def typed_fields(kind: type) -> dict[str, tuple[Any, bool]]:
     """Type of each field, and whether it must be there."""
     hints = typing.get_type_hints(kind)
     none = dataclasses.MISSING
@@ -85,7 +82,7 @@ def _value(kind: Any, value: Any, path: str) -> Any:
 
 def _dataclass(kind: type, value: Any, path: str) -> Any:
     _expect(isinstance(value, dict), path, f"an object ({kind.__name__})", value)
-    fields = _fields(kind)
+    fields = typed_fields(kind)
     for name in value:
         if name not in fields:
             raise _WrongRecordError(path, f"unknown field {name!r} of {kind.__name__}: {nearest_name(name, fields)}")
@@ -98,60 +95,3 @@ def _dataclass(kind: type, value: Any, path: str) -> Any:
 def _expect(fits: bool, path: str, expected: str, value: object) -> None:
     if not fits:
         raise _WrongRecordError(path, f"expected {expected}, got {describe(value)}")
-
-
-def json_schema(kind: type) -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of what ``read_as`` accepts for a dataclass; descriptions are those of the docstrings."""
-    definitions: dict[str, Any] = {}
-    root = _object_schema(kind, definitions)
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": kind.__name__}
-    return {**head, **root, "$defs": dict(sorted(definitions.items()))}
-
-
-def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return {}
-    if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_schema(arg, definitions) for arg in args]}
-    if origin is typing.Literal:
-        return {"enum": list(args)}
-    if origin is tuple and args[-1] is ...:
-        return {"type": "array", "items": _schema(args[0], definitions)}
-    if origin is tuple:
-        entries = [_schema(arg, definitions) for arg in args]
-        return {"type": "array", "prefixItems": entries, "minItems": len(args), "maxItems": len(args)}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _schema(args[1], definitions)}
-    if dataclasses.is_dataclass(kind):
-        name = typing.cast(type, kind).__name__
-        if name not in definitions:
-            definitions[name] = {}
-            definitions[name] = _object_schema(typing.cast(type, kind), definitions)
-        return {"$ref": f"#/$defs/{name}"}
-    return {"type": "null" if kind is type(None) else _NAMES[kind]}
-
-
-def _object_schema(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
-    fields, about = _fields(kind), _descriptions(kind)
-    return {
-        "description": about[""],
-        "type": "object",
-        "properties": {
-            name: ({"description": about[name]} if name in about else {}) | _schema(field, definitions)
-            for name, (field, _) in fields.items()
-        },
-        "required": [name for name, (_, is_required) in fields.items() if is_required],
-        "additionalProperties": False,
-    }
-
-
-def _descriptions(kind: type) -> dict[str, str]:
-    """The descriptions of fields in the docstrings of a dataclass and its bases; that of the dataclass under an empty name."""
-    found = {}
-    for own in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
-        head, _, listing = inspect.cleandoc(own.__doc__ or "").partition("\n\nAttributes:\n")
-        found[""] = " ".join(head.split())
-        for names, text in re.findall(r"^ {4}(\w[\w, ]*): (.+(?:\n {5,}.+)*)", listing, flags=re.MULTILINE):
-            found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
-    return found

@@ -9,17 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from structattn.errors import CheckpointError
 from structattn.files import write_atomic
-from structattn.studies.records.common import RESULTS, ResultRecord, to_json
+from structattn.studies.records.common import REPORT, RESULTS, R, ResultRecord, Results, to_json
 from structattn.studies.report.table import Table
-
-R = TypeVar("R", bound=ResultRecord)
 
 
 @dataclass(frozen=True)
@@ -96,17 +94,18 @@ class Page:
 
 def write_results(
     record: R, folder: Path, draw: Callable[[R, Path], Sequence[Figure]], page: Callable[[R, Sequence[Figure]], Page]
-) -> Path:
-    """Writes ``results.json``, figures and ``report.html``, and returns the path of the report.
+) -> Results[R]:
+    """Writes ``results.json``, figures and ``report.html``.
 
     Raises:
         CheckpointError: they cannot be written.
     """
     try:
         write_atomic(folder / RESULTS, to_json(record))
-        return write_page(page(record, draw(record, folder / "figures")), folder / "report.html")
+        write_page(page(record, draw(record, folder / "figures")), folder / REPORT)
     except OSError as error:
         raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
+    return Results(record=record, folder=folder)
 
 
 def write_page(page: Page, path: Path) -> Path:

@@ -29,7 +29,10 @@ _UNSIGNED = ("model_sha256", "metrics", "details")  # of version 0.1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One model to train.
+    """One model to train, and to score on the test split where a comparison needs it, in whichever process trains it.
+
+    Scores are kept in ``scores.json`` in the folder of the run, with the digest of the weights: a large model may take as long to score as
+    a small one to train, and a resumed comparison does not score it again.
 
     Args:
         task_name: see ``tasks.registry.TASKS``.
@@ -38,6 +41,7 @@ class Job:
         training: settings of the run.
         seed: of weights, data order and dropout.
         folder: of the run.
+        is_scored: whether it is scored.
         may_diverge: a loss that is not finite is a result (of a sweep of learning rates), not an error.
     """
 
@@ -47,6 +51,7 @@ class Job:
     training: TrainingConfig
     seed: int
     folder: Path
+    is_scored: bool = False
     may_diverge: bool = False
 
     @property
@@ -81,7 +86,8 @@ class Job:
     @property
     def is_done(self) -> bool:
         """Whether it only has to be read; raises ``CheckpointError`` as ``record``."""
-        return self.record() is not None
+        found = self.record()
+        return found is not None and not (self.is_scored and self.scores(found) is None)
 
     def run(
         self,
@@ -114,28 +120,11 @@ class Job:
             AcceleratorState._reset_state()  # otherwise it has the precision of the first run of this process
             if self.training.compile:
                 torch.compiler.reset()  # otherwise the code of every run of this process would be searched at each step
-        self._finish(task, result)
+        if self.is_scored:
+            self._score(task, result)
         return result
 
-    def _finish(self, task: Task, result: TrainingResult) -> None:
-        """Called with a trained model; does nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoredJob(Job):
-    """One model to train and to score on the test split, in whichever process trains it.
-
-    The scores are saved in ``scores.json`` in the folder of the run, with the digest of the weights: a large model may take as long to
-    score as a small one to train, and a resumed comparison does not score it again.
-    """
-
-    @property
-    def is_done(self) -> bool:
-        """See ``Job``."""
-        found = self.record()
-        return found is not None and self.scores(found) is not None
-
-    def _finish(self, task: Task, result: TrainingResult) -> None:
+    def _score(self, task: Task, result: TrainingResult) -> None:
         """Scores it, unless that was done before."""
         record = read_record(self.folder)
         if self.scores(record) is not None:

@@ -9,7 +9,7 @@ from contextlib import closing
 from structattn.errors import ConfigError, StructAttnError
 from structattn.progress import progress_bar, say
 from structattn.studies.runner.base import Listener, Runner
-from structattn.studies.runner.runs import Job, ScoredJob
+from structattn.studies.runner.runs import Job
 
 
 def train_all(jobs: Sequence[Job], *, runner: Runner, resume: bool, show_progress: bool) -> None:
@@ -41,7 +41,7 @@ class _Bar(Listener):
         numbers: dict[str, int] = {}
         self._models = [numbers.setdefault(f"{job.spec} {job.task}", len(numbers) + 1) for job in jobs]
         self._ends = list(itertools.accumulate(job.training.steps for job in jobs))
-        self._scores = isinstance(jobs[0], ScoredJob)
+        self._scores = jobs[0].is_scored
         self._over, self._steps = len(jobs) - len(left), self._ends[-1] - sum(job.training.steps for job in left)
         self._bar = progress_bar(total=self._ends[-1], initial=self._steps, unit="step", desc=self._text(), show=show)
 

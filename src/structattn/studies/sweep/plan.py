@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from structattn.studies.recipe import MOST_RUNS
 from structattn.studies.records.common import read_file, to_json
 from structattn.studies.records.sweep import Parameter, Trial, Value
 from structattn.studies.runner.runs import Job
-from structattn.studies.settings import Change, apply_overrides, to_plain
+from structattn.studies.settings import Change, apply_overrides
 from structattn.studies.sweep.halving import REDUCTION
 from structattn.studies.sweep.space import ATTENTION, RunSettings, parse_parameters
 from structattn.studies.tasks.registry import task_class
@@ -124,8 +124,8 @@ class SweepPlan:
         """The settings that must be equal when a sweep is resumed; the number of trials may grow."""
         plain = {
             "task": self.task_name,
-            "settings": to_plain(self.settings),
-            "parameters": [to_plain(parameter) for parameter in self.parameters],
+            "settings": asdict(self.settings),
+            "parameters": [asdict(parameter) for parameter in self.parameters],
             "attention": self.attention,
             "seed": self.seed,
             "scheduler": self.scheduler,

@@ -11,7 +11,6 @@ belongs to a choice; in a choice of attention variants also one before an option
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import types
 import typing
@@ -24,7 +23,7 @@ from structattn.errors import ConfigError, nearest_name
 from structattn.spec.grammar import one_of, reading, several, split_list, split_specs
 from structattn.spec.layers import LayerSpecs
 from structattn.studies.records.sweep import Parameter
-from structattn.studies.settings import Change, convert
+from structattn.studies.settings import Change, convert, fields_of
 from structattn.studies.training.config import TrainingConfig
 
 ATTENTION = "attention"
@@ -39,16 +38,6 @@ class RunSettings:
 
     task: Any
     training: TrainingConfig
-
-
-def setting_types(config: Any, prefix: str = "") -> dict[str, Any]:
-    """The annotated type of every setting of nested dataclasses, by its dotted name."""
-    found: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        inner = dataclasses.is_dataclass(value)
-        found |= setting_types(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": hint}
-    return found
 
 
 def parse_parameters(
@@ -67,7 +56,7 @@ def parse_parameters(
     """
     if not texts:
         raise ConfigError(f"nothing to sweep: give at least one parameter, as NAME={_FORMS}")
-    known = {ATTENTION: str, **setting_types(settings)}
+    known = {ATTENTION: str} | {name: hint for name, hint, _ in fields_of(settings)}
     parameters = tuple(_parse(text, known, check_spec) for text in texts)
     names = [parameter.name for parameter in parameters]
     if twice := [name for name in names if names.count(name) > 1]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from structattn.errors import CheckpointError, TrainingFailedError
-from structattn.studies.environment import hardware, versions
+from structattn.studies.environment import origin
 from structattn.studies.folders import Owner, check_owner, last_folder, opened
 from structattn.studies.old_folders import sweep_record
-from structattn.studies.records.common import RESULTS, read_file
+from structattn.studies.records.common import RESULTS, Results, read_file
 from structattn.studies.records.sweep import BestTrial, Scheduler, SweepRecord, Trial
 from structattn.studies.runner.base import Runner
 from structattn.studies.runner.local import LocalRunner
@@ -21,23 +19,6 @@ from structattn.studies.sweep.halving import REDUCTION
 from structattn.studies.sweep.plan import OVER, Journal, SweepPlan
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
-
-_REPORT = "report.html"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """The output of a sweep.
-
-    Attributes:
-        record: what ``results.json`` holds.
-        folder: where everything is.
-        report: the self-contained HTML page.
-    """
-
-    record: SweepRecord
-    folder: Path
-    report: Path
 
 
 def sweep(
@@ -48,7 +29,7 @@ def sweep(
     resume: bool = False,
     show_progress: bool = True,
     on_open: Callable[[Path], None] | None = None,
-) -> Sweep:
+) -> Results[SweepRecord]:
     """Runs the trials of a plan and writes ``results.json``, figures (PNG, SVG) and ``report.html``.
 
     Trials are compared on the validation split, by the score of their final weights; only the best finished trial
@@ -62,9 +43,6 @@ def sweep(
             The number of trials may be larger than before. A finished sweep is only read.
         show_progress: a bar of trials.
         on_open: called with the output folder before anything is trained.
-
-    Returns:
-        ``Sweep``.
 
     Raises:
         MissingDependencyError: without Optuna.
@@ -84,39 +62,40 @@ def sweep(
     task = shared_task(plan.task_name, plan.settings.task)
     identity = plan.identity()
     identity["settings"] |= task.identity(identity["settings"]["task"])
-    owner = Owner(command="sweep", task=plan.task_name, settings=identity, free=("settings.training.process_timeout",))
+    free = ("settings.training.process_timeout",)
+    owner = Owner(command="sweep", task=plan.task_name, settings=identity, free=free, recorded=sweep_record)
     place = last_folder(owner) if resume and plan.folder is None else plan.folder
     if resume and place is not None and (found := _finished(place, plan)) is not None:
-        check_owner(place, owner, resume=True, record=sweep_record)  # the folder may be read-only
-        return _checked(Sweep(record=found, folder=place, report=place / _REPORT))
-    with opened(place, owner, resume=resume, record=sweep_record, on_open=on_open) as folder:
+        check_owner(place, owner, resume=True)  # the folder may be read-only
+        return _checked(found)
+    with opened(place, owner, resume=resume, on_open=on_open) as folder:
         plan = dataclasses.replace(plan, folder=folder.resolve())  # workers have other working folders
         journal = Journal(folder)
         run_trials(plan, journal, runner=runner or LocalRunner(None), show_progress=show_progress)
         record = _record(plan, task, journal.trials(), command)
-        report = write_results(record, folder, draw, page)
-    return _checked(Sweep(record=record, folder=folder, report=report))
+        results = write_results(record, folder, draw, page)
+    return _checked(results)
 
 
-def _finished(folder: Path, plan: SweepPlan) -> SweepRecord | None:
-    """The output of a finished sweep, else ``None``."""
+def _finished(folder: Path, plan: SweepPlan) -> Results[SweepRecord] | None:
+    """The results of a finished sweep, else ``None``."""
     try:
-        record = read_file(SweepRecord, folder / RESULTS)
+        found = Results(record=read_file(SweepRecord, folder / RESULTS), folder=folder)
         trials = Journal(folder).trials()
     except CheckpointError:
         return None
     is_done = len(trials) >= plan.trials and all(trial.status in OVER for trial in trials)
-    is_written = record.trials == trials and (folder / _REPORT).is_file()
-    return record if is_done and is_written else None
+    is_written = found.record.trials == trials and found.report.is_file()
+    return found if is_done and is_written else None
 
 
-def _checked(sweep: Sweep) -> Sweep:
+def _checked(results: Results[SweepRecord]) -> Results[SweepRecord]:
     """Raises ``TrainingFailedError`` unless a trial ran to its end."""
-    if sweep.record.best is None:
-        trials = sweep.record.trials
+    if results.record.best is None:
+        trials = results.record.trials
         reasons = [f"trial {trial.number} {trial.status}: {trial.message}" for trial in trials]
-        raise TrainingFailedError(f"none of {len(trials)} trials ran to its end, see {sweep.report}. {reasons[0]}")
-    return sweep
+        raise TrainingFailedError(f"none of {len(trials)} trials ran to its end, see {results.report}. {reasons[0]}")
+    return results
 
 
 def _record(plan: SweepPlan, task: Task, trials: tuple[Trial, ...], command: str) -> SweepRecord:
@@ -124,19 +103,16 @@ def _record(plan: SweepPlan, task: Task, trials: tuple[Trial, ...], command: str
     if plan.scheduler != "none":
         scheduler = Scheduler(name=plan.scheduler, grace_period=plan.grace, reduction=REDUCTION)
     return SweepRecord(
+        **origin(command),
         task=plan.task_name,
         metric=task.metric,
         metric_label=task.metric_label,
         preset=plan.preset,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=command,
         seed=plan.seed,
         attention=plan.attention,
         scheduler=scheduler,
         parameters=plan.parameters,
         config=plan.identity()["settings"],
-        versions=versions(),
-        hardware=hardware(),
         trials=trials,
         seconds=sum(trial.seconds for trial in trials),
         best=_best(plan, trials),

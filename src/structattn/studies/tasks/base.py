@@ -59,6 +59,14 @@ class TextModel:
     build: Callable[[str], LanguageModel]
 
 
+@dataclass(frozen=True)
+class DataOption:
+    """An option of the command line for the user's data: the setting that it sets, such as ``"data.path"``, and what the user gives."""
+
+    setting: str
+    about: str
+
+
 def check_sizes_of(config: Any, *names: str) -> None:
     """Raises ``ConfigError`` unless these settings of a task are ints of at least 1, and ``num_heads`` divides ``embed_dim`` if both are named."""
     for name in names:
@@ -77,16 +85,15 @@ class Task(ABC):
         metric_label: the metric in words with its unit, for axes and table heads.
         question: what the comparison answers, one sentence for the report.
         data_sha256: of the data that the task reads, so that a run is not resumed with other data; empty for generated data.
-        data_options: for tasks that read the user's data, the setting of each option of the command line, such as
-            ``{"data": "data.path", "time": "data.time"}``. ``data`` is an absolute path. The data are identified by their digest, so they
-            may be moved.
+        data_options: for tasks that read the user's data: which of the options ``data``, ``time`` and ``target`` of the command line it
+            takes. ``data`` is an absolute path. The data are identified by their digest, so they may be moved.
         reads_text: whether its models know words, lines and paragraphs, which are the levels of ``mlr-text``.
         no_skill_score: the score of a model that has learned nothing, where that is the same for all data; ``None`` where it is not.
     """
 
     name: ClassVar[str]
     config_class: ClassVar[type[Any]]
-    data_options: ClassVar[dict[str, str]] = {}
+    data_options: ClassVar[dict[str, DataOption]] = {}
     reads_text: ClassVar[bool] = False
     no_skill_score: ClassVar[float | None] = None
     metric: str
@@ -113,10 +120,12 @@ class Task(ABC):
     @classmethod
     def _data_setting(cls, config: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """The section of plain settings that holds the path of the user's data, and its name there; empty for a task without any."""
-        *sections, name = cls.data_options.get("data", "").split(".")
+        if "data" not in cls.data_options:
+            return {}, ""
+        *sections, name = cls.data_options["data"].setting.split(".")
         for section in sections:
             config = config[section]
-        return (config, name) if name else ({}, "")
+        return config, name
 
     @classmethod
     def data_path(cls, config: dict[str, Any]) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:  # the command line lists the names without importing PyTorch
     from structattn.studies.report.table import Table
     from structattn.studies.tasks.base import Task
 
+logger = logging.getLogger(__name__)
 # The package of each task, imported at its first use. It has a documentation string, ``TASK``, a subclass of ``Task``, and ``PRESETS``, the
 # ``Preset`` by name, among them "default" and "smoke". What a report adds for it is in its module ``figures``, if there is one: ``FIGURES``
 # and ``TABLES``.
@@ -31,7 +34,7 @@ TASKS: dict[str, str] = {
 
 
 def register_task(name: str, package: str) -> None:
-    """Adds a task that another package defines.
+    """Adds a task that another package defines, unless an entry point of the group ``structattn.tasks`` in its metadata does.
 
     Call it in the ``__init__`` of that package with ``__name__``: worker processes import the package with the settings of the task, and
     so know the task as well.
@@ -45,6 +48,15 @@ def register_task(name: str, package: str) -> None:
     """
     if TASKS.setdefault(name, package) != package:
         raise ConfigError(f"the task {name!r} is that of {TASKS[name]}: choose another name for the task of {package}")
+
+
+for _point in entry_points(
+    group="structattn.tasks"
+):  # of installed packages, which are imported at the first use of the task
+    try:
+        register_task(_point.name, _point.value)
+    except ConfigError as _error:
+        logger.warning("%s", _error)
 
 
 def _package(name: str) -> Any:

@@ -113,8 +113,8 @@ def prepare(
     Cost: memory of one document and ``shard_tokens`` tokens of each split.
     """
     settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
-    owner = Owner(command="data prepare", task="text", settings=settings)
-    with opened(out, owner, resume=resume, record=_recorded_settings):
+    owner = Owner(command="data prepare", task="text", settings=settings, recorded=_recorded_settings)
+    with opened(out, owner, resume=resume):
         return _prepared(config, out, settings, show_progress, on_open or (lambda _: None))
 
 

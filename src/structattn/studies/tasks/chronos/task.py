@@ -21,7 +21,7 @@ from structattn.progress import counted
 from structattn.seeds import derive_seed, generator, seeded
 from structattn.studies.data.series import Series, WindowedSeries
 from structattn.studies.data.series_file import read_series
-from structattn.studies.tasks.base import Baseline, Batch, Split, Task, on_device_of
+from structattn.studies.tasks.base import Baseline, Batch, DataOption, Split, Task, on_device_of
 from structattn.studies.tasks.chronos.kernel_synth import kernel_synth
 from structattn.studies.tasks.chronos.model import ChronosForecaster, integration
 from structattn.studies.tasks.chronos.scores import QUANTILES, forecast_scores, seasonal_forecast
@@ -105,7 +105,9 @@ class ChronosTask(Task):
 
     name = "chronos"
     config_class = ChronosConfig
-    data_options: ClassVar[dict[str, str]] = {"data": "checkpoint"}
+    data_options: ClassVar[dict[str, DataOption]] = {
+        "data": DataOption("checkpoint", "the folder of a trained Chronos T5 to fine-tune")
+    }
     metric = "nats_per_token"
     metric_label = "cross entropy of the next token, nats"
     question = "Does structured self-attention help a Chronos T5 to forecast series that it never saw?"

@@ -22,7 +22,7 @@ from structattn.seeds import derive_seed
 from structattn.studies.data.series import usual_season
 from structattn.studies.data.series_file import read_columns
 from structattn.studies.data.splits import SPLITS
-from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of
+from structattn.studies.tasks.base import Baseline, Batch, DataOption, Split, Task, check_sizes_of
 from structattn.studies.tasks.forecast.baseline_models import BaselineModel, BaselineModelSpec
 from structattn.studies.tasks.forecast.baselines import chunks, mean_errors
 from structattn.studies.tasks.forecast.data import WindowedChannels
@@ -99,7 +99,11 @@ class ForecastTask(Task):
 
     name = "forecast"
     config_class = ForecastConfig
-    data_options: ClassVar[dict[str, str]] = {"data": "data.path", "time": "data.time", "target": "data.target"}
+    data_options: ClassVar[dict[str, DataOption]] = {
+        "data": DataOption("data.path", "your CSV file"),
+        "time": DataOption("data.time", "its time column"),
+        "target": DataOption("data.target", "the column to forecast"),
+    }
     metric = "mse"
     metric_label = "mean squared error, scaled target"
     question = (

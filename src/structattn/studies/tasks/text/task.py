@@ -20,8 +20,17 @@ from structattn.models.language_model import LanguageModel
 from structattn.progress import counted
 from structattn.seeds import generator
 from structattn.studies.data.corpus import Tokenizer, Windows, text_units, tokenizer_from
-from structattn.studies.settings import from_plain
-from structattn.studies.tasks.base import Baseline, Batch, Split, Task, TextModel, check_sizes_of, on_device_of
+from structattn.studies.records.typed import read_as
+from structattn.studies.tasks.base import (
+    Baseline,
+    Batch,
+    DataOption,
+    Split,
+    Task,
+    TextModel,
+    check_sizes_of,
+    on_device_of,
+)
 from structattn.studies.tasks.text.data import open_text_data
 from structattn.studies.tasks.text.details import attention_by_distance, by_octave, octaves, positions_in_documents
 
@@ -89,7 +98,9 @@ class TextTask(Task):
 
     name = "text"
     config_class = TextConfig
-    data_options: ClassVar[dict[str, str]] = {"data": "data"}
+    data_options: ClassVar[dict[str, DataOption]] = {
+        "data": DataOption("data", "a text file, or a folder from `structattn data prepare text`")
+    }
     reads_text = True
     question = "Does a language model get better when near characters are compared in more dimensions than far ones?"
 
@@ -131,7 +142,7 @@ class TextTask(Task):
     def text_model(cls, config: dict[str, Any], record: dict[str, Any]) -> TextModel:
         """See ``Task``; runs of before there was a choice of tokenizers are of characters."""
         tokenizer = tokenizer_from(record.get("tokenizer", {"kind": "chars"}))
-        settings = from_plain(TextConfig, config)
+        settings = read_as(TextConfig, config, "the settings of the run")
         return TextModel(tokenizer=tokenizer, build=partial(settings.build_model, tokenizer=tokenizer))
 
     def record(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,10 @@ TRAINING = {
     "gradient_clip": 0.5,
 }
 STOPPED_AT = 7
-# Trains the jobs of a list, one after the other; some die in the middle of a step, some are only stopped.
+# Trains lists of jobs, one list after the other, each in new processes; some die in the middle of a step, some are only stopped.
+# With RANK, as a launcher sets it, this is one of the processes; without it, it starts two, which are forks that need no import.
 _WORKER = """
-import json, os, sys
+import json, os, socket, sys
 from pathlib import Path
 from accelerate import PartialState
 from structattn.studies.tasks.text.task import TextConfig, TextTask
@@ -58,22 +60,46 @@ class Stopping(TextTask):
             raise KeyboardInterrupt
         return super().batch(seed, step, batch_size)
 
-Path(f"{__file__}.{os.environ['RANK']}").write_text(str(os.getpid()))
-spec, task_settings, jobs = json.loads(sys.argv[1])
-task = Stopping(TextConfig(**task_settings))
-for job in jobs:
-    os.environ["ACCELERATE_USE_FSDP"] = str(job["fsdp"]).lower()
-    task.stops_at = job["stops_at"]
-    try:
-        result = train(task, spec, TrainingConfig(**job["training"]), seed=0, run_dir=Path(job["folder"]), resume=True,
-                       show_progress=False)
-        held = sum(own_part(p).numel() for p in result.model.parameters())
-    except KeyboardInterrupt:
-        held = None
-        if job["dies"]:
-            os._exit(9)
-    if PartialState().process_index == 0:
-        print(json.dumps([PartialState().num_processes, held]))
+def run(jobs):
+    task = Stopping(TextConfig(**task_settings))
+    for job in jobs:
+        os.environ["ACCELERATE_USE_FSDP"] = str(job["fsdp"]).lower()
+        task.stops_at = job["stops_at"]
+        try:
+            result = train(task, spec, TrainingConfig(**job["training"]), seed=0, run_dir=Path(job["folder"]),
+                           resume=True, show_progress=False)
+            held = sum(own_part(p).numel() for p in result.model.parameters())
+        except KeyboardInterrupt:
+            held = None
+            if job["dies"]:
+                os._exit(9)
+        if PartialState().process_index == 0:
+            print(json.dumps([PartialState().num_processes, held]), flush=True)
+
+def start(rank, port, jobs):
+    if (process := os.fork()) == 0:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        try:
+            run(jobs)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        os._exit(0)
+    return process
+
+spec, task_settings, lists = json.loads(sys.argv[1])
+if "RANK" in os.environ:
+    Path(f"{__file__}.{os.environ['RANK']}").write_text(str(os.getpid()))
+    run(sum(lists, []))
+else:
+    for jobs in lists:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        started = [start(rank, port, jobs) for rank in range(2)]
+        for process in started:
+            _, status = os.waitpid(process, 0)
+            assert os.waitstatus_to_exitcode(status) == (9 if any(job["dies"] for job in jobs) else 0)
 """
 
 
@@ -87,20 +113,23 @@ def job(folder: Path, fsdp: bool = False, stops_at: int | None = None, dies: boo
     }
 
 
-def launched(root: Path, jobs: list[dict]) -> list[list]:
-    """Trains on two processes; for each job how many there were, and the numbers that one of them held of the model."""
-    launcher = launch(root, jobs)
-    out, errors = launcher.communicate()
-    assert (launcher.returncode != 0) == any(job["dies"] for job in jobs), errors
+def on_two_processes(root: Path, *lists: list[dict]) -> list[list]:
+    """Trains; for each job that ends how many processes there were, and the numbers that one of them held of the model."""
+    process = started(root, [], lists)
+    out, errors = process.communicate()
+    assert process.returncode == 0, errors
     return [json.loads(line) for line in out.splitlines()]
 
 
-def launch(root: Path, jobs: list[dict]) -> subprocess.Popen:
+def launched(root: Path, jobs: list[dict]) -> subprocess.Popen:
+    return started(root, ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"], [jobs])
+
+
+def started(root: Path, launcher: list[str], lists: Sequence[list[dict]]) -> subprocess.Popen:
     script = root / "worker.py"
     script.write_text(_WORKER)
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
     return subprocess.Popen(
-        [sys.executable, *words, json.dumps([SPEC, TASK, jobs])],
+        [sys.executable, *launcher, str(script), json.dumps([SPEC, TASK, lists])],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -143,8 +172,10 @@ def runs(tmp_path_factory) -> Path:
     with pytest.raises(KeyboardInterrupt):
         trained(root / "one then two", Stopping)
     shutil.copytree(root / "one then two", root / "one then sharded")
-    launched(root, [job(root / "two then one", micro_batch_size=2, stops_at=STOPPED_AT, dies=True)])
-    shutil.copytree(root / "two then one", root / "two then two")
+    killed = [
+        job(root / "two then one", micro_batch_size=2, stops_at=STOPPED_AT),
+        job(root / "two then two", micro_batch_size=2, stops_at=STOPPED_AT, dies=True),
+    ]
     jobs = {
         "two": {"activation_checkpointing": True},
         "two in parts": {"micro_batch_size": 2},
@@ -156,7 +187,8 @@ def runs(tmp_path_factory) -> Path:
         "one then sharded": {"fsdp": True},
         "sharded, best": {"fsdp": True, "patience": 2, "learning_rate": 0.1, "schedule": "constant", "eval_every": 1},
     }
-    found = launched(root, [job(root / name, **options) for name, options in jobs.items()])
+    stopped, *found = on_two_processes(root, killed, [job(root / name, **options) for name, options in jobs.items()])
+    assert stopped == [2, None]
     (root / "held.json").write_text(json.dumps(dict(zip(jobs, found, strict=True))))
     return root
 
@@ -232,7 +264,7 @@ def ended(processes: list[int], seconds: float) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes as Linux lists them")
 def test_a_stopped_process_is_named_and_all_end_with_the_launcher(tmp_path) -> None:
     run = tmp_path / "run"
-    launcher = launch(tmp_path, [job(run, steps=10**6, warmup_steps=0, checkpoint_every=1, process_timeout=3)])
+    launcher = launched(tmp_path, [job(run, steps=10**6, warmup_steps=0, checkpoint_every=1, process_timeout=3)])
     while latest_checkpoint(run / "checkpoints") is None and launcher.poll() is None:
         time.sleep(0.05)
     ranks = [int((tmp_path / f"worker.py.{rank}").read_text()) for rank in (0, 1)]

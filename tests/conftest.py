@@ -1,6 +1,8 @@
 """What ``make test`` runs, and what only ``make test-full`` does: ``pytest --full``."""
 
 import os
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -28,3 +30,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if item not in set(full)]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_interpreter() -> Iterator[None]:
+    """Triton's interpreter replaces ``triton.language`` once per launch; by itself it looks for what to replace at every call of a function."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(interpreter, "_patch_lang"):
+            replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+            replaced: dict[frozenset[int], object] = {}
+
+            def replace_once(function: Callable[..., object]) -> object:
+                found = frozenset(map(id, function.__globals__.values())) & {
+                    id(interpreter.tl),
+                    id(interpreter.tl.core),
+                }
+                if found not in replaced:
+                    replaced[found] = replace(function)
+                return replaced[found]
+
+            def launch_anew(*args: object, **options: object) -> object:
+                replaced.clear()
+                return launch(*args, **options)
+
+            patch.setattr(interpreter, "_patch_lang", replace_once)
+            patch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+        yield

@@ -276,29 +276,21 @@ def test_through_the_public_function() -> None:
 
 
 def test_says_what_it_lacks() -> None:
-    def reason(layout: LevelLayout = HALVING, **options: object) -> str | None:
-        defaults = {
-            "device": torch.device(DEVICE),
-            "dtype": torch.float32,
-            "head_dim": 32,
-            "value_dim": 16,
-            "has_bias": False,
-            "dropout_p": 0.0,
-            "has_left_padding": False,
-            "num_queries": 8,
-            "num_keys": 8,
-        }
-        return triton_attention.why_not(layout, **(defaults | options))  # type: ignore[arg-type]
+    def reason(
+        layout: LevelLayout = HALVING, device: str = DEVICE, dtype: torch.dtype = torch.float32, **options: object
+    ) -> str | None:
+        q = torch.empty(1, 1, 8, layout.head_dim, device=device, dtype=dtype)
+        return triton_attention.why_not(q, q, q[..., :16], _call(layout, **options))
 
-    assert "CUDA" in str(reason(device=torch.device("meta")))
+    assert "CUDA" in str(reason(device="meta"))
     if REASON is not None:
         return
     assert reason() is None
-    assert "attn_bias" in str(reason(has_bias=True))
+    assert "attn_bias" in str(reason(attn_bias=torch.zeros(8, 8)))
     assert "dropout" in str(reason(dropout_p=0.1))
-    assert "left_padding" in str(reason(has_left_padding=True))
+    assert "left_padding" in str(reason(left_padding=torch.zeros(1, dtype=torch.int64)))
     assert "float64" in str(reason(dtype=torch.float64))
-    assert "512" in str(reason(head_dim=512))
+    assert "512" in str(reason(LevelLayout((512,), (64,))))
     assert "boundaries" in str(reason(LevelLayout.from_boundaries((16, 16), ((0,), (0, 3)))))
 
 

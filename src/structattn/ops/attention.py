@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -27,41 +28,38 @@ from structattn.ops.checks import (
     checked_sequences,
 )
 
-# The order in which options could be given by position up to version 0.1.
-_OPTIONS = (
-    "is_causal",
-    "scale",
-    "window",
-    "attn_bias",
-    "dropout_p",
-    "cu_seqlens",
-    "left_padding",
-    "backend",
-    "return_lse",
-)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _named_options(function: str, positional: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """All options by name, some of which were given by position: which still works for one version, with a warning."""
-    known = [name for name in _OPTIONS if name in options]
-    if len(positional) > len(known):
-        raise TypeError(f"{function}() takes at most {4 + len(known)} arguments, got {4 + len(positional)}")
-    names = known[: len(positional)]
-    warnings.warn(
-        f"{function}(): give the options after layout by name, as {names[0]}=...; by position they are deprecated, and an "
-        "error in the next version",
-        StructAttnDeprecationWarning,
-        stacklevel=3,
-    )
-    return options | dict(zip(names, positional, strict=True))
+def _options_by_name(function: Function) -> Function:
+    """The function, whose options after ``layout`` may be given by position too for one more version, with a warning."""
+    options = [x.name for x in inspect.signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
+
+    @functools.wraps(function)
+    def by_name(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None, *values: Any, **named: Any) -> Any:
+        if values:
+            if len(values) > len(options):
+                most, count = 4 + len(options), 4 + len(values)
+                raise TypeError(f"{function.__name__}() takes at most {most} arguments, got {count}")
+            warnings.warn(
+                f"{function.__name__}(): give the options after layout by name, as {options[0]}=...; by position they are "
+                "deprecated, and an error in the next version",
+                StructAttnDeprecationWarning,
+                stacklevel=2,
+            )
+            named |= zip(options, values, strict=False)
+        return function(q, k, v, layout, **named)
+
+    return by_name  # type: ignore[return-value]
 
 
+@_options_by_name
 def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     layout: Layout | None = None,
-    *positional: Any,
+    *,
     is_causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
@@ -76,18 +74,6 @@ def explain(
     Args: those of ``structured_attention``; only shapes, dtype and device of the tensors are looked at, so that
         ``torch.empty(..., device="meta")`` is enough.
     """
-    if positional:
-        options = {
-            "is_causal": is_causal,
-            "scale": scale,
-            "window": window,
-            "attn_bias": attn_bias,
-            "dropout_p": dropout_p,
-            "cu_seqlens": cu_seqlens,
-            "left_padding": left_padding,
-            "return_lse": return_lse,
-        }
-        return explain(q, k, v, layout, **_named_options("explain", positional, options))
     q, k, v, calls = _read(
         q, k, v, layout, is_causal, scale, window, attn_bias, dropout_p, cu_seqlens, left_padding, return_lse
     )
@@ -209,12 +195,13 @@ def structured_attention(
     backend: Backend = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@_options_by_name
 def structured_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     layout: Layout | None = None,
-    *positional: Any,
+    *,
     is_causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
@@ -268,19 +255,6 @@ def structured_attention(
 
     Source: Kuang et al. 2025, section 5. Windows, ragged lengths, grouped heads and the variance scaling are ours.
     """
-    if positional:
-        options = {
-            "is_causal": is_causal,
-            "scale": scale,
-            "window": window,
-            "attn_bias": attn_bias,
-            "dropout_p": dropout_p,
-            "cu_seqlens": cu_seqlens,
-            "left_padding": left_padding,
-            "backend": backend,
-            "return_lse": return_lse,
-        }
-        return structured_attention(q, k, v, layout, **_named_options("structured_attention", positional, options))
     check_choice("backend", backend, backends.NAMED)
     if backend != "auto" and (reason := backends.why_not(backend)) is not None:
         raise BackendUnavailableError(f"backend {backend!r} cannot run: {reason}")
@@ -303,14 +277,3 @@ def structured_attention(
         out = found if out is None else out + found
     assert out is not None
     return out
-
-
-def _hide_positional(function: Callable[..., Any]) -> None:
-    """The signature as documentation shows it: options by name only."""
-    signature = inspect.signature(function)
-    shown = [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_POSITIONAL]
-    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-
-
-for _function in (explain, structured_attention):
-    _hide_positional(_function)

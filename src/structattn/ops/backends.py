@@ -71,18 +71,7 @@ def _no_triton() -> str | None:
 def _not_for_triton(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     from structattn.ops.triton import attention as triton
 
-    return triton.why_not(
-        call.layout,
-        device=q.device,
-        dtype=q.dtype,
-        head_dim=q.shape[3],
-        value_dim=v.shape[3],
-        has_bias=call.attn_bias is not None,
-        dropout_p=call.dropout_p,
-        has_left_padding=call.left_padding is not None,
-        num_queries=q.shape[2],
-        num_keys=k.shape[2],
-    )
+    return triton.why_not(q, k, v, call)
 
 
 def _triton_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

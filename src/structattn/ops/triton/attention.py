@@ -16,17 +16,13 @@ import torch
 import triton
 from torch import Tensor
 
-from structattn.layout.levels import LevelLayout
 from structattn.ops.call import Call
 from structattn.ops.triton.backward import gradient_kernel, row_kernel
-from structattn.ops.triton.config import MAX_DIM, SHARED_MEMORY, Config, default_config, shared_memory, why_not_on
-from structattn.ops.triton.decode import decode_kernel, merge_kernel
+from structattn.ops.triton.config import SHARED_MEMORY, Config, default_config, no_room, shared_memory, why_not_on
+from structattn.ops.triton.decode import decode_kernel, merge, num_splits_for, partial_results
 from structattn.ops.triton.forward import forward_kernel
-from structattn.ops.triton.plan import FAR, Plan, Tiles, make_plan
+from structattn.ops.triton.plan import Plan, Tiles, make_plan
 
-MAX_LEVELS = 16
-_MAX_SPLITS = 64
-_PROGRAMS = 512  # programs that fill a GPU while decoding
 _DECODE_QUERIES = 16  # as many queries or fewer, over many more keys, are decoding
 _DECODE_ROWS = 64  # rows of a tile, being the queries of all heads that share a key
 
@@ -38,36 +34,21 @@ def _config(q: Tensor, v: Tensor, call: Call, config: Config | None) -> Config:
     return config
 
 
-def why_not(
-    layout: LevelLayout,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    has_bias: bool,
-    dropout_p: float,
-    has_left_padding: bool,
-    num_queries: int,
-    num_keys: int,
-) -> str | None:
+def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     """The reason why these kernels cannot run a call, as a sentence for the user, or ``None`` when they can."""
-    if (reason := why_not_on(device, dtype)) is not None:
+    layout, value_dim, length = call.layout, v.shape[3], max(q.shape[2], k.shape[2])
+    if (reason := why_not_on(q.device, q.dtype, layout.ranks, value_dim, length)) is not None:
         return reason
-    for name, asked in (("attn_bias", has_bias), ("dropout", dropout_p > 0), ("left_padding", has_left_padding)):
-        if asked:
+    for name, is_asked in (
+        ("attn_bias", call.attn_bias is not None),
+        ("dropout", call.dropout_p > 0),
+        ("left_padding", call.left_padding is not None),
+    ):
+        if is_asked:
             return f"the Triton kernels have no {name}"
     if layout.boundaries is not None:
         return "the Triton kernels have no free partitions (boundaries), only block sizes"
-    if layout.num_levels > MAX_LEVELS:
-        return f"the Triton kernels have at most {MAX_LEVELS} levels, the layout has {layout.num_levels}"
-    if max(head_dim, value_dim) > MAX_DIM:
-        return f"the Triton kernels need head and value dimensions of at most {MAX_DIM}, got {head_dim} and {value_dim}"
-    if default_config(layout, dtype, value_dim) is None:
-        return f"the Triton kernels have no room for the many narrow levels {'|'.join(map(str, layout.ranks))}"
-    if max(num_queries, num_keys) >= FAR // 2:
-        return f"the Triton kernels need lengths below {FAR // 2}"
-    return None
+    return no_room(layout.ranks) if default_config(layout, q.dtype, value_dim) is None else None
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:
@@ -127,11 +108,6 @@ def _launch(tiles: Tiles) -> dict[str, int]:
     return {"OWN": tiles.own, "WALK": tiles.walk, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
 
 
-def _num_splits(programs: int, num_keys: int, walk: int) -> int:
-    """Chunks of keys: enough programs for a GPU, and some tiles for each."""
-    return max(1, min(math.ceil(_PROGRAMS / programs), num_keys // (2 * walk), _MAX_SPLITS))
-
-
 def _decode(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, config: Config) -> None:
     batch, num_heads, num_queries, _ = q.shape
     num_groups, num_keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
@@ -148,22 +124,18 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Cal
         own //= 2
     num_tiles = math.ceil(rows / own)
     programs = batch * num_groups * num_tiles
-    num_splits = config.num_splits or _num_splits(programs, num_keys, tiles.walk)
+    num_splits = config.num_splits or num_splits_for(programs, num_keys // tiles.walk)
     chunk = math.ceil(math.ceil(num_keys / num_splits) / tiles.walk) * tiles.walk
     num_splits = math.ceil(num_keys / chunk)
     num_rows = batch * num_heads * num_queries
-    partial = torch.empty((num_splits, num_rows, value_dim), dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty((num_splits, num_rows), dtype=torch.float32, device=q.device)
+    partial, partial_lse = partial_results(num_splits, num_rows, value_dim, q.device)
     decode_kernel[(num_splits * programs,)](
         q, k, v, partial, partial_lse, *_strides(q), *_strides(k), *_strides(v),
         num_queries, num_keys, chunk, num_splits, _window(call, num_queries, num_keys), num_rows, value_dim, num_tiles,
         num_groups, heads_per_group,
         PLAN=plan.constants, IS_CAUSAL=call.is_causal, HAS_WINDOW=call.window is not None, **_launch(tiles),
     )  # fmt: skip
-    merge_kernel[(num_rows,)](
-        partial, partial_lse, out, lse, num_splits, num_rows, value_dim,
-        SPLITS=triton.next_power_of_2(num_splits), WIDTH=32,
-    )  # fmt: skip
+    merge(partial, partial_lse, out, lse)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: Config | None = None) -> tuple[Tensor, Tensor]:

@@ -16,17 +16,14 @@ import triton
 from torch import Tensor
 
 from structattn.ops.triton.cached_decode import cached_kernel
-from structattn.ops.triton.config import INTERPRETED, MAX_DIM, SHARED_MEMORY, why_not_on
-from structattn.ops.triton.decode import merge_kernel
-from structattn.ops.triton.plan import FAR, Tiles
+from structattn.ops.triton.config import INTERPRETED, SHARED_MEMORY, no_room, why_not_on
+from structattn.ops.triton.decode import merge, num_splits_for, partial_results
+from structattn.ops.triton.plan import Tiles
 
-MAX_LEVELS = 16
 MAX_QUERIES = 8
 _ALIGNMENT = 16  # slots: at least 16 bytes of every dtype
 # Rows of a tile, being the queries of the heads that share a key and a value, at most: float32 has no tensor cores.
 _MAX_ROWS = {2: 64, 4: 16}
-_MAX_SPLITS = 64
-_PROGRAMS = 512  # programs that fill a GPU
 # Positions per tile and depth of the pipeline, best first.
 _WALKS = ((64, 3), (64, 2), (32, 2), (32, 1), (16, 1))
 
@@ -70,20 +67,11 @@ def why_not(
         num_queries: new tokens per batch row, T.
         capacity: slots of the largest buffer.
     """
-    if (reason := why_not_on(device, dtype)) is not None:
+    if (reason := why_not_on(device, dtype, ranks, sum(value_ranks), capacity)) is not None:
         return reason
     if num_queries > MAX_QUERIES:
         return f"the Triton kernel over a cache decodes up to {MAX_QUERIES} tokens at once, not {num_queries}"
-    if len(ranks) > MAX_LEVELS:
-        return f"the Triton kernels have at most {MAX_LEVELS} levels, the layout has {len(ranks)}"
-    if max(sum(ranks), sum(value_ranks)) > MAX_DIM:
-        dims = f"{sum(ranks)} and {sum(value_ranks)}"
-        return f"the Triton kernels need head and value dimensions of at most {MAX_DIM}, got {dims}"
-    if _tiles(ranks, value_ranks, dtype.itemsize, 1) is None:
-        return f"the Triton kernels have no room for the many narrow levels {'|'.join(map(str, ranks))}"
-    if capacity >= FAR // 2:
-        return f"the Triton kernels need lengths below {FAR // 2}"
-    return None
+    return no_room(ranks) if _tiles(ranks, value_ranks, dtype.itemsize, 1) is None else None
 
 
 def decode(
@@ -147,16 +135,14 @@ def decode(
     num_tiles = math.ceil(unit * num_queries / tiles.own)
     programs = batch * num_units * num_tiles
     capacities = tuple(k.shape[3] for k in keys)
-    walks = math.ceil((max_count or capacities[0]) / tiles.walk)
     if num_splits is None:
-        num_splits = max(1, min(math.ceil(_PROGRAMS / programs), walks // 2, _MAX_SPLITS))
+        num_splits = num_splits_for(programs, math.ceil((max_count or capacities[0]) / tiles.walk))
     per_level, per_count = factors
     known = tuple(_ALIGNMENT if multiple % _ALIGNMENT == 0 else 1 for multiple in multiples or (1,) * len(keys))
     num_rows = batch * num_heads * num_queries
     out = torch.empty((batch, num_heads, num_queries, value_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, num_heads, num_queries), dtype=torch.float32, device=q.device)
-    partial = torch.empty((num_splits, num_rows, value_dim), dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty((num_splits, num_rows), dtype=torch.float32, device=q.device)
+    partial, partial_lse = partial_results(num_splits, num_rows, value_dim, q.device)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         cached_kernel[(num_splits * programs,)](
             q, tuple(keys), tuple(values), starts.contiguous(), counts.contiguous(), partial, partial_lse,
@@ -168,8 +154,5 @@ def decode(
             ALIGNS=tuple(_ALIGNMENT if slots % _ALIGNMENT == 0 else 1 for slots in capacities), MULTIPLES=known,
             RINGS=tuple(rings), OWN=tiles.own, WALK=tiles.walk, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
-        merge_kernel[(num_rows,)](
-            partial, partial_lse, out, lse, num_splits, num_rows, value_dim,
-            SPLITS=triton.next_power_of_2(num_splits), WIDTH=32,
-        )  # fmt: skip
+        merge(partial, partial_lse, out, lse)
     return out, lse

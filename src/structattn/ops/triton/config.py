@@ -10,10 +10,11 @@ from triton.runtime.jit import JITFunction
 
 from structattn.layout.levels import LevelLayout
 from structattn.ops.triton.forward import forward_kernel
-from structattn.ops.triton.plan import Plan, Tiles, make_plan
+from structattn.ops.triton.plan import FAR, Plan, Tiles, make_plan
 
 INTERPRETED = not isinstance(forward_kernel, JITFunction)  # TRITON_INTERPRET=1 when the kernels were imported
 MAX_DIM = 256
+MAX_LEVELS = 16
 SHARED_MEMORY = 99 * 1024  # bytes per block that consumer GPUs have too
 
 
@@ -58,8 +59,10 @@ _CONFIGS: tuple[tuple[int, int, Config], ...] = (
 )
 
 
-def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why no kernel can run on a device and in a dtype, as a sentence for the user, or ``None`` when they can."""
+def why_not_on(
+    device: torch.device, dtype: torch.dtype, ranks: tuple[int, ...], value_dim: int, length: int
+) -> str | None:
+    """The reason why no kernel takes tensors of this device, dtype and size, as a sentence for the user, or ``None``."""
     if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
         return f"the Triton kernels need a CUDA device, and the tensors are on {device}"
     if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
@@ -68,7 +71,20 @@ def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"the Triton kernels compute float32, float16 and bfloat16, not {dtype}"
     if INTERPRETED and dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 wrongly"
+    if len(ranks) > MAX_LEVELS:
+        return f"the Triton kernels have at most {MAX_LEVELS} levels, the layout has {len(ranks)}"
+    if max(sum(ranks), value_dim) > MAX_DIM:
+        return (
+            f"the Triton kernels need head and value dimensions of at most {MAX_DIM}, got {sum(ranks)} and {value_dim}"
+        )
+    if length >= FAR // 2:
+        return f"the Triton kernels need lengths below {FAR // 2}"
     return None
+
+
+def no_room(ranks: tuple[int, ...]) -> str:
+    """The reason why a kernel without fitting tiles cannot run, as a sentence for the user."""
+    return f"the Triton kernels have no room for the many narrow levels {'|'.join(map(str, ranks))}"
 
 
 def shared_memory(plan: Plan, tiles: Tiles, itemsize: int, *, is_gradient: bool) -> int:

@@ -3,12 +3,39 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from structattn.ops.triton.forward import scale_subtiles, walk_keys
 from structattn.ops.triton.plan import value_subtiles_of
 from structattn.ops.triton.primitives import reach, store_subtiles
+
+_MAX_SPLITS = 64
+_PROGRAMS = 512  # programs that fill a GPU
+
+
+def num_splits_for(programs: int, num_walks: int) -> int:
+    """Chunks of ``num_walks`` tiles of keys: enough programs for a GPU, and some tiles for each."""
+    return max(1, min(math.ceil(_PROGRAMS / programs), num_walks // 2, _MAX_SPLITS))
+
+
+def partial_results(num_splits: int, num_rows: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for the output and the log-sum-exp of each split."""
+    shape = num_splits, num_rows
+    return tuple(torch.empty(x, dtype=torch.float32, device=device) for x in ((*shape, value_dim), shape))
+
+
+def merge(partial: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Writes the output and the log-sum-exp from those of the splits."""
+    num_splits, num_rows, value_dim = partial.shape
+    merge_kernel[(num_rows,)](
+        partial, partial_lse, out, lse, num_splits, num_rows, value_dim,
+        SPLITS=triton.next_power_of_2(num_splits), WIDTH=32,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "chunk", "num_splits", "window"])

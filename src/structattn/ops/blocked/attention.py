@@ -18,7 +18,6 @@ from torch import Tensor
 from structattn.ops import dropout
 from structattn.ops.blocked import dyadic, online_softmax
 from structattn.ops.blocked.dyadic import Geometry
-from structattn.ops.blocked.padding import Grouping, NoPadding, Padded
 from structattn.ops.blocked.spans import SequenceSpan, SpanTiles
 from structattn.ops.blocked.tiles import ScoreParameters, Tile
 from structattn.ops.call import Call
@@ -31,6 +30,162 @@ _SCORES_ON_DEVICE = 2**24
 _FEW_QUERIES = 32
 
 
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Structured attention; the arguments are those of ``structured_attention``, checked.
+
+    16-bit inputs are computed in float32.
+
+    Returns:
+        out (B, H, T, V) in q's dtype and lse (B, H, T), float32 or float64, base e; contiguous.
+
+    Cost: ``layout.score_flops`` + ``layout.value_flops`` and one exponential per visible pair; memory linear in T. Where
+    scores may be large, by Cauchy and Schwarz, or values are far from 1, a first pass finds the largest score of each row: about
+    a third more.
+    """
+    dtype = _compute_dtype(q)
+    if not q.numel() or not k.numel():
+        return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    repeats = q.shape[1] // k.shape[1]
+    q, k, v, kind = q.to(dtype), k.to(dtype), v.to(dtype), q.dtype
+    bias = _bias(call, dtype)
+    out = q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
+    lse = q.new_full((), -torch.inf).expand(*q.shape[:3], 1)
+    for group in _groups(q, k, call):
+        parameters = _parameters(call, group, q, k, bias)
+        queries, keys, values = group.queries.pad(q, repeats), group.keys.pad(k, 1), group.keys.pad(v, 1)
+        # For few queries a pass over the scores costs less than one over the keys.
+        is_safe = bias is None and q.shape[2] >= _FEW_QUERIES and parameters.are_small(queries, keys, values)
+        offset = None if is_safe else online_softmax.row_maxima(group.tiles(), queries, keys, parameters)
+        rows_out, rows_lse = online_softmax.forward(group.tiles(), queries, keys, values, offset, parameters)
+        out = group.queries.unpad(out, rows_out, repeats)
+        lse = group.queries.unpad(lse, rows_lse[..., None], repeats)
+    return out.to(kind).contiguous(), lse[..., 0].contiguous()
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    *,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and, if asked, of the bias, in their dtypes and shapes, contiguous.
+
+    Args:
+        grad_out, grad_lse: of ``forward``'s results; ``grad_lse`` may be ``None``.
+        q, k, v, call: as in ``forward``; the same seed.
+        out, lse: what ``forward`` returned.
+        needs_bias: whether the bias needs its gradient.
+
+    Cost: three products of the score's rank and two of the value's per visible pair; memory linear in T, and the bias's.
+    """
+    if not q.numel() or not k.numel():
+        no_bias = (
+            None if call.attn_bias is None else torch.zeros_like(call.attn_bias, memory_format=torch.contiguous_format)
+        )
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        return dq, dk, dv, no_bias if needs_bias else None
+    dtype, repeats, kind = _compute_dtype(q), q.shape[1] // k.shape[1], q.dtype
+    q, k, v, grad_out = (x.to(dtype) for x in (q, k, v, grad_out))
+    # A head at a time, so that the product never takes as much memory as the output.
+    pairs = zip(grad_out.flatten(0, 1), out.flatten(0, 1), strict=True)
+    delta = torch.stack([(a * b).sum(-1, keepdim=True) for a, b in pairs]).view(*out.shape[:3], 1)
+    if grad_lse is not None:
+        delta -= grad_lse[..., None]
+    bias = _bias(call, dtype)
+    grad_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None
+    grad_q, grad_k, grad_v = (x.new_zeros(()).expand(x.shape) for x in (q, k, v))
+    for group in _groups(q, k, call):
+        rows_q, rows_k, rows_v = online_softmax.backward(
+            group.tiles(),
+            group.queries.pad(q, repeats),
+            group.keys.pad(k, 1),
+            group.keys.pad(v, 1),
+            group.queries.pad(lse[..., None], repeats, missing=-torch.inf)[..., 0],
+            group.queries.pad(delta, repeats)[..., 0],
+            group.queries.pad(grad_out, repeats),
+            grad_bias,
+            _parameters(call, group, q, k, bias),
+        )
+        grad_q = group.queries.unpad(grad_q, rows_q, repeats)
+        grad_k, grad_v = group.keys.unpad(grad_k, rows_k, 1), group.keys.unpad(grad_v, rows_v, 1)
+    shaped = None
+    if grad_bias is not None and call.attn_bias is not None:
+        shaped = grad_bias.to(call.attn_bias.dtype).view(call.attn_bias.shape)
+    dq, dk, dv = (x.to(kind).contiguous() for x in (grad_q, grad_k, grad_v))
+    return dq, dk, dv, shaped
+
+
+@dataclass(frozen=True)
+class NoPadding:
+    """All sequences as they are: (B * G, length * repeats, d), a view where the strides allow.
+
+    Rows of one position are neighbours: with R query heads per key head, row t * R + r is head r at position t, so that the keys
+    are never repeated and a span of positions is a span of rows.
+    """
+
+    def pad(self, x: Tensor, repeats: int, missing: float | None = None) -> Tensor:
+        """(B, G * repeats, length, d) to rows, (..., d).
+
+        Args:
+            repeats: query heads per key head; 1 for keys and values.
+            missing: what padding holds. Default: what the first position of its sequence holds.
+        """
+        batch, heads, length, dim = x.shape
+        if repeats > 1:
+            x = x.unflatten(1, (heads // repeats, repeats)).transpose(2, 3)
+        return x.reshape(batch * heads // repeats, length * repeats, dim)
+
+    def unpad(self, x: Tensor, rows: Tensor, repeats: int) -> Tensor:
+        """Rows into x (B, G * repeats, length, d), which may be written to; returns the result, contiguous or not."""
+        batch, heads, length, dim = x.shape
+        rows = rows.view(batch, heads // repeats, length, repeats, dim)
+        return rows.transpose(2, 3).reshape(batch, heads, length, dim)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Spans of positions, padded to one length C: (N * G, C * repeats, d); otherwise as ``NoPadding``.
+
+    Attributes:
+        index: (N, C) int64 into the B * length positions; where ``is_real`` is false, any.
+        is_real: bool (N, C), false for padding.
+    """
+
+    index: Tensor
+    is_real: Tensor
+
+    @classmethod
+    def of(cls, starts: Tensor, lengths: Tensor) -> Padded:
+        """Spans from their starts in the B * length positions and their lengths, (N,) int64 each."""
+        steps = torch.arange(int(lengths.max()), device=starts.device)
+        is_real = steps[None, :] < lengths[:, None]
+        return cls(starts[:, None] + torch.where(is_real, steps[None, :], 0), is_real)
+
+    def pad(self, x: Tensor, repeats: int, missing: float | None = None) -> Tensor:
+        batch, heads, length, dim = x.shape
+        flat = x.transpose(1, 2).reshape(batch * length, heads, dim)
+        rows = flat[self.index]
+        if missing is not None:
+            rows = rows.masked_fill(~self.is_real[..., None, None], missing)
+        rows = rows.unflatten(2, (heads // repeats, repeats)).transpose(1, 2)  # N, G, C, R, d
+        return rows.reshape(rows.shape[0] * rows.shape[1], -1, dim)
+
+    def unpad(self, x: Tensor, rows: Tensor, repeats: int) -> Tensor:
+        """As ``NoPadding``; positions of no span keep what x has."""
+        batch, heads, length, dim = x.shape
+        count, size = self.index.shape
+        rows = rows.view(count, heads // repeats, size, repeats, dim).transpose(1, 2).reshape(count, size, heads, dim)
+        flat = x.transpose(1, 2).contiguous().view(batch * length, heads, dim)
+        flat[self.index[self.is_real]] = rows[self.is_real]
+        return flat.view(batch, length, heads, dim).transpose(1, 2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Group:
     """Sequences that are computed together.
@@ -40,13 +195,9 @@ class _Group:
         tiles: makes the tiles of a pass.
     """
 
-    queries: Grouping
-    keys: Grouping
+    queries: NoPadding | Padded
+    keys: NoPadding | Padded
     tiles: Callable[[], Iterator[Tile]]
-
-
-def _budget(device: torch.device) -> int:
-    return _SCORES_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _SCORES_ON_DEVICE
 
 
 def _sequences(q: Tensor, k: Tensor, call: Call) -> list[SequenceSpan]:
@@ -124,16 +275,18 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
     yield _Group(queries=NoPadding(), keys=NoPadding(), tiles=spans.tiles)
 
 
-def _parameters(call: Call, group: _Group, q: Tensor, k: Tensor) -> ScoreParameters:
-    found = None
+def _parameters(call: Call, group: _Group, q: Tensor, k: Tensor, bias: Tensor | None) -> ScoreParameters:
+    dropped = None
     if call.seed is not None:
-        found = dropout.Dropout(
+        dropped = dropout.Dropout(
             p=call.dropout_p,
             seed=int(call.seed),
             queries=group.queries.pad(dropout.query_positions(q), q.shape[1] // k.shape[1]),
             keys=group.keys.pad(dropout.key_positions(k), 1),
         )
-    return ScoreParameters(layout=call.layout, scale=call.scale, dropout=found, budget=_budget(q.device))
+    is_cpu = q.device.type == "cpu"
+    budget = _SCORES_PER_THREAD * torch.get_num_threads() if is_cpu else _SCORES_ON_DEVICE
+    return ScoreParameters(layout=call.layout, scale=call.scale, bias=bias, dropout=dropped, budget=budget)
 
 
 def _compute_dtype(q: Tensor) -> torch.dtype:
@@ -146,95 +299,3 @@ def _bias(call: Call, dtype: torch.dtype) -> Tensor | None:
         return None
     bias = call.attn_bias.to(dtype)
     return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)).contiguous()
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Structured attention; the arguments are those of ``structured_attention``, checked.
-
-    16-bit inputs are computed in float32.
-
-    Returns:
-        out (B, H, T, V) in q's dtype and lse (B, H, T), float32 or float64, base e; contiguous.
-
-    Cost: ``layout.score_flops`` + ``layout.value_flops`` and one exponential per visible pair; memory linear in T. Where
-    scores may be large, by Cauchy and Schwarz, or values are far from 1, a first pass finds the largest score of each row: about
-    a third more.
-    """
-    dtype = _compute_dtype(q)
-    if not q.numel() or not k.numel():
-        return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-    repeats = q.shape[1] // k.shape[1]
-    q, k, v, kind = q.to(dtype), k.to(dtype), v.to(dtype), q.dtype
-    bias = _bias(call, dtype)
-    out = q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
-    lse = q.new_full((), -torch.inf).expand(*q.shape[:3], 1)
-    for group in _groups(q, k, call):
-        parameters = _parameters(call, group, q, k)
-        queries, keys, values = group.queries.pad(q, repeats), group.keys.pad(k, 1), group.keys.pad(v, 1)
-        # For few queries a pass over the scores costs less than one over the keys.
-        is_safe = bias is None and q.shape[2] >= _FEW_QUERIES and parameters.are_small(queries, keys, values)
-        offset = None if is_safe else online_softmax.row_maxima(group.tiles(), queries, keys, bias, parameters)
-        rows_out, rows_lse = online_softmax.forward(group.tiles(), queries, keys, values, bias, offset, parameters)
-        out = group.queries.unpad(out, rows_out, repeats)
-        lse = group.queries.unpad(lse, rows_lse[..., None], repeats)
-    return out.to(kind).contiguous(), lse[..., 0].contiguous()
-
-
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-    *,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of q, k, v and, if asked, of the bias, in their dtypes and shapes, contiguous.
-
-    Args:
-        grad_out, grad_lse: of ``forward``'s results; ``grad_lse`` may be ``None``.
-        q, k, v, call: as in ``forward``; the same seed.
-        out, lse: what ``forward`` returned.
-        needs_bias: whether the bias needs its gradient.
-
-    Cost: three products of the score's rank and two of the value's per visible pair; memory linear in T, and the bias's.
-    """
-    if not q.numel() or not k.numel():
-        no_bias = (
-            None if call.attn_bias is None else torch.zeros_like(call.attn_bias, memory_format=torch.contiguous_format)
-        )
-        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        return dq, dk, dv, no_bias if needs_bias else None
-    dtype, repeats, kind = _compute_dtype(q), q.shape[1] // k.shape[1], q.dtype
-    q, k, v, grad_out = (x.to(dtype) for x in (q, k, v, grad_out))
-    # A head at a time, so that the product never takes as much memory as the output.
-    pairs = zip(grad_out.flatten(0, 1), out.flatten(0, 1), strict=True)
-    delta = torch.stack([(a * b).sum(-1, keepdim=True) for a, b in pairs]).view(*out.shape[:3], 1)
-    if grad_lse is not None:
-        delta -= grad_lse[..., None]
-    bias = _bias(call, dtype)
-    grad_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None
-    grad_q, grad_k, grad_v = (x.new_zeros(()).expand(x.shape) for x in (q, k, v))
-    for group in _groups(q, k, call):
-        rows_q, rows_k, rows_v = online_softmax.backward(
-            group.tiles(),
-            group.queries.pad(q, repeats),
-            group.keys.pad(k, 1),
-            group.keys.pad(v, 1),
-            bias,
-            group.queries.pad(lse[..., None], repeats, missing=-torch.inf)[..., 0],
-            group.queries.pad(delta, repeats)[..., 0],
-            group.queries.pad(grad_out, repeats),
-            grad_bias,
-            _parameters(call, group, q, k),
-        )
-        grad_q = group.queries.unpad(grad_q, rows_q, repeats)
-        grad_k, grad_v = group.keys.unpad(grad_k, rows_k, 1), group.keys.unpad(grad_v, rows_v, 1)
-    shaped = None
-    if grad_bias is not None and call.attn_bias is not None:
-        shaped = grad_bias.to(call.attn_bias.dtype).view(call.attn_bias.shape)
-    dq, dk, dv = (x.to(kind).contiguous() for x in (grad_q, grad_k, grad_v))
-    return dq, dk, dv, shaped

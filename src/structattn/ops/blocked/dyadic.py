@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from structattn.layout.levels import LevelLayout
+from structattn.ops.blocked.tiles import Tile
 
 _MaskKey = tuple[int, int, int]  # distance of the corner, rows, columns
 
@@ -238,10 +239,11 @@ class Geometry:
 
 
 @dataclass(kw_only=True)
-class DyadicTile:
-    """A block for N sequences of one geometry; see ``tiles.Tile``.
+class DyadicTile(Tile):
+    """A block for N sequences of one geometry.
 
     Attributes:
+        level: of the block.
         geometry, block: which pairs.
         num_sequences: N, the batch of the tensors that it reads.
         repeats: rows per query position (query heads that share a key head).
@@ -250,6 +252,7 @@ class DyadicTile:
         masks: masks already made, shared by the tiles of a pass.
     """
 
+    level: int
     geometry: Geometry
     block: DyadicBlock
     num_sequences: int
@@ -259,13 +262,7 @@ class DyadicTile:
     masks: dict[_MaskKey, Tensor] = field(default_factory=dict)
 
     @property
-    def level(self) -> int:
-        """The number of shared levels of its pairs."""
-        return self.block.level
-
-    @property
     def shape(self) -> tuple[int, int, int]:
-        """Batch, rows and columns."""
         rows, cols = self.block.rows, self.block.cols
         return self.num_sequences * rows.count, rows.length * self.repeats, cols.length
 
@@ -275,17 +272,11 @@ class DyadicTile:
     def cols_of(self, x: Tensor) -> Tensor:
         return self.block.cols.take(x, 0, 1)
 
-    def open_rows(self, x: Tensor) -> Tensor:
-        return self.rows_of(x)
+    def write_rows(self, x: Tensor, changed: Tensor) -> None:
+        _copy_back(self.block.rows.strided(x, self.geometry.first_query, self.repeats), changed)
 
-    def close_rows(self, x: Tensor, opened: Tensor) -> None:
-        _copy_back(self.block.rows.strided(x, self.geometry.first_query, self.repeats), opened)
-
-    def open_cols(self, x: Tensor) -> Tensor:
-        return self.cols_of(x)
-
-    def close_cols(self, x: Tensor, opened: Tensor) -> None:
-        _copy_back(self.block.cols.strided(x, 0, 1), opened)
+    def write_cols(self, x: Tensor, changed: Tensor) -> None:
+        _copy_back(self.block.cols.strided(x, 0, 1), changed)
 
     def max_rows(self, x: Tensor, value: Tensor) -> None:
         target = self.block.rows.strided(x, self.geometry.first_query, self.repeats)
@@ -323,19 +314,11 @@ class DyadicTile:
         positions = torch.arange(self.geometry.num_keys, device=self.device)
         return (positions[None, :] >= self.lengths[:, None])[..., None]
 
-    def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
-        """No bias reaches this geometry."""
-        raise AssertionError("a bias is computed by spans")
 
-    def add_bias(self, bias: Tensor, batch: slice, rows: slice, cols: slice, value: Tensor) -> None:
-        """No bias reaches this geometry."""
-        raise AssertionError("a bias is computed by spans")
-
-
-def _copy_back(target: Tensor, opened: Tensor) -> None:
-    """Copies what could not be opened as a view."""
-    if opened.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
-        target.copy_(opened.view(target.shape))
+def _copy_back(target: Tensor, changed: Tensor) -> None:
+    """Copies what could not be taken as a view."""
+    if changed.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
+        target.copy_(changed.view(target.shape))
 
 
 @functools.lru_cache(maxsize=64)  # a call needs them up to three times, and so does the next call
@@ -355,6 +338,7 @@ def tiles(
     masks: dict[_MaskKey, Tensor] = {}
     for block in _blocks(geometry):
         yield DyadicTile(
+            level=block.level,
             geometry=geometry,
             block=block,
             num_sequences=num_sequences,

@@ -117,12 +117,7 @@ def _product(weights: Tensor, x: Tensor, done: Tensor | None) -> Tensor:
     return torch.bmm(x.mT, weights.mT).mT if done is None else done.mT.baddbmm_(x.mT, weights.mT).mT
 
 
-def _hide(scores: Tensor, hidden: Tensor | bool) -> None:
-    if isinstance(hidden, Tensor):
-        scores.masked_fill_(hidden, -torch.inf)
-
-
-def row_maxima(tiles: Iterable[Tile], q: Tensor, k: Tensor, bias: Tensor | None, parameters: ScoreParameters) -> Tensor:
+def row_maxima(tiles: Iterable[Tile], q: Tensor, k: Tensor, parameters: ScoreParameters) -> Tensor:
     """The largest score of each row, (..., 1), in units of log 2; 0 where a row sees no column."""
     width = 2 * q.shape[-1]
     best = q.new_full((*q.shape[:-1], 1), -torch.inf)
@@ -142,9 +137,7 @@ def row_maxima(tiles: Iterable[Tile], q: Tensor, k: Tensor, bias: Tensor | None,
                         continue
                     scores = scratch(here.shape[0], here.shape[1], chunk.cols.stop - chunk.cols.start)
                     torch.bmm(here, key[batch, chunk.cols].mT, out=scores)
-                    if bias is not None:
-                        scores.add_(tile.bias_of(bias, batch, rows, chunk.cols), alpha=LOG2_E)
-                    _hide(scores, hidden)
+                    parameters.add_terms(scores, tile, batch, rows, chunk.cols, hidden)
                     torch.maximum(best_here, scores.amax(-1, keepdim=True), out=best_here)
         tile.max_rows(best, found)
     return best.masked_fill_(best == -torch.inf, 0.0)
@@ -155,7 +148,6 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
     offset: Tensor | None,
     parameters: ScoreParameters,
 ) -> tuple[Tensor, Tensor]:
@@ -165,7 +157,6 @@ def forward(
         tiles: every visible pair in exactly one of them.
         q: (..., D), float32 or float64, leading dimensions as the geometry has them.
         k, v: (..., D) and (..., V).
-        bias: what the tiles take their bias from.
         offset: (..., 1) about the largest score of each row, in units of log 2; ``None`` is 0 and right where every
             score is small (``ScoreParameters.are_small``).
         parameters: the rest of the call.
@@ -182,7 +173,7 @@ def forward(
         factor = parameters.factor(tile.level, q) * LOG2_E
         query, shift = tile.rows_of(q[..., :rank]), None if offset is None else tile.rows_of(offset)[..., 0]
         key, value = tile.cols_of(k[..., :rank]), tile.cols_of(v[..., :value_rank])
-        sums, totals = tile.open_rows(out[..., :value_rank]), tile.open_rows(total)
+        sums, totals = tile.rows_of(out[..., :value_rank]), tile.rows_of(total)
         dropped = _Dropped(parameters.dropout, tile)
         for grid in _grid(tile, width, parameters.budget):
             batch = grid[0][0].batch
@@ -205,9 +196,7 @@ def forward(
                     torch.bmm(here, some_keys, out=scores)
                     if shift is not None and not in_product:
                         scores.sub_(shift[batch, rows, None])
-                    if bias is not None:
-                        scores.add_(tile.bias_of(bias, batch, rows, chunk.cols), alpha=LOG2_E)
-                    _hide(scores, hidden)
+                    parameters.add_terms(scores, tile, batch, rows, chunk.cols, hidden)
                     scores.exp2_()
                     row_total.add_(scores.sum(-1, keepdim=True))
                     without = dropped.of(chunk)
@@ -216,8 +205,8 @@ def forward(
                     done = _product(scores, some_values, done)
                 if done is not None:
                     sums[batch, rows].add_(done)
-        tile.close_rows(out[..., :value_rank], sums)
-        tile.close_rows(total, totals)
+        tile.write_rows(out[..., :value_rank], sums)
+        tile.write_rows(total, totals)
     empty = total == 0
     out.div_(total.masked_fill_(empty, 1.0))
     if parameters.dropout is not None:
@@ -233,7 +222,6 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
     lse: Tensor,
     delta: Tensor,
     grad_out: Tensor,
@@ -243,7 +231,7 @@ def backward(
     """The gradients of the queries, keys and values; that of the bias is added to ``grad_bias``.
 
     Args:
-        tiles, q, k, v, bias, parameters: as ``forward``.
+        tiles, q, k, v, parameters: as ``forward``.
         lse: (...), base e; -inf where a row sees nothing.
         delta: (...), rowsum(grad_out * out) - grad_lse.
         grad_out: (..., V).
@@ -266,9 +254,9 @@ def backward(
         all_query, all_key = tile.rows_of(q[..., :rank]), tile.cols_of(k[..., :rank])
         all_value, all_outward = tile.cols_of(v[..., :value_rank]), tile.rows_of(grad_out[..., :value_rank])
         shift, drop = -tile.rows_of(offset)[..., 0], -tile.rows_of(delta[..., None])[..., 0]
-        row_grad = tile.open_rows(grad_q[..., :rank])
+        row_grad = tile.rows_of(grad_q[..., :rank])
         dropped = _Dropped(parameters.dropout, tile)
-        key_grad, value_grad = tile.open_cols(grad_k[..., :rank]), tile.open_cols(grad_v[..., :value_rank])
+        key_grad, value_grad = tile.cols_of(grad_k[..., :rank]), tile.cols_of(grad_v[..., :value_rank])
         for grid in _grid(tile, width, parameters.budget):
             batch = grid[0][0].batch
             query_1, query = _with_column(all_query[batch] * (factor * LOG2_E), shift[batch])
@@ -287,9 +275,7 @@ def backward(
                     shape = tuple(s.stop - s.start for s in (batch, rows, cols))
                     weight, change = weights(*shape), others(*shape)
                     torch.bmm(query_1[:, rows], key_1[:, cols].mT, out=weight)
-                    if bias is not None:
-                        weight.add_(tile.bias_of(bias, batch, rows, cols), alpha=LOG2_E)
-                    _hide(weight, hidden)
+                    parameters.add_terms(weight, tile, batch, rows, cols, hidden)
                     weight.exp2_()
                     without = dropped.of(chunk)
                     kept = weight if without is None else change.copy_(weight).masked_fill_(without, 0.0)
@@ -307,8 +293,8 @@ def backward(
                 if key_done is not None and value_done is not None:
                     key_grad[batch, cols].add_(key_done)
                     value_grad[batch, cols].add_(value_done)
-        tile.close_rows(grad_q[..., :rank], row_grad)
-        tile.close_cols(grad_k[..., :rank], key_grad)
-        tile.close_cols(grad_v[..., :value_rank], value_grad)
+        tile.write_rows(grad_q[..., :rank], row_grad)
+        tile.write_cols(grad_k[..., :rank], key_grad)
+        tile.write_cols(grad_v[..., :value_rank], value_grad)
     grad_k.mul_(1 / LOG2_E)  # the queries that it was summed from were in units of log 2
     return grad_q, grad_k, grad_v

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from structattn.layout.levels import LevelLayout
+from structattn.ops.blocked.tiles import Tile
 
 SPAN = 128
 
@@ -128,13 +129,13 @@ class SpanTiles:
         yield level, low, high, False
 
 
-@dataclass(frozen=True)
-class SpanTile:
-    """Queries against a range of keys, of all heads of one sequence; see ``tiles.Tile``. Tensors are (B * G, rows, d).
+@dataclass
+class SpanTile(Tile):
+    """Queries against a range of keys, of all heads of one sequence. Tensors are (B * G, rows, d).
 
     Attributes:
         tiles, sequence: the tiles that it is one of, and its sequence.
-        level: see ``tiles.Tile``.
+        level: the number of shared levels of its pairs.
         first, stop: positions of its queries.
         first_key, stop_key: positions of its keys.
         is_mixed: whether only pairs that share exactly ``level`` levels count.
@@ -151,7 +152,6 @@ class SpanTile:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Batch, rows and columns."""
         tiles = self.tiles
         return tiles.num_groups, (self.stop - self.first) * tiles.repeats, self.stop_key - self.first_key
 
@@ -174,18 +174,6 @@ class SpanTile:
 
     def cols_of(self, x: Tensor) -> Tensor:
         return x[self._heads(), self._keys]
-
-    def open_rows(self, x: Tensor) -> Tensor:
-        return self.rows_of(x)
-
-    def close_rows(self, x: Tensor, opened: Tensor) -> None:
-        """See ``tiles.Tile``; a view needs nothing."""
-
-    def open_cols(self, x: Tensor) -> Tensor:
-        return self.cols_of(x)
-
-    def close_cols(self, x: Tensor, opened: Tensor) -> None:
-        """See ``tiles.Tile``; a view needs nothing."""
 
     def max_rows(self, x: Tensor, value: Tensor) -> None:
         there = self.rows_of(x)
@@ -234,7 +222,7 @@ class SpanTile:
         return bias, slice(rows.start - offset, rows.stop - offset)
 
     def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
-        """See ``tiles.Tile``; the bias has 4 dimensions, each 1 or that of (B, H, T, S)."""
+        """As ``Tile``; the bias has 4 dimensions, each 1 or that of (B, H, T, S)."""
         view, some = self._view(bias, batch, rows, cols)
         shape = (batch.stop - batch.start, self.tiles.repeats, -(-some.stop // self.tiles.repeats))
         view = view.expand(*shape, cols.stop - cols.start)

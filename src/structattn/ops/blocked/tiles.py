@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,46 +19,45 @@ _SMALL = 80.0
 _ROOM_ABOVE, _ROOM_BELOW = 8, 28
 
 
-class Tile(Protocol):
+class Tile(ABC):
     """Some rows against some columns of the score matrix, in a batch, whose pairs all share ``level`` levels."""
 
-    @property
-    def level(self) -> int:
-        """The number of shared levels of its pairs."""
+    level: int
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, int, int]:
         """Batch, rows and columns."""
 
+    @abstractmethod
     def rows_of(self, x: Tensor) -> Tensor:
         """Its rows of a query-side tensor (..., d), shaped as the geometry has it: (batch, rows, d), at best a view."""
 
+    @abstractmethod
     def cols_of(self, x: Tensor) -> Tensor:
         """Its columns of a key-side tensor (..., d): (batch, columns, d), at best a view."""
 
-    def open_rows(self, x: Tensor) -> Tensor:
-        """(batch, rows, d) to add into what ``rows_of`` reads: a view, or a buffer that ``close_rows`` copies back."""
+    def write_rows(self, x: Tensor, changed: Tensor) -> None:  # noqa: B027 (not abstract: right for views)
+        """Makes what ``rows_of`` gave the rows of x again, after it was written to; a view needs nothing."""
 
-    def close_rows(self, x: Tensor, opened: Tensor) -> None:
-        """Ends what ``open_rows`` began."""
+    def write_cols(self, x: Tensor, changed: Tensor) -> None:  # noqa: B027
+        """As ``write_rows``, of what ``cols_of`` gave."""
 
-    def open_cols(self, x: Tensor) -> Tensor:
-        """As ``open_rows``, of what ``cols_of`` reads."""
-
-    def close_cols(self, x: Tensor, opened: Tensor) -> None:
-        """Ends what ``open_cols`` began."""
-
+    @abstractmethod
     def max_rows(self, x: Tensor, value: Tensor) -> None:
         """Takes the larger of (batch, rows, d) and what ``rows_of`` reads, in its memory."""
 
+    @abstractmethod
     def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
         """What is hidden of some rows and columns: all (``True``), nothing (``False``), or a bool mask that broadcasts to it."""
 
     def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
         """The additive bias of some rows and columns, (batch, rows, columns)."""
+        raise AssertionError("a bias is computed by spans")
 
     def add_bias(self, bias: Tensor, batch: slice, rows: slice, cols: slice, value: Tensor) -> None:
         """Adds to what ``bias_of`` reads."""
+        raise AssertionError("a bias is computed by spans")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +67,14 @@ class ScoreParameters:
     Attributes:
         layout: its ranks, scaling and value ranks are used here; its blocks by the geometry.
         scale: replaces the layout's scaling.
+        bias: added to the scaled scores, what the tiles take theirs from; ``None`` without.
         dropout: of the weights; ``None`` without.
         budget: scores that are held at once.
     """
 
     layout: LevelLayout
     scale: float | None
+    bias: Tensor | None
     dropout: Dropout | None
     budget: int
     _factors: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
@@ -98,6 +99,15 @@ class ScoreParameters:
             ]
             self._factors[key] = torch.tensor(values, dtype=like.dtype, device=like.device)
         return self._factors[key]
+
+    def add_terms(
+        self, scores: Tensor, tile: Tile, batch: slice, rows: slice, cols: slice, hidden: Tensor | bool
+    ) -> None:
+        """Makes scaled products of some rows and columns of a tile, in units of log 2, its scores; -inf where they are hidden."""
+        if self.bias is not None:
+            scores.add_(tile.bias_of(self.bias, batch, rows, cols), alpha=LOG2_E)
+        if isinstance(hidden, Tensor):
+            scores.masked_fill_(hidden, -torch.inf)
 
     def _most(self, v: Tensor) -> float:
         """The largest |score|, in units of log 2, whose exponential times any value, or sum of them, its dtype holds.

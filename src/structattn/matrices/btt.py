@@ -20,14 +20,23 @@ def factor_pair(size: int) -> tuple[int, int]:
     return small, size // small
 
 
-def check_pair(name: str, dims: Sequence[int], size: int) -> tuple[int, int]:
-    """The pair as a tuple; raises ``ConfigError`` unless it is two positive ints with that product."""
+def pair_of_dims(name: str, dims: Sequence[int] | None, size: int) -> tuple[int, int]:
+    """The pair, by default ``factor_pair`` with the larger first; raises ``ConfigError`` unless its product is the size."""
+    if dims is None:
+        return factor_pair(size)[::-1]
     dims = check_sizes(name, dims)
     if len(dims) != 2 or dims[0] * dims[1] != size:
         raise ConfigError(
             f"{name} must be two numbers with product {size}, got {dims}; for example {factor_pair(size)[::-1]}"
         )
     return dims[0], dims[1]
+
+
+def stride_term(b: int, c: int, s: int) -> BlockTerm:
+    """The term of a block tensor train of rank s with b left and c right blocks."""
+    return BlockTerm(
+        left_blocks=b, right_blocks=c, inner_dim=b * c * s, left_permutation="stride", right_permutation="stride"
+    )
 
 
 class BlockTensorTrain(BlockTermSum):
@@ -71,22 +80,12 @@ class BlockTensorTrain(BlockTermSum):
         check_matrix_size(type(self).__name__, num_rows, num_cols)
         check_size(f"{type(self).__name__} rank", rank)
         # Larger factor first on both sides: then b c = E for a square matrix, so no feature is lost.
-        row_dims = factor_pair(num_rows)[::-1] if row_dims is None else check_pair("row_dims", row_dims, num_rows)
-        col_dims = factor_pair(num_cols)[::-1] if col_dims is None else check_pair("col_dims", col_dims, num_cols)
-        b, c = row_dims[1], col_dims[0]
-        term = BlockTerm(
-            left_blocks=b,
-            right_blocks=c,
-            inner_dim=b * c * rank,
-            left_permutation="stride",
-            right_permutation="stride",
-        )
+        row_dims, col_dims = pair_of_dims("row_dims", row_dims, num_rows), pair_of_dims("col_dims", col_dims, num_cols)
+        term = stride_term(row_dims[1], col_dims[0], rank)
         super().__init__(
             num_rows, num_cols, [term], batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
         )
-        self.rank = rank
-        self.row_dims = row_dims
-        self.col_dims = col_dims
+        self.rank, self.row_dims, self.col_dims = rank, row_dims, col_dims
         (self.left,), (self.right,) = self._empty_factors()
         self.reset_parameters()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from structattn.checks import check_size
 from structattn.matrices.base import StructuredMatrix
-from structattn.matrices.btt import check_pair, factor_pair
+from structattn.matrices.btt import pair_of_dims
 from structattn.matrices.factored import FactoredMatrix
 from structattn.matrices.feature_major import contiguous_features
 
@@ -214,8 +214,8 @@ class Kronecker(FactoredMatrix):
         super().__init__(
             num_rows, num_cols, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
         )
-        self.row_dims = factor_pair(num_rows)[::-1] if row_dims is None else check_pair("row_dims", row_dims, num_rows)
-        self.col_dims = factor_pair(num_cols)[::-1] if col_dims is None else check_pair("col_dims", col_dims, num_cols)
+        self.row_dims = pair_of_dims("row_dims", row_dims, num_rows)
+        self.col_dims = pair_of_dims("col_dims", col_dims, num_cols)
         (a, b), (c, d) = self.row_dims, self.col_dims
         self.inner_first = num_cols * b + num_rows * c <= num_cols * a + num_rows * d
         first, last = self.right_batch_shape, self.batch_shape
@@ -274,25 +274,32 @@ class Kronecker(FactoredMatrix):
             out = torch.matmul(weight[:, None], blocks)
         return out.flatten(1, 2)
 
+    def _first(self, weight: Tensor, x: Tensor) -> Tensor:
+        """The product with the factor that acts first, B or A, as it is or transposed."""
+        c, d = self.col_dims
+        return self._on_inner(weight, x, c) if self.inner_first else self._on_outer(weight, x, d)
+
+    def _last(self, weight: Tensor, x: Tensor) -> Tensor:
+        """The product with the factor that acts last, A or B, as it is or transposed."""
+        a, b = self.row_dims
+        return self._on_outer(weight, x, b) if self.inner_first else self._on_inner(weight, x, a)
+
+    def _ordered_factors(self) -> tuple[Tensor, Tensor]:
+        """The factor that acts last, which is the left one of the bilinear form, and the one that acts first."""
+        outer, inner = self.used_factors()
+        return (outer, inner) if self.inner_first else (inner, outer)
+
     def _left_features(self, x: Tensor) -> Tensor:
-        a, b = self.used_factors()
-        if self.inner_first:
-            return self._on_outer(a.transpose(1, 2), x, self.row_dims[1])
-        return self._on_inner(b.transpose(1, 2), x, self.row_dims[0])
+        return self._last(self._ordered_factors()[0].transpose(1, 2), x)
 
     def _left_expand(self, u: Tensor) -> Tensor:
-        a, b = self.used_factors()
-        return self._on_outer(a, u, self.row_dims[1]) if self.inner_first else self._on_inner(b, u, self.row_dims[0])
+        return self._last(self._ordered_factors()[0], u)
 
     def _right_features(self, y: Tensor) -> Tensor:
-        a, b = self.used_factors()
-        return self._on_inner(b, y, self.col_dims[0]) if self.inner_first else self._on_outer(a, y, self.col_dims[1])
+        return self._first(self._ordered_factors()[1], y)
 
     def _right_expand(self, w: Tensor) -> Tensor:
-        a, b = self.used_factors()
-        if self.inner_first:
-            return self._on_inner(self._spread_right(b).transpose(1, 2), w, self.col_dims[0])
-        return self._on_outer(self._spread_right(a).transpose(1, 2), w, self.col_dims[1])
+        return self._first(self._spread_right(self._ordered_factors()[1]).transpose(1, 2), w)
 
     @property
     def inner_dim(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from structattn.errors import ConfigError
 from structattn.matrices.base import StructuredMatrix
+from structattn.matrices.btt import stride_term
 from structattn.matrices.butterfly import Butterfly
 from structattn.matrices.elementary import Dense, Kronecker, LowRank
 from structattn.matrices.kaleidoscope import Kaleidoscope
@@ -63,13 +64,9 @@ def _sum(m: BlockTermSum) -> list[TermFactors]:
 @torch.no_grad()
 def _low_rank(m: LowRank) -> list[TermFactors]:
     left, right = m.used_factors()
-    return [
-        TermFactors(
-            term=BlockTerm(left_blocks=1, right_blocks=1, inner_dim=m.rank),
-            left=left.reshape(*m.batch_shape, 1, m.num_rows, m.rank),
-            right=right.reshape(*m.right_batch_shape, 1, m.num_cols, m.rank),
-        )
-    ]
+    return _one_block(
+        left.reshape(*m.batch_shape, m.num_rows, m.rank), right.reshape(*m.right_batch_shape, m.num_cols, m.rank)
+    )
 
 
 @block_terms.register
@@ -77,10 +74,8 @@ def _low_rank(m: LowRank) -> list[TermFactors]:
 def _dense(m: Dense) -> list[TermFactors]:
     """W I or I Wᵀ, the identity on the shorter side."""
     inner = min(m.num_rows, m.num_cols)
-    weight = m.weight[..., None, :, :]
-    eye = torch.eye(inner, dtype=weight.dtype, device=weight.device).expand(*m.batch_shape, 1, inner, inner)
-    left, right = (weight, eye) if m.num_cols <= m.num_rows else (eye, weight.transpose(-2, -1))
-    return [TermFactors(term=BlockTerm(left_blocks=1, right_blocks=1, inner_dim=inner), left=left, right=right)]
+    eye = torch.eye(inner, dtype=m.weight.dtype, device=m.weight.device).expand(*m.batch_shape, inner, inner)
+    return _one_block(m.weight, eye) if m.num_cols <= m.num_rows else _one_block(eye, m.weight.transpose(-2, -1))
 
 
 @block_terms.register
@@ -95,7 +90,7 @@ def _kronecker(m: Kronecker) -> list[TermFactors]:
         outer, inner_shape = m._spread_right(outer), m.batch_shape
     left = outer.reshape(*outer_shape, 1, a, c).expand(*outer_shape, b, a, c)
     right = inner.transpose(1, 2).reshape(*inner_shape, 1, d, b).expand(*inner_shape, c, d, b)
-    return [TermFactors(term=_stride_term(b, c, 1), left=left, right=right)]
+    return [TermFactors(term=stride_term(b, c, 1), left=left, right=right)]
 
 
 @block_terms.register
@@ -107,12 +102,9 @@ def _butterfly(m: Butterfly) -> list[TermFactors]:
     is that of the butterfly.
     """
     if not m.split:  # one stage: one dense block on the right
-        right = m.used_stage(0)[:, 0, 0].transpose(1, 2).reshape(*m.right_batch_shape, 1, m.num_cols, m.num_rows)
+        right = m.used_stage(0)[:, 0, 0].transpose(1, 2).reshape(*m.right_batch_shape, m.num_cols, m.num_rows)
         eye = torch.eye(m.num_rows, dtype=right.dtype, device=right.device)
-        left = eye.expand(*m.batch_shape, 1, m.num_rows, m.num_rows)
-        return [
-            TermFactors(term=BlockTerm(left_blocks=1, right_blocks=1, inner_dim=m.num_rows), left=left, right=right)
-        ]
+        return _one_block(eye.expand(*m.batch_shape, m.num_rows, m.num_rows), right)
     a, b = math.prod(m.row_radices[: m.split]), math.prod(m.row_radices[m.split :])
     c, d = math.prod(m.col_radices[: m.split]), math.prod(m.col_radices[m.split :])
     s, inner = m.rank, m.inner_dim
@@ -124,7 +116,7 @@ def _butterfly(m: Butterfly) -> list[TermFactors]:
     eye = torch.eye(m.num_cols, dtype=eye.dtype, device=eye.device)
     right = m._right_features(eye[None]).reshape(-1, c, b, s, c, d)
     right = right.diagonal(dim1=1, dim2=4).permute(0, 4, 3, 1, 2).reshape(*m.right_batch_shape, c, d, b * s)
-    return [TermFactors(term=_stride_term(b, c, s), left=left, right=right)]
+    return [TermFactors(term=stride_term(b, c, s), left=left, right=right)]
 
 
 @block_terms.register
@@ -137,11 +129,9 @@ def _kaleidoscope(m: Kaleidoscope) -> list[TermFactors]:
     )
     if m.inner_size * (m.num_rows + m.num_cols) < m.num_rows * m.num_cols:
         eye = torch.eye(m.inner_size, dtype=m.right.stages[0].dtype, device=m.right.stages[0].device)
-        left = m._left_expand(eye.expand(m.num_matrices, -1, -1)).reshape(*m.batch_shape, 1, m.num_rows, m.inner_size)
-        right = m.right._matmul(eye[None]).reshape(*m.right_batch_shape, 1, m.num_cols, m.inner_size)
-        return [
-            TermFactors(term=BlockTerm(left_blocks=1, right_blocks=1, inner_dim=m.inner_size), left=left, right=right)
-        ]
+        left = m._left_expand(eye.expand(m.num_matrices, -1, -1)).reshape(*m.batch_shape, m.num_rows, m.inner_size)
+        right = m.right._matmul(eye[None]).reshape(*m.right_batch_shape, m.num_cols, m.inner_size)
+        return _one_block(left, right)
     if mixing > 1:
         raise ConfigError(
             f"a Kaleidoscope whose butterflies have {mixing} stages is not one MLBTC term: its stages mix the indices 1, ..., "
@@ -155,11 +145,7 @@ def _kaleidoscope(m: Kaleidoscope) -> list[TermFactors]:
     return _dense(dense)
 
 
-def _stride_term(b: int, c: int, s: int) -> BlockTerm:
-    return BlockTerm(
-        left_blocks=b,
-        right_blocks=c,
-        inner_dim=b * c * s,
-        left_permutation="stride",
-        right_permutation="stride",
-    )
+def _one_block(left: Tensor, right: Tensor) -> list[TermFactors]:
+    """L Rᵀ as one term of one block: left (*batch_shape, num_rows, F), right (*right_batch_shape, num_cols, F)."""
+    term = BlockTerm(left_blocks=1, right_blocks=1, inner_dim=left.shape[-1])
+    return [TermFactors(term=term, left=left.unsqueeze(-3), right=right.unsqueeze(-3))]

@@ -95,11 +95,7 @@ class FactoredMatrix(StructuredMatrix):
     def rebatched(self, batch_shape: Sequence[int], right_batch_shape: Sequence[int] | None = None) -> Self:
         """As ``StructuredMatrix.rebatched``, with ``right_batch_shape`` for shared right factors."""
         new = type(self)(
-            self.num_rows,
-            self.num_cols,
-            batch_shape=batch_shape,
-            right_batch_shape=right_batch_shape,
-            **self.options,
+            self.num_rows, self.num_cols, batch_shape=batch_shape, right_batch_shape=right_batch_shape, **self.options
         )
         return new.to(next(self.parameters()))
 

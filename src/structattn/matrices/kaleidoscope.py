@@ -99,22 +99,20 @@ class Kaleidoscope(FactoredMatrix):
     @property
     def product_fan_ins(self) -> dict[str, int]:
         """n_t of the stages of A, m_t of those of B, whose stages act transposed."""
-        out: dict[str, int] = {}
-        for index, (prefix, butterfly) in enumerate(self._named_butterflies()):
-            for name in butterfly.product_fan_ins:
-                height, width = butterfly.get_parameter(name).shape[-2:]
-                out[f"{prefix}.{name}"] = width if index % 2 == 0 else height
-        return out
+        return self._fan_ins([index % 2 == 1 for index in range(2 * self.width)])
 
     @property
     def feature_fan_ins(self) -> dict[str, int]:
         """Left butterflies act in the other direction than in a product."""
-        out = dict(self.product_fan_ins)
-        for index, (prefix, butterfly) in enumerate(self._named_butterflies()[:-1]):
-            for name in butterfly.product_fan_ins:
-                height, width = butterfly.get_parameter(name).shape[-2:]
-                out[f"{prefix}.{name}"] = height if index % 2 == 0 else width
-        return out
+        return self._fan_ins([index % 2 == 0 for index in range(2 * self.width - 1)] + [True])
+
+    def _fan_ins(self, are_transposed: list[bool]) -> dict[str, int]:
+        """The fan-ins of all stages, m_t where the butterfly acts transposed."""
+        return {
+            f"{prefix}.{name}": butterfly.get_parameter(name).shape[-2 if is_transposed else -1]
+            for (prefix, butterfly), is_transposed in zip(self._named_butterflies(), are_transposed, strict=True)
+            for name in butterfly.product_fan_ins
+        }
 
     def _left_features(self, x: Tensor) -> Tensor:
         for index, butterfly in enumerate(self._chain):

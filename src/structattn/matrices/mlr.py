@@ -50,13 +50,13 @@ class MultiLevelLowRank(BlockTermSum):
     ) -> None:
         check_matrix_size("MultiLevelLowRank", num_rows, num_cols)
         ranks = positive_ints(ranks, "MultiLevelLowRank ranks")
-        self_blocks = tuple(2**level for level in range(len(ranks)))
-        if num_blocks is not None:
-            self_blocks = check_sizes("MultiLevelLowRank num_blocks", num_blocks)
-        if len(self_blocks) != len(ranks):
-            raise ConfigError(f"num_blocks needs one entry per rank: expected {len(ranks)}, got {len(self_blocks)}")
+        if num_blocks is None:
+            num_blocks = tuple(2**level for level in range(len(ranks)))
+        num_blocks = check_sizes("MultiLevelLowRank num_blocks", num_blocks)
+        if len(num_blocks) != len(ranks):
+            raise ConfigError(f"num_blocks needs one entry per rank: expected {len(ranks)}, got {len(num_blocks)}")
         terms = []
-        for level, (rank, blocks) in enumerate(zip(ranks, self_blocks, strict=True), start=1):
+        for level, (rank, blocks) in enumerate(zip(ranks, num_blocks, strict=True), start=1):
             term = BlockTerm(left_blocks=blocks, right_blocks=blocks, inner_dim=blocks * rank)
             term.check_sizes(num_rows, num_cols, f"MultiLevelLowRank level {level}")
             terms.append(term)
@@ -64,7 +64,7 @@ class MultiLevelLowRank(BlockTermSum):
             num_rows, num_cols, terms, batch_shape=batch_shape, right_batch_shape=right_batch_shape, rms_cap=rms_cap
         )
         self.ranks = ranks
-        self.num_blocks = self_blocks
+        self.num_blocks = num_blocks
         self.left, self.right = self._empty_factors()
         self.reset_parameters()
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from structattn import text_forms
 from structattn.checks import check_bool, check_choice, check_sizes, describe, quoted
@@ -21,8 +21,7 @@ from structattn.matrices.mlbtc import MLBTC
 from structattn.matrices.mlr import MultiLevelLowRank
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
+class Family(NamedTuple):
     """One family of structured matrices.
 
     Attributes:
@@ -37,49 +36,23 @@ class Family:
     meaning: str
 
 
+_MLR = "multi-level low rank, one rank per level, 2^(l-1) blocks at level l"
+_KRONECKER = "Kronecker product of two matrices of about the root of the size"
+_MONARCH = "Monarch with B left and C right blocks, about the root of the size by default"
+_BUTTERFLY = "butterfly of rank S (1 by default), one stage per prime factor of the size"
+_KALEIDOSCOPE = "W products of a butterfly and a transposed butterfly (1 by default)"
+_MLBTC = "sum of block terms with B left and C right blocks and inner dimension F; s: stride permutation"
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "dense": Family(matrix=Dense, syntax="dense", example="dense", meaning="a dense matrix"),
-        "lowrank": Family(
-            matrix=LowRank, syntax="lowrank:R", example="lowrank:64", meaning="low rank, R columns in each factor"
-        ),
-        "mlr": Family(
-            matrix=MultiLevelLowRank,
-            syntax="mlr:R|R|...",
-            example="mlr:16|8|4|4",
-            meaning="multi-level low rank, one rank per level, 2^(l-1) blocks at level l",
-        ),
-        "btt": Family(matrix=BlockTensorTrain, syntax="btt:S", example="btt:1", meaning="block tensor train of rank S"),
-        "kronecker": Family(
-            matrix=Kronecker,
-            syntax="kronecker",
-            example="kronecker",
-            meaning="Kronecker product of two matrices of about the root of the size",
-        ),
-        "monarch": Family(
-            matrix=Monarch,
-            syntax="monarch[:BxC]",
-            example="monarch",
-            meaning="Monarch with B left and C right blocks, about the root of the size by default",
-        ),
-        "butterfly": Family(
-            matrix=Butterfly,
-            syntax="butterfly[:S]",
-            example="butterfly",
-            meaning="butterfly of rank S (1 by default), one stage per prime factor of the size",
-        ),
-        "kaleidoscope": Family(
-            matrix=Kaleidoscope,
-            syntax="kaleidoscope[:W]",
-            example="kaleidoscope",
-            meaning="W products of a butterfly and a transposed butterfly (1 by default)",
-        ),
-        "mlbtc": Family(
-            matrix=MLBTC,
-            syntax="mlbtc:BxCxF[s]|...",
-            example="mlbtc:1x1x16|16x16x256s",
-            meaning="sum of block terms with B left and C right blocks and inner dimension F; s: stride permutation",
-        ),
+        "dense": Family(Dense, "dense", "dense", "a dense matrix"),
+        "lowrank": Family(LowRank, "lowrank:R", "lowrank:64", "low rank, R columns in each factor"),
+        "mlr": Family(MultiLevelLowRank, "mlr:R|R|...", "mlr:16|8|4|4", _MLR),
+        "btt": Family(BlockTensorTrain, "btt:S", "btt:1", "block tensor train of rank S"),
+        "kronecker": Family(Kronecker, "kronecker", "kronecker", _KRONECKER),
+        "monarch": Family(Monarch, "monarch[:BxC]", "monarch", _MONARCH),
+        "butterfly": Family(Butterfly, "butterfly[:S]", "butterfly", _BUTTERFLY),
+        "kaleidoscope": Family(Kaleidoscope, "kaleidoscope[:W]", "kaleidoscope", _KALEIDOSCOPE),
+        "mlbtc": Family(MLBTC, "mlbtc:BxCxF[s]|...", "mlbtc:1x1x16|16x16x256s", _MLBTC),
     }
 )
 
@@ -104,11 +77,7 @@ class Structure:
 
     if TYPE_CHECKING:  # lists are accepted, and kept as tuples
 
-        def __init__(
-            self,
-            family: str,
-            options: Sequence[tuple[str, Any]] = (),
-        ) -> None: ...
+        def __init__(self, family: str, options: Sequence[tuple[str, Any]] = ()) -> None: ...
 
     def __post_init__(self) -> None:
         check_choice("structure", self.family, FAMILIES)

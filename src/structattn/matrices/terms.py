@@ -8,8 +8,9 @@ or indices: ``"identity"``; ``"stride"``, which exchanges the block index with t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -65,14 +66,12 @@ class BlockTerm:
         b, c, inner = self.left_blocks, self.right_blocks, self.inner_dim
         for name in ("left_blocks", "right_blocks", "inner_dim"):
             check_size(f"BlockTerm: {name}", getattr(self, name))
-        is_stride = isinstance(self.right_permutation, str) and self.right_permutation == "stride"
-        unit = b * c if is_stride else None
+        unit = b * c if self.right_permutation == "stride" else 1
         for name, divisor in (("left_blocks", b), ("right_blocks", c), ("left_blocks * right_blocks", unit)):
-            if divisor is not None and inner % divisor:
-                low = inner // divisor * divisor
-                near = f"{low} or {low + divisor}" if low else str(divisor)
+            if inner % divisor:
                 raise ConfigError(
-                    f"BlockTerm: inner_dim must be a multiple of {name} = {divisor}, got {inner}; use {near}"
+                    f"BlockTerm: inner_dim must be a multiple of {name} = {divisor}, got {inner}; use "
+                    f"{_near_multiples(inner, divisor)}"
                 )
         for name in ("left_permutation", "right_permutation"):
             value = getattr(self, name)
@@ -94,11 +93,9 @@ class BlockTerm:
         check_size(f"{owner}: num_cols", num_cols)
         for name, blocks, size in (("rows", self.left_blocks, num_rows), ("columns", self.right_blocks, num_cols)):
             if size % blocks:
-                low = size // blocks * blocks
-                near = f"{low} or {low + blocks}" if low else str(blocks)
                 raise ConfigError(
                     f"{owner}: {blocks} blocks must divide the number of {name}, got {num_rows} x {num_cols}; the nearest sizes that "
-                    f"work are {near}"
+                    f"work are {_near_multiples(size, blocks)}"
                 )
         if not isinstance(self.left_permutation, str) and len(self.left_permutation) != num_rows:
             raise ConfigError(
@@ -125,6 +122,11 @@ class BlockTerm:
                 return grid.transpose(0, 1).reshape(-1)
             case indices:
                 return torch.tensor(indices)
+
+
+def _near_multiples(size: int, divisor: int) -> str:
+    low = size // divisor * divisor
+    return f"{low} or {low + divisor}" if low else str(divisor)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
@@ -266,42 +268,32 @@ class BlockTermSum(FactoredMatrix):
     def _cap_right(self, weight: Tensor) -> Tensor:
         return self._capped(weight, weight.shape[0], weight.shape[-2], weight.shape[-1])
 
-    def _sum(self, parts: list[Tensor]) -> Tensor:
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+    def _used_terms(self) -> Iterator[tuple[_Term, Tensor, Tensor]]:
+        for term, (left, right) in zip(self._work, self.used_factors(), strict=True):
+            yield term, left, right
 
     def _matmul(self, x: Tensor) -> Tensor:
         if x.shape[0] > 1 and self.right_batch_shape != self.batch_shape:
             return super()._matmul(x)
-        pairs = zip(self._work, self.used_factors(), strict=True)
-        return self._sum([t.write(left, self._spread_right(t.read(right, x))) for t, (left, right) in pairs])
+        return _sum([t.write(left, self._spread_right(t.read(right, x))) for t, left, right in self._used_terms()])
 
     def _rmatmul(self, x: Tensor) -> Tensor:
-        pairs = zip(self._work, self.used_factors(), strict=True)
-        return self._sum([t.write_right(self._spread_right(right), t.read_left(left, x)) for t, (left, right) in pairs])
+        used = self._used_terms()
+        return _sum([t.write_right(self._spread_right(right), t.read_left(left, x)) for t, left, right in used])
 
     def _left_features(self, x: Tensor) -> Tensor:
-        parts = [t.left_features(left, x) for t, (left, _) in zip(self._work, self.used_factors(), strict=True)]
-        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        return _joined([t.left_features(left, x) for t, left, _ in self._used_terms()])
 
     def _right_features(self, y: Tensor) -> Tensor:
-        parts = [t.read(right, y).flatten(1, 2) for t, (_, right) in zip(self._work, self.used_factors(), strict=True)]
-        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-
-    def _split(self, u: Tensor) -> tuple[Tensor, ...]:
-        return u.split(self.feature_sizes, dim=1)
+        return _joined([t.read(right, y).flatten(1, 2) for t, _, right in self._used_terms()])
 
     def _left_expand(self, u: Tensor) -> Tensor:
-        used = zip(self._work, self.used_factors(), self._split(u), strict=True)
-        return self._sum([t.write(left, part.unflatten(1, (left.shape[1], -1))) for t, (left, _), part in used])
+        used = zip(self._used_terms(), u.split(self.feature_sizes, dim=1), strict=True)
+        return _sum([t.write(left, part.unflatten(1, (left.shape[1], -1))) for (t, left, _), part in used])
 
     def _right_expand(self, w: Tensor) -> Tensor:
-        used = zip(self._work, self.used_factors(), self._split(w), strict=True)
-        return self._sum(
-            [t.write_right(self._spread_right(right), t.to_right_groups(part)) for t, (_, right), part in used]
-        )
+        used = zip(self._used_terms(), w.split(self.feature_sizes, dim=1), strict=True)
+        return _sum([t.write_right(self._spread_right(right), t.to_right_groups(part)) for (t, _, right), part in used])
 
     @property
     def feature_fan_ins(self) -> dict[str, int]:
@@ -342,3 +334,11 @@ class BlockTermSum(FactoredMatrix):
         columns equally too, and only the three totals limit it.
         """
         return min(self.num_rows, self.num_cols, self.inner_dim)
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    return reduce(torch.add, parts)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]

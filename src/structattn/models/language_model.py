@@ -139,11 +139,7 @@ class LanguageModel(nn.Module):
             return out
 
     def _features(
-        self,
-        tokens: Tensor,
-        caches: LayerCaches | None,
-        left_padding: Tensor | None,
-        cu_seqlens: Tensor | None = None,
+        self, tokens: Tensor, caches: LayerCaches | None, left_padding: Tensor | None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         check_tensor("tokens", tokens)
         if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
@@ -166,11 +162,7 @@ class LanguageModel(nn.Module):
                 step = caches.text.step(tokens, caches.length)
                 segments = step.segments
         out: Tensor = self.trunk(
-            self._embedded(tokens),
-            caches=caches,
-            left_padding=left_padding,
-            cu_seqlens=cu_seqlens,
-            segments=segments,
+            self._embedded(tokens), caches=caches, left_padding=left_padding, cu_seqlens=cu_seqlens, segments=segments
         )
         if caches is not None and caches.text is not None and step is not None:
             caches.text.take(step)

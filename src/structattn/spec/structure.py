@@ -9,17 +9,7 @@ from typing import Any, NamedTuple
 from structattn.checks import check_type, quoted
 from structattn.errors import ConfigError
 from structattn.matrices import FAMILIES, BlockTerm, Structure
-from structattn.spec.grammar import (
-    Form,
-    named,
-    no_value,
-    optional,
-    positive,
-    read_term,
-    reading,
-    several,
-    word,
-)
+from structattn.spec.grammar import Form, named, no_value, optional, positive, read_term, reading, several, word
 
 
 def _blocks(text: str) -> tuple[int, ...]:

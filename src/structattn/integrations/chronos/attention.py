@@ -99,12 +99,7 @@ def t5_mask(
         left = left if any_left else None
         real = real if any_left or has_holes else None
     return T5Mask(
-        num_queries=q_length,
-        num_keys=kv_length,
-        is_causal=is_causal,
-        real=real,
-        left_padding=left,
-        has_holes=has_holes,
+        num_queries=q_length, num_keys=kv_length, is_causal=is_causal, real=real, left_padding=left, has_holes=has_holes
     )
 
 

@@ -240,9 +240,7 @@ class StructAttnModel(StructAttnPreTrainedModel):
         x = self.norm(x)
         show = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         out = BaseModelOutputWithPast(
-            last_hidden_state=x,
-            past_key_values=past_key_values,
-            hidden_states=(*kept[:-1], x) if show else None,
+            last_hidden_state=x, past_key_values=past_key_values, hidden_states=(*kept[:-1], x) if show else None
         )
         return out if return_dict is not False else out.to_tuple()
 

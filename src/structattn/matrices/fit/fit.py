@@ -31,7 +31,7 @@ from structattn.seeds import generator
 Tick = Callable[[str, float], None]
 _MAX_SWEEPS = 200
 _SWEEP_TOLERANCE = 1e-5  # two sweeps that lower the error by less than this fraction of it are the last
-_REFINE = 100
+_REFINE = 100  # iterations, by default, where the solver is not optimal
 _EXACT = 1e-14  # a relative error that float64 cannot improve
 
 
@@ -61,8 +61,7 @@ class _Solver:
 
     solve: Callable[[Any, Tensor, Tick], None]
     method: str
-    is_optimal: bool
-    refine: int
+    is_optimal: bool = False
 
 
 def fit(
@@ -123,7 +122,8 @@ def fit(
 def _fit_all(like: StructuredMatrix, target: Tensor, refine: int | None, seed: int, tick: Tick) -> Fit:
     """Fits every matrix of the batch, keeps ``like``'s own where that is nearer in ``like``'s dtype."""
     solver = _solver(like)
-    steps = solver.refine if refine is None else refine
+    default = 0 if solver.is_optimal else _REFINE
+    steps = default if refine is None else refine
     result, whole = copy.deepcopy(like), scale_of(target)
     first, refined = 0.0, False
     places = list(itertools.product(*map(range, like.batch_shape)))
@@ -249,12 +249,12 @@ def refine_matrix(m: StructuredMatrix, target: Tensor, steps: int, seed: int, ti
 @singledispatch
 def _solver(m: StructuredMatrix) -> _Solver:
     """How a family is fitted; a structure of another package starts from its own weights and is refined."""
-    return _Solver(lambda m, target, tick: None, "its own start", False, _REFINE)
+    return _Solver(lambda m, target, tick: None, "its own start")
 
 
 @_solver.register
 def _(m: Dense) -> _Solver:
-    return _Solver(lambda m, target, tick: m.weight.copy_(target), "copy", True, 0)
+    return _Solver(lambda m, target, tick: m.weight.copy_(target), "copy", is_optimal=True)
 
 
 @_solver.register
@@ -264,33 +264,30 @@ def _(m: LowRank) -> _Solver:
         m.left.copy_(left)
         m.right.copy_(right)
 
-    return _Solver(solve, "truncated SVD", True, 0)
+    return _Solver(solve, "truncated SVD", is_optimal=True)
 
 
 @_solver.register
 def _(m: Kronecker) -> _Solver:
-    return _Solver(lambda m, target, tick: nearest_kronecker(m, target), "Van Loan's rearrangement", True, 0)
+    return _Solver(lambda m, target, tick: nearest_kronecker(m, target), "Van Loan's rearrangement", is_optimal=True)
 
 
 @_solver.register
 def _(m: BlockTermSum) -> _Solver:
-    if len(m.terms) == 1:
-        return _Solver(_descend, "blockwise SVD", True, 0)
-    return _Solver(_descend, "block coordinate descent", False, _REFINE)
+    is_one = len(m.terms) == 1
+    return _Solver(_descend, "blockwise SVD" if is_one else "block coordinate descent", is_optimal=is_one)
 
 
 @_solver.register
 def _(m: Butterfly) -> _Solver:
-    if m.num_stages <= 2:
-        return _Solver(lambda m, target, tick: hierarchical_butterfly(m, target), "blockwise SVD", True, 0)
-    return _Solver(
-        lambda m, target, tick: hierarchical_butterfly(m, target), "hierarchical factorisation", False, _REFINE
-    )
+    is_one = m.num_stages <= 2  # one split, by an SVD
+    method = "blockwise SVD" if is_one else "hierarchical factorisation"
+    return _Solver(lambda m, target, tick: hierarchical_butterfly(m, target), method, is_optimal=is_one)
 
 
 @_solver.register
 def _(m: Kaleidoscope) -> _Solver:
-    return _Solver(_kaleidoscope_start, "butterfly times identities", False, _REFINE)
+    return _Solver(_kaleidoscope_start, "butterfly times identities")
 
 
 def _descend(m: BlockTermSum, target: Tensor, tick: Tick) -> None:

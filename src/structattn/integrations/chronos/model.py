@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -46,8 +46,7 @@ class T5Structure:
         layers = {"encoder": config.num_layers, "decoder": config.num_decoder_layers}
         for stack, count in layers.items():
             length, specs = given[f"{stack}_length"], given[stack]
-            if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-                raise ConfigError(f"config.structattn['{stack}_length'] must be a positive int, got {quoted(length)}")
+            check_int(f"config.structattn['{stack}_length']", length, minimum=1)
             if not isinstance(specs, list | tuple) or len(specs) != count:
                 raise ConfigError(
                     f"config.structattn['{stack}'] needs one spec for each of {count} layers, got {quoted(specs)}"
@@ -88,12 +87,7 @@ class StructAttnT5ForConditionalGeneration(OwnModel, T5ForConditionalGeneration)
     config_class = StructAttnT5Config
 
     def __init__(self, config: StructAttnT5Config) -> None:
-        asked = config._attn_implementation
-        if asked not in (None, IMPLEMENTATION):
-            raise ConfigError(
-                f"the attention of {type(self).__name__} is given by its config, and not by attn_implementation={quoted(asked)}: leave it away"
-            )
-        config._attn_implementation = IMPLEMENTATION
+        self.claim(config, IMPLEMENTATION)
         super().__init__(config)
         _install(self, T5Structure.read(config))
 
@@ -164,18 +158,14 @@ def structured_config(
             raise ConfigError(
                 f"the config has no chronos_config to halve blocks from: give {stack}_length, the tokens of the {stack}"
             )
-    counts = {"encoder": config.num_layers, "decoder": config.num_decoder_layers}
-    specs = {"encoder": spec, "decoder": spec if decoder_spec is None else decoder_spec}
-    record = T5Structure(
-        encoder=LayerSpecs.parse(specs["encoder"]).texts(counts["encoder"]),
-        decoder=LayerSpecs.parse(specs["decoder"]).texts(counts["decoder"]),
-        encoder_length=known["encoder"],
-        decoder_length=known["decoder"],
-    )
+    decoder_spec = spec if decoder_spec is None else decoder_spec
     new = copy.deepcopy(config)  # the old one may belong to other models as well
     new.__class__ = StructAttnT5Config
     new.structattn = {
-        name: list(value) if isinstance(value, tuple) else value for name, value in asdict(record).items()
+        "encoder": list(LayerSpecs.parse(spec).texts(config.num_layers)),
+        "decoder": list(LayerSpecs.parse(decoder_spec).texts(config.num_decoder_layers)),
+        "encoder_length": known["encoder"],
+        "decoder_length": known["decoder"],
     }
     T5Structure.read(new)
     new._attn_implementation = IMPLEMENTATION

@@ -23,13 +23,9 @@ Append = Callable[[LevelCache, int], None]
 
 
 class PendingStates:
-    """New keys or values on their way from ``LevelCacheLayer.update`` to structured attention, which appends them.
+    """New keys or values, (B, G, T, D), on their way from ``LevelCacheLayer.update`` to structured attention, which appends them.
 
-    A level cache has no dense keys. Any other attention function that uses this raises ``CacheError``.
-
-    Args:
-        layer: the cache layer that they belong to.
-        states: (B, G, T, D).
+    A level cache has no dense keys: any other attention function that uses this raises ``CacheError``.
     """
 
     __slots__ = ("layer", "states")
@@ -103,8 +99,8 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
 
     def __init__(self, *, max_length: int | None = None, page_size: int = PAGE_SIZE) -> None:
-        super().__init__()
         LevelCache(max_length=max_length, page_size=page_size)  # checks both
+        super().__init__()
         self.max_length = max_length
         self.page_size = page_size
         self.level_cache: LevelCache | None = None
@@ -148,20 +144,20 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         v: Tensor,
         variant: Variant,
         *,
-        module: object = None,
-        scaling: float | None = None,
-        left_padding: tuple[int, ...] | None = None,
-        first: Callable[[], Tensor] | None = None,
+        module: object,
+        scaling: float | None,
+        left_padding: tuple[int, ...] | None,
+        first: Callable[[], Tensor],
     ) -> Tensor:
         """Appends new tokens and returns the attention of their queries over all tokens so far.
 
         Args:
             q, k, v: of the new tokens, as ``LevelCache.attend``.
-            variant: layout, window and backend; the same at every call.
-            module: the attention module that calls; the same at every call. Default ``None``: not known.
+            variant: layout, window and backend; the same at every call, as are ``module`` and ``left_padding``.
+            module: the attention module that calls.
             scaling: of the model; see ``Variant.scaled``.
-            left_padding: padding of each row; the same at every call.
-            first: computes the attention while the cache is empty. Default ``None``: the cache computes it.
+            left_padding: padding of each row.
+            first: computes the attention of the first tokens, which need no cache.
 
         Returns:
             (B, H, T, V).
@@ -190,9 +186,8 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"this cache layer was filled for {self._variant} and is now used with {variant}: one cache serves one model; "
                 "reset() it or make another"
             )
-        if module is not None:
-            cache.bind(module)
-        if first is not None and cache.length == 0:
+        cache.bind(module)
+        if cache.length == 0:
             out = first()
             append(cache, k.shape[2])
             return out
@@ -202,23 +197,18 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def ready(
         self, new: Callable[[], LevelCache], append: Append, left_padding: tuple[int, ...] | None, count: int
     ) -> LevelCache:
-        """The cache, to which the caller appends ``count`` tokens at once.
+        """The cache, made by ``new`` if there is none, to which the caller appends ``count`` tokens at once.
 
         Args:
-            new: makes it.
             append: appends the first of those tokens to a cache, in case they must be appended again.
-            left_padding: padding of each row.
-            count: how many.
 
         Raises:
             CacheError: the padding is not that of the tokens so far.
         """
-        if (
-            self.level_cache is None or self.level_cache.length == 0
-        ):  # after a crop to no tokens, another batch may follow
-            self.level_cache = new()
-            self.is_initialized = True
         cache = self.level_cache
+        if cache is None or cache.length == 0:  # after a crop to no tokens, another batch may follow
+            cache = self.level_cache = new()
+            self.is_initialized = True
         if cache.length > 0 and _nonzero(cache.left_padding) != _nonzero(left_padding):
             raise CacheError(
                 f"the left padding changed while the cache was filled, from {cache.left_padding} to {left_padding}: give the "
@@ -245,9 +235,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """-1: there is no limit."""
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """-1; the older name of ``get_max_length``."""
-        return -1
+    get_max_cache_shape = get_max_length  # its older name
 
     def reset(self) -> None:
         """Clears everything, including the layout and the padding."""
@@ -316,9 +304,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Not supported: raises ``CacheError``."""
         raise CacheError("a LevelCacheLayer cannot be offloaded: leave cache_implementation='offloaded' away")
 
-    def prefetch(self) -> None:
-        """Not supported: raises ``CacheError``."""
-        self.offload()
+    prefetch = offload
 
 
 def _nonzero(padding: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -339,11 +325,7 @@ def check_layers(cache: Cache) -> None:
 def guarded(cache: Any) -> Iterator[None]:
     """A context for a call of a model: all layers of a cache append the next tokens, or (with any error) none.
 
-    Args:
-        cache: what was given as ``past_key_values``; another type of cache is not changed.
-
-    Raises:
-        CacheError: as ``check_layers``.
+    Another ``past_key_values`` than a ``Cache`` is left alone. Raises ``CacheError`` as ``check_layers``.
     """
     if not isinstance(cache, Cache) or not hasattr(cache, "layers"):  # that of an encoder-decoder has none
         yield
@@ -379,10 +361,7 @@ def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_s
 
     Args:
         model: only its number of layers is read.
-        max_length, page_size: see ``LevelCacheLayer``.
-
-    Raises:
-        ConfigError: an option is out of its range.
+        max_length, page_size: see ``LevelCacheLayer``, which raises ``ConfigError`` for them.
     """
     check_type("model", model, PreTrainedModel, "a model of transformers")
     count = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -391,10 +370,6 @@ def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_s
 
 def own_layer(cache: Cache, index: int) -> LevelCacheLayer:
     """The layer of a cache as a ``LevelCacheLayer``; an empty layer that transformers made is replaced.
-
-    Args:
-        cache: what ``generate`` made, or the user.
-        index: number of the layer.
 
     Raises:
         CacheError: the cache is of a kind that cannot be replaced, or is filled already.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from structattn.checks import check_bool, check_int, check_number, check_size, quoted, shortened
@@ -22,6 +25,17 @@ _SIZES = (
     "max_position_embeddings",
     *_OPTIONAL_SIZES,
 )
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Errors of transformers for its own fields, such as dtype and id2label, become ours. Up to 5.17 it checks a field when it is set."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (AttributeError, TypeError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"transformers cannot use a field of this config: {shortened(ascii(str(error)))}") from error
 
 
 class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -103,16 +117,12 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
                 )
         if self.rotary is not None:
             Rotary.parse(self.rotary)
-        try:
+        with _own_errors():
             super().__post_init__(**kwargs)
-        except (
-            AttributeError,
-            TypeError,
-            ValueError,
-        ) as error:  # of transformers, for its own fields, such as dtype and id2label
-            raise ConfigError(
-                f"transformers cannot use a field of this config: {shortened(ascii(str(error)))}"
-            ) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        with _own_errors():
+            super().__setattr__(name, value)
 
     @property
     def layer_specs(self) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -19,6 +18,7 @@ from structattn.integrations.transformers.rotary_order import (
     check_fits,
     check_split,
     dimension_order,
+    reordered,
     runs_of,
 )
 from structattn.integrations.transformers.rotation import check_rotation
@@ -99,7 +99,7 @@ def attend_with(
     layer: LevelCacheLayer | None,
     module: nn.Module,
 ) -> Tensor:
-    """Attention of one layer, with its cache if it has one.
+    """Attention of one layer, with its cache if it has one: (B, H, T, V).
 
     Args:
         variant: layout, window and backend.
@@ -107,11 +107,7 @@ def attend_with(
         mask: of the forward pass.
         arguments: other arguments of the attention, checked by ``check_arguments``.
         scaling, dropout: of the model.
-        layer: its cache.
-        module: the attention module.
-
-    Returns:
-        (B, H, T, V).
+        layer, module: its cache, and the attention module.
 
     Raises:
         ConfigError: packed sequences that are not supported, or dropout with a cache that holds tokens already.
@@ -213,8 +209,7 @@ class RegisteredAttention:
         _check_lengths(query, k, mask, is_new=layer is not None)
         if self.runs:
             check_rotation(module, dim)
-            # As slices, so that no device needs an index tensor.
-            query, k = (torch.cat([x[..., run] for run in self.runs], dim=-1) for x in (query, k))
+            query, k = reordered(query, self.runs), reordered(k, self.runs)
         out = attend_with(
             variant,
             query,

@@ -22,11 +22,8 @@ from structattn.integrations.transformers.inputs import check_inputs
 
 def check_safe(path: object, arguments: dict[str, Any]) -> None:
     """Raises ``CheckpointError`` for weights that are not in safetensors."""
-    if (
-        arguments.get("use_safetensors") is False
-        or arguments.get("weights_only") is False
-        or arguments.get("gguf_file")
-    ):
+    is_refused = any(arguments.get(name) is False for name in ("use_safetensors", "weights_only"))
+    if is_refused or arguments.get("gguf_file"):
         raise CheckpointError(
             "structattn only loads weights from safetensors: leave use_safetensors, weights_only and gguf_file away"
         )
@@ -143,6 +140,14 @@ class OwnModel:
         with guarded(kwargs["past_key_values"]):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
+    @classmethod
+    def claim(cls, config: PreTrainedConfig, implementation: str) -> None:
+        """Sets the attention implementation of a config; raises ``ConfigError`` if another is asked for."""
+        asked = config._attn_implementation
+        if asked not in (None, implementation):
+            raise ConfigError(_given_by_config(cls, asked))
+        config._attn_implementation = implementation
+
     @abstractmethod
     def check_loaded(self, info: dict[str, Any]) -> None:
         """Raises ``CheckpointError`` unless what was loaded is of this model's structure; ``info`` as transformers reports it."""
@@ -151,10 +156,7 @@ class OwnModel:
         """Raises ``ConfigError``, unless nothing would change: the attention of this model is structured by its config."""
         own = self.config._attn_implementation  # type: ignore[attr-defined]
         if attn_implementation != own:
-            raise ConfigError(
-                f"the attention of {type(self).__name__} is given by its config, and not by attn_implementation={quoted(attn_implementation)}: "
-                "leave it away"
-            )
+            raise ConfigError(_given_by_config(type(self), attn_implementation))
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
         """Raises ``ConfigError``: continuous batching keeps keys in other pages, which have no levels."""
@@ -178,6 +180,10 @@ class OwnModel:
                 own_layer(cache, index)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
+
+
+def _given_by_config(kind: type, asked: object) -> str:
+    return f"the attention of {kind.__name__} is given by its config, and not by attn_implementation={quoted(asked)}: leave it away"
 
 
 def describe(keys: Iterable[str]) -> str:

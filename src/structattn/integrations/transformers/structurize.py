@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from structattn.checks import check_path, check_type, describe, is_int, quoted, shortened
+from structattn.checks import check_int, check_path, check_type, describe, is_int, quoted, shortened
 from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.transformers.attention import (
     OLD_ORDER,
@@ -94,8 +94,7 @@ class StructureRecord:
             raise ConfigError(
                 f"config.structattn['specs'] needs one entry per layer: expected {config.num_hidden_layers}, got {len(specs)}"
             )
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ConfigError(f"config.structattn['context_length'] must be a positive int, got {quoted(length)}")
+        check_int("config.structattn['context_length']", length, minimum=1)
         for spec in specs:
             if spec is not None:
                 trained_spec(spec).layout_for(length)
@@ -123,12 +122,7 @@ class StructurizedModel(OwnModel):
     """A mixin that precedes the model class of a family: its attention modules are replaced when it is made."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        asked = config._attn_implementation
-        if asked not in (None, IMPLEMENTATION):
-            raise ConfigError(
-                f"the attention of {type(self).__name__} is given by its config, and not by attn_implementation={quoted(asked)}: leave it away"
-            )
-        config._attn_implementation = IMPLEMENTATION
+        self.claim(config, IMPLEMENTATION)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         record = StructureRecord.read(config)
         _install(self, record)
@@ -266,6 +260,9 @@ def structurize(
     """
     if type(model) not in STRUCTURIZED_MODELS:
         raise ConfigError(_unsupported(model))
+    has_rotary = getattr(model.base_model, "rotary_emb", None) is not None
+    if has_rotary:
+        _check_rotary(model)
     old = model.config
     chosen = _chosen(layers, old.num_hidden_layers)
     given: list[Any]
@@ -278,30 +275,23 @@ def structurize(
     specs: list[str | None] = [None] * old.num_hidden_layers
     for layer, one in zip(chosen, given, strict=True):
         specs[layer] = str(trained_spec(one))
-    has_rotary = getattr(model.base_model, "rotary_emb", None) is not None
-    split = check_split(rotary_split) if has_rotary else None
-    length = old.max_position_embeddings if context_length is None else context_length
-    if has_rotary:
-        _check_rotary(model)
 
     config = copy.deepcopy(old)  # the old one may belong to other models as well
     config.__class__ = STRUCTURIZED_CONFIGS[type(old)]
-    config.structattn = asdict(StructureRecord(specs=tuple(specs), context_length=length, rotary_split=split))
-    config.structattn["specs"] = specs
+    config.structattn = {
+        "specs": specs,
+        "context_length": old.max_position_embeddings if context_length is None else context_length,
+        "rotary_split": check_split(rotary_split) if has_rotary else None,
+    }
     record = StructureRecord.read(config)
     config._attn_implementation = IMPLEMENTATION
-    _check_all(model, record)
+    for _, _, module in _parts(model):
+        _structured(module, record)  # once, so that errors are raised before anything is changed
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
     _install(model, record)
     return model
-
-
-def _check_all(model: PreTrainedModel, record: StructureRecord) -> None:
-    """Makes every new module once, so that errors are raised before anything is changed."""
-    for _, _, module in _parts(model):
-        _structured(module, record)
 
 
 def _chosen(layers: Sequence[int] | None, count: int) -> list[int]:
@@ -329,14 +319,13 @@ def _unsupported(model: Any) -> str:
 
 def _check_rotary(model: Any) -> None:
     """Raises ``ConfigError`` unless the model's rotary frequencies are fixed, and decrease over the whole head."""
-    rotary = getattr(model.base_model, "rotary_emb", None)
+    rotary = model.base_model.rotary_emb
     kind = getattr(rotary, "rope_type", None)
     if kind not in _STATIC_ROPE:
         raise ConfigError(
             f"rope_type {quoted(kind)} changes the frequencies with the length of the text, and cached keys would keep the old ones; "
             f"supported: {', '.join(_STATIC_ROPE)}"
         )
-    assert rotary is not None
     frequencies = rotary.inv_freq
     head_dim = next(module.head_dim for _, _, module in _parts(model))
     if 2 * frequencies.numel() != head_dim:

@@ -38,7 +38,7 @@ from structattn.layout.text import TextLayout
 from structattn.memory import check_memory
 from structattn.ops import Backend, structured_attention
 from structattn.ops.checks import taken_dtype
-from structattn.optim.roles import Role
+from structattn.optim.roles import Role, linear_roles
 
 RotaryFunction = Callable[[Tensor, Tensor], Tensor]
 KeyCache = Literal["smaller", "features", "hidden"]
@@ -138,12 +138,7 @@ class Attention(nn.Module):
 
     def parameter_roles(self) -> dict[str, Role]:
         """The muP roles of the value and output projections; the scoring declares its own."""
-        roles = {
-            "value_proj.weight": Role(kind="hidden", fan_in=self.embed_dim),
-            "out_proj.weight": Role(kind="output", fan_in=self.embed_dim),
-        }
-        biases = {f"{name}.bias": Role(kind="bias") for name in ("value_proj", "out_proj")}
-        return roles if self.out_proj.bias is None else {**roles, **biases}
+        return linear_roles(self, {"value_proj": "hidden", "out_proj": "output"})
 
     @classmethod
     def from_spec(

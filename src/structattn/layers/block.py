@@ -13,7 +13,7 @@ from structattn.layers.attention import Attention
 from structattn.layers.checks import check_states
 from structattn.layout.levels import LevelLayout
 from structattn.memory import check_memory
-from structattn.optim.roles import Role
+from structattn.optim.roles import Role, linear_roles
 
 
 class MLP(nn.Module):
@@ -30,8 +30,8 @@ class MLP(nn.Module):
 
     def __init__(self, embed_dim: int, *, ratio: int = 4, bias: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
-        for name, size in (("embed_dim", embed_dim), ("ratio", ratio)):
-            check_size(name, size)
+        check_size("embed_dim", embed_dim)
+        check_size("ratio", ratio)
         check_bool("bias", bias)
         check_number("dropout", dropout, minimum=0, maximum=1)
         check_memory(f"the layers of an MLP of embed_dim {embed_dim} and ratio {ratio}", 2 * ratio * embed_dim**2)
@@ -46,12 +46,7 @@ class MLP(nn.Module):
 
     def parameter_roles(self) -> dict[str, Role]:
         """The muP roles: the first layer is hidden, the second an output."""
-        roles = {
-            "up.weight": Role(kind="hidden", fan_in=self.up.in_features),
-            "down.weight": Role(kind="output", fan_in=self.down.in_features),
-        }
-        biases = {f"{name}.bias": Role(kind="bias") for name in ("up", "down")}
-        return roles if self.up.bias is None else {**roles, **biases}
+        return linear_roles(self, {"up": "hidden", "down": "output"})
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., E) to (..., E)."""

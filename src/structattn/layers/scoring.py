@@ -37,15 +37,19 @@ class Scoring(Protocol):
         """The module with the weights."""
 
 
-class _HeadBatch(TypedDict):
+class _Sizes(TypedDict):
+    num_rows: int
+    num_cols: int
     batch_shape: tuple[int, int]
     right_batch_shape: tuple[int, int]
 
 
-def _batch(shape: HeadShape) -> _HeadBatch:
-    """One matrix per query head, grouped; one right factor per key head."""
-    groups = shape.num_kv_heads
-    return {"batch_shape": (groups, shape.num_heads // groups), "right_batch_shape": (groups, 1)}
+def _sizes(shape: HeadShape) -> _Sizes:
+    """One E x E matrix per query head, grouped; one right factor per key head."""
+    check_type("shape", shape, HeadShape, "a HeadShape")
+    size, groups = shape.embed_dim, shape.num_kv_heads
+    batch = (groups, shape.num_heads // groups)
+    return {"num_rows": size, "num_cols": size, "batch_shape": batch, "right_batch_shape": (groups, 1)}
 
 
 def _check_options(scaling: object, rms_cap: object) -> None:
@@ -96,10 +100,8 @@ class LowRank:
 
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with W_Q for every query head and W_K for every key head."""
-        check_type("shape", shape, HeadShape, "a HeadShape")
-        rank = self.feature_dim(shape.embed_dim, shape.num_heads)
-        matrix = LowRankMatrix(shape.embed_dim, shape.embed_dim, rank, rms_cap=self.rms_cap, **_batch(shape))
-        return LowRankScoring(matrix, shape, self.scaling)
+        sizes, rank = _sizes(shape), self.feature_dim(shape.embed_dim, shape.num_heads)
+        return LowRankScoring(LowRankMatrix(rank=rank, rms_cap=self.rms_cap, **sizes), shape, self.scaling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +131,7 @@ class BTT:
 
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with one block tensor train per query head, right factors shared by key head."""
-        check_type("shape", shape, HeadShape, "a HeadShape")
-        matrix = BlockTensorTrain(shape.embed_dim, shape.embed_dim, self.rank, rms_cap=self.rms_cap, **_batch(shape))
+        matrix = BlockTensorTrain(rank=self.rank, rms_cap=self.rms_cap, **_sizes(shape))
         return BilinearScoring(matrix, shape, self.scaling)
 
 
@@ -175,8 +176,7 @@ class MLR:
 
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with one multi-level low-rank matrix per query head, right factors shared by key head."""
-        check_type("shape", shape, HeadShape, "a HeadShape")
-        matrix = MultiLevelLowRank(shape.embed_dim, shape.embed_dim, self.ranks, rms_cap=self.rms_cap, **_batch(shape))
+        matrix = MultiLevelLowRank(ranks=self.ranks, rms_cap=self.rms_cap, **_sizes(shape))
         return MLRScoring(matrix, shape, self.scaling, self.divide_by_levels)
 
 
@@ -216,14 +216,11 @@ class Matrix:
 
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with one matrix per query head; right factors shared by key head where the structure has any."""
-        check_type("shape", shape, HeadShape, "a HeadShape")
+        sizes = _sizes(shape)
         if isinstance(self.matrix, StructuredMatrix):
             return BilinearScoring(_copies(self.matrix, shape), shape, self.scaling)
-        structure = Structure.of(self.matrix)
-        matrix = structure.build(shape.embed_dim, shape.embed_dim, rms_cap=self.rms_cap, **_batch(shape))
-        matrix.reset_parameters(
-            matrix.product_fan_ins
-        )  # the score is a product M x' with x, whatever the family is for
+        matrix = Structure.of(self.matrix).build(rms_cap=self.rms_cap, **sizes)
+        matrix.reset_parameters(matrix.product_fan_ins)  # the score is a product M x' with x, whatever the family
         return BilinearScoring(matrix, shape, self.scaling)
 
 

@@ -14,7 +14,7 @@ from structattn.errors import ConfigError, ShapeError
 from structattn.layers.rotary import Rotary
 from structattn.memory import check_memory
 from structattn.models.transformer import Transformer
-from structattn.optim.roles import Role
+from structattn.optim.roles import Role, RoleKind, linear_roles
 
 _EPS = 1e-5  # added to the variance of a window
 
@@ -140,16 +140,9 @@ class Forecaster(nn.Module):
 
     def parameter_roles(self) -> dict[str, Role]:
         """The muP roles of the input projections, whose inputs do not grow with the width, and of the head."""
-        roles = {
-            "embed.weight": Role(kind="embedding"),
-            "embed.bias": Role(kind="bias"),
-            "head.weight": Role(kind="output", fan_in=self.head.in_features),
-            "head.bias": Role(kind="bias"),
-        }
-        extra = {"missing": self.missing, "covariates": self.covariates, "static": self.static}
-        return roles | {
-            f"{name}.weight": Role(kind="embedding") for name, linear in extra.items() if linear is not None
-        }
+        inputs = {"embed": self.embed, "missing": self.missing, "covariates": self.covariates, "static": self.static}
+        kinds: dict[str, RoleKind] = {name: "embedding" for name, linear in inputs.items() if linear is not None}
+        return linear_roles(self, {**kinds, "head": "output"})
 
     def forward(
         self,
@@ -260,12 +253,7 @@ class _Ahead(nn.Module):
         nn.init.zeros_(self.out.weight)
 
     def parameter_roles(self) -> dict[str, Role]:
-        return {
-            "step.weight": Role(kind="embedding"),
-            "step.bias": Role(kind="bias"),
-            "context.weight": Role(kind="hidden", fan_in=self.context.in_features),
-            "out.weight": Role(kind="output", fan_in=self.out.in_features),
-        }
+        return linear_roles(self, {"step": "embedding", "context": "hidden", "out": "output"})
 
     def forward(self, future: Tensor, context: Tensor) -> Tensor:
         """(B, horizon, num_future) and (B, E) to (B, horizon, num_outputs)."""

@@ -30,7 +30,7 @@ from structattn.memory import check_memory
 from structattn.models.prompts import Prompts, PromptTokens
 from structattn.models.sampling import GREEDY, RowSampler, Sampling
 from structattn.models.transformer import Transformer
-from structattn.optim.roles import Role
+from structattn.optim.roles import Role, linear_roles
 
 
 class LanguageModel(nn.Module):
@@ -112,7 +112,7 @@ class LanguageModel(nn.Module):
 
     def parameter_roles(self) -> dict[str, Role]:
         """The muP role of the LM head; embeddings are known by their type."""
-        return {"read_out.weight": Role(kind="output", fan_in=self.read_out.in_features)}
+        return linear_roles(self, {"read_out": "output"})
 
     def forward(
         self,

@@ -119,6 +119,17 @@ class Role:
             raise ShapeError(f"parameter cannot be drawn in place: {str(error).partition(chr(10))[0]}") from error
 
 
+def linear_roles(module: nn.Module, kinds: Mapping[str, RoleKind]) -> dict[str, Role]:
+    """The roles of linear layers of a module, by their names: of each weight the kind that is given, and of biases."""
+    roles: dict[str, Role] = {}
+    for name, kind in kinds.items():
+        linear: Any = getattr(module, name)
+        roles[f"{name}.weight"] = Role(kind=kind, fan_in=linear.in_features if kind in _WITH_FAN_IN else 1)
+        if linear.bias is not None:
+            roles[f"{name}.bias"] = Role(kind="bias")
+    return roles
+
+
 class DeclaresRoles(Protocol):
     """A module that declares the roles of its parameters."""
 

@@ -23,7 +23,7 @@ from structattn.integrations.transformers.masks import Sequences, StructuredMask
 from structattn.layers.attention import Attention
 from structattn.layers.rotary import Rotary, RotaryEmbedding
 from structattn.memory import check_memory
-from structattn.optim.roles import Role
+from structattn.optim.roles import Role, linear_roles
 
 
 class GatedMLP(nn.Module):
@@ -46,12 +46,7 @@ class GatedMLP(nn.Module):
 
     def parameter_roles(self) -> dict[str, Role]:
         """The muP roles: two hidden layers and an output."""
-        width, hidden = self.up_proj.in_features, self.up_proj.out_features
-        return {
-            "gate_proj.weight": Role(kind="hidden", fan_in=width),
-            "up_proj.weight": Role(kind="hidden", fan_in=width),
-            "down_proj.weight": Role(kind="output", fan_in=hidden),
-        }
+        return linear_roles(self, {"gate_proj": "hidden", "up_proj": "hidden", "down_proj": "output"})
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., E) to (..., E)."""
@@ -307,9 +302,8 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
 
     def parameter_roles(self) -> dict[str, Role]:
         """The muP role of the head: an output, or that of the embeddings where it is tied to them."""
-        if self.lm_head.weight is self.model.embed_tokens.weight:
-            return {"lm_head.weight": Role(kind="embedding")}
-        return {"lm_head.weight": Role(kind="output", fan_in=self.lm_head.in_features)}
+        is_tied = self.lm_head.weight is self.model.embed_tokens.weight
+        return linear_roles(self, {"lm_head": "embedding" if is_tied else "output"})
 
     def forward(
         self,

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from structattn.errors import ConfigError
@@ -14,15 +13,9 @@ from structattn.errors import ConfigError
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextForm:
-    """How values of one type are read from text and written as text; ``read(write(value)) == value``."""
-
-    read: Callable[[str], Any]
-    write: Callable[[Any], str]
-
-
-_FORMS: dict[type, TextForm] = {}
+_Read = Callable[[str], Any]
+_Write = Callable[[Any], str]
+_FORMS: dict[type, tuple[_Read, _Write]] = {}
 _fillers: list[Callable[[], object]] = []
 
 
@@ -31,13 +24,13 @@ def fill_with(filler: Callable[[], object]) -> None:
     _fillers.append(filler)
 
 
-def register(kind: type, form: TextForm) -> None:
-    """Adds the text form of a type."""
-    _FORMS[kind] = form
+def register(kind: type, read: _Read, write: _Write) -> None:
+    """Adds the text form of a type, ``read(write(value)) == value``."""
+    _FORMS[kind] = read, write
 
 
-def _form(kind: type) -> TextForm:
-    """The form of a type, or of the type that it extends."""
+def _form(kind: type) -> tuple[_Read, _Write]:
+    """How values of a type, or of the type that it extends, are read and written."""
     if not _FORMS:
         for filler in _fillers:
             filler()
@@ -53,7 +46,7 @@ def read(kind: type[Value], text: str) -> Value:
     Raises:
         ConfigError: the text is none; the message shows the form concerned.
     """
-    value: Value = _form(kind).read(text)
+    value: Value = _form(kind)[0](text)
     return value
 
 
@@ -63,4 +56,4 @@ def write(value: object) -> str:
     Raises:
         ConfigError: this value has none.
     """
-    return _form(type(value)).write(value)
+    return _form(type(value))[1](value)

@@ -10,9 +10,7 @@ from structattn.spec.structure import format_structure, parse_structure
 
 __all__ = ["AttentionSpec", "parse_spec"]
 
-text_forms.register(AttentionSpec, text_forms.TextForm(read=parse_spec, write=format_spec))
-text_forms.register(Structure, text_forms.TextForm(read=parse_structure, write=format_structure))
-text_forms.register(Rotary, text_forms.TextForm(read=rotary.parse_rotary, write=rotary.format_rotary))
-text_forms.register(
-    RotaryScaling, text_forms.TextForm(read=rotary.parse_rotary_scaling, write=rotary.format_rotary_scaling)
-)
+text_forms.register(AttentionSpec, parse_spec, format_spec)
+text_forms.register(Structure, parse_structure, format_structure)
+text_forms.register(Rotary, rotary.parse_rotary, rotary.format_rotary)
+text_forms.register(RotaryScaling, rotary.parse_rotary_scaling, rotary.format_rotary_scaling)

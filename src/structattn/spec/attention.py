@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 from typing import Any, get_args
 
 from structattn.checks import check_type, quoted
@@ -63,84 +62,8 @@ def _ranks_and_window(text: str) -> dict[str, Any]:
     return {"ranks": values, "window": positive(window)}
 
 
-def _bilinear(name: str) -> Form:
-    """The form ``bilinear-FAMILY`` of a family without a scoring class."""
-    family = structure.FORMS[name]
-    return Form(
-        syntax=f"bilinear-{family.syntax}",
-        example=f"bilinear-{family.example}",
-        meaning=f"score x^T M x' with M {family.meaning}",
-        value=family.value,
-        options=_SCORING,
-    )
-
-
-_OWN_SCORING = ("btt", "mlr")
-FORMS: dict[str, Form] = {
-    "standard": Form(
-        syntax="standard[:HEADS]",
-        example="standard:1",
-        meaning="softmax attention; HEADS overrides the heads of the model",
-        value=optional("num_heads", positive),
-        options={"rank": positive, **_SCORING},
-    ),
-    "bilinear-btt": Form(
-        syntax="bilinear-btt:S",
-        example="bilinear-btt:1",
-        meaning="score x^T M x' with M a block tensor train of rank S",
-        value=named("rank", positive),
-        options=_SCORING,
-    ),
-    "bilinear-mlr": Form(
-        syntax="bilinear-mlr:R|R|...",
-        example="bilinear-mlr:16|8|4|4",
-        meaning="score x^T M x' with M multi-level low rank, level 1 first",
-        value=named("ranks", several(positive)),
-        options={**_SCORING, "divide_by_levels": flag},
-    ),
-    **{f"bilinear-{name}": _bilinear(name) for name in structure.FORMS if name not in _OWN_SCORING},
-    "mlr": Form(
-        syntax="mlr:R|R|...[@B|B|...][,values=V|V|...]",
-        example="mlr:32|16|8|8",
-        meaning="MLR attention: near pairs share more levels; ranks sum to the feature dimension, block sizes are halved; with "
-        "values the value dimensions are shared by level too",
-        value=_blocks,
-        options=_LAYOUT,
-    ),
-    "mlr-text": Form(
-        syntax="mlr-text:R|R|...[@UNIT|...][,values=V|V|...]",
-        example="mlr-text:32|16|16",
-        meaning="MLR attention whose levels are the whole text and then its units, paragraph, line and word unless UNITs are given; for "
-        "language models",
-        value=_units,
-        options=_LAYOUT,
-    ),
-    "window": Form(
-        syntax="window:W",
-        example="window:512",
-        meaning="each query sees the last W positions",
-        value=named("window", positive),
-    ),
-    "global-window": Form(
-        syntax="global-window:R|R@W",
-        example="global-window:32|32@512",
-        meaning="a global and a windowed softmax, added",
-        value=_ranks_and_window,
-        options={"scaling": one_of("scaling", get_args(ScoreScaling))},
-    ),
-}
-
-
 def _standard(num_heads: int | None = None, **options: Any) -> dict[str, Any]:
     return {"scoring": LowRank(**options)} | ({} if num_heads is None else {"num_heads": num_heads})
-
-
-def _matrix(family: str) -> Callable[..., dict[str, Any]]:
-    def make(**arguments: Any) -> dict[str, Any]:
-        options = {name: arguments.pop(name) for name in _SCORING if name in arguments}
-        return {"scoring": Matrix(matrix=Structure(family, tuple(arguments.items())), **options)}
-
-    return make
 
 
 def _mlr(ranks: Any, blocks: Any, scaling: Any = "variance", values: Any = None) -> dict[str, Any]:
@@ -153,16 +76,75 @@ def _mlr_text(ranks: Any, units: Any, scaling: Any = "variance", values: Any = N
     return {"layout": TextLayout(ranks, units, scaling, values)}
 
 
-# The fields of an ``AttentionSpec`` that each form sets.
-_MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "standard": _standard,
-    "bilinear-btt": lambda **arguments: {"scoring": BTT(**arguments)},
-    "bilinear-mlr": lambda **arguments: {"scoring": MLR(**arguments)},
-    **{f"bilinear-{name}": _matrix(name) for name in structure.FORMS if name not in _OWN_SCORING},
-    "mlr": _mlr,
-    "mlr-text": _mlr_text,
-    "window": lambda **arguments: arguments,
-    "global-window": lambda **arguments: {"layout": GlobalWindowLayout(**arguments)},
+def _bilinear(name: str) -> Form:
+    """The form ``bilinear-FAMILY`` of a family without a scoring class."""
+    family = structure.FORMS[name]
+
+    def make(**arguments: Any) -> dict[str, Any]:
+        options = {option: arguments.pop(option) for option in _SCORING if option in arguments}
+        return {"scoring": Matrix(matrix=Structure(name, tuple(arguments.items())), **options)}
+
+    syntax, example = f"bilinear-{family.syntax}", f"bilinear-{family.example}"
+    meaning = f"score x^T M x' with M {family.meaning}"
+    return Form(syntax, example, meaning, value=family.value, options=_SCORING, make=make)
+
+
+_MLR = (
+    "MLR attention: near pairs share more levels; ranks sum to the feature dimension, block sizes are halved; with values the value "
+    "dimensions are shared by level too"
+)
+_MLR_TEXT = (
+    "MLR attention whose levels are the whole text and then its units, paragraph, line and word unless UNITs are given; for language "
+    "models"
+)
+_OWN_SCORING = ("btt", "mlr")
+# What a form makes: the fields of an ``AttentionSpec`` that it sets.
+FORMS: dict[str, Form] = {
+    "standard": Form(
+        "standard[:HEADS]",
+        "standard:1",
+        "softmax attention; HEADS overrides the heads of the model",
+        value=optional("num_heads", positive),
+        options={"rank": positive, **_SCORING},
+        make=_standard,
+    ),
+    "bilinear-btt": Form(
+        "bilinear-btt:S",
+        "bilinear-btt:1",
+        "score x^T M x' with M a block tensor train of rank S",
+        value=named("rank", positive),
+        options=_SCORING,
+        make=lambda **arguments: {"scoring": BTT(**arguments)},
+    ),
+    "bilinear-mlr": Form(
+        "bilinear-mlr:R|R|...",
+        "bilinear-mlr:16|8|4|4",
+        "score x^T M x' with M multi-level low rank, level 1 first",
+        value=named("ranks", several(positive)),
+        options={**_SCORING, "divide_by_levels": flag},
+        make=lambda **arguments: {"scoring": MLR(**arguments)},
+    ),
+    **{f"bilinear-{name}": _bilinear(name) for name in structure.FORMS if name not in _OWN_SCORING},
+    "mlr": Form(
+        "mlr:R|R|...[@B|B|...][,values=V|V|...]", "mlr:32|16|8|8", _MLR, value=_blocks, options=_LAYOUT, make=_mlr
+    ),
+    "mlr-text": Form(
+        "mlr-text:R|R|...[@UNIT|...][,values=V|V|...]",
+        "mlr-text:32|16|16",
+        _MLR_TEXT,
+        value=_units,
+        options=_LAYOUT,
+        make=_mlr_text,
+    ),
+    "window": Form("window:W", "window:512", "each query sees the last W positions", value=named("window", positive)),
+    "global-window": Form(
+        "global-window:R|R@W",
+        "global-window:32|32@512",
+        "a global and a windowed softmax, added",
+        value=_ranks_and_window,
+        options={"scaling": one_of("scaling", get_args(ScoreScaling))},
+        make=lambda **arguments: {"layout": GlobalWindowLayout(**arguments)},
+    ),
 }
 
 
@@ -176,7 +158,7 @@ def _read_term(term: str) -> dict[str, Any]:
     form = FORMS.get(re.split("[:,]", term.strip())[0].strip())
     with reading("attention spec", term, form.help if form else _ALL_FORMS):
         name, arguments = read_term(term, FORMS)
-        return _MAKERS[name](**arguments)
+        return FORMS[name].make(**arguments)
 
 
 def parse_spec(text: str) -> AttentionSpec:

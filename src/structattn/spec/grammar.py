@@ -31,7 +31,7 @@ def no_value(text: str) -> dict[str, Any]:
     return {}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Form:
     """One form of a term.
 
@@ -39,6 +39,7 @@ class Form:
         syntax, example, meaning: for help texts and error messages.
         value: reads the text after the colon, empty if there is none, to named arguments.
         options: reads the value of each option, by the name of the option.
+        make: makes what the term is of from the arguments; by default a dict of them.
     """
 
     syntax: str
@@ -46,6 +47,7 @@ class Form:
     meaning: str
     value: Callable[[str], dict[str, Any]] = no_value
     options: Mapping[str, Callable[[str], Any]] | None = None
+    make: Callable[..., dict[str, Any]] = dict
 
     @property
     def help(self) -> str:

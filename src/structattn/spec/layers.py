@@ -20,9 +20,9 @@ from structattn.spec.grammar import Form, reading, split_specs
 
 MAX_LAYERS = 2**16
 FORM = Form(
-    syntax="[SPEC,SPEC,...]",
-    example="[standard,window:128,window:128]",
-    meaning="one spec per layer, from the first on; after the last the list begins again",
+    "[SPEC,SPEC,...]",
+    "[standard,window:128,window:128]",
+    "one spec per layer, from the first on; after the last the list begins again",
 )
 
 

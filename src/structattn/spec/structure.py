@@ -71,7 +71,7 @@ def _reader(value: _Value | None) -> Callable[[str], dict[str, Any]]:
 
 
 FORMS: dict[str, Form] = {
-    name: Form(syntax=family.syntax, example=family.example, meaning=family.meaning, value=_reader(_VALUES.get(name)))
+    name: Form(family.syntax, family.example, family.meaning, value=_reader(_VALUES.get(name)))
     for name, family in FAMILIES.items()
 }
 

@@ -144,20 +144,20 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         v: Tensor,
         variant: Variant,
         *,
-        module: object,
-        scaling: float | None,
-        left_padding: tuple[int, ...] | None,
-        first: Callable[[], Tensor],
+        module: object = None,
+        scaling: float | None = None,
+        left_padding: tuple[int, ...] | None = None,
+        first: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """Appends new tokens and returns the attention of their queries over all tokens so far.
 
         Args:
             q, k, v: of the new tokens, as ``LevelCache.attend``.
             variant: layout, window and backend; the same at every call, as are ``module`` and ``left_padding``.
-            module: the attention module that calls.
+            module: the attention module that calls. Default ``None``: not known.
             scaling: of the model; see ``Variant.scaled``.
             left_padding: padding of each row.
-            first: computes the attention of the first tokens, which need no cache.
+            first: computes the attention while the cache is empty. Default ``None``: the cache computes it.
 
         Returns:
             (B, H, T, V).
@@ -186,8 +186,9 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"this cache layer was filled for {self._variant} and is now used with {variant}: one cache serves one model; "
                 "reset() it or make another"
             )
-        cache.bind(module)
-        if cache.length == 0:
+        if module is not None:
+            cache.bind(module)
+        if first is not None and cache.length == 0:
             out = first()
             append(cache, k.shape[2])
             return out

@@ -12,7 +12,7 @@ from transformers import GenerationMixin, PreTrainedConfig, T5Config, T5ForCondi
 from structattn.checks import check_int, quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.chronos.attention import IMPLEMENTATION, VARIANT
-from structattn.integrations.transformers.loading import OwnModel, describe, own_record
+from structattn.integrations.transformers.loading import OwnModel, first_keys, own_record
 from structattn.integrations.transformers.rotary_order import check_fits
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.layout.cost import visible_pairs, visible_pairs_per_level
@@ -94,7 +94,9 @@ class StructAttnT5ForConditionalGeneration(OwnModel, T5ForConditionalGeneration)
     def check_loaded(self, info: dict[str, Any]) -> None:
         """See ``OwnModel``: weights that are missing would be random."""
         if info["missing_keys"]:
-            raise CheckpointError(f"weights are missing: {describe(info['missing_keys'])}; save the whole model again")
+            raise CheckpointError(
+                f"weights are missing: {first_keys(info['missing_keys'])}; save the whole model again"
+            )
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
         # The cache of transformers, whose keys are all there: not the level caches of OwnModel, which take no bias.

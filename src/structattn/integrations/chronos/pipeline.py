@@ -18,7 +18,7 @@ from structattn.integrations.chronos.model import (
     StructAttnT5ForConditionalGeneration,
     structured_config,
 )
-from structattn.integrations.transformers.loading import check_safe, describe
+from structattn.integrations.transformers.loading import check_safe, first_keys
 
 
 def _checked_settings(config: PreTrainedConfig) -> ChronosConfig:
@@ -203,6 +203,6 @@ def load_pipeline(folder: str | Path, **options: Any) -> ChronosPipeline:
         if wrong := [key if isinstance(key, str) else key[0] for key in info[kind]]:
             word = {"missing_keys": "no", "unexpected_keys": "unknown", "mismatched_keys": "other shapes of"}[kind]
             raise CheckpointError(
-                f"the weights in {folder} have {word} {describe(wrong)}: they are not those of config.json"
+                f"the weights in {folder} have {word} {first_keys(wrong)}: they are not those of config.json"
             )
     return pipeline_around(model.eval())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pandas as pd
@@ -59,18 +60,12 @@ def _offset(times: pd.Series, freq: str | int, time_col: str) -> Any:
         raise DataError(
             f"{time_col} must hold timestamps or ints, got {times.dtype}: convert it with pandas.to_datetime"
         )
-    try:
-        return pd.tseries.frequencies.to_offset(_text(freq))
-    except ValueError as error:
-        raise ConfigError(
-            f"{time_col} holds timestamps, so freq must be a pandas offset, such as 'h', 'D' or 'MS': got {freq!r}"
-        ) from error
-
-
-def _text(freq: str | int) -> str:
-    if not isinstance(freq, str):
-        raise ValueError(freq)
-    return freq
+    if isinstance(freq, str):
+        with contextlib.suppress(ValueError):
+            return pd.tseries.frequencies.to_offset(freq)
+    raise ConfigError(
+        f"{time_col} holds timestamps, so freq must be a pandas offset, such as 'h', 'D' or 'MS': got {freq!r}"
+    )
 
 
 def _values(df: pd.DataFrame, columns: list[Any]) -> list[str]:

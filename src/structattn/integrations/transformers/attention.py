@@ -108,7 +108,7 @@ class RotaryStructuredAttention(StructuredAttention):
         half = self.head_dim // 2
         self._order = order
         self._runs = runs_of(order)
-        self._partner_runs = runs_of(tuple((place + half) % self.head_dim for place in order))
+        self._partner_runs = runs_of(tuple((dim + half) % self.head_dim for dim in order))
 
     @property
     def weight_dropout(self) -> float:

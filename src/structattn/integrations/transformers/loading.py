@@ -102,7 +102,7 @@ class OwnModel:
             wrong = [
                 f"{name} (saved {tuple(saved)}, expected {tuple(own)})" for name, saved, own in info["mismatched_keys"]
             ]
-            raise CheckpointError(f"the weights have other shapes than config.json asks for: {describe(wrong)}")
+            raise CheckpointError(f"the weights have other shapes than config.json asks for: {first_keys(wrong)}")
         model.check_loaded(info)
         return (model, info) if with_info else model
 
@@ -186,7 +186,7 @@ def _given_by_config(kind: type, asked: object) -> str:
     return f"the attention of {kind.__name__} is given by its config, and not by attn_implementation={quoted(asked)}: leave it away"
 
 
-def describe(keys: Iterable[str]) -> str:
+def first_keys(keys: Iterable[str]) -> str:
     """The first few of some keys, for an error message."""
     names = sorted(keys)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -182,7 +182,7 @@ class StructuredMask:
     padding: LeftPadding | None
     window: int | None
     packed: Tensor | None
-    _found: dict[str, Any] = field(default_factory=dict)
+    _sequences: Sequences | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -212,18 +212,19 @@ class StructuredMask:
         Raises:
             ConfigError: see ``read_packing``; offsets that contradict the positions; or packed sequences with a cache.
         """
-        if "sequences" not in self._found:
+        if self._sequences is None:
             if self.packed is not None and not torch.compiler.is_compiling():
                 position_ids = _positions(self.packed)
-            borders = read_packing(position_ids, self.attention_mask, self.num_past)
+            offsets = read_packing(position_ids, self.attention_mask, self.num_past)
             if cu_seqlens is not None:
-                borders = self._given(cu_seqlens, borders)
-            left = None if self.padding is None or borders is not None else self.padding.tensor
-            self._found["sequences"] = Sequences(left_padding=left, cu_seqlens=borders)
-        found: Sequences = self._found["sequences"]
-        if found.cu_seqlens is not None and has_cache:
-            raise ConfigError(PACKED_WITH_CACHE)
-        return found
+                offsets = self._given(cu_seqlens, offsets)
+            left = None if self.padding is None or offsets is not None else self.padding.tensor
+            self._sequences = Sequences(left_padding=left, cu_seqlens=offsets)
+        if self._sequences.cu_seqlens is not None and has_cache:
+            raise ConfigError(
+                "position_ids start again inside a row (packed sequences), which a cache cannot separate: pass use_cache=False"
+            )
+        return self._sequences
 
     def _given(self, cu_seqlens: Tensor, shown: Tensor | None) -> Tensor:
         """The given offsets; raises if they contradict the positions."""
@@ -240,11 +241,6 @@ class StructuredMask:
     def padding_counts(self) -> tuple[int, ...] | None:
         """The padding of each row as ints."""
         return None if self.padding is None else self.padding.counts
-
-
-PACKED_WITH_CACHE = (
-    "position_ids start again inside a row (packed sequences), which a cache cannot separate: pass use_cache=False"
-)
 
 
 def _positions(packed: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from structattn.errors import CheckpointError, ConfigError, ShapeError
 from structattn.integrations.transformers.cache import LevelCacheLayer, own_layer
 from structattn.integrations.transformers.config import StructAttnConfig
 from structattn.integrations.transformers.inputs import check_keep, check_labels, checked
-from structattn.integrations.transformers.loading import OwnModel, describe
+from structattn.integrations.transformers.loading import OwnModel, first_keys
 from structattn.integrations.transformers.masks import Sequences, StructuredMask, read_padding
 from structattn.layers.attention import Attention
 from structattn.layers.rotary import Rotary, RotaryEmbedding
@@ -138,7 +138,7 @@ class StructAttnPreTrainedModel(OwnModel, PreTrainedModel):  # type: ignore[misc
         for what in ("missing_keys", "unexpected_keys"):
             if info[what]:
                 raise CheckpointError(
-                    f"the weights are not those of the architecture in config.json: {what.replace('_', ' ')} {describe(info[what])}"
+                    f"the weights are not those of the architecture in config.json: {what.replace('_', ' ')} {first_keys(info[what])}"
                 )
 
 
@@ -264,8 +264,8 @@ class StructAttnModel(StructAttnPreTrainedModel):
                 "rotary positions for longer texts"
             )
         if sequences.cu_seqlens is not None:
-            borders = sequences.cu_seqlens.to(table.device)
-            steps = steps - borders[torch.bucketize(steps, borders, right=True) - 1]
+            offsets = sequences.cu_seqlens.to(table.device)
+            steps = steps - offsets[torch.bucketize(steps, offsets, right=True) - 1]
         if sequences.left_padding is not None:
             steps = (steps - sequences.left_padding.to(table.device)[:, None]).clamp(min=0)
         return table[steps]

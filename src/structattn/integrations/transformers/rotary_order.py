@@ -82,8 +82,8 @@ def check_fits(layout: Layout | None, head_dim: int, value_dim: int) -> None:
 
 def runs_of(order: tuple[int, ...]) -> tuple[slice, ...]:
     """An order of dimensions as slices of consecutive ones: ``x[..., order]`` is their concatenation."""
-    edges = [0, *(i for i in range(1, len(order)) if order[i] != order[i - 1] + 1), len(order)]
-    return tuple(slice(order[a], order[b - 1] + 1) for a, b in pairwise(edges))
+    starts = [0, *(i for i in range(1, len(order)) if order[i] != order[i - 1] + 1), len(order)]
+    return tuple(slice(order[a], order[b - 1] + 1) for a, b in pairwise(starts))
 
 
 def reordered(x: Tensor, runs: tuple[slice, ...]) -> Tensor:

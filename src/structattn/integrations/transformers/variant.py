@@ -109,7 +109,7 @@ class Variant:
         """
         q, scale = self.scaled(q, scaling)
         # A model may be spread over devices, and the mask is made on that of its inputs.
-        borders, padding = (
+        offsets, padding = (
             None if x is None else x.to(q.device) for x in (sequences.cu_seqlens, sequences.left_padding)
         )
         out: Tensor = structured_attention(
@@ -122,7 +122,7 @@ class Variant:
             window=self.window,
             attn_bias=attn_bias,
             dropout_p=dropout,
-            cu_seqlens=borders,
+            cu_seqlens=offsets,
             left_padding=padding,
             backend=self.backend,
         )

@@ -126,16 +126,16 @@ def _fit_all(like: StructuredMatrix, target: Tensor, refine: int | None, seed: i
     steps = default if refine is None else refine
     result, whole = copy.deepcopy(like), scale_of(target)
     first, refined = 0.0, False
-    places = list(itertools.product(*map(range, like.batch_shape)))
-    for index, place in enumerate(places):
-        one, scale = _single(like, place), scale_of(target[place])
+    indices = list(itertools.product(*map(range, like.batch_shape)))
+    for number, index in enumerate(indices):
+        one, scale = _single(like, index), scale_of(target[index])
         one.scale_(1 / scale)
-        start, moved = _fit_one(one, target[place] / scale, solver, steps, seed + index, tick)
+        start, moved = _fit_one(one, target[index] / scale, solver, steps, seed + number, tick)
         one.scale_(scale)
         first, refined = first + start * (scale / whole) ** 2, refined or moved
         with torch.no_grad():
             for name, value in result.named_parameters():
-                value[place] = one.get_parameter(name).to(value)
+                value[index] = one.get_parameter(name).to(value)
     before, after = matrix_errors(like, target), matrix_errors(result, target)
     if not bool(after.isfinite().all()):
         raise DataError(
@@ -143,10 +143,10 @@ def _fit_all(like: StructuredMatrix, target: Tensor, refine: int | None, seed: i
             f"ones is {float(target.abs().max()):.3g}); scale the matrix down, or fit in float64"
         )
     with torch.no_grad():
-        for place in places:
-            if after[place] > before[place]:
+        for index in indices:
+            if after[index] > before[index]:
                 for name, value in result.named_parameters():
-                    value[place] = like.get_parameter(name)[place]
+                    value[index] = like.get_parameter(name)[index]
     return Fit(
         matrix=result,
         relative_error=relative_error(result, target),
@@ -164,12 +164,12 @@ def _check_like(like: StructuredMatrix, dense: Tensor) -> None:
         raise ConfigError("fit: the matrix must have separate right factors and no rms_cap; build one without them")
 
 
-def _single(like: StructuredMatrix, place: tuple[int, ...]) -> StructuredMatrix:
+def _single(like: StructuredMatrix, index: tuple[int, ...]) -> StructuredMatrix:
     """One matrix of the batch, in float64."""
     one = like.rebatched(()).double()
     with torch.no_grad():
         for name, value in one.named_parameters():
-            value.copy_(like.get_parameter(name)[place])
+            value.copy_(like.get_parameter(name)[index])
     return one
 
 
@@ -303,15 +303,15 @@ def _descend(m: BlockTermSum, target: Tensor, tick: Tick) -> None:
 def _kaleidoscope_start(m: Kaleidoscope, target: Tensor, tick: Tick) -> None:
     """One butterfly fitted to the target, every other one the identity, if an end of the chain has the target's shape."""
     butterflies = m.butterflies
-    places = []
+    ends = []
     if m.num_cols == m.inner_size:
-        places.append((butterflies[0], target))
+        ends.append((butterflies[0], target))
     if m.num_rows == m.inner_size:
-        places.append((butterflies[-1], target.t()))
+        ends.append((butterflies[-1], target.t()))
     trials = []
-    for place, goal in places:
+    for end, goal in ends:
         for butterfly in butterflies:
-            if butterfly is place:
+            if butterfly is end:
                 hierarchical_butterfly(butterfly, goal)
             else:
                 for stage in butterfly.stages:

@@ -322,7 +322,7 @@ def test_missing_weights_and_a_broken_record(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     for change, message in (
         ({"encoder": ["standard"]}, "one spec for each of 2 layers"),
-        ({"encoder_length": 0}, "positive int"),
+        ({"encoder_length": 0}, "int of at least 1, got 0"),
         ({"rows": 3}, "unknown entry"),
     ):
         changed = config | {"structattn": config["structattn"] | change}

@@ -153,7 +153,7 @@ def edit(folder, change):
         (lambda c: c["structattn"].update(specs=["mlr:4|2|2", "bilinear-btt:1"]), ConfigError, "cannot keep trained"),
         (lambda c: c["structattn"].update(specs=["mlr:4|2|2", "mlr:4|8"]), ConfigError, "expected 8, got 4\\|8"),
         (lambda c: c["structattn"].update(specs=["mlr:4|2|2", "mlr:5|3"]), ConfigError, "must be even"),
-        (lambda c: c["structattn"].update(context_length=-1), ConfigError, "positive int, got -1"),
+        (lambda c: c["structattn"].update(context_length=-1), ConfigError, "int of at least 1, got -1"),
         (lambda c: c["structattn"].update(rotary_split="per_level"), ConfigError, "separate frequencies"),
         (lambda c: c["structattn"].update(rotary_split=None), ConfigError, "LlamaAttention has rotary positions"),
         (lambda c: c.update(num_hidden_layers=1), ConfigError, "expected 1, got 2"),

@@ -189,8 +189,7 @@ class Butterfly(FactoredMatrix):
 
     def used_stage(self, t: int) -> Tensor:
         """Stage t (0-based) as it is used, (P or P', outer, inner, m s, n s), capped."""
-        weight = self.stages[t].reshape(-1, *self._grid[t])
-        return self._capped(weight, weight.shape[0], weight.shape[-1], weight.shape[-2])
+        return self._used(self.stages[t], -1)
 
     def _channels(self, t: int) -> tuple[int, int]:
         """Channels after and before stage t: its output side and its input side."""

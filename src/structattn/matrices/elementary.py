@@ -139,11 +139,7 @@ class LowRank(FactoredMatrix):
 
     def used_factors(self) -> tuple[Tensor, Tensor]:
         """The factors as they are used, (P, num_rows, rank) and (P', num_cols, rank), capped."""
-        left, right = self.left.reshape(-1, *self.left.shape[-2:]), self.right.reshape(-1, *self.right.shape[-2:])
-        return (
-            self._capped(left, left.shape[0], self.num_rows, self.rank),
-            self._capped(right, right.shape[0], self.num_cols, self.rank),
-        )
+        return self._used(self.left, -2), self._used(self.right, -2)
 
     def _left_features(self, x: Tensor) -> Tensor:
         return heads_matmul(self.used_factors()[0].transpose(1, 2), x)
@@ -252,8 +248,7 @@ class Kronecker(FactoredMatrix):
 
     def used_factors(self) -> tuple[Tensor, Tensor]:
         """A (P or P', a, c) and B (P' or P, b, d) as they are used, capped."""
-        a, b = (w.reshape(-1, *w.shape[-2:]) for w in (self.outer, self.inner))
-        return self._capped(a, a.shape[0], a.shape[2], a.shape[1]), self._capped(b, b.shape[0], b.shape[2], b.shape[1])
+        return self._used(self.outer, -1), self._used(self.inner, -1)
 
     def _on_outer(self, weight: Tensor, x: Tensor, size: int) -> Tensor:
         """(W ⊗ I_size) x: weight (P, A, C), x (1 or P, C * size, R) to (P, A * size, R)."""

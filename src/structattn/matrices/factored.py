@@ -194,12 +194,17 @@ class FactoredMatrix(StructuredMatrix):
             return self.left_features(x) @ self.right_features(y).transpose(-2, -1)
         return super().bilinear(x, y)
 
-    def _capped(self, weight: Tensor, num_batch: int, f_in: int, f_out: int) -> Tensor:
-        """The factor that is used: ``weight``, or with ``rms_cap`` divided by max(1, rms / sigma), per matrix."""
+    def _used(self, factor: Tensor, fan_in_dim: int) -> Tensor:
+        """A factor as it is used, (P or P', ...): with ``rms_cap`` divided by max(1, rms / sigma), per matrix.
+
+        Args:
+            fan_in_dim: -1 or -2, the dimension of a block whose size is f_in; the other one is f_out.
+        """
+        weight = factor.reshape(-1, *factor.shape[len(self.batch_shape) :])
         if not self.rms_cap:
             return weight
-        sigma = math.sqrt(min(f_in, f_out)) / f_in
+        sigma = math.sqrt(min(weight.shape[-2:])) / weight.shape[fan_in_dim]
         # Squares overflow half precision, and the root has no gradient at zero, where the cap does not bind anyway.
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        shrink = (wide.reshape(num_batch, -1) / sigma).square().mean(dim=-1).clamp(min=1.0).sqrt()
-        return (wide / shrink.reshape(num_batch, *(1,) * (weight.dim() - 1))).to(weight.dtype)
+        shrink = (wide.flatten(1) / sigma).square().mean(dim=-1).clamp(min=1.0).sqrt()
+        return (wide / shrink.reshape(-1, *(1,) * (weight.dim() - 1))).to(weight.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from structattn.checks import check_sizes
 from structattn.errors import ConfigError
@@ -36,6 +36,8 @@ class MultiLevelLowRank(BlockTermSum):
 
     Source: Kuang et al. 2025, section 3.3; Parshakova et al. 2023 for the matrix family.
     """
+
+    _left_fan_in_dim = -2  # both factors project chunks of inputs to the rank
 
     def __init__(
         self,
@@ -87,7 +89,3 @@ class MultiLevelLowRank(BlockTermSum):
     def initial_fan_ins(self) -> dict[str, int]:
         """Those of the features: the structure is a score first of all."""
         return self.feature_fan_ins
-
-    def _cap_left(self, weight: Tensor) -> Tensor:
-        # Both factors project chunks of inputs to the rank, so the chunk is the fan-in on both sides.
-        return self._capped(weight, weight.shape[0], weight.shape[-2], weight.shape[-1])

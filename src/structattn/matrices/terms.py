@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -216,6 +216,8 @@ class BlockTermSum(FactoredMatrix):
     Cost: Σ_l F_l (num_rows / b_l + num_cols / c_l) parameters, twice that in FLOPs per vector.
     """
 
+    _left_fan_in_dim: ClassVar[int] = -1  # left factors are applied to features
+
     def __init__(
         self,
         num_rows: int,
@@ -256,17 +258,7 @@ class BlockTermSum(FactoredMatrix):
 
     def used_factors(self) -> list[tuple[Tensor, Tensor]]:
         """The factors as they are used: (P, b, a, m) and (P', c, d, n), capped."""
-        out = []
-        for left, right in self.factors():
-            flat_left, flat_right = left.reshape(-1, *left.shape[-3:]), right.reshape(-1, *right.shape[-3:])
-            out.append((self._cap_left(flat_left), self._cap_right(flat_right)))
-        return out
-
-    def _cap_left(self, weight: Tensor) -> Tensor:
-        return self._capped(weight, weight.shape[0], weight.shape[-1], weight.shape[-2])
-
-    def _cap_right(self, weight: Tensor) -> Tensor:
-        return self._capped(weight, weight.shape[0], weight.shape[-2], weight.shape[-1])
+        return [(self._used(left, self._left_fan_in_dim), self._used(right, -2)) for left, right in self.factors()]
 
     def _used_terms(self) -> Iterator[tuple[_Term, Tensor, Tensor]]:
         for term, (left, right) in zip(self._work, self.used_factors(), strict=True):

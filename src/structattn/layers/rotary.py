@@ -215,11 +215,7 @@ class Rotary:
         return plain if self.scaling is None else self.scaling.apply(plain)
 
     def build(self, ranks: Sequence[int]) -> RotaryEmbedding:
-        """The module for levels of these ranks; a plain head is one level, ``(head_dim,)``.
-
-        Raises:
-            ConfigError: a rank is not a positive int.
-        """
+        """The module for levels of these ranks; a plain head is one level, ``(head_dim,)``. Errors as ``frequencies``."""
         return RotaryEmbedding(self, ranks)
 
 

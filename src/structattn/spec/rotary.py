@@ -12,11 +12,7 @@ _SCALING_FORM = "Written linear=S, ntk=S or yarn=S@LENGTH, such as ntk=4"
 
 
 def parse_rotary_scaling(text: str) -> RotaryScaling:
-    """Reads ``linear=S``, ``ntk=S`` or ``yarn=S@LENGTH``.
-
-    Raises:
-        ConfigError: another form, or as ``RotaryScaling``.
-    """
+    """See ``RotaryScaling.parse``."""
     check_type("a rotary scaling", text, str, "text such as 'ntk=4'")
     with reading("rotary scaling", text, _SCALING_FORM):
         return _scaling(*assignment(text))
@@ -32,11 +28,7 @@ def _scaling(kind: str, value: str) -> RotaryScaling:
 
 
 def parse_rotary(text: str) -> Rotary:
-    """Reads ``SPLIT[,base=B][,linear=S | ,ntk=S | ,yarn=S@LENGTH]``.
-
-    Raises:
-        ConfigError: an unknown split or option, an option that is given twice, or as ``Rotary``.
-    """
+    """See ``Rotary.parse``."""
     check_type("Rotary", text, str, "text such as 'low_far'")
     with reading("rotary", text, _FORM):
         split, *texts = (part.strip() for part in text.split(","))
@@ -49,12 +41,10 @@ def parse_rotary(text: str) -> Rotary:
 
 
 def format_rotary_scaling(scaling: RotaryScaling) -> str:
-    """The text form; see ``parse_rotary_scaling``."""
     length = "" if scaling.original_length is None else f"@{scaling.original_length}"
     return f"{scaling.kind}={word(scaling.factor)}{length}"
 
 
 def format_rotary(rotary: Rotary) -> str:
-    """The text form; see ``parse_rotary``."""
     base = "" if rotary.base == Rotary.base else f",base={word(rotary.base)}"
     return f"{rotary.split}{base}" + ("" if rotary.scaling is None else f",{rotary.scaling}")

@@ -77,11 +77,7 @@ FORMS: dict[str, Form] = {
 
 
 def parse_structure(text: str) -> Structure:
-    """Reads ``family`` or ``family:numbers``; ``parse_structure(str(structure)) == structure``.
-
-    Raises:
-        ConfigError: an unknown family or wrong numbers; the message shows the form.
-    """
+    """See ``Structure.parse``."""
     check_type("a structure", text, str, "text such as 'btt:1'")
     form = FORMS.get(text.strip().partition(":")[0])
     with reading("structure", text, form.help if form else "A structure is a family and its numbers, such as btt:1"):

@@ -171,18 +171,22 @@ class StructuredMask:
     Attributes:
         num_queries, num_keys: T and S.
         attention_mask: (B, S) bool, as given; ``None`` when all tokens are real.
-        padding: see ``read_padding``.
         window: sliding window of these layers, ``None`` for none.
         packed: (B, T) int64, equal numbers are one sequence, where transformers found packed sequences.
+
+    Raises:
+        ConfigError: see ``read_padding``.
     """
 
     num_queries: int
     num_keys: int
     attention_mask: Tensor | None
-    padding: LeftPadding | None
-    window: int | None
-    packed: Tensor | None
-    _sequences: Sequences | None = None
+    window: int | None = None
+    packed: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._padding = read_padding(self.attention_mask, self.num_queries, self.num_keys)
+        self._sequences: Sequences | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -218,7 +222,7 @@ class StructuredMask:
             offsets = read_packing(position_ids, self.attention_mask, self.num_past)
             if cu_seqlens is not None:
                 offsets = self._given(cu_seqlens, offsets)
-            left = None if self.padding is None or offsets is not None else self.padding.tensor
+            left = None if self._padding is None or offsets is not None else self._padding.tensor
             self._sequences = Sequences(left_padding=left, cu_seqlens=offsets)
         if self._sequences.cu_seqlens is not None and has_cache:
             raise ConfigError(
@@ -240,7 +244,7 @@ class StructuredMask:
     @property
     def padding_counts(self) -> tuple[int, ...] | None:
         """The padding of each row as ints."""
-        return None if self.padding is None else self.padding.counts
+        return None if self._padding is None else self._padding.counts
 
 
 def _positions(packed: Tensor) -> Tensor:
@@ -381,12 +385,10 @@ def structured_mask(
             f"{q_length} queries: a static cache, or a sliding-window cache that dropped keys. Pass "
             "past_key_values=level_cache(model) (structattn.integrations.transformers)"
         )
-    padding = read_padding(attention_mask, q_length, kv_length)
     return StructuredMask(
         num_queries=q_length,
         num_keys=kv_length,
         attention_mask=attention_mask,
-        padding=padding,
         window=pattern.window,
         packed=pattern.packed,
     )

@@ -19,7 +19,7 @@ from structattn.integrations.transformers.cache import LevelCacheLayer, own_laye
 from structattn.integrations.transformers.config import StructAttnConfig
 from structattn.integrations.transformers.inputs import check_keep, check_labels, checked
 from structattn.integrations.transformers.loading import OwnModel, first_keys
-from structattn.integrations.transformers.masks import Sequences, StructuredMask, read_padding
+from structattn.integrations.transformers.masks import Sequences, StructuredMask
 from structattn.layers.attention import Attention
 from structattn.layers.rotary import Rotary, RotaryEmbedding
 from structattn.memory import check_memory
@@ -216,14 +216,7 @@ class StructAttnModel(StructAttnPreTrainedModel):
         past_key_values = self._checked_cache(past_key_values, use_cache)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         length = x.shape[1]
-        mask = StructuredMask(
-            num_queries=length,
-            num_keys=past + length,
-            attention_mask=attention_mask,
-            padding=read_padding(attention_mask, length, past + length),
-            window=None,
-            packed=None,
-        )
+        mask = StructuredMask(num_queries=length, num_keys=past + length, attention_mask=attention_mask)
         sequences = mask.sequences(position_ids, has_cache=past_key_values is not None)
         padding = None if past_key_values is None else mask.padding_counts
         if self.position is not None:

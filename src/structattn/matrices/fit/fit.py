@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
@@ -115,8 +116,8 @@ def fit(
             like = like.to(dense.device, dense.dtype if dense.is_floating_point() else torch.get_default_dtype())
         _check_like(like, dense)
         target = target.to(next(like.parameters()).device)
-        with ProgressBar(progress, f"fit {type(like).__name__}") as bar:
-            return _fit_all(like, target, refine, seed, bar.tick)
+        with progress_ticks(progress, f"fit {type(like).__name__}") as tick:
+            return _fit_all(like, target, refine, seed, tick)
 
 
 def _fit_all(like: StructuredMatrix, target: Tensor, refine: int | None, seed: int, tick: Tick) -> Fit:
@@ -321,26 +322,21 @@ def _kaleidoscope_start(m: Kaleidoscope, target: Tensor, tick: Tick) -> None:
         m.load_state_dict(min(trials, key=lambda trial: trial[0])[1])
 
 
-class ProgressBar:
-    """A progress bar if one is wanted and tqdm is there."""
+@contextmanager
+def progress_ticks(is_wanted: bool, title: str) -> Iterator[Tick]:
+    """What counts a step, with a word and the relative error: on a bar if one is wanted and tqdm is there."""
+    bar: Any = None
+    if is_wanted:
+        with suppress(ImportError):
+            bar = progress_bar(show=True, desc=title, unit="step", leave=False)
 
-    def __init__(self, wanted: bool, title: str) -> None:
-        self.bar: Any = None
-        if wanted:
-            try:
-                self.bar = progress_bar(show=True, desc=title, unit="step", leave=False)
-            except ImportError:
-                return
+    def tick(what: str, error: float) -> None:
+        if bar is not None:
+            bar.set_postfix_str(f"{what}, error {error:.3g}", refresh=False)
+            bar.update()
 
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def tick(self, what: str, error: float) -> None:
-        """One more step."""
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"{what}, error {error:.3g}", refresh=False)
-            self.bar.update()
+    try:
+        yield tick
+    finally:
+        if bar is not None:
+            bar.close()

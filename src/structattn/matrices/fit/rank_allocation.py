@@ -10,7 +10,7 @@ from torch import Tensor
 
 from structattn.checks import check_bool, check_size, check_sizes
 from structattn.errors import ConfigError
-from structattn.matrices.fit.fit import Fit, ProgressBar, fit
+from structattn.matrices.fit.fit import Fit, fit, progress_ticks
 from structattn.matrices.fit.nearest import Descent, nearest_term, term_product
 from structattn.matrices.fit.target import as_matrix, check_dense, relative_error, scale_of, workspace
 from structattn.matrices.mlr import MultiLevelLowRank
@@ -132,11 +132,11 @@ def _best(target: Tensor, total_rank: int, blocks: tuple[int, ...], progress: bo
 def _exchanged(state: _State, step: int, progress: bool) -> _State:
     """Moves rank as long as the error falls, in steps that are halved down to 1."""
     size = float(state.target.norm()) or 1.0
-    with ProgressBar(progress, "rank exchange") as bar:
+    with progress_ticks(progress, "rank exchange") as tick:
         while step:
             for giver, taker in state.moves(step):
                 trial = state.moved(giver, taker, step)
-                bar.tick(f"moving {step}", trial.error / size)
+                tick(f"moving {step}", trial.error / size)
                 if trial.error < state.error * (1 - 1e-6):
                     state = trial
                     break

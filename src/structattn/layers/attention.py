@@ -24,6 +24,7 @@ from structattn.checks import (
     describe,
 )
 from structattn.errors import ConfigError, ShapeError
+from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.checks import check_cache, check_layout, check_states
 from structattn.layers.cost import AttentionCost, attention_cost, cached_numbers
 from structattn.layers.factory import Device, check_dtype, on_device
@@ -31,7 +32,6 @@ from structattn.layers.latent import ScoringLatent
 from structattn.layers.rotary import Rotary
 from structattn.layers.scoring import LowRank, Scoring, check_scoring
 from structattn.layers.scoring_modules import HeadShape
-from structattn.layers.variant import AttentionSpec
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout

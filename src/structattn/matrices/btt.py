@@ -90,12 +90,10 @@ class BlockTensorTrain(BlockTermSum):
         self.reset_parameters()
 
     def factors(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """The one term."""
         return [(self.left, self.right)]
 
     @property
     def options(self) -> dict[str, Any]:
-        """The rank and the dims of both sides."""
         return {"rank": self.rank, "row_dims": self.row_dims, "col_dims": self.col_dims, **super().options}
 
     @property
@@ -162,7 +160,6 @@ class Monarch(BlockTensorTrain):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The numbers of blocks."""
         return {"num_blocks": self.num_blocks, **({"rms_cap": True} if self.rms_cap else {})}
 
     @property

@@ -166,12 +166,10 @@ class Butterfly(FactoredMatrix):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The rank and the radices of both sides."""
         return {"rank": self.rank, "row_radices": self.row_radices, "col_radices": self.col_radices, **super().options}
 
     @property
     def factor_groups(self) -> list[list[nn.Parameter]]:
-        """Every stage."""
         return [[stage] for stage in self.stages]
 
     @property

@@ -221,12 +221,10 @@ class Kronecker(FactoredMatrix):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The dims of both sides."""
         return {"row_dims": self.row_dims, "col_dims": self.col_dims, **super().options}
 
     @property
     def factor_groups(self) -> list[list[nn.Parameter]]:
-        """A, B."""
         return [[self.outer], [self.inner]]
 
     @property

@@ -88,12 +88,10 @@ class Kaleidoscope(FactoredMatrix):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The width and the size inside."""
         return {"width": self.width, "inner_size": self.inner_size, **super().options}
 
     @property
     def factor_groups(self) -> list[list[nn.Parameter]]:
-        """Every stage of every butterfly."""
         return [group for butterfly in self.butterflies for group in butterfly.factor_groups]
 
     @property

@@ -89,7 +89,6 @@ class MLBTC(BlockTermSum):
         nn.init.ones_(self.alpha)
 
     def factors(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """One pair per term."""
         return list(zip(self.left, self.right, strict=True))
 
     def used_factors(self) -> list[tuple[Tensor, Tensor]]:
@@ -99,7 +98,6 @@ class MLBTC(BlockTermSum):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The terms."""
         return {"terms": self.terms, **super().options}
 
     @property

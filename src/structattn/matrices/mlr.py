@@ -71,12 +71,10 @@ class MultiLevelLowRank(BlockTermSum):
         self.reset_parameters()
 
     def factors(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """One term per level."""
         return list(zip(self.left, self.right, strict=True))
 
     @property
     def options(self) -> dict[str, Any]:
-        """The ranks and blocks of the levels."""
         return {"ranks": self.ranks, "num_blocks": self.num_blocks, **super().options}
 
     @property

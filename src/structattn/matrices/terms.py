@@ -253,7 +253,6 @@ class BlockTermSum(FactoredMatrix):
 
     @property
     def factor_groups(self) -> list[list[nn.Parameter]]:
-        """Left, right."""
         return [[left for left, _ in self.factors()], [right for _, right in self.factors()]]
 
     def used_factors(self) -> list[tuple[Tensor, Tensor]]:

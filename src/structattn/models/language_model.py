@@ -22,9 +22,9 @@ from structattn.checks import (
     is_int,
 )
 from structattn.errors import ConfigError, ShapeError
+from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.factory import Device, check_dtype, on_device
 from structattn.layers.rotary import Rotary
-from structattn.layers.variant import AttentionSpec
 from structattn.layout.text import TextHistory, TextUnits
 from structattn.memory import check_memory
 from structattn.models.prompts import Prompts, PromptTokens

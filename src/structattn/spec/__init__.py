@@ -1,8 +1,8 @@
 """Text forms and the objects that they are of, such as ``mlr:32|16|8|8+window:512``; importing it fills ``text_forms``."""
 
 from structattn import text_forms
+from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.rotary import Rotary, RotaryScaling
-from structattn.layers.variant import AttentionSpec
 from structattn.matrices import Structure
 from structattn.spec import rotary
 from structattn.spec.attention import format_spec, parse_spec

@@ -14,9 +14,9 @@ from typing import Any, get_args
 
 from structattn.checks import check_type, quoted
 from structattn.errors import ConfigError
+from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
 from structattn.layers.scoring_modules import ScoreScaling
-from structattn.layers.variant import AttentionSpec
 from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.halving import Halving
 from structattn.layout.levels import SCALINGS, LevelLayout

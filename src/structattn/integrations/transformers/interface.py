@@ -23,7 +23,7 @@ from structattn.integrations.transformers.rotary_order import (
 )
 from structattn.integrations.transformers.rotation import check_rotation
 from structattn.integrations.transformers.variant import Variant, trained_spec
-from structattn.layers.variant import AttentionSpec
+from structattn.layers.attention_spec import AttentionSpec
 from structattn.layout.halving import Halving
 from structattn.ops import Backend
 

@@ -16,8 +16,8 @@ from structattn import mup
 from structattn.checks import check_int
 from structattn.errors import ConfigError
 from structattn.layers.attention import Attention
+from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.scoring import MLR
-from structattn.layers.variant import AttentionSpec
 from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.halving import Halving
 from structattn.layout.levels import LevelLayout

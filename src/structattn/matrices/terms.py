@@ -204,7 +204,7 @@ class _Term:
 
 
 class BlockTermSum(FactoredMatrix):
-    """M = Σ_l P_L (⊕ L_l) P_R (⊕ R_lᵀ), a sum of block terms. A structure supplies the terms and ``_left``, ``_right``.
+    """M = Σ_l P_L (⊕ L_l) P_R (⊕ R_lᵀ), a sum of block terms. A structure supplies the terms and their ``factors``.
 
     Args:
         num_rows, num_cols, batch_shape, right_batch_shape, rms_cap: see ``FactoredMatrix``.

@@ -41,6 +41,7 @@ __all__ = ["FORMS", "AttentionSpec", "Halving", "describe_spec", "format_spec", 
 
 _SCORING = {"scaling": one_of("scaling", get_args(ScoreScaling)), "rms_cap": flag}
 _LAYOUT = {"scaling": one_of("scaling", SCALINGS), "values": several(positive)}
+_TEXT = "text such as 'standard' or 'mlr:32|16|8|8'"
 _ALL_FORMS = "structattn specs lists every form; + joins terms"
 
 
@@ -148,11 +149,6 @@ FORMS: dict[str, Form] = {
 }
 
 
-def _read_text(text: str) -> str:
-    check_type("an attention spec", text, str, "text such as 'standard' or 'mlr:32|16|8|8'")
-    return text
-
-
 def _read_term(term: str) -> dict[str, Any]:
     """The fields of an ``AttentionSpec`` that a term sets."""
     form = FORMS.get(re.split("[:,]", term.strip())[0].strip())
@@ -173,7 +169,8 @@ def parse_spec(text: str) -> AttentionSpec:
     Raises:
         ConfigError: an unknown form (all are listed), a wrong number, or two terms for the same thing.
     """
-    if _read_text(text).lstrip().startswith("["):
+    check_type("an attention spec", text, str, _TEXT)
+    if text.lstrip().startswith("["):
         raise ConfigError(
             f"attention spec {quoted(text)} is a list, one spec per layer: give it to a whole model, or one of its specs to one layer"
         )
@@ -193,7 +190,8 @@ def parse_spec(text: str) -> AttentionSpec:
 
 def describe_spec(text: str) -> str:
     """What a spec means, in words: the meaning of each of its terms with its numbers, for tables and reports."""
-    return "; and ".join(filter(None, map(_in_words, _read_text(text).split("+"))))
+    check_type("an attention spec", text, str, _TEXT)
+    return "; and ".join(filter(None, map(_in_words, text.split("+"))))
 
 
 def _in_words(term: str) -> str:

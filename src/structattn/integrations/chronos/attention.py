@@ -66,14 +66,7 @@ def t5_mask(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> T5Mask:
-    """The mask function of a structurized T5, for ``transformers.AttentionMaskInterface``.
-
-    Args:
-        batch_size: B.
-        q_length, kv_length: T and S.
-        q_offset, kv_offset: tokens before the queries, and keys that the cache has dropped.
-        mask_function: causal or bidirectional.
-        attention_mask: (B, S) bool or int, nonzero where a token is real.
+    """The mask function of a structurized T5: as ``structured_mask``, causal or bidirectional, and keys may be hidden anywhere.
 
     Raises:
         ConfigError: another mask function, or a cache that returns other keys than all so far.
@@ -130,21 +123,12 @@ def t5_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' ``AttentionInterface`` defines it: score(i, j) + position_bias(i, j) in the softmax.
+    """As ``RegisteredAttention``, with score(i, j) + position_bias(i, j) in the softmax.
 
     Args:
         module: the attention module that calls; structured if it has a variant, else cross attention.
-        query: (B, H, T, D).
-        key, value: (B, H, S, D).
         attention_mask: what ``t5_mask`` returned.
-        dropout, scaling: of the model; T5's scaling is 1.
         position_bias: (1 or B, H, T, S), added to the scores as it is.
-
-    Returns:
-        (B, T, H, D) and ``None`` in place of weights.
-
-    Raises:
-        ConfigError: an argument that structured attention does not know, or a mask of another kind.
     """
     check_arguments(kwargs)
     mask = _checked(attention_mask, query, key)

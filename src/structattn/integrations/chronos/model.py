@@ -75,10 +75,7 @@ class StructAttnT5ForConditionalGeneration(OwnModel, T5ForConditionalGeneration)
     """T5 whose self-attention, of the encoder and of the decoder, has the structure of its config; cross attention is plain.
 
     Scores keep T5's scale of 1 and its relative position bias. The decoder's cache keeps all keys: Chronos decodes tens of tokens, and
-    a compressed cache takes no bias.
-
-    Args:
-        config: with the specs; ``structurize`` and ``new_pipeline`` make it.
+    a compressed cache takes no bias. ``structurize`` and ``new_pipeline`` make the config.
 
     Raises:
         ConfigError: the specs do not fit, or another attention implementation is asked for.

@@ -1,7 +1,4 @@
-"""structattn in neuralforecast: the model ``StructTransformer``, and ``AutoStructTransformer`` for hyperparameter search.
-
-Importing this registers both with ``NeuralForecast.save`` and ``load``: import it before loading. See ``docs/neuralforecast.md``.
-"""
+"""The model ``StructTransformer``, and ``AutoStructTransformer`` for hyperparameter search."""
 
 from __future__ import annotations
 
@@ -25,10 +22,6 @@ except ModuleNotFoundError as error:
     raise MissingDependencyError(
         f"structattn.integrations.neuralforecast needs neuralforecast >= 3.3 ({error}): pip install 'structattn[forecast]'"
     ) from error
-
-from structattn.integrations.neuralforecast.frames import check_frame  # needs pandas, which neuralforecast brings
-
-__all__ = ["AutoStructTransformer", "StructTransformer", "check_frame"]
 
 WindowsBatch = Mapping[str, Tensor]
 
@@ -201,13 +194,12 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
 
     def forward(self, windows_batch: WindowsBatch) -> Tensor:
         """neuralforecast's batch of windows to (B, h, outputs of the loss)."""
-        observed = windows_batch["insample_mask"].squeeze(-1) > 0
         out: Tensor = self.network(
             windows_batch["insample_y"].squeeze(-1),
             historic=windows_batch["hist_exog"],
             future=windows_batch["futr_exog"],
             static=windows_batch["stat_exog"],
-            observed=observed,
+            observed=windows_batch["insample_mask"].squeeze(-1) > 0,
         )
         return out
 

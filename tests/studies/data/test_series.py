@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from structattn.errors import ConfigError, DataError, MissingDependencyError
-from structattn.studies.data.series import Series, WindowedSeries, split_points, usual_season
+from structattn.studies.data.series import TimeSeries, WindowedSeries, split_points, usual_season
 from structattn.studies.data.series_file import read_columns, read_series
 
 SHA256 = "f18de3ad269cef59bb07b5438d79bb3042d3be49bdeecf01c1cd6d29695ee066"
@@ -18,7 +18,7 @@ SHA256 = "f18de3ad269cef59bb07b5438d79bb3042d3be49bdeecf01c1cd6d29695ee066"
 def hourly(n, values=None, start="2020-01-01"):
     times = np.datetime64(start, "us") + np.arange(n) * np.timedelta64(1, "h")
     values = np.random.default_rng(0).normal(size=n) if values is None else np.asarray(values, float)
-    return Series(values=values, times=times, name="y", step="1 hour")
+    return TimeSeries(values=values, times=times, name="y", step="1 hour")
 
 
 @pytest.fixture

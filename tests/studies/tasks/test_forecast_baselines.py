@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from structattn.errors import ConfigError, ShapeError
-from structattn.studies.data.series import Series, WindowedSeries
+from structattn.studies.data.series import TimeSeries, WindowedSeries
 from structattn.studies.data.series_file import read_series
 from structattn.studies.tasks.forecast import baselines as baselines_module
 from structattn.studies.tasks.forecast.baselines import PENALTIES, forecast_baselines, forecast_metrics
@@ -16,7 +16,7 @@ KNOWN = {96: (0.0693, 0.0715, 0.0530), 192: (0.0920, 0.0916, 0.0690), 336: (0.11
 
 def make(values, look_back=12, horizon=4):
     times = np.datetime64("2020-01-01", "us") + np.arange(len(values)) * np.timedelta64(1, "h")
-    series = Series(values=np.asarray(values, float), times=times, name="y", step="1 hour")
+    series = TimeSeries(values=np.asarray(values, float), times=times, name="y", step="1 hour")
     return WindowedSeries(series, look_back, horizon)
 
 

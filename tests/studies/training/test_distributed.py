@@ -51,7 +51,7 @@ from accelerate import PartialState
 from structattn.studies.tasks.text.task import TextConfig, TextTask
 from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.loop import train
-from structattn.studies.training.sharding import own_part
+from structattn.studies.training.sharding import local_shard
 
 class Stopping(TextTask):
     stops_at = None
@@ -68,7 +68,7 @@ def run(jobs):
         try:
             result = train(task, spec, TrainingConfig(**job["training"]), seed=0, run_dir=Path(job["folder"]),
                            resume=True, show_progress=False)
-            held = sum(own_part(p).numel() for p in result.model.parameters())
+            held = sum(local_shard(p).numel() for p in result.model.parameters())
         except KeyboardInterrupt:
             held = None
             if job["dies"]:

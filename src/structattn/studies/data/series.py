@@ -27,7 +27,7 @@ _ETT_STEPS = {"1 hour": 1, "15 minutes": 4}  # rows per hour
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Series:
+class TimeSeries:
     """A regular time series without missing values.
 
     Attributes:
@@ -83,14 +83,10 @@ def check_scale(values: Floats, where: Callable[[int], str]) -> None:
         )
 
 
-def split_points(series: Series) -> tuple[int, int, int]:
-    """Where the training, validation and test rows end.
+def split_points(series: TimeSeries) -> tuple[int, int, int]:
+    """Where the training, validation and test rows end: ``(a, b, c)``, train is ``[0, a)``, validation ``[a, b)``, test ``[b, c)``.
 
-    Args:
-        series: of ETT data: 12, 4 and 4 months of 30 days, and later rows are unused; of others: 60, 20 and 20 % of all rows.
-
-    Returns:
-        ``(a, b, c)``: train is ``[0, a)``, validation ``[a, b)``, test ``[b, c)``.
+    Of ETT data they are 12, 4 and 4 months of 30 days, and later rows are unused; of other data 60, 20 and 20 % of all rows.
     """
     customary = ett_split(series.step) if series.is_ett else None
     return _shares(len(series.values)) if customary is None else customary
@@ -100,7 +96,7 @@ def _shares(n: int) -> tuple[int, int, int]:
     return n * 6 // 10, n * 8 // 10, n
 
 
-def usual_season(series: Series) -> int | None:
+def usual_season(series: TimeSeries) -> int | None:
     """Steps of the usual season: a day, a week of daily values, a year of months; ``None`` if there is none."""
     if series.step in _SEASONS:
         return _SEASONS[series.step]
@@ -115,28 +111,22 @@ class WindowedSeries:
     A training window lies wholly inside the training rows. A validation or test window has all its targets
     inside its split and may look back into the split before it, as a deployed forecaster would.
 
-    Attributes:
-        series: the data in their original units.
+    Args:
+        series: the data.
         look_back: steps that a forecaster sees.
         horizon: steps that it forecasts.
+
+    Attributes:
         bounds: the ends of the three splits, see ``split_points``.
-        mean: mean of the training rows.
-        std: population standard deviation of the training rows.
+        mean, std: of the training rows; the population standard deviation.
         scaled: ``(values - mean) / std`` of all rows.
+
+    Raises:
+        ConfigError: look_back or horizon below 1.
+        DataError: too few rows for one window in every split, or a target that is constant in training.
     """
 
-    def __init__(self, series: Series, look_back: int, horizon: int) -> None:
-        """Fits the scaler on the training rows.
-
-        Args:
-            series: the data.
-            look_back: steps that a forecaster sees, at least 1.
-            horizon: steps that it forecasts, at least 1.
-
-        Raises:
-            ConfigError: look_back or horizon below 1.
-            DataError: too few rows for one window in every split, or a target that is constant in training.
-        """
+    def __init__(self, series: TimeSeries, look_back: int, horizon: int) -> None:
         for name, value in (("look_back", look_back), ("horizon", horizon)):
             if value < 1:
                 raise ConfigError(f"expected {name} of at least 1, got {value}. Give a positive number of steps.")
@@ -167,14 +157,7 @@ class WindowedSeries:
         self.scaled: Floats = (series.values - self.mean) / self.std
 
     def starts(self, split: DataSplit) -> range:
-        """The row of the first target of each window, in the order of ``windows``.
-
-        Args:
-            split: which rows.
-
-        Raises:
-            ConfigError: no such split.
-        """
+        """The row of the first target of each window, in the order of ``windows``; raises ``ConfigError`` for an unknown split."""
         if split not in SPLITS:
             raise ConfigError(f"expected a split, got {split!r}. Use one of them: {nearest_name(split, SPLITS)}")
         edges = (self.look_back, *self.bounds)
@@ -199,23 +182,11 @@ class WindowedSeries:
         return X, Y
 
     def to_units(self, scaled: Tensor) -> Tensor:
-        """Scaled values in the units of the data.
-
-        Args:
-            scaled: any shape.
-        """
+        """Scaled values, of any shape, in the units of the data."""
         return scaled * self.std + self.mean
 
     def times_at(self, split: DataSplit, index: int) -> tuple[Times, Times]:
-        """The times of one window.
-
-        Args:
-            split: which rows.
-            index: the row in ``windows(split)``; negative counts from the end.
-
-        Returns:
-            The times of its look-back and of its targets.
-        """
+        """The times of the look-back and of the targets of a window; ``index`` is its row in ``windows(split)``."""
         start = self.starts(split)[index]
         times = self.series.times
         return times[start - self.look_back : start], times[start : start + self.horizon]
@@ -231,7 +202,7 @@ def _fits(bounds: tuple[int, int, int], look_back: int, horizon: int) -> bool:
     return a >= look_back + horizon and b - a >= horizon and c - b >= horizon
 
 
-def _too_short(series: Series, look_back: int, horizon: int) -> str:
+def _too_short(series: TimeSeries, look_back: int, horizon: int) -> str:
     n = len(series.values)
     if series.is_ett:
         a, b, _ = split_points(series)

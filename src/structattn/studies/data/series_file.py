@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from structattn.errors import DataError, nearest_name
-from structattn.studies.data.series import Floats, Series, Times, check_scale, ett_split
-from structattn.studies.data.series_table import Table, pandas, row_of
+from structattn.studies.data.series import Floats, Times, TimeSeries, check_scale, ett_split
+from structattn.studies.data.series_table import CsvTable, pandas, row_of
 
 _EMPTY = {"", "na", "n/a", "<na>", "nan", "-nan", "null", "none", "nat"}
 _ETT_COLUMNS = {"date", "HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT"}
@@ -27,32 +27,29 @@ _UTC = (
 )
 
 
-def read_series(path: Path | None, time: str, target: str) -> Series:
+def read_series(path: Path | None, time: str, target: str) -> TimeSeries:
     """Reads one column of a CSV file as a time series: see ``read_columns``."""
-    table = Table(path, time)
+    table = CsvTable(path, time)
     return _read(table, time, [_column(target, table)])[0]
 
 
-def read_columns(path: Path | None, time: str, target: str) -> list[Series]:
+def read_columns(path: Path | None, time: str, target: str) -> list[TimeSeries]:
     """Reads columns of a CSV file as time series of the same times and checks that they can be forecast.
 
     Args:
-        path: the CSV file (see ``Table``); None takes the packaged ETTh1.
+        path: the CSV file (see ``CsvTable``); ``None``: the packaged ETTh1.
         time: the column with the times.
         target: the column with the values; several with commas between them; or ``"*"``, all but the times.
-
-    Returns:
-        A series for each column.
 
     Raises:
         DataError: the file, a column, a value or the spacing of the times is not usable.
         MissingDependencyError: pandas is not installed.
     """
-    table = Table(path, time)
+    table = CsvTable(path, time)
     return _read(table, time, _targets(table, time, target))
 
 
-def _targets(table: Table, time: str, target: str) -> list[str]:
+def _targets(table: CsvTable, time: str, target: str) -> list[str]:
     if target.strip() in table.columns:
         return [target.strip()]
     if target == ALL_COLUMNS:
@@ -68,7 +65,7 @@ def _targets(table: Table, time: str, target: str) -> list[str]:
     return names
 
 
-def _column(name: str, table: Table) -> str:
+def _column(name: str, table: CsvTable) -> str:
     if name.strip() not in table.columns or not name.strip():
         raise DataError(
             f"{table.source}: expected a target column {name!r}, got a file without it. Name a column of the file with --target: "
@@ -77,7 +74,7 @@ def _column(name: str, table: Table) -> str:
     return name.strip()
 
 
-def _read(table: Table, time: str, targets: list[str]) -> list[Series]:
+def _read(table: CsvTable, time: str, targets: list[str]) -> list[TimeSeries]:
     source = table.source
     if not targets:
         raise DataError(f"{source}: expected a column other than the times, got none. Add one with the values.")
@@ -87,7 +84,7 @@ def _read(table: Table, time: str, targets: list[str]) -> list[Series]:
     split = ett_split(step) if set(table.columns) == _ETT_COLUMNS else None
     is_ett = split is not None and len(times) >= split[2]
     return [
-        Series(values=own, times=times, name=name, step=step, is_ett=is_ett)
+        TimeSeries(values=own, times=times, name=name, step=step, is_ett=is_ett)
         for own, name in zip(values, targets, strict=True)
     ]
 

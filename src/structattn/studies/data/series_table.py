@@ -21,11 +21,11 @@ _DECIMALS = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
 
 
-class Table:
+class CsvTable:
     """The cells of a CSV file, each as its text without surrounding spaces, so that messages can quote the file.
 
     Args:
-        path: the file, with one header row; ``None`` takes the packaged ETTh1. Its cells are separated by commas, semicolons, tabs or
+        path: the file, with one header row; ``None``: the packaged ETTh1. Its cells are separated by commas, semicolons, tabs or
             bars; it is in UTF-8 or has a byte order mark, and may be compressed with gzip.
         time: the name of a column, which identifies the separator.
 

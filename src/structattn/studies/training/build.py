@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +16,9 @@ from structattn.memory import physical_memory
 from structattn.models.transformer import Transformer
 from structattn.spec.layers import LayerSpecs
 from structattn.studies.tasks.base import Task
-from structattn.studies.training.config import TrainingConfig
+from structattn.studies.training.config import Parametrization, TrainingConfig
 
 logger = logging.getLogger(__name__)
-Parametrization = Literal["standard", "mup"]
 _MOST_SHAPES = 256
 _MOST_LAYERS = 10_000
 

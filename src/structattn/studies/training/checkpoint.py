@@ -57,9 +57,6 @@ def save_checkpoint(
         state: plain JSON data.
         keep: the number of newest checkpoints to keep.
 
-    Returns:
-        The folder of the checkpoint.
-
     Raises:
         CheckpointError: it cannot be written (disk full, no permission); earlier checkpoints are untouched.
     """

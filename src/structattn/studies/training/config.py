@@ -11,6 +11,7 @@ from structattn.studies.training.schedule import Schedule
 
 # Settings that may differ when a run is resumed: no result depends on them.
 WITHOUT_EFFECT = ("process_timeout",)
+Parametrization = Literal["standard", "mup"]
 _LONGEST_TIMEOUT_S = 1e9  # the largest timeout of torch.distributed
 
 
@@ -61,7 +62,7 @@ class TrainingConfig:
     patience: int | None = None
     checkpoint_every: int = 200
     precision: Literal["no", "bf16"] = "no"
-    parametrization: Literal["standard", "mup"] = "standard"
+    parametrization: Parametrization = "standard"
     base_fan_in: int = 768
     activation_checkpointing: bool = False
     compile: bool = False
@@ -90,7 +91,7 @@ class TrainingConfig:
             )
         check_choice("training.schedule", self.schedule, get_args(Schedule))
         check_choice("training.precision", self.precision, ("no", "bf16"))
-        check_choice("training.parametrization", self.parametrization, ("standard", "mup"))
+        check_choice("training.parametrization", self.parametrization, get_args(Parametrization))
         check_field_types(self, "training.")
 
     def replaced(self, **values: Any) -> TrainingConfig:

@@ -45,6 +45,72 @@ class TrainingResult:
     progress: Progress
 
 
+def train(
+    task: Task,
+    spec: str,
+    config: TrainingConfig,
+    *,
+    seed: int,
+    run_dir: Path,
+    resume: bool = False,
+    show_progress: bool = True,
+    on_steps: Callable[[int], None] | None = None,
+    on_evaluation: Callable[[dict[str, float]], None] | None = None,
+) -> TrainingResult:
+    """Trains the task's model with one attention variant.
+
+    Weights, batches and dropout are functions of (seed, step) only: a run that is killed at any moment and resumed ends with
+    the same weights, bit for bit on one CPU. Under a launcher (``torchrun``, ``accelerate launch``) all processes train one model.
+
+    Args:
+        task: data, loss and evaluation.
+        spec: attention variant.
+        config: settings.
+        seed: of weights, data order and dropout.
+        run_dir: folder of checkpoints, TensorBoard files, and at the end ``model.safetensors`` and ``run.json``.
+        resume: continue from the last checkpoint there, if there is one; a finished run returns its result at once, and none of its files
+            changes.
+        show_progress: a progress bar on stderr.
+        on_steps: called with the number of newly finished or skipped steps: all calls sum to ``config.steps``.
+        on_evaluation: called with every entry of ``history``, first with those from before an interruption, then with each as it is made.
+
+    Returns:
+        ``TrainingResult``.
+
+    Raises:
+        ConfigError: the seed is not in [0, 2**63), ``run_dir`` holds a run and ``resume`` is off, or the batch does not divide over the processes.
+        CheckpointError: the run there has other settings, every checkpoint is damaged (a warning if only some are), or one cannot be written.
+        TrainingDivergedError: the loss or a weight is not finite; the last checkpoint is from before that.
+        Stopped: a process was asked to stop inside ``interrupt.handled``; there is a checkpoint of the last step.
+    """
+    check_int("seed", seed, minimum=0, maximum=MAX_SEED)
+    if not resume and (is_finished(run_dir) or has_checkpoints(run_dir / "checkpoints")):
+        raise ConfigError(f"{run_dir} already holds a run: resume it, or use another folder")
+    run = TrainingRun(task, spec, config, seed, run_dir)
+    tell = on_steps or (lambda _: None)
+    tell_evaluation = on_evaluation or (lambda _: None)
+    with named_loss(run.accelerator.process_index, run.accelerator.num_processes):
+        finished = run.read_result()
+        if finished is None:
+            run.prepare_training()
+            checkpoint = load_latest(run.checkpoints)
+            if checkpoint is not None:
+                run.restore(checkpoint)
+                if run.state.finished:
+                    run.write_result()  # the run was killed between its last checkpoint and its model files, or they are damaged
+        before = finished or run.state.progress()
+        for entry in before.history:
+            tell_evaluation(entry)
+        if finished is None and not run.state.finished:
+            with interrupt.at_steps():
+                _loop(run, show_progress, tell, tell_evaluation)
+        else:
+            tell(before.step)
+        progress = finished or run.state.progress()
+        tell(config.steps - progress.step)
+    return TrainingResult(model=run.model.eval(), progress=progress)
+
+
 def _collect(run: TrainingRun, losses: list[Tensor]) -> tuple[float, int]:
     """Adds the losses of the last steps to the record; only here the loop waits for the device and the other processes.
 
@@ -148,8 +214,8 @@ def _loop(
     reset_peak_memory()
     before, started = state.seconds, time.perf_counter()
     bar = progress_bar(total=config.steps, initial=state.step, desc=run.spec, unit="step", show=show_progress and main)
-    alone = run.accelerator.num_processes == 1
-    between = 1 if not alone and run.accelerator.device.type == "cpu" else _STEPS_BETWEEN_WAITS
+    is_single = run.accelerator.num_processes == 1
+    between = 1 if not is_single and run.accelerator.device.type == "cpu" else _STEPS_BETWEEN_WAITS
     run.model.train()
     on_steps(state.step)
     try:
@@ -168,7 +234,7 @@ def _loop(
             validates = state.step % config.eval_every == 0 or state.step == config.steps
             saves = state.step % config.checkpoint_every == 0 and state.step < config.steps
             asked = 0
-            if validates or saves or len(losses) >= between or (alone and interrupt.asked()):
+            if validates or saves or len(losses) >= between or (is_single and interrupt.asked()):
                 newest, asked = _collect(run, losses)
                 board.add("train/loss", newest, state.step)
                 board.add("train/learning_rate", rate, state.step)
@@ -193,69 +259,3 @@ def _loop(
     finally:
         bar.close()
         board.close()
-
-
-def train(
-    task: Task,
-    spec: str,
-    config: TrainingConfig,
-    *,
-    seed: int,
-    run_dir: Path,
-    resume: bool = False,
-    show_progress: bool = True,
-    on_steps: Callable[[int], None] | None = None,
-    on_evaluation: Callable[[dict[str, float]], None] | None = None,
-) -> TrainingResult:
-    """Trains the task's model with one attention variant.
-
-    Weights, batches and dropout are functions of (seed, step) only: a run that is killed at any moment and resumed ends with
-    the same weights, bit for bit on one CPU. Under a launcher (``torchrun``, ``accelerate launch``) all processes train one model.
-
-    Args:
-        task: data, loss and evaluation.
-        spec: attention variant.
-        config: settings.
-        seed: of weights, data order and dropout.
-        run_dir: folder of checkpoints, TensorBoard files, and at the end ``model.safetensors`` and ``run.json``.
-        resume: continue from the last checkpoint there, if there is one; a finished run returns its result at once, and none of its files
-            changes.
-        show_progress: a progress bar on stderr.
-        on_steps: called with the number of newly finished or skipped steps: all calls sum to ``config.steps``.
-        on_evaluation: called with every entry of ``history``, first with those from before an interruption, then with each as it is made.
-
-    Returns:
-        ``TrainingResult``.
-
-    Raises:
-        ConfigError: the seed is not in [0, 2**63), ``run_dir`` holds a run and ``resume`` is off, or the batch does not divide over the processes.
-        CheckpointError: the run there has other settings, every checkpoint is damaged (a warning if only some are), or one cannot be written.
-        TrainingDivergedError: the loss or a weight is not finite; the last checkpoint is from before that.
-        Stopped: a process was asked to stop inside ``interrupt.handled``; there is a checkpoint of the last step.
-    """
-    check_int("seed", seed, minimum=0, maximum=MAX_SEED)
-    if not resume and (is_finished(run_dir) or has_checkpoints(run_dir / "checkpoints")):
-        raise ConfigError(f"{run_dir} already holds a run: resume it, or use another folder")
-    run = TrainingRun(task, spec, config, seed, run_dir)
-    tell = on_steps or (lambda _: None)
-    tell_evaluation = on_evaluation or (lambda _: None)
-    with named_loss(run.accelerator.process_index, run.accelerator.num_processes):
-        finished = run.read_result()
-        if finished is None:
-            run.prepare_training()
-            checkpoint = load_latest(run.checkpoints)
-            if checkpoint is not None:
-                run.restore(checkpoint)
-                if run.state.finished:
-                    run.write_result()  # the run was killed between its last checkpoint and its model files, or they are damaged
-        before = finished or run.state.progress()
-        for entry in before.history:
-            tell_evaluation(entry)
-        if finished is None and not run.state.finished:
-            with interrupt.at_steps():
-                _loop(run, show_progress, tell, tell_evaluation)
-        else:
-            tell(before.step)
-        progress = finished or run.state.progress()
-        tell(config.steps - progress.step)
-    return TrainingResult(model=run.model.eval(), progress=progress)

@@ -131,7 +131,7 @@ class TrainingRun:
     def _check_weights(self) -> None:
         """A loss may be finite and its gradient not: the weights show this one step before the next loss."""
         with torch.no_grad():
-            finite = torch.stack([sharding.own_part(p).isfinite().all() for p in self.model.parameters()]).all()
+            finite = torch.stack([sharding.local_shard(p).isfinite().all() for p in self.model.parameters()]).all()
         if float(self.accelerator.reduce((~finite).float(), reduction="sum")) > 0:
             raise self.diverged("a weight is not finite", self.state.step - 1)
 
@@ -175,7 +175,7 @@ class TrainingRun:
         self.load(checkpoint.tensors["model"])
         own = self.model.state_dict()
         self.best = {
-            name: sharding.kept(sharding.divided_like(value, own[name]))
+            name: sharding.copied(sharding.divided_like(value, own[name]))
             for name, value in checkpoint.tensors["best"].items()
         }
         saved = checkpoint.tensors["optimizer"]
@@ -200,7 +200,7 @@ class TrainingRun:
 
     def keep_best(self) -> None:
         """Keeps a copy of the current weights as the best."""
-        self.best = {name: sharding.kept(value) for name, value in self.model.state_dict().items()}
+        self.best = {name: sharding.copied(value) for name, value in self.model.state_dict().items()}
 
     def finish(self) -> None:
         """Marks the run as finished and writes its last checkpoint and its result."""

@@ -108,11 +108,11 @@ def divided_like(tensor: Tensor, model: Tensor) -> Tensor:
     return distribute_tensor(value, model.device_mesh, model.placements, src_data_rank=None)
 
 
-def kept(tensor: Tensor) -> Tensor:
+def copied(tensor: Tensor) -> Tensor:
     """A copy: on the CPU, or of a sharded tensor the shard of this process on its device."""
     return tensor.detach().clone() if isinstance(tensor, DTensor) else tensor.detach().cpu().clone()
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """The local shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

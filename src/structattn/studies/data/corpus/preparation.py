@@ -79,8 +79,8 @@ class PrepareConfig:
 def split_of(text: str, validation: float, test: float) -> DataSplit:
     """The split of a document, by a hash of its text."""
     digest = hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
-    place = int.from_bytes(digest[:8], "little") / 2**64
-    return "test" if place < test else "validation" if place < test + validation else "train"
+    fraction = int.from_bytes(digest[:8], "little") / 2**64
+    return "test" if fraction < test else "validation" if fraction < test + validation else "train"
 
 
 def prepare(

@@ -81,11 +81,11 @@ class Characters:
 
 def _unknown_character(text: str, source: str) -> str:
     unknown = set(text) - _KNOWN
-    place = min(map(text.index, unknown))
-    line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
+    first = min(map(text.index, unknown))
+    line, column = text.count("\n", 0, first) + 1, first - text.rfind("\n", 0, first)
     more = f" (and {len(unknown) - 1} other such characters after it)" if len(unknown) > 1 else ""
     return (
-        f"{source}: expected newlines and printable ASCII, got {text[place]!r} (U+{ord(text[place]):04X}) in line {line}, column "
+        f"{source}: expected newlines and printable ASCII, got {text[first]!r} (U+{ord(text[first]):04X}) in line {line}, column "
         f"{column}{more}. Replace or remove it, or make a corpus with `structattn data prepare text`, whose --tokens bytes takes any text "
         "and whose --unknown drop leaves such characters out"
     )
@@ -142,14 +142,10 @@ class BytePairs:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> BytePairs:
-        """Learns merges from texts until there are ``vocab_size`` tokens (fewer where the texts have no more pairs).
-
-        Args:
-            texts: read once.
-            vocab_size: at least 256, the bytes.
+        """Learns merges from texts, read once, until there are ``vocab_size`` tokens (fewer where the texts have no more pairs).
 
         Raises:
-            ConfigError: a smaller vocabulary.
+            ConfigError: a vocabulary of fewer than 256, the bytes.
         """
         if vocab_size < 256:
             raise ConfigError(f"a vocabulary of byte pairs has at least the 256 bytes, got vocab_size {vocab_size}")

@@ -19,7 +19,7 @@ from structattn.errors import ConfigError
 from structattn.files import absolute
 from structattn.progress import counted
 from structattn.seeds import derive_seed, generator, seeded
-from structattn.studies.data.series import Series, WindowedSeries
+from structattn.studies.data.series import TimeSeries, WindowedSeries
 from structattn.studies.data.series_file import read_series
 from structattn.studies.tasks.base import Baseline, Batch, DataOption, Split, Task, on_device_of
 from structattn.studies.tasks.chronos.kernel_synth import kernel_synth
@@ -86,7 +86,7 @@ class ChronosConfig:
 
 
 @functools.cache
-def _etth1() -> tuple[Series, Tensor]:
+def _etth1() -> tuple[TimeSeries, Tensor]:
     """The oil temperature of the packaged ETTh1, and its load channels, (6, rows): read once for all tasks of a process."""
     columns = [read_series(None, "date", name) for name in (_TARGET, *_LOADS)]
     return columns[0], torch.stack([torch.from_numpy(series.values).float() for series in columns[1:]])
@@ -160,7 +160,6 @@ class ChronosTask(Task):
         )
 
     def data_summary(self) -> dict[str, str]:
-        """What is trained on, and the window."""
         config = self.config
         return {
             "data": "synthetic series for training; unseen synthetic series and ETTh1 for the test",
@@ -302,7 +301,6 @@ class ChronosTask(Task):
         return {self.metric: sum(found.values()) / len(found), **found}
 
     def axis_labels(self) -> dict[str, str]:
-        """Those of ETTh1."""
         return {"value": "oil temperature (°C)", "step": "hours"}
 
     def details(self, model: nn.Module) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from structattn.studies.data.series import Series, WindowedSeries
+from structattn.studies.data.series import TimeSeries, WindowedSeries
 from structattn.studies.data.splits import DataSplit
 from structattn.studies.tasks.base import Baseline
 from structattn.studies.tasks.forecast.baselines import forecast_baselines, forecast_metrics
@@ -25,7 +25,7 @@ class WindowedChannels:
         channels: the ``WindowedSeries``, in order.
     """
 
-    def __init__(self, series: Sequence[Series], look_back: int, horizon: int) -> None:
+    def __init__(self, series: Sequence[TimeSeries], look_back: int, horizon: int) -> None:
         self.channels = [WindowedSeries(one, look_back, horizon) for one in series]
         self._scaled = torch.from_numpy(np.stack([one.scaled for one in self.channels]).astype(np.float32))
 

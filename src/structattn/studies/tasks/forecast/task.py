@@ -127,13 +127,11 @@ class ForecastTask(Task):
 
     @classmethod
     def describe_spec(cls, spec: str) -> str:
-        """Attention specs, and baseline models."""
         if BaselineModelSpec.parse(spec) is None:
             return super().describe_spec(spec)
         return f"the baseline model {spec.partition(':')[2]} of neuralforecast"
 
     def data_summary(self) -> dict[str, str]:
-        """The file, its rows and columns, and the windows of each split."""
         config, first = self.config, self.data.channels[0].series
         return {
             "data": "ETTh1, in the package" if config.data.path is None else str(config.data.path),

@@ -33,17 +33,16 @@ def error_against_rank_over_dimension(record: ComparisonRecord) -> Drawing | Non
         dim, rank, score = finite(row.details.get("dim")), row.rank, score_of(row)
         if dim and rank and score is not None:
             lines.setdefault(row.variant or "", []).append((rank / dim, score, row))
-    points = sorted({x for line in lines.values() for x, _, _ in line})
-    if len(points) < 2:
+    if len({x for line in lines.values() for x, _, _ in line}) < 2:
         return None
     figure = new_canvas(4.0)
     ax = figure.add_subplot()
     labels = []
     for index, (name, line) in enumerate(lines.items()):
         colour = OKABE_ITO[index % len(OKABE_ITO)]
-        places = sorted(line, key=lambda point: point[:2])
-        ax.plot([x for x, *_ in places], [y for _, y, _ in places], "o", color=colour, ms=6, label=name or None)
-        labels += [(x, y, row.spec, colour) for x, y, row in places]
+        points = sorted(line, key=lambda point: point[:2])
+        ax.plot([x for x, *_ in points], [y for _, y, _ in points], "o", color=colour, ms=6, label=name or None)
+        labels += [(x, y, row.spec, colour) for x, y, row in points]
     ax.axvline(1.0, color=GREY, lw=1.0, ls=DASHES[0], zorder=1)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

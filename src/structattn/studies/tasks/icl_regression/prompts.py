@@ -37,14 +37,9 @@ class PromptFunction(ABC):
         """E f(x)^2, the expected squared error of predicting zero: the same for every covariance of trace d."""
 
     def draw(self, rng: Generator, xs: Tensor) -> Tensor:
-        """Values of fresh functions, one for each prompt.
+        """Values of fresh functions, one for each prompt: xs (B, N, d), live coordinates only, to f(x), (B, N), in the dtype of xs.
 
-        Args:
-            rng: draws float32 numbers, whatever the dtype of xs, so that both precisions see the same functions.
-            xs: (B, N, d), live coordinates only.
-
-        Returns:
-            f(x), (B, N), the dtype of xs.
+        The numbers are drawn in float32 for every dtype, so that both precisions see the same functions.
         """
         drawn = self.parameters(rng, xs.shape[0], xs.shape[2])
         return self.values(xs, *(p.to(xs.dtype) if p.is_floating_point() else p for p in drawn))
@@ -59,12 +54,10 @@ class Linear(PromptFunction):
         return (torch.randn(count, dim, generator=rng),)
 
     def values(self, xs: Tensor, *parameters: Tensor) -> Tensor:
-        """w.x"""
         (w,) = parameters
         return (xs @ w[..., None])[..., 0]
 
     def variance(self, dim: int) -> float:
-        """d"""
         return dim
 
 
@@ -97,7 +90,6 @@ class ReluNetwork(PromptFunction):
         return w, torch.randn(count, self.hidden_units, generator=rng) * math.sqrt(2 / self.hidden_units)
 
     def values(self, xs: Tensor, *parameters: Tensor) -> Tensor:
-        """sum_i a_i relu(w_i.x)"""
         w, a = parameters
         return ((xs @ w.mT).relu_() @ a[..., None])[..., 0]
 
@@ -131,7 +123,6 @@ class DecisionTree(PromptFunction):
         return leaves.gather(1, node - (2**self.depth - 1))
 
     def variance(self, dim: int) -> float:
-        """1"""
         return 1.0
 
 

@@ -171,7 +171,6 @@ class ICLRegressionTask(Task):
     config: ICLRegressionConfig
 
     def data_summary(self) -> dict[str, str]:
-        """The size of a prompt."""
         config = self.config
         return {
             "data": f"random functions of {config.dim} numbers, {config.full_points} examples in a prompt, drawn anew at each step"

@@ -61,7 +61,6 @@ class NearestNeighborTask(Task):
     config: NearestNeighborConfig
 
     def data_summary(self) -> dict[str, str]:
-        """The size of an example."""
         config = self.config
         return {
             "data": f"random points on a sphere, {config.num_points} of dimension {config.dim} in an example, drawn anew at each step"

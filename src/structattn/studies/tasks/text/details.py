@@ -26,7 +26,7 @@ def by_octave(values: Tensor, positions: Tensor, length: int, weights: Tensor | 
 
     Args:
         values, positions, weights: of one shape; positions in 1 ... length.
-        length: the largest place.
+        length: the largest position.
 
     Returns:
         One number per octave; ``None`` where nothing fell into it.

@@ -127,7 +127,6 @@ class TextTask(Task):
                 )
 
     def data_summary(self) -> dict[str, str]:
-        """The text, its tokens by split, and the context."""
         return {
             "data": self.config.data or "a public-domain excerpt, in the package",
             "tokens": ", ".join(f"{len(tokens):,} {split}" for split, tokens in self.splits.items()),

@@ -45,7 +45,7 @@ def test_a_run_with_relative_data_is_evaluated_from_anywhere_and_after_a_move(tm
     assert capsys.readouterr().out.splitlines()[-1] in expected
     moved = TextTask(TextConfig(**record["task_config"] | {"data": "moved.txt"}))
     training = TrainingConfig(**record["config"] | {"betas": tuple(record["config"]["betas"])})
-    assert train(moved, "standard", training, seed=0, run_dir=here / "run", resume=True).steps == 2
+    assert train(moved, "standard", training, seed=0, run_dir=here / "run", resume=True).progress.step == 2
     (away / "moved.txt").write_text("another line of text\n" * 40)
     with pytest.raises(DataError, match="the data have changed"):
         load_run(here / "run", away / "moved.txt")

@@ -1,5 +1,6 @@
 """What ``make test`` runs, and what only ``make test-full`` does: ``pytest --full``."""
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if item not in set(full)]
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker processes of ``LocalRunner`` are forks of this one, which take no import; `test_interrupt.py` starts them as users do."""
+    if torch.cuda.is_available() or sys.platform != "linux":
+        return
+    context = multiprocessing.get_context("fork")
+
+    class Worker(context.Process):
+        def run(self) -> None:
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not what pytest keeps of this test
+            super().run()
+
+    monkeypatch.setattr(context, "Process", Worker)
+    monkeypatch.setattr("structattn.studies.runner.local.cores", lambda: 1)  # no threads, which a fork may wait for
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -487,7 +487,7 @@ def test_a_sweep_at_a_small_width_is_part_of_the_results(tmp_path: Path) -> None
         )
 
 
-def test_variants_and_processes_change_nothing_but_the_settings(tmp_path: Path, capsys) -> None:
+def test_variants_and_processes_change_nothing_but_the_settings(tmp_path: Path, capsys, forked_workers) -> None:
     """Each variant gives the result of a separate comparison, also with several processes."""
     specs = ["--attention", "standard:1", "bilinear-btt:1"]
     both = "variants=task.dim=4,task.dim=3 task.num_heads=1"

@@ -96,13 +96,13 @@ def test_never_worse_than_where_it_starts(text) -> None:
         errors = [fit(dense, like, refine=refine).relative_error for refine in (0, 30)]
         assert errors[1] <= errors[0] <= relative(like, dense)
         assert all(torch.equal(value, before[name]) for name, value in like.state_dict().items())
-    near = fit(dense, like, refine=200).matrix
+    near = fit(dense, like, refine=60).matrix
     assert fit(dense, near, refine=0).relative_error <= relative(near, dense) * (1 + COMPUTED)
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_same_seed_same_result(text) -> None:
-    a, b = (fit(gaussian(), text, seed=5).matrix for _ in range(2))
+    a, b = (fit(gaussian(8, 8), text, seed=5).matrix for _ in range(2))
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
@@ -348,13 +348,13 @@ def test_a_structure_of_ones_own_is_fitted_by_descent() -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("exponent", [-660, -40, 40, 660])
-def test_the_scale_of_the_matrix_does_not_matter(text, exponent) -> None:
+def test_the_scale_of_the_matrix_does_not_matter(text) -> None:
     """Same relative error whatever the unit of the numbers; powers of two, so that rounding is the same as well."""
     dense = gaussian(8, 8)
-    expected, found = (fit(dense * 2.0**e, text, refine=20) for e in (0, exponent))
-    assert found.relative_error == pytest.approx(expected.relative_error, rel=SIX_DIGITS, abs=COMPUTED)
-    assert bool(found.matrix.to_dense().isfinite().all())
+    expected, *others = (fit(dense * 2.0**e, text, refine=20) for e in (0, -660, -40, 40, 660))
+    for found in others:
+        assert found.relative_error == pytest.approx(expected.relative_error, rel=SIX_DIGITS, abs=COMPUTED)
+        assert bool(found.matrix.to_dense().isfinite().all())
 
 
 @pytest.mark.full

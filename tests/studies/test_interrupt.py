@@ -75,17 +75,9 @@ def test_a_run_is_saved_at_the_next_step(number: int, tmp_path: Path, capsys, mo
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs POSIX signals")
-@pytest.mark.parametrize(
-    ("command", "send", "status"),
-    [
-        (["compare", "--attention", "standard:1", "--seeds", "4"], lambda pid: os.killpg(pid, signal.SIGINT), 130),
-        (["sweep", "--param", "training.lr=log:1e-3:1e-1"], lambda pid: os.kill(pid, signal.SIGTERM), 143),
-    ],
-    ids=["compare", "sweep"],
-)  # fmt: skip
-def test_several_processes_end_soon_and_nothing_begins(command, send, status: int, tmp_path: Path) -> None:
-    name, *options = command
-    words = [name, "nearest-neighbor", *options, "--jobs", "2", *LONG, "--out", str(tmp_path / "a b")]
+def test_several_processes_end_soon_after_ctrl_c_and_nothing_begins(tmp_path: Path) -> None:
+    command = ["compare", "nearest-neighbor", "--attention", "standard:1", "--seeds", "4", "--jobs", "2"]
+    words = [*command, *LONG, "--out", str(tmp_path / "a b")]
     process = subprocess.Popen(
         [sys.executable, "-m", "structattn.cli", *words],
         stdout=subprocess.PIPE,
@@ -95,14 +87,34 @@ def test_several_processes_end_soon_and_nothing_begins(command, send, status: in
     )
     until(lambda: len(list(tmp_path.rglob("events.out*"))) == 2)
     sent = time.monotonic()
-    send(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
     _, printed = process.communicate(timeout=60)
+    ended_soon(sent, process.returncode, 130, printed, tmp_path)
+
+
+def test_several_processes_end_soon_after_sigterm_and_nothing_begins(tmp_path: Path, capfd, forked_workers) -> None:
+    command = ["sweep", "nearest-neighbor", "--param", "training.lr=log:1e-3:1e-1", "--jobs", "2"]
+    sent = []
+
+    def send() -> None:
+        until(lambda: len(list(tmp_path.rglob("events.out*"))) == 2)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    status = main([*command, *LONG, "--out", str(tmp_path / "a b")])
+    sender.join()
+    ended_soon(sent[0], status, 143, capfd.readouterr().err, tmp_path)
+
+
+def ended_soon(sent: float, status: int, expected: int, printed: str, folder: Path) -> None:
     assert time.monotonic() - sent < 8
-    assert process.returncode == status
+    assert status == expected
     assert "Warning" not in printed
-    assert continuation(printed)[-3:] == ["--out", str(tmp_path / "a b"), "--resume"]
-    assert len(list((tmp_path / "a b").rglob("checkpoints"))) == 2
-    assert len(steps(tmp_path)) == 2
+    assert continuation(printed)[-3:] == ["--out", str(folder / "a b"), "--resume"]
+    assert len(list((folder / "a b").rglob("checkpoints"))) == 2
+    assert len(steps(folder)) == 2
 
 
 @dataclass(frozen=True)
@@ -134,7 +146,7 @@ class Told(Listener):
             raise error
 
 
-def test_a_worker_that_dies_or_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch) -> None:
+def test_a_worker_that_dies_or_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch, forked_workers) -> None:
     monkeypatch.setitem(interrupt.GRACE_S, signal.SIGTERM, 1.2)
     codes = {
         "left": "import os; os._exit(3)",

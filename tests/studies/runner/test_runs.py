@@ -82,7 +82,9 @@ def test_a_worker_does_not_outlive_its_killed_parent(tmp_path):
     assert not left
 
 
-def test_the_bar_of_several_runs_counts_steps_also_of_those_that_were_done_before(tmp_path, capsys) -> None:
+def test_the_bar_of_several_runs_counts_steps_also_of_those_that_were_done_before(
+    tmp_path, capsys, forked_workers
+) -> None:
     jobs = [
         Job(
             task_name="nearest-neighbor",
@@ -115,7 +117,7 @@ def _scored(folder: Path, seed: int = 0) -> Job:
     )
 
 
-def test_the_process_that_trains_scores_too_and_only_once(tmp_path, monkeypatch) -> None:
+def test_the_process_that_trains_scores_too_and_only_once(tmp_path, monkeypatch, forked_workers) -> None:
     jobs = [_scored(tmp_path / str(seed), seed) for seed in range(2)]
     assert jobs[0].record() is None
     train_all(jobs, runner=LocalRunner(2), resume=False, show_progress=False)

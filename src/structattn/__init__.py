@@ -10,6 +10,7 @@ import takes seconds.
 from __future__ import annotations
 
 import importlib
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,8 @@ if not TYPE_CHECKING:  # type checkers read the imports above, and report a name
 
     def __getattr__(name):
         if name not in _MODULES and name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            # with name and obj, Python adds "Did you mean ...?"
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
         module = importlib.import_module(f"{__name__}.{_MODULES.get(name) or _HOMES[name]}")
         value = module if name in _MODULES else getattr(module, name)
         globals()[name] = value  # found without this function from now on

@@ -176,7 +176,8 @@ def check_path(name: str, value: Any) -> Path:
 def check_tensor(name: str, value: Any) -> None:
     """Raises ``ShapeError`` unless ``value`` is a dense tensor: not an array, a list, ``None``, sparse, nested or distributed."""
     if not isinstance(value, Tensor):
-        raise ShapeError(f"{name} must be a torch.Tensor, got {describe(value)}")
+        remedy = "; torch.as_tensor makes one" if isinstance(value, list | tuple) or hasattr(value, "__array__") else ""
+        raise ShapeError(f"{name} must be a torch.Tensor, got {describe(value)}{remedy}")
     if not torch.compiler.is_compiling() and is_lazy(value):  # a compiler cannot trace this check
         raise ShapeError(f"{name} has no shape yet: run the module that it belongs to once")
     if value.is_quantized:

@@ -7,6 +7,7 @@ kept for our own invariants.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -76,7 +77,9 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     Returns:
         ``"did you mean 'x'? Known: 'x', 'y'"``, or only the list when nothing is close.
     """
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    names, wanted = sorted(known), name.lower()
+    has_word = [n for n in names if wanted in re.split(r"[-. ]", n.lower())]  # btt: bilinear-btt
+    by_lower = {n.lower(): n for n in names}
+    close = has_word or [by_lower[n] for n in difflib.get_close_matches(wanted, by_lower, n=1, cutoff=0.5)]
     listing = "known: " + ", ".join(repr(n) for n in names)
     return f"did you mean {close[0]!r}? {listing[0].upper()}{listing[1:]}" if close else listing

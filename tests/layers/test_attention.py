@@ -242,8 +242,12 @@ def test_block_and_dropout() -> None:
     [
         (lambda: sa.Attention(30, 4), "num_heads must divide embed_dim: got 4 heads and embed_dim 30"),
         (lambda: sa.Attention(32, 4, 3), "num_kv_heads must divide"),
+        (lambda: sa.Attention(32, 4, 0.1), "num_kv_heads, the third argument, .* give options such as dropout by name"),
         (lambda: sa.Attention(32, 0), "num_heads must be an int of at least 1, got 0"),
-        (lambda: sa.Attention(32, 4, layout=sa.LevelLayout((4, 3), (8, 4))), r"expected 8, got 4\|3 = 7"),
+        (
+            lambda: sa.Attention(32, 4, layout=sa.LevelLayout((4, 3), (8, 4))),
+            r"\(embed_dim / num_heads\): expected 8, got 4\|3 = 7",
+        ),
         (
             lambda: layer("bilinear-btt:1+mlr:4|2|2"),
             r"BTT: expected 32, got 4\|2\|2 = 8; in the same proportions: 16\|8\|8",
@@ -263,6 +267,10 @@ def test_bad_settings_are_named(make, message: str) -> None:
 def test_bad_input_is_named() -> None:
     with pytest.raises(ShapeError, match=r"\(batch, length, 32\), got \(2, 8, 31\)"):
         layer("standard")(torch.zeros(2, 8, 31, dtype=torch.float64))
+    with pytest.raises(ShapeError, match=r"x\[None\] is a batch of one"):
+        layer("standard")(torch.zeros(8, 32, dtype=torch.float64))
+    with pytest.raises(ShapeError, match="embed token ids first"):
+        layer("standard")(torch.zeros(2, 8, dtype=torch.int64))
 
 
 def test_scripted_use_in_a_module_and_state() -> None:

@@ -22,6 +22,7 @@ from structattn.checks import (
     check_size,
     check_tensor,
     describe,
+    is_int,
 )
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention_spec import AttentionSpec
@@ -50,7 +51,7 @@ class Attention(nn.Module):
         out = W_O concat_h( softmax_j( score_h(i, j) ) W_V x_j ), score_h from the scoring, shared by the layout.
 
     Args:
-        embed_dim, num_heads: E, and H, which divides it.
+        embed_dim, num_heads: E, and H, which divides it. Give the rest by name: ``nn.MultiheadAttention`` has another order.
         num_kv_heads: G, key and value heads; divides H. Default: H.
         scoring: ``scoring.LowRank`` (default: standard attention), ``BTT``, ``MLR`` or ``Matrix``.
         layout: ``LevelLayout`` or ``GlobalWindowLayout`` whose ranks sum to the feature dimension of the scoring (E / H; E for BTT
@@ -91,6 +92,11 @@ class Attention(nn.Module):
         super().__init__()
         for name, flag in (("is_causal", is_causal), ("qk_norm", qk_norm), ("bias", bias)):
             check_bool(name, flag)
+        if not (num_kv_heads is None or is_int(num_kv_heads)):
+            raise ConfigError(
+                f"num_kv_heads, the third argument, must be an int or None, got {describe(num_kv_heads)}; give options such as "
+                "dropout by name"
+            )
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         shape = HeadShape(
             embed_dim=embed_dim,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from structattn.cache import LevelCache
 from structattn.checks import check_like, check_tensor, check_type
 from structattn.errors import ConfigError, ShapeError
-from structattn.layers.scoring import Scoring
+from structattn.layers.scoring import LowRank, Scoring
 from structattn.layout.checks import check_sum
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
@@ -20,7 +20,12 @@ def check_states(name: str, states: Tensor, embed_dim: int, weight: Tensor) -> N
     """Raises ``ShapeError`` unless these are hidden states (B, T, embed_dim) that a weight can read; B and T may be 0."""
     check_tensor(name, states)
     if states.dim() != 3 or states.shape[-1] != embed_dim:
-        raise ShapeError(f"{name} must have shape (batch, length, {embed_dim}), got {tuple(states.shape)}")
+        remedy = ""
+        if not states.is_floating_point():
+            remedy = "; these are hidden states: embed token ids first"
+        elif states.dim() == 2 and states.shape[-1] == embed_dim:
+            remedy = f"; {name}[None] is a batch of one"
+        raise ShapeError(f"{name} must have shape (batch, length, {embed_dim}), got {tuple(states.shape)}{remedy}")
     check_like(name, states, weight)
 
 
@@ -36,6 +41,7 @@ def check_layout(
     feature_dim = scoring.feature_dim(embed_dim, num_heads)
     if layout is not None:
         what = f"the feature dimension of {type(scoring).__name__}"
+        what += " (embed_dim / num_heads)" if isinstance(scoring, LowRank) else ""
         check_sum("the ranks of the layout", layout.ranks, feature_dim, what)
     if window is not None and isinstance(layout, GlobalWindowLayout):
         raise ConfigError("a global-window layout has its own window: leave window at None")

@@ -99,11 +99,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(f"head dimensions differ: q {dim}, k {key_dim}")
 
 
-def _check_ints(name: str, x: Any, q: Tensor) -> None:
+def _check_ints(name: str, x: Any, q: Tensor, remedy: str = "") -> None:
     check_tensor(name, x)
     if not (x.dim() == 1 and x.dtype in (torch.int32, torch.int64)):
         raise ShapeError(
-            f"{name} must be a 1-dimensional int32 or int64 tensor, got {x.dtype} of shape {tuple(x.shape)}"
+            f"{name} must be a 1-dimensional int32 or int64 tensor, got {x.dtype} of shape {tuple(x.shape)}{remedy}"
         )
     if x.is_meta > q.is_meta:
         raise ShapeError(f"{name} has no numbers: it is on the meta device, q on {q.device}")
@@ -131,7 +131,7 @@ def checked_sequences(
             raise ShapeError("cu_seqlens needs at least 2 entries, the boundaries of one sequence")
         cu_seqlens = checked_lengths(cu_seqlens, "cu_seqlens", num_keys)
     if left_padding is not None:
-        _check_ints("left_padding", left_padding, q)
+        _check_ints("left_padding", left_padding, q, "; of an attention mask it is (mask == 0).sum(1)")
         if left_padding.shape[0] != batch:
             raise ShapeError(
                 f"left_padding needs one count per batch row: expected {batch}, got {left_padding.shape[0]}"
@@ -229,7 +229,7 @@ def check_options(layout: Any, is_causal: Any, scale: Any, window: Any, dropout_
             layout,
             (LevelLayout, GlobalWindowLayout),
             "a LevelLayout, a GlobalWindowLayout or None",
-            "Attention.from_spec takes text, TextLayout.at gives the layout of a text",
+            "LevelLayout.halving((32, 16), 1024) makes one from ranks, Attention.from_spec takes text, TextLayout.at gives the layout of a text",
         )
     check_bool("is_causal", is_causal)
     check_bool("return_lse", return_lse)

@@ -90,6 +90,9 @@ def _changed(config: T, changes: list[tuple[list[str], Change]]) -> T:
         name = change.name
         if head not in hints:
             section = name.removesuffix(".".join([head, *rest]))
+            inside = [] if section else _sections_with(config, name)
+            if inside:
+                raise ConfigError(f"unknown setting {name!r}: did you mean {' or '.join(inside)}?")
             short = [
                 known
                 for known, full in _SHORT.items()
@@ -113,6 +116,12 @@ def _changed(config: T, changes: list[tuple[list[str], Change]]) -> T:
     if isinstance(config, TrainingConfig):
         return config.replaced(**values)  # type: ignore[return-value]
     return dataclasses.replace(config, **values)  # type: ignore[type-var]
+
+
+def _sections_with(config: Any, name: str) -> list[str]:
+    """The settings of this name in the sections of a dataclass, in full."""
+    known = [full for full, _, _ in fields_of(config)] + list(_SHORT)
+    return [full for full in known if full.endswith(f".{name}")]
 
 
 def apply_overrides(config: T, overrides: tuple[str, ...]) -> T:

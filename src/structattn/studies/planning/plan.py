@@ -111,7 +111,9 @@ class PlanRequest:
             given = SIZES[model.lower()]._asdict() | given
         missing = [name for name in ("embed_dim", "num_layers", "num_heads") if name not in given]
         if missing:
-            raise ConfigError(f"without a model ({', '.join(SIZES)}) give {', '.join(missing)} as well")
+            raise ConfigError(
+                f"expected a model ({', '.join(SIZES)}), or embed_dim, num_layers and num_heads: give {', '.join(missing)}"
+            )
         return cls(**given)
 
     def build(self) -> LanguageModel:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import tyro
 
-from structattn.cli.output import print_paths, require_extra
+from structattn.cli.output import print_results, require_extra
 from structattn.cli.session import Session
 from structattn.errors import ConfigError
 
@@ -52,8 +52,7 @@ class FitCommand:
             command=session.line,
             on_open=session.writes_to,
         )
-        print(f"\n{text(done.record)}\n")
-        print_paths(done.folder, done.report)
+        print_results(text(done.record), done)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +111,7 @@ class MupCheckCommand:
         }
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         done = mup_check(replace(config, **changes), self.out, command=session.line, on_open=session.writes_to)
-        print(f"\n{text(done.record)}\n")
-        print_paths(done.folder, done.report)
+        print_results(text(done.record), done)
 
 
 @dataclass(frozen=True, kw_only=True)

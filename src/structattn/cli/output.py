@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from structattn.errors import MissingDependencyError
+
+if TYPE_CHECKING:  # imports PyTorch
+    from structattn.studies.records.common import Results
 
 
 def require_extra() -> None:
@@ -17,10 +20,11 @@ def require_extra() -> None:
             )
 
 
-def print_paths(folder: Path, report: Path) -> None:
-    print(f"results  {folder / 'results.json'}")
-    print(f"figures  {folder / 'figures'}")
-    print(f"report   {report}")
+def print_results(text: str, results: Results[Any]) -> None:
+    print(f"\n{text}\n")
+    print(f"results  {results.folder / 'results.json'}")
+    print(f"figures  {results.folder / 'figures'}")
+    print(f"report   {results.report}")
 
 
 def print_metrics(metrics: dict[str, float]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from structattn.cli.output import print_metrics, print_paths, require_extra
+from structattn.cli.output import print_metrics, print_results, require_extra
 from structattn.cli.session import Session
 from structattn.errors import ConfigError
 from structattn.studies.tasks.registry import TASKS
@@ -123,12 +123,7 @@ class CompareCommand(TaskCommand):
         from structattn.studies.report.pages import text
 
         _check_no_launcher("compare")
-        given = {
-            "attention": self.attention,
-            "seeds": self.seeds,
-            "widths": self.widths,
-            "budgets": self.budgets,
-        }
+        given = {"attention": self.attention, "seeds": self.seeds, "widths": self.widths, "budgets": self.budgets}
         recipe = replace(self.recipe(), **{name: value for name, value in given.items() if value not in (None, ())})
         if self.ray_address and self.jobs != 1:
             raise ConfigError("--jobs is only for this machine: on a Ray cluster its cores and GPUs decide")
@@ -143,8 +138,7 @@ class CompareCommand(TaskCommand):
             on_open=partial(session.began, takes=f"{recipe.num_runs:,} runs of {length}"),
             runner=_runner(self.ray_address, None if self.ray_address else self.jobs),
         )
-        print(f"\n{text(done.record)}\n")
-        print_paths(done.folder, done.report)
+        print_results(text(done.record), done)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +157,7 @@ class TrainCommand(TaskCommand):
     def execute(self, session: Session) -> None:
         require_extra()
         from structattn.checks import MAX_SEED, check_int
-        from structattn.studies.folders import Owner, check_owner, last_folder, opened
+        from structattn.studies.folders import Owner, finished_in, opened
         from structattn.studies.old_folders import run_record
         from structattn.studies.tasks.registry import task_class
         from structattn.studies.training.build import empty_model
@@ -184,13 +178,10 @@ class TrainCommand(TaskCommand):
         free = ("training.process_timeout",)
         owner = Owner(command="train", task=self.task, settings=settings, free=free, recorded=run_record)
         empty_model(task, self.attention, recipe.training.parametrization)  # a size that fits no machine is named first
-        folder = last_folder(owner) if self.resume and self.out is None else self.out
-        place: AbstractContextManager[Path] = opened(folder, owner, resume=self.resume)
-        finished = self.resume and folder is not None and is_finished(folder)
-        if finished and folder is not None:
-            check_owner(folder, owner, resume=True)
-            place = nullcontext(folder)  # a finished run is only read: its folder may be one that cannot be written
-        with place as out:
+        folder, finished = finished_in(
+            self.out, owner, resume=self.resume, read=lambda found: found if is_finished(found) else None
+        )
+        with nullcontext(finished) if finished else opened(folder, owner, resume=self.resume) as out:
             result = train(
                 task,
                 self.attention,
@@ -266,5 +257,4 @@ class SweepCommand(TaskCommand):
         )
         best = done.record.best
         assert best is not None  # else the sweep raised an error
-        print(f"\n{text(done.record)}\n\n{best.command}\n")
-        print_paths(done.folder, done.report)
+        print_results(f"{text(done.record)}\n\n{best.command}", done)

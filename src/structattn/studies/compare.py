@@ -17,15 +17,15 @@ from structattn.progress import progress_bar, say
 from structattn.studies.analysis.model_selection import search
 from structattn.studies.analysis.scaling_law import scaling_laws
 from structattn.studies.environment import origin
-from structattn.studies.folders import Owner, check_owner, last_folder, opened
+from structattn.studies.folders import Owner, finished_in, opened
 from structattn.studies.grid import ModelCosts, Point, points_of
 from structattn.studies.old_folders import comparison_record
 from structattn.studies.recipe import Recipe
-from structattn.studies.records.common import REPORT, RESULTS, Results, to_json
+from structattn.studies.records.common import RESULTS, Results, to_json
 from structattn.studies.records.comparison import (
     BaselineRow,
     ComparisonRecord,
-    Place,
+    GridPosition,
     RateSweep,
     Row,
     TriedRate,
@@ -91,15 +91,13 @@ def compare(
     settings = asdict(recipe) | tasks[0].identity(asdict(recipe.task))
     recorded = partial(comparison_record, task=task_name)
     owner = Owner(command="compare", task=task_name, settings=settings, free=_FREE, recorded=recorded)
-    place, finished = last_folder(owner) if resume and out is None else out, None
-    if resume and place is not None and (place / RESULTS).is_file():
-        check_owner(place, owner, resume=True)
-        finished = _finished(place, owner, points)
-        if finished is not None and (place / REPORT).is_file():
-            return Results(record=finished, folder=place)
-    with opened(place, owner, resume=resume, on_open=on_open) as folder:
-        record = finished
-        if record is None:
+    out, finished = finished_in(out, owner, resume=resume, read=lambda folder: _finished(folder, owner, points))
+    if finished is not None and finished.report.is_file():
+        return finished
+    with opened(out, owner, resume=resume, on_open=on_open) as folder:
+        if finished is not None:
+            record = finished.record
+        else:
             rows, baselines = _results(folder, points, models, tasks, runner or LocalRunner(), resume, show_progress)
             record = _record(tasks[0], recipe, rows, baselines, command, preset)
         try:
@@ -112,8 +110,8 @@ def compare(
     return Results(record=record, folder=folder)
 
 
-def _finished(folder: Path, owner: Owner, points: Sequence[Point]) -> ComparisonRecord | None:
-    """The record of a comparison of the same settings whose runs are all finished; else ``None``."""
+def _finished(folder: Path, owner: Owner, points: Sequence[Point]) -> Results[ComparisonRecord] | None:
+    """The results of a comparison of the same settings whose runs are all finished; else ``None``."""
     try:
         record = read_comparison(folder)
     except CheckpointError:
@@ -122,18 +120,18 @@ def _finished(folder: Path, owner: Owner, points: Sequence[Point]) -> Comparison
     if record.task != owner.task or owner.differences(record.config | unset, free=False):
         return None
     asked = [(point, spec) for point in points for spec in point.recipe.attention]
-    if [(point.place, spec) for point, spec in asked] != [(_place_of(row), row.spec) for row in record.rows]:
+    if [(point.position, spec) for point, spec in asked] != [(_position_of(row), row.spec) for row in record.rows]:
         return None
     jobs = (
         job
         for (point, spec), row in zip(asked, record.rows, strict=True)
         for job in point.jobs(folder, spec, row.learning_rate)
     )
-    return record if all(job.is_done for job in jobs) else None
+    return Results(record=record, folder=folder) if all(job.is_done for job in jobs) else None
 
 
-def _place_of(row: Row) -> Place:
-    return Place(**{field.name: getattr(row, field.name) for field in fields(Place)})
+def _position_of(row: Row) -> GridPosition:
+    return GridPosition(**{field.name: getattr(row, field.name) for field in fields(GridPosition)})
 
 
 def _results(
@@ -168,7 +166,7 @@ def _results(
                 rows.append(_row(point, task, seeds, found.get(spec), costs[spec]))
                 bar.update()
             say(bar, "table: baselines")
-            baselines += [BaselineRow(**asdict(row), **asdict(point.place)) for row in task.baselines()]
+            baselines += [BaselineRow(**asdict(row), **asdict(point.position)) for row in task.baselines()]
             bar.update()
     return rows, baselines
 
@@ -209,7 +207,7 @@ def _row(point: Point, task: Task, jobs: Sequence[Job], sweep: dict[float, float
     seconds = sum(one.seconds for one in done)
     return Row(
         spec=spec,
-        **asdict(point.place),
+        **asdict(point.position),
         score=statistics.fmean(scores),
         score_std=statistics.stdev(scores) if len(scores) > 1 else None,
         scores=scores,

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from structattn.errors import CheckpointError, ConfigError, DataError
 from structattn.models.language_model import LanguageModel
@@ -19,21 +20,17 @@ from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import Task, TextModel
 from structattn.studies.tasks.registry import task_class
 from structattn.studies.training.build import spec_for
-from structattn.studies.training.finished import read_finished, read_record
+from structattn.studies.training.finished import FinishedRun, read_finished, read_record
 
-_SIZES = (
-    "num_layers",
-    "embed_dim",
-    "num_heads",
-    "head_dim",
-    "mlp_dim",
-    "dim",
-)  # settings, none larger than the number of weights
+M = TypeVar("M", bound=nn.Module)
+
+# Settings, none larger than the number of weights.
+_SIZES = ("num_layers", "embed_dim", "num_heads", "head_dim", "mlp_dim", "dim")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A finished run: the task, the spec, the seed, and the model in eval mode with its trained weights."""
+class TrainedModel:
+    """The model of a finished run, in eval mode with its trained weights, and its task, spec and seed."""
 
     task: Task
     spec: str
@@ -52,14 +49,13 @@ def _reading(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"the run in {folder} is damaged: {error}; train it again") from error
 
 
-def _built_spec(record: RunRecord) -> str:
-    """The spec that the model of a run was built from; runs from before there was a choice are in the standard parametrization."""
-    return spec_for(record.spec, record.config.get("parametrization", "standard"))
+def _trained(folder: Path, found: FinishedRun, build: Callable[[str], M]) -> M:
+    """The model of a run with its weights, in eval mode.
 
-
-def _check_size(folder: Path, record: RunRecord, weights: dict[str, Tensor], build: Callable[[], nn.Module]) -> None:
-    """Raises ``CheckpointError`` if the model of a record is not of the size of its weights, before it takes any memory."""
-    most = sum(weight.numel() for weight in weights.values())
+    Raises:
+        CheckpointError: its weights are not those of this model; a model that is too large takes no memory before.
+    """
+    record, most = found.record, sum(weight.numel() for weight in found.weights.values())
     sizes = {name: size for name in _SIZES if isinstance(size := record.task_config.get(name), int)}
     too_large = {name: size for name, size in sizes.items() if size > most}
     if not too_large and sizes.get("num_layers", 1) * sizes.get("embed_dim", 1) > most:
@@ -68,15 +64,20 @@ def _check_size(folder: Path, record: RunRecord, weights: dict[str, Tensor], bui
         raise CheckpointError(
             f"the run in {folder} is damaged: {name} = {size:,} in its run.json is too large for its weights, {most:,} numbers; train it again"
         )
+    # The first runs did not record a parametrization: there was only the standard one.
+    spec = spec_for(record.spec, record.config.get("parametrization", "standard"))
     with torch.device("meta"):
-        found = sum(tensor.numel() for tensor in build().state_dict().values())
-    if found != most:
+        size = sum(tensor.numel() for tensor in build(spec).state_dict().values())
+    if size != most:
         raise CheckpointError(
-            f"the run in {folder} is damaged: its run.json is of a model of {found:,} numbers, its weights are {most:,}; train it again"
+            f"the run in {folder} is damaged: its run.json is of a model of {size:,} numbers, its weights are {most:,}; train it again"
         )
+    model = build(spec)
+    model.load_state_dict(found.weights, strict=True)
+    return model.eval()
 
 
-def load_run(folder: Path, data_path: Path | None = None) -> Run:
+def load_run(folder: Path, data_path: Path | None = None) -> TrainedModel:
     """The run that ``structattn train`` (or a comparison) finished in ``folder``.
 
     Args:
@@ -109,10 +110,8 @@ def load_run(folder: Path, data_path: Path | None = None) -> Run:
                 f"the data have changed since the run in {folder} was trained, so that a score would be meaningless: restore them, or "
                 "give their new location with --data"
             )
-        _check_size(folder, record, found.weights, lambda: task.build_model(_built_spec(record)))
-        model = task.build_model(_built_spec(record))
-        model.load_state_dict(found.weights, strict=True)
-        return Run(task=task, spec=record.spec, seed=record.seed, model=model.eval())
+        model = _trained(folder, found, task.build_model)
+        return TrainedModel(task=task, spec=record.spec, seed=record.seed, model=model)
 
 
 def load_language_model(folder: Path) -> LanguageModel:
@@ -123,12 +122,9 @@ def load_language_model(folder: Path) -> LanguageModel:
         ConfigError: the run is of a task whose models generate no text.
     """
     found = read_finished(folder)
-    model, spec = _text_model(folder, found.record), _built_spec(found.record)
+    model = _text_model(folder, found.record)
     with _reading(folder):
-        _check_size(folder, found.record, found.weights, lambda: model.build(spec))
-        trained = model.build(spec)
-        trained.load_state_dict(found.weights, strict=True)
-        return trained.eval()
+        return _trained(folder, found, model.build)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from structattn.errors import ConfigError
 from structattn.files import TEMPORARY, absolute, remove_temporary, write_atomic
@@ -22,6 +22,7 @@ from structattn.files import TEMPORARY, absolute, remove_temporary, write_atomic
 if sys.platform != "win32":
     import fcntl
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 OWNER = "owner.json"
 RUNS = Path("runs")
@@ -113,7 +114,7 @@ def opened(
     if os.environ.get("RANK", "0") != "0" and out is not None:
         yield out
         return
-    folder = out if out is not None else last_folder(owner) if resume else _new(owner)
+    folder = out if out is not None else _last_folder(owner) if resume else _new(owner)
     made = not folder.exists() or (out is None and not resume)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +127,7 @@ def opened(
         raise ConfigError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
     try:
         with _locked(folder):
-            check_owner(folder, owner, resume=resume)
+            _check_owner(folder, owner, resume=resume)
             content = {
                 "format_version": FORMAT_VERSION,
                 "command": owner.command,
@@ -149,13 +150,35 @@ def opened(
                 folder.rmdir()  # if it is empty
 
 
+def finished_in(
+    out: Path | None, owner: Owner, *, resume: bool, read: Callable[[Path], T | None]
+) -> tuple[Path | None, T | None]:
+    """The results of a folder that is resumed, where they are complete: such a folder is only read, and may be read-only.
+
+    Args:
+        out, owner, resume: see ``opened``.
+        read: the results in a folder, or ``None`` if something is missing.
+
+    Returns:
+        The folder for ``opened``, and the results.
+
+    Raises:
+        ConfigError: the folder is not of this owner.
+    """
+    folder = _last_folder(owner) if resume and out is None else out
+    if not resume or folder is None or not folder.is_dir():
+        return folder, None
+    _check_owner(folder, owner, resume=True)
+    return folder, read(folder)
+
+
 def _names(folder: Path) -> list[str]:
     """The names in a folder, without the files that this module writes."""
     names = (path.name for path in folder.iterdir())
     return sorted(name for name in names if name not in OF_EVERY_FOLDER and not name.startswith(TEMPORARY))
 
 
-def check_owner(folder: Path, owner: Owner, *, resume: bool | None) -> None:
+def _check_owner(folder: Path, owner: Owner, *, resume: bool | None) -> None:
     """Raises ``ConfigError`` unless a folder is empty or an owner may continue it; see ``opened`` for the arguments."""
     names = _names(folder)
     if not names:
@@ -207,7 +230,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
     return dict(content)
 
 
-def last_folder(owner: Owner) -> Path:
+def _last_folder(owner: Owner) -> Path:
     """The folder below ``runs/`` that was begun last with the same command, task and settings; raises ``ConfigError`` if there is none."""
     found = []
     for path in RUNS.glob(f"*/{OWNER}"):

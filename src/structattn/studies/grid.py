@@ -14,7 +14,7 @@ from torch import nn
 from structattn.errors import ConfigError
 from structattn.studies.budgets import training_of
 from structattn.studies.recipe import Recipe, Variant
-from structattn.studies.records.comparison import Place
+from structattn.studies.records.comparison import GridPosition
 from structattn.studies.report.numbers import fmt_flops
 from structattn.studies.runner.runs import Job
 from structattn.studies.settings import Change, apply_overrides, with_changes
@@ -48,7 +48,7 @@ class Point:
 
     Attributes:
         task_name: see ``tasks.registry.TASKS``.
-        place: the point in words, for tables.
+        position: the point in words, for tables.
         recipe: the settings there.
         settings: their differences from those of the whole recipe as one text, used in folder names.
         swept: the settings of the runs that choose a learning rate.
@@ -56,7 +56,7 @@ class Point:
     """
 
     task_name: str
-    place: Place
+    position: GridPosition
     recipe: Recipe
     settings: str
     swept: Recipe
@@ -145,7 +145,7 @@ def _point(
     group = ", ".join(filter(None, words))
     return Point(
         task_name=task_name,
-        place=Place(
+        position=GridPosition(
             variant=", ".join(filter(None, (group, searched.name))) or None,
             group=group or None,
             searched=searched.name or None,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from structattn.checks import check_field_types
+from structattn.checks import check_choice, check_field_types, check_int
 from structattn.errors import ConfigError
 from structattn.studies.settings import Change
 from structattn.studies.training.config import TrainingConfig
@@ -81,8 +81,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        if self.seeds < 1:
-            raise ConfigError(f"seeds must be at least 1, got {self.seeds}")
+        check_int("seeds", self.seeds, minimum=1)
+        check_choice("equal", self.equal, ("steps", "compute"))
         if self.num_runs > MOST_RUNS:
             raise ConfigError(
                 f"{self.num_runs:,} runs of {self.training.steps:,} steps ({len(self.attention)} models, {self.seeds:,} seeds and what is "
@@ -96,8 +96,6 @@ class Recipe:
             values = getattr(self, name)
             if len(set(values)) != len(values):
                 raise ConfigError(f"{name} must be unique, got {', '.join(map(str, values))}")
-        if self.equal not in ("steps", "compute"):
-            raise ConfigError(f"equal: {self.equal!r} is not steps or compute")
         if self.sweep_settings and not self.learning_rates:
             raise ConfigError(f"sweep_settings {self.sweep_settings} without learning_rates to sweep")
         if self.sweep_settings and self.training.parametrization != "mup":

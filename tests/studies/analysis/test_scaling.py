@@ -18,7 +18,7 @@ from structattn.studies.data.corpus import Characters
 from structattn.studies.grid import points_of
 from structattn.studies.records import Row
 from structattn.studies.records.common import to_json
-from structattn.studies.records.comparison import Place, Scaling
+from structattn.studies.records.comparison import GridPosition, Scaling
 from structattn.studies.records.typed import read_as
 from structattn.studies.report.scaling import table, verdict
 from structattn.studies.settings import apply_overrides
@@ -36,9 +36,9 @@ def test_a_grid_has_every_variant_at_every_width_and_budget() -> None:
     recipe = grid("widths=64,128", "budgets=1e12,4e12")
     points = points_of("text", recipe)
     expected = itertools.product(("learned positions", "RoPE"), (64, 128), (1e12, 4e12))
-    assert [(p.place.setting, p.place.width, p.place.budget) for p in points] == list(expected)
+    assert [(p.position.setting, p.position.width, p.position.budget) for p in points] == list(expected)
     for point in points:
-        task, place = point.recipe.task, point.place
+        task, place = point.recipe.task, point.position
         assert (task.embed_dim, task.embed_dim // task.num_heads) == (place.width, 64)
         assert task.rotary == ("low_far" if place.setting == "RoPE" else "")
         assert point.recipe.budgets == (place.budget,)
@@ -62,7 +62,7 @@ def test_a_recipe_without_a_grid_is_one_point() -> None:
     recipe = recipe_for("text", "smoke")
     (point,) = points_of("text", recipe)
     assert point.recipe == recipe
-    assert (point.settings, point.place) == ("", Place())
+    assert (point.settings, point.position) == ("", GridPosition())
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_every_setting_is_a_point_and_rates_are_chosen_at_each() -> None:
     expected = list(itertools.product(("OT", "*"), horizons, look_backs))
     places = [(p.recipe.task.data.target, p.recipe.task.horizon, p.recipe.task.look_back) for p in points]
     assert places == expected
-    assert [p.place.searched for p in points[:5]] == [f"look-back={n}" for n in look_backs]
+    assert [p.position.searched for p in points[:5]] == [f"look-back={n}" for n in look_backs]
     assert not any(p.recipe.search or p.recipe.variants for p in points)
     assert len({p.settings for p in points}) == len({p.sweep_settings for p in points}) == 30
 

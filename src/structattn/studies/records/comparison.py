@@ -10,7 +10,7 @@ from structattn.studies.records.common import RESULTS, Json, ResultRecord, read_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class GridPosition:
     """The position of a row in the grid of a recipe.
 
     Attributes:
@@ -51,7 +51,7 @@ class RateSweep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Place):
+class Row(GridPosition):
     """An attention variant at a point of the grid: scores on the test split, and costs.
 
     Attributes:
@@ -97,7 +97,7 @@ class Row(Place):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaselineRow(Place):
+class BaselineRow(GridPosition):
     """A baseline, a method without attention, at a point of the grid.
 
     Attributes:

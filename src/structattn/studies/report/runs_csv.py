@@ -6,7 +6,7 @@ import csv
 import io
 from typing import Any
 
-from structattn.studies.records.comparison import ComparisonRecord, Place
+from structattn.studies.records.comparison import ComparisonRecord, GridPosition
 
 _COLUMNS = (
     "attention",
@@ -60,5 +60,5 @@ def runs_csv(record: ComparisonRecord) -> str:
     return text.getvalue()
 
 
-def _place(row: Place) -> dict[str, Any]:
+def _place(row: GridPosition) -> dict[str, Any]:
     return {name: getattr(row, name) for name in ("setting", "searched", "width", "budget")}

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from structattn.checks import MAX_SEED, check_int
+from structattn.checks import MAX_SEED, check_choice, check_int
 from structattn.errors import CheckpointError, ConfigError
 from structattn.files import write_atomic
 from structattn.studies.recipe import MOST_RUNS
@@ -65,12 +65,8 @@ class SweepPlan:
 
     def __post_init__(self) -> None:
         check_int("seed", self.seed, minimum=0, maximum=MAX_SEED)
-        if self.trials < 1:
-            raise ConfigError(f"a sweep has at least 1 trial, got {self.trials}")
-        if self.trials > MOST_RUNS:
-            raise ConfigError(f"a sweep has at most {MOST_RUNS:,} trials, got {self.trials:,}")
-        if self.scheduler not in ("asha", "none"):
-            raise ConfigError(f"scheduler: {self.scheduler!r} is not asha or none")
+        check_int("trials", self.trials, minimum=1, maximum=MOST_RUNS)
+        check_choice("scheduler", self.scheduler, ("asha", "none"))
         check_spec = task_class(self.task_name).check_spec
         object.__setattr__(self, "parameters", parse_parameters(self.params, self.settings, check_spec))
         swept = {parameter.name for parameter in self.parameters}
@@ -109,7 +105,7 @@ class SweepPlan:
             spec=str(values.get(ATTENTION, self.attention)),
             training=settings.training,
             seed=self.seed,
-            folder=self.folder / "runs" / f"trial-{number:04d}",
+            folder=_trial_folder(self.folder, number),
         )
 
     def command(self, values: Values) -> str:
@@ -134,6 +130,10 @@ class SweepPlan:
         return json.loads(json.dumps(plain))
 
 
+def _trial_folder(folder: Path, number: int) -> Path:
+    return folder / "runs" / f"trial-{number:04d}"
+
+
 class Journal:
     """The record of a sweep: ``trial.json`` in the folder of each run holds its status.
 
@@ -150,7 +150,7 @@ class Journal:
             raise CheckpointError(f"{error}; start the sweep again in another folder") from error
 
     def _path(self, number: int) -> Path:
-        return self.folder / "runs" / f"trial-{number:04d}" / "trial.json"
+        return _trial_folder(self.folder, number) / "trial.json"
 
     def trials(self) -> tuple[Trial, ...]:
         """Every trial, in the order in which they were begun."""

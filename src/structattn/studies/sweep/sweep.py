@@ -9,7 +9,7 @@ from pathlib import Path
 
 from structattn.errors import CheckpointError, TrainingFailedError
 from structattn.studies.environment import origin
-from structattn.studies.folders import Owner, check_owner, last_folder, opened
+from structattn.studies.folders import Owner, finished_in, opened
 from structattn.studies.old_folders import sweep_record
 from structattn.studies.records.common import RESULTS, Results, read_file
 from structattn.studies.records.sweep import BestTrial, Scheduler, SweepRecord, Trial
@@ -64,11 +64,10 @@ def sweep(
     identity["settings"] |= task.identity(identity["settings"]["task"])
     free = ("settings.training.process_timeout",)
     owner = Owner(command="sweep", task=plan.task_name, settings=identity, free=free, recorded=sweep_record)
-    place = last_folder(owner) if resume and plan.folder is None else plan.folder
-    if resume and place is not None and (found := _finished(place, plan)) is not None:
-        check_owner(place, owner, resume=True)  # the folder may be read-only
+    out, found = finished_in(plan.folder, owner, resume=resume, read=lambda folder: _finished(folder, plan))
+    if found is not None:
         return _checked(found)
-    with opened(place, owner, resume=resume, on_open=on_open) as folder:
+    with opened(out, owner, resume=resume, on_open=on_open) as folder:
         plan = dataclasses.replace(plan, folder=folder.resolve())  # workers have other working folders
         journal = Journal(folder)
         run_trials(plan, journal, runner=runner or LocalRunner(None), show_progress=show_progress)

@@ -227,7 +227,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare", "text", "--time", "date"], "--time belongs to forecast, not to text"),
         (["compare", "forecast", "--data", "missing.csv"], "missing.csv"),
         (["evaluate", "nowhere"], "no finished run"),
-        (["compare", "forecast", "--seeds", "0"], "seeds must be at least 1"),
+        (["compare", "forecast", "--seeds", "0"], "seeds must be an int of at least 1, got 0"),
         ([], "expected a command"),
         (["mup"], "one of mup check, mup roles"),
         (["--jobs"], "expected a command before its options, got '--jobs'"),

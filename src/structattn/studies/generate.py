@@ -88,10 +88,10 @@ class TextGeneration:
             for row, token in enumerate(step):
                 if token is not None and running[row]:
                     unread[row].append(token)
-                    piece = self._whole(unread[row])
+                    text = self._whole(unread[row])
                     before = max(0, len(texts[row]) - len(self._stop) + 1)
-                    new[row] = piece
-                    texts[row] += piece
+                    new[row] = text
+                    texts[row] += text
                     running[row] = not self._stop or self._stop not in texts[row][before:]
                     self.num_tokens += 1
             yield new

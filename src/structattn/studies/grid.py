@@ -106,14 +106,14 @@ class Point:
         self, recipe: Recipe, spec: str, seed: int, rate: float, group: Path, settings: str, **options: Any
     ) -> Job:
         """A run; its folder differs for different specs, seeds, learning rates and settings."""
-        place = group / _slug(settings) if settings else group
+        parent = group / _slug(settings) if settings else group
         return Job(
             task_name=self.task_name,
             task=recipe.task,
             spec=spec,
             training=replace(training_of(self.task_name, recipe, spec), learning_rate=rate),
             seed=seed,
-            folder=place / _slug(spec) / f"seed-{seed}-lr-{rate:g}",
+            folder=parent / _slug(spec) / f"seed-{seed}-lr-{rate:g}",
             **options,
         )
 

@@ -64,30 +64,32 @@ def run_job(
         job.run(resume=True, show_progress=False, on_steps=on_steps, on_evaluation=evaluated)
 
 
-def run_for_parent(job: Job, tell: Callable[[int], None], ask: Callable[[dict[str, float]], bool]) -> Exception | None:
+def run_in_worker(
+    job: Job, on_steps: Callable[[int], None], on_evaluation: Callable[[dict[str, float]], bool]
+) -> Exception | None:
     """Runs a job in a process of a runner; returns the error that it ended with, as one that can be sent to another process.
 
     Args:
         job: what is run.
-        tell: called with new steps, a few times per second.
-        ask: returns whether the job continues after an entry of its history.
+        on_steps: called with new steps, a few times per second.
+        on_evaluation: returns whether the job continues after an entry of its history.
     """
-    waiting, told = 0, time.monotonic()
+    waiting, sent = 0, time.monotonic()
 
     def count(steps: int) -> None:
-        nonlocal waiting, told
+        nonlocal waiting, sent
         waiting += steps
-        if time.monotonic() - told > _STEPS_S:
-            tell(waiting)
-            waiting, told = 0, time.monotonic()
+        if time.monotonic() - sent > _STEPS_S:
+            on_steps(waiting)
+            waiting, sent = 0, time.monotonic()
 
     try:
-        run_job(job, count, ask)
+        run_job(job, count, on_evaluation)
     except Exception as error:
         traceback.print_exc()
         return _sendable(error)
     finally:
-        tell(waiting)
+        on_steps(waiting)
     return None
 
 

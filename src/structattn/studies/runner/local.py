@@ -20,7 +20,7 @@ from accelerate.utils import patch_environment
 from structattn.checks import check_int
 from structattn.errors import TrainingFailedError
 from structattn.studies import interrupt
-from structattn.studies.runner.base import Listener, run_for_parent, run_job
+from structattn.studies.runner.base import Listener, run_in_worker, run_job
 from structattn.studies.runner.runs import Job
 from structattn.studies.training.processes import end_with_parent
 
@@ -76,41 +76,41 @@ def _run_here(jobs: Iterable[Job], listener: Listener) -> None:
 def _run_in_processes(jobs: Iterator[Job], workers: int, listener: Listener) -> None:
     context = multiprocessing.get_context("spawn")
     stop = context.Value("i", 0, lock=False)
-    team: list[_Worker] = []
+    processes: list[_Worker] = []
     with interrupt.at_steps():
         try:
-            for place in range(workers):
+            for index in range(workers):
                 interrupt.check()
                 if (job := next(jobs, None)) is None:
                     break
-                team.append(_Worker(context, place, workers, stop))
-                team[-1].give(job)
-            while busy := {worker.pipe: worker for worker in team if worker.job is not None}:
+                processes.append(_Worker(context, index, workers, stop))
+                processes[-1].give(job)
+            while busy := {worker.pipe: worker for worker in processes if worker.job is not None}:
                 for pipe in wait(list(busy), timeout=_TICK_S):
-                    _heed(busy[pipe], listener)
-                for place, worker in enumerate(team):
+                    _handle_message(busy[pipe], listener)
+                for index, worker in enumerate(processes):
                     interrupt.check()
                     if worker.job is None and (job := next(jobs, None)) is not None:
                         if not worker.process.is_alive():
-                            team[place] = worker = _Worker(context, place, workers, stop)
+                            processes[index] = worker = _Worker(context, index, workers, stop)
                         worker.give(job)
         except BaseException:
             stop.value = interrupt.asked() or signal.SIGTERM
-            _end(team, interrupt.GRACE_S[stop.value] - _RESERVE_S)
+            _end(processes, interrupt.GRACE_S[stop.value] - _RESERVE_S)
             raise
-        _end(team, _RESERVE_S)
+        _end(processes, _RESERVE_S)
 
 
 class _Worker:
     """A process and its current job."""
 
-    def __init__(self, context: Any, place: int, workers: int, stop: Any) -> None:
+    def __init__(self, context: Any, index: int, workers: int, stop: Any) -> None:
         self.pipe, theirs = context.Pipe()
         self.job: Job | None = None
         threads = max(1, cores() // workers)
         self.process = context.Process(target=_serve, args=(theirs, threads, stop), daemon=True)
         # A Ctrl-C goes to every process of the terminal: only this one handles it. Blocked here, it waits for the next line.
-        with _blocked(signal.SIGINT), patch_environment(**_gpu(place)):
+        with _blocked(signal.SIGINT), patch_environment(**_gpu(index)):
             self.process.start()
         theirs.close()
 
@@ -137,7 +137,7 @@ class _Worker:
         return kind, content
 
 
-def _heed(worker: _Worker, listener: Listener) -> None:
+def _handle_message(worker: _Worker, listener: Listener) -> None:
     """Reads one message of a process."""
     job = worker.job
     assert job is not None
@@ -152,13 +152,13 @@ def _heed(worker: _Worker, listener: Listener) -> None:
         listener.ended(job, content)
 
 
-def _gpu(place: int) -> dict[str, str]:
+def _gpu(index: int) -> dict[str, str]:
     """The environment in which a process has one GPU of several."""
     count = torch.cuda.device_count()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if len(names) != count:
         names = [str(number) for number in range(count)]
-    return {"CUDA_VISIBLE_DEVICES": names[place % count]} if count > 1 else {}
+    return {"CUDA_VISIBLE_DEVICES": names[index % count]} if count > 1 else {}
 
 
 @contextlib.contextmanager
@@ -173,12 +173,12 @@ def _blocked(number: int) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end(team: Sequence[_Worker], seconds: float) -> None:
+def _end(processes: Sequence[_Worker], seconds: float) -> None:
     """Waits until the processes are gone, and kills those that stay."""
     until = time.monotonic() + seconds
-    for worker in team:
+    for worker in processes:
         worker.pipe.close()
-    for worker in team:
+    for worker in processes:
         worker.process.join(max(0.0, until - time.monotonic()))
         if worker.process.is_alive():
             worker.process.kill()
@@ -192,11 +192,11 @@ def _serve(pipe: Connection, threads: int, stop: Any) -> None:
     interrupt.follow(lambda: int(stop.value))
     torch.set_num_threads(threads)
 
-    def tell(steps: int) -> None:
+    def send_steps(steps: int) -> None:
         with contextlib.suppress(OSError):  # the parent no longer listens: stop at the next step
             pipe.send((_STEPS, steps))
 
-    def ask(entry: dict[str, float]) -> bool:
+    def ask_to_continue(entry: dict[str, float]) -> bool:
         with contextlib.suppress(EOFError, OSError):
             pipe.send((_EVALUATION, entry))
             return bool(pipe.recv())
@@ -206,7 +206,7 @@ def _serve(pipe: Connection, threads: int, stop: Any) -> None:
         while True:
             job = pipe.recv()
             with _logged(job.log):
-                error = run_for_parent(job, tell, ask)
+                error = run_in_worker(job, send_steps, ask_to_continue)
             pipe.send((_END, error))
     os._exit(0)  # at once: exit handlers of libraries take long on a busy machine, and the parent waits
 

@@ -19,7 +19,7 @@ from typing import Any
 from structattn.checks import check_int
 from structattn.errors import ConfigError, MissingDependencyError, TrainingFailedError
 from structattn.studies import interrupt
-from structattn.studies.runner.base import Listener, run_for_parent
+from structattn.studies.runner.base import Listener, run_in_worker
 from structattn.studies.runner.runs import Job
 
 _ANSWER_S = 5.0
@@ -120,7 +120,7 @@ class _Cluster:
         if gpus >= 1:
             needs["num_gpus"] = min(1.0, gpus / self.most)
         self.start = self.ray.remote(max_retries=_RETRIES, **needs)(_run).remote
-        self.desk = self.ray.remote(num_cpus=0, max_concurrency=10_000)(_Desk).remote()
+        self.mailbox = self.ray.remote(num_cpus=0, max_concurrency=10_000)(_Mailbox).remote()
         self.running: dict[Any, Job] = {}
         self.numbers: list[Job] = []
 
@@ -129,14 +129,14 @@ class _Cluster:
             try:
                 while self._fill(jobs):
                     done, _ = self.ray.wait(list(self.running), timeout=_TICK_S)
-                    self._heed()
+                    self._handle_messages()
                     interrupt.check()
                     for name in done:
                         self._ended(name)
             except BaseException:
                 asked = interrupt.asked() or signal.SIGTERM
                 with contextlib.suppress(self.ray.exceptions.RayError):
-                    self.ray.get(self.desk.stop.remote(asked), timeout=_ANSWER_S)
+                    self.ray.get(self.mailbox.stop.remote(asked), timeout=_ANSWER_S)
                     seconds = interrupt.GRACE_S[signal.Signals(asked)] - _RESERVE_S
                     self.ray.wait(list(self.running), num_returns=max(1, len(self.running)), timeout=seconds)
                 raise
@@ -147,15 +147,15 @@ class _Cluster:
             interrupt.check()
             self.numbers.append(job)
             there = replace(job, folder=job.folder.resolve())  # workers have other working folders
-            self.running[self.start(there, len(self.numbers) - 1, self.desk, Path.cwd())] = job
+            self.running[self.start(there, len(self.numbers) - 1, self.mailbox, Path.cwd())] = job
         return bool(self.running)
 
-    def _heed(self) -> None:
-        for number, question, content in self.ray.get(self.desk.take.remote()):
+    def _handle_messages(self) -> None:
+        for number, question, content in self.ray.get(self.mailbox.take.remote()):
             if not question:
                 self.listener.stepped(self.numbers[number], content)
             else:
-                self.desk.answer.remote(number, self.listener.evaluated(self.numbers[number], content))
+                self.mailbox.answer.remote(number, self.listener.evaluated(self.numbers[number], content))
 
     def _ended(self, name: Any) -> None:
         job = self.running.pop(name)
@@ -166,7 +166,7 @@ class _Cluster:
         self.listener.ended(job, error)
 
 
-class _Desk:
+class _Mailbox:
     """The actor between jobs and the process that started them."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class _Desk:
         self.answers: dict[int, asyncio.Future[bool]] = {}
         self.asked = 0
 
-    async def tell(self, number: int, steps: int) -> int:
+    async def report(self, number: int, steps: int) -> int:
         """From a job: new steps; returns the signal that asks it to stop, 0 if none does."""
         if steps:
             self.messages.append((number, False, steps))
@@ -204,23 +204,23 @@ class _Desk:
                 waiting.set_result(True)
 
 
-def _run(job: Job, number: int, desk: Any, folder: Path) -> Exception | None:
+def _run(job: Job, number: int, mailbox: Any, folder: Path) -> Exception | None:
     """One job, in a process of Ray's."""
     if folder.is_dir():
         os.chdir(folder)  # data paths are relative to the folder in which the command was started
     get = importlib.import_module("ray").get
 
-    def ask(entry: dict[str, float]) -> bool:
-        return bool(get(desk.ask.remote(number, entry)))
+    def ask_to_continue(entry: dict[str, float]) -> bool:
+        return bool(get(mailbox.ask.remote(number, entry)))
 
-    with contextlib.suppress(interrupt.Stopped), _asked_through(lambda: int(get(desk.tell.remote(number, 0)))):
+    with contextlib.suppress(interrupt.Stopped), _polling(lambda: int(get(mailbox.report.remote(number, 0)))):
         interrupt.check()
-        return run_for_parent(job, lambda steps: desk.tell.remote(number, steps), ask)
+        return run_in_worker(job, lambda steps: mailbox.report.remote(number, steps), ask_to_continue)
     return None
 
 
 @contextmanager
-def _asked_through(source: Callable[[], int]) -> Iterator[None]:
+def _polling(source: Callable[[], int]) -> Iterator[None]:
     """Inside, ``interrupt`` polls a source, not too often."""
     looked, found = 0.0, 0
 

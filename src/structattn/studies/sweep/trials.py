@@ -51,7 +51,7 @@ class _Trial:
 
     Attributes:
         number: of the sweep.
-        asked: its Optuna trial.
+        proposal: its Optuna trial.
         seen: the step of its last score before an interruption.
         started, before: start time in this process, and the seconds before an interruption.
         score: the last one.
@@ -59,7 +59,7 @@ class _Trial:
     """
 
     number: int
-    asked: Any
+    proposal: Any
     seen: int
     started: float
     before: float
@@ -97,36 +97,36 @@ class _Trials(Listener):
         for record in records:
             for step, score in record.history:
                 if self._halving is not None:
-                    self._halving.stops(record.number, step, _told(score))
-            asked = self._study.ask(self._space)
-            if asked.params != record.params:  # several ran at the same time, and ended in another order
-                self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
+                    self._halving.stops(record.number, step, _or_worst(score))
+            proposal = self._study.ask(self._space)
+            if proposal.params != record.params:  # several ran at the same time, and ended in another order
+                self._study.tell(proposal, state=optuna.trial.TrialState.FAIL)
                 self._study.enqueue_trial(record.params)
-                asked = self._study.ask(self._space)
+                proposal = self._study.ask(self._space)
             if record.status in OVER:
-                self._study.tell(asked, _told(record.score))
+                self._study.tell(proposal, _or_worst(record.score))
             else:
-                yield record, asked
+                yield record, proposal
 
     def jobs(self) -> Iterator[Job]:
         """Interrupted and crashed trials, then new ones; their values are proposed when there is room for them."""
-        for record, asked in self._begun:
-            yield from self._begin(record.number, asked)
+        for record, proposal in self._begun:
+            yield from self._begin(record.number, proposal)
         for number in range(self._next, self._next + self._new):
             yield from self._begin(number, self._study.ask(self._space))
 
-    def _begin(self, number: int, asked: Any) -> Iterator[Job]:
+    def _begin(self, number: int, proposal: Any) -> Iterator[Job]:
         """The job of a trial, unless its values do not fit together."""
-        before = self._journal.begin(number, asked.params)
+        before = self._journal.begin(number, proposal.params)
         trial = _Trial(
             number=number,
-            asked=asked,
+            proposal=proposal,
             seen=max((step for step, _ in before.history), default=0),
             started=time.perf_counter(),
             before=before.seconds,
         )
         try:
-            job = self._plan.job(number, asked.params)
+            job = self._plan.job(number, proposal.params)
         except ConfigError as error:
             self._end(trial, "failed", message=str(error))
         else:
@@ -142,7 +142,7 @@ class _Trials(Listener):
         trial.score = entry[f"validation_{shared_task(job.task_name, job.task).metric}"]
         found = trial.score if math.isfinite(trial.score) else None
         self._journal.update(trial.number, score=found, step=step, seconds=self._seconds(trial), entry=(step, found))
-        trial.stopped = self._halving is not None and self._halving.stops(trial.number, step, _told(found))
+        trial.stopped = self._halving is not None and self._halving.stops(trial.number, step, _or_worst(found))
         return not trial.stopped
 
     def ended(self, job: Job, error: Exception | None) -> None:
@@ -173,9 +173,9 @@ class _Trials(Listener):
             status, more["message"] = "diverged", NOT_FINITE
         self._journal.update(trial.number, status=status, score=found, seconds=self._seconds(trial), **more)
         if status == "crashed":
-            self._study.tell(trial.asked, state=optuna.trial.TrialState.FAIL)
+            self._study.tell(trial.proposal, state=optuna.trial.TrialState.FAIL)
         else:
-            self._study.tell(trial.asked, _told(found))
+            self._study.tell(trial.proposal, _or_worst(found))
         if status == "finished":
             self._best = min(self._best, score)
             self._bar.set_postfix(best=f"{self._best:.5g}", refresh=False)
@@ -185,7 +185,7 @@ class _Trials(Listener):
         return trial.before + time.perf_counter() - trial.started
 
 
-def _told(score: float | None) -> float:
+def _or_worst(score: float | None) -> float:
     """For Optuna and ASHA: a missing score counts as the worst, so that they avoid such values."""
     return score if score is not None and math.isfinite(score) else math.inf
 

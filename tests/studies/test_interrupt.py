@@ -17,8 +17,8 @@ from structattn.errors import TrainingFailedError
 from structattn.studies import interrupt
 from structattn.studies.budgets import flops_of
 from structattn.studies.runner.base import Listener
+from structattn.studies.runner.job import Job
 from structattn.studies.runner.local import LocalRunner
-from structattn.studies.runner.runs import Job
 from structattn.studies.runner.train_all import train_all
 from structattn.studies.training.config import TrainingConfig
 

@@ -12,7 +12,7 @@ from structattn.cli import main
 from structattn.studies.records import read_comparison
 from structattn.studies.report import pages
 from structattn.studies.report.pages import write_pages
-from structattn.studies.runner import runs
+from structattn.studies.runner import job
 from structattn.studies.tasks.nearest_neighbor.task import NearestNeighborTask
 from structattn.studies.training import loop
 
@@ -65,13 +65,13 @@ def contents(folder: Path) -> dict[str, tuple]:
 
 def test_a_finished_comparison_is_read_by_its_records_only(unchanged: Path, monkeypatch, capsys) -> None:
     opened: Counter[Path] = Counter()
-    read_record = runs.read_record
+    read_record = job.read_record
 
     def read(folder: Path):
         opened[folder] += 1
         return read_record(folder)
 
-    monkeypatch.setattr(runs, "read_record", read)
+    monkeypatch.setattr(job, "read_record", read)
     monkeypatch.setattr(loop, "TrainingRun", lambda *_: pytest.fail("a model was built"))
     monkeypatch.setattr(NearestNeighborTask, "baselines", lambda *_: pytest.fail("baselines were computed"))
     out = unchanged / "comparison"

@@ -34,8 +34,8 @@ from structattn.studies.records.comparison import (
 from structattn.studies.records.run import Progress, ScoreRecord
 from structattn.studies.report.runs_csv import runs_csv
 from structattn.studies.runner.base import Runner
+from structattn.studies.runner.job import Job
 from structattn.studies.runner.local import LocalRunner
-from structattn.studies.runner.runs import Job
 from structattn.studies.runner.train_all import train_all
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task

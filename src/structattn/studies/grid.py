@@ -16,7 +16,7 @@ from structattn.studies.budgets import training_of
 from structattn.studies.recipe import Recipe, Variant
 from structattn.studies.records.comparison import GridPosition
 from structattn.studies.report.numbers import fmt_flops
-from structattn.studies.runner.runs import Job
+from structattn.studies.runner.job import Job
 from structattn.studies.settings import Change, apply_overrides, with_changes
 from structattn.studies.tasks.registry import shared_task
 from structattn.studies.training.build import empty_model

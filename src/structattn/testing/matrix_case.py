@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from structattn.errors import ShapeError
 from structattn.matrices import FactoredMatrix, StructuredMatrix
@@ -17,12 +21,10 @@ from structattn.matrices.base import Order
 from structattn.testing.tolerances import FORWARD, assert_close, relative_error
 
 
-def executed_flops(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> int:
+def executed_flops(call: Callable[..., Tensor], *vectors: Tensor) -> int:
     """The FLOPs that a call runs, counted by PyTorch."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     with FlopCounterMode(display=False) as counter:
-        call(x, y)
+        call(*vectors)
     return int(counter.get_total_flops())
 
 
@@ -168,24 +170,15 @@ class MatrixCase(ABC):
 
     def test_counts(self) -> None:
         """``num_params`` counts the parameters; ``flops`` is what a product on the meta device executes."""
-        from torch.utils.flop_counter import FlopCounterMode
-
         for m in self.cases():
             assert m.num_params == sum(p.numel() for p in m.parameters())
             if not m.batch_shape:
                 assert m.num_params == self.expected_params(m)
-            meta = m.to("meta")
-            with FlopCounterMode(display=False) as counter:
-                meta.matmul(torch.empty(5, m.num_cols, device="meta", dtype=torch.float64))
-            assert counter.get_total_flops() == 5 * m.flops * m.num_matrices
+            vectors = torch.empty(5, m.num_cols, device="meta", dtype=torch.float64)
+            assert executed_flops(m.to("meta").matmul, vectors) == 5 * m.flops * m.num_matrices
 
     def test_dtypes_and_state(self) -> None:
         """A matrix saved to a file comes back bit for bit; float32 and bfloat16 agree with float64."""
-        import tempfile
-        from pathlib import Path
-
-        from safetensors.torch import load_file, save_file
-
         rows, cols = self.shapes[0]
         m, other = self.make(rows, cols, batch_shape=(2,)), self.make(rows, cols, batch_shape=(2,))
         with tempfile.TemporaryDirectory() as folder:

@@ -8,8 +8,8 @@ import pytest
 
 from structattn.cli import main
 from structattn.errors import ConfigError, MissingDependencyError
+from structattn.studies.runner.job import Job
 from structattn.studies.runner.ray import RayRunner, connected
-from structattn.studies.runner.runs import Job
 from structattn.studies.runner.train_all import train_all
 from structattn.studies.tasks.nearest_neighbor.task import NearestNeighborConfig
 from structattn.studies.training.config import TrainingConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from structattn.studies.runner.job import Job
 from structattn.studies.runner.local import LocalRunner
-from structattn.studies.runner.runs import Job
 from structattn.studies.runner.train_all import train_all
 from structattn.studies.tasks.icl_regression.task import ICLRegressionConfig, ICLRegressionTask
 from structattn.studies.tasks.nearest_neighbor.task import NearestNeighborConfig

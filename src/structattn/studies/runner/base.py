@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from structattn.errors import StructAttnError, TrainingFailedError
-from structattn.studies.runner.runs import Job
+from structattn.studies.runner.job import Job
 
 _STEPS_S = 0.2  # between two messages about steps
 

@@ -21,7 +21,7 @@ from structattn.checks import check_int
 from structattn.errors import TrainingFailedError
 from structattn.studies import interrupt
 from structattn.studies.runner.base import Listener, run_in_worker, run_job
-from structattn.studies.runner.runs import Job
+from structattn.studies.runner.job import Job
 from structattn.studies.training.processes import end_with_parent
 
 _TICK_S = 0.2

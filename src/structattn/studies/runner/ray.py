@@ -20,7 +20,7 @@ from structattn.checks import check_int
 from structattn.errors import ConfigError, MissingDependencyError, TrainingFailedError
 from structattn.studies import interrupt
 from structattn.studies.runner.base import Listener, run_in_worker
-from structattn.studies.runner.runs import Job
+from structattn.studies.runner.job import Job
 
 _ANSWER_S = 5.0
 _TICK_S = 0.2

@@ -9,7 +9,7 @@ from contextlib import closing
 from structattn.errors import ConfigError, StructAttnError
 from structattn.progress import progress_bar, say
 from structattn.studies.runner.base import Listener, Runner
-from structattn.studies.runner.runs import Job
+from structattn.studies.runner.job import Job
 
 
 def train_all(jobs: Sequence[Job], *, runner: Runner, resume: bool, show_progress: bool) -> None:

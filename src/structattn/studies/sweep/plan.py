@@ -14,7 +14,7 @@ from structattn.files import write_atomic
 from structattn.studies.recipe import MOST_RUNS
 from structattn.studies.records.common import read_file, to_json
 from structattn.studies.records.sweep import Parameter, Trial, Value
-from structattn.studies.runner.runs import Job
+from structattn.studies.runner.job import Job
 from structattn.studies.settings import Change, apply_overrides
 from structattn.studies.sweep.halving import REDUCTION
 from structattn.studies.sweep.space import ATTENTION, RunSettings, parse_parameters

@@ -18,7 +18,7 @@ from structattn.progress import progress_bar
 from structattn.seeds import derive_seed
 from structattn.studies.records.sweep import Parameter, Status, Trial
 from structattn.studies.runner.base import Listener, Runner, in_words
-from structattn.studies.runner.runs import Job
+from structattn.studies.runner.job import Job
 from structattn.studies.sweep.halving import Halving
 from structattn.studies.sweep.plan import OVER, Journal, SweepPlan
 from structattn.studies.tasks.registry import shared_task, task_class

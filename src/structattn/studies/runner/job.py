@@ -1,4 +1,4 @@
-"""Single training runs of a comparison or a sweep."""
+"""One training run of a comparison or a sweep, as a value that any process can run."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_what_is_wrong_with_a_plan_is_said(tmp_path: Path) -> None:
         parse_parameters([], settings())
     with pytest.raises(ConfigError, match=r"learning_rate is swept twice"):
         plan(tmp_path, "training.lr=log:1e-3:1", "training.learning_rate=log:1e-3:1")
-    with pytest.raises(ConfigError, match="trials must be an int of at least 1, got 0"):
+    with pytest.raises(ConfigError, match="trials must be an int of at least 1 and at most 100000, got 0"):
         plan(tmp_path, trials=0)
     with pytest.raises(ConfigError, match="swept and set"):
         plan(tmp_path, "task.dim=int:4:8")

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from structattn.studies.records.comparison import BaselineRow, ComparisonRecord, Row
-from structattn.studies.report.numbers import (
-    DASH,
-    finite,
-    finite_list,
-    fmt_count,
-    fmt_mib,
-    fmt_pm,
-    fmt_score,
-    fmt_seconds,
-)
+from structattn.studies.records.comparison import ComparisonRecord, Row
+from structattn.studies.report.numbers import DASH, finite, finite_list, fmt_count, fmt_mib, fmt_score, fmt_seconds
 from structattn.studies.report.page import Figure, Origin, Page, Section
 from structattn.studies.report.rows import (
+    Column,
     baseline_score,
     by_variant,
-    other_metrics,
+    fmt_row,
+    metric_columns,
     ranked_rows,
     score_of,
     standard_row,
@@ -30,50 +23,41 @@ from structattn.studies.tasks.registry import TASKS, tables_of, task_class
 
 def table(record: ComparisonRecord) -> Table:
     """A line for each attention variant in the order asked for, the best one marked, and below them the baselines."""
-    ranked = ranked_rows(record)
+    best = next(iter(ranked_rows(record)), None)
     scores = [score_of(row) for row in record.rows] + [baseline_score(record, row) for row in record.baselines]
     longest = max((score for score in scores if score is not None), default=0.0)
-    settings = any(row.variant for row in record.rows)
-    ranks = any(row.rank is not None for row in record.rows)
-
-    def first(row: Row | BaselineRow, name: str, score: str) -> tuple[str, ...]:
-        others = (fmt_score(finite(row.metrics.get(metric))) for metric in other_metrics(record))
-        return (name, *([row.variant or DASH] if settings else []), score, *others)
 
     def share(score: float | None) -> float | None:
         return max(0.0, score / longest) if score is not None and longest > 0 else None
 
-    costs = ("parameters", "FLOPs/example", "seconds", "peak MiB")
-    header = ("attention", *(["settings"] if settings else []), record.metric, *other_metrics(record))
-    header += (*(["rank"] if ranks else []), *costs)
-    lines = [
-        Line(
-            cells=(
-                *first(row, row.spec, fmt_pm(score_of(row), finite(row.score_std))),
-                *([DASH if row.rank is None else str(row.rank)] if ranks else []),
-                fmt_count(row.num_params),
-                fmt_count(row.flops_per_example),
-                fmt_seconds(row.seconds),
-                fmt_mib(row.peak_memory_bytes),
-            ),
-            is_best=row is next(iter(ranked), None),
-            share=share(score_of(row)),
-        )
-        for row in record.rows
+    columns = [Column("attention", lambda row: row.spec, lambda baseline: baseline.name)]
+    if any(row.variant for row in record.rows):
+        columns.append(Column("settings", lambda row: row.variant or DASH, lambda baseline: baseline.variant or DASH))
+    columns += metric_columns(record)
+    if any(row.rank is not None for row in record.rows):
+        columns.append(Column("rank", lambda row: DASH if row.rank is None else str(row.rank)))
+    columns += [
+        Column("parameters", lambda row: fmt_count(row.num_params)),
+        Column("FLOPs/example", lambda row: fmt_count(row.flops_per_example)),
+        Column("seconds", lambda row: fmt_seconds(row.seconds)),
+        Column("peak MiB", lambda row: fmt_mib(row.peak_memory_bytes)),
     ]
-    baselines = [
-        (first(row, row.name, fmt_score(baseline_score(record, row))), row.note, share(baseline_score(record, row)))
-        for row in record.baselines
-    ]
-    marks = ["best attention variant marked"] if ranked else []
+    marks = ["best attention variant marked"] if best else []
     if any(finite(row.score_std) is not None for row in record.rows):
         marks.append("± standard deviation over seeds")
     return Table(
-        header=header,
-        lines=tuple(lines),
+        header=tuple(column.name for column in columns),
+        lines=tuple(
+            Line(cells=tuple(column.of_row(row) for column in columns), is_best=row is best, share=share(score_of(row)))
+            for row in record.rows
+        ),
         baselines=tuple(
-            Line(cells=(*cells, *[""] * (len(header) - len(cells))), note=note, share=length)
-            for cells, note, length in baselines
+            Line(
+                cells=tuple(column.of_baseline(row) for column in columns),
+                note=row.note,
+                share=share(baseline_score(record, row)),
+            )
+            for row in record.baselines
         ),
         words=("settings",),
         bars=record.metric,
@@ -164,25 +148,21 @@ def _verdict(record: ComparisonRecord) -> str:
 def _lead(record: ComparisonRecord, ranked: list[Row]) -> str:
     """The sentence on the best row and the row it is measured against."""
     metric, best, standard = record.metric, ranked[0], standard_row(record)
-    value = f"{best.spec} has the lowest {metric} ({_pm(best)})"
+    value = f"{best.spec} has the lowest {metric} ({fmt_row(best)})"
     if standard is None:
         note = " (standard has no finite score)" if _has_standard(record) else " (standard was not compared)"
         if len(ranked) == 1:
-            return f"{best.spec} is the only attention with a score: {metric} {_pm(best)}{note}."
+            return f"{best.spec} is the only attention with a score: {metric} {fmt_row(best)}{note}."
         return f"{value}{note}; {_against(best, ranked[1])}"
     if best is not standard:
         return f"{value}; {_against(best, standard)}"
     if len(ranked) == 1:
-        return f"standard is the only attention with a score: {metric} {_pm(best)}."
+        return f"standard is the only attention with a score: {metric} {fmt_row(best)}."
     return f"{value}: no structured score improves on it; {_against(best, ranked[1])}"
 
 
 def _has_standard(record: ComparisonRecord) -> bool:
     return any(row.spec.split(":")[0] == "standard" for row in record.rows)
-
-
-def _pm(row: Row) -> str:
-    return fmt_pm(score_of(row), finite(row.score_std))
 
 
 def _against(best: Row, other: Row) -> str:
@@ -195,7 +175,7 @@ def _against(best: Row, other: Row) -> str:
     share = f"{100 * (high - low) / high:.2g} % below " if high > 0 else f"{fmt_score(high - low)} below "
     if high > 0 and high - low >= 0.995 * high:
         share = f"{high / low:.3g} times below " if low > 0 else "far below "
-    text = f"that is {share}{other.spec} ({_pm(other)})"
+    text = f"that is {share}{other.spec} ({fmt_row(other)})"
     seeds = min(len(finite_list(best.scores)), len(finite_list(other.scores)))
     stds = finite(best.score_std), finite(other.score_std)
     if stds[0] is None or stds[1] is None or seeds < 2:

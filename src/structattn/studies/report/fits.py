@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from structattn.studies.records.fits import FitRow, FitsRecord, FittedMatrix
 from structattn.studies.report.numbers import fmt_count, fmt_seconds
 from structattn.studies.report.page import Figure, Origin, Page, Section
-from structattn.studies.report.table import Line, Table
+from structattn.studies.report.table import Table
 
 _BUDGET = 0.25
-_HEADER = ("structure", "parameters", "of dense", "error", "method", "seconds")
-
-
-def _cells(matrix: FittedMatrix, row: FitRow) -> tuple[str, ...]:
-    size = matrix.num_rows * matrix.num_cols
-    method = f"{row.method}{' (optimal)' if row.is_optimal else ''}"
-    if row.detail:
-        method += f": {row.detail}"
-    return (
-        row.structure,
-        f"{row.num_params:,}",
-        f"{100 * row.num_params / size:.1f}%",
-        fmt_error(row.relative_error),
-        method,
-        fmt_seconds(row.seconds),
-    )
 
 
 def fmt_error(value: float) -> str:
     """A relative error with three digits: ``0.0612``, ``2.1e-05``."""
     return f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.4f}" if value else "0"
-
-
-def _ordered(matrix: FittedMatrix) -> list[FitRow]:
-    return sorted(matrix.rows, key=lambda row: (row.num_params, row.relative_error))
 
 
 def _nearest(matrix: FittedMatrix) -> FitRow | None:
@@ -47,19 +27,27 @@ def _nearest(matrix: FittedMatrix) -> FitRow | None:
 
 def tables(record: FitsRecord) -> list[Table]:
     """One for each matrix, in the order of parameters, the nearest structure of few parameters marked."""
-    found = []
-    for matrix in record.matrices:
-        best, size = _nearest(matrix), matrix.num_rows * matrix.num_cols
-        found.append(
-            Table(
-                header=_HEADER,
-                lines=tuple(Line(cells=_cells(matrix, row), is_best=row is best) for row in _ordered(matrix)),
-                words=("method",),
-                title=f"{matrix.name}, {matrix.num_rows} x {matrix.num_cols}: {matrix.about}; "
-                f"a dense matrix has {fmt_count(size)} parameters",
-            )
-        )
-    return found
+    return [_table(matrix) for matrix in record.matrices]
+
+
+def _table(matrix: FittedMatrix) -> Table:
+    size = matrix.num_rows * matrix.num_cols
+    columns: list[tuple[str, Callable[[FitRow], str]]] = [
+        ("structure", lambda row: row.structure),
+        ("parameters", lambda row: f"{row.num_params:,}"),
+        ("of dense", lambda row: f"{100 * row.num_params / size:.1f}%"),
+        ("error", lambda row: fmt_error(row.relative_error)),
+        ("method", _method),
+        ("seconds", lambda row: fmt_seconds(row.seconds)),
+    ]
+    ordered = sorted(matrix.rows, key=lambda row: (row.num_params, row.relative_error))
+    title = f"{matrix.name}, {matrix.num_rows} x {matrix.num_cols}: {matrix.about}; a dense matrix has {fmt_count(size)} parameters"
+    return Table.of_columns(columns, ordered, best=_nearest(matrix), words=("method",), title=title)
+
+
+def _method(row: FitRow) -> str:
+    optimal, detail = " (optimal)" * row.is_optimal, f": {row.detail}" * bool(row.detail)
+    return f"{row.method}{optimal}{detail}"
 
 
 def text(record: FitsRecord) -> str:

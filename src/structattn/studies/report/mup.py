@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from structattn.studies.records.mup import Coordinates, MupRecord, Transfer
 from structattn.studies.report.numbers import DASH, fmt_seconds
 from structattn.studies.report.page import Figure, Origin, Page, Section
-from structattn.studies.report.table import Line, Table
+from structattn.studies.report.table import Table
 
 KINDS = {"mup": "muP", "standard": "standard parametrisation"}
 FLAT = 0.1
@@ -29,8 +29,7 @@ def _steepness(row: Coordinates) -> float:
 
 def _transfer_of(record: MupRecord, row: Coordinates) -> Transfer | None:
     return next(
-        (t for t in record.transfers if (t.structure, t.parametrization) == (row.structure, row.parametrization)),
-        None,
+        (t for t in record.transfers if (t.structure, t.parametrization) == (row.structure, row.parametrization)), None
     )
 
 
@@ -38,30 +37,22 @@ def _rate(rate: float | None) -> str:
     return DASH if rate is None else f"2^{math.log2(rate):g}"
 
 
-def _cells(record: MupRecord, row: Coordinates) -> tuple[str, ...]:
-    transfer = _transfer_of(record, row)
-    rates = spread = DASH
-    if transfer is not None:
-        rates = " ".join(_rate(rate) for rate in transfer.best_rates)
-        spread = DASH if transfer.spread is None else f"{transfer.spread:.0f}"
-    return (
-        row.structure,
-        KINDS[row.parametrization],
-        largest_slope(row),
-        _where(record, row),
-        rates,
-        spread,
-    )
-
-
 def table(record: MupRecord) -> Table:
     """A line for each structure and parametrisation."""
-    return Table(
-        header=("structure", "parametrisation", "largest slope", "where", "best rates", "spread"),
-        lines=tuple(Line(cells=_cells(record, row)) for row in record.coordinates),
-        words=("parametrisation", "where"),
-        notes=_notes(record),
-    )
+
+    def of_transfer(text: Callable[[Transfer], str]) -> Callable[[Coordinates], str]:
+        return lambda row: DASH if (found := _transfer_of(record, row)) is None else text(found)
+
+    columns: list[tuple[str, Callable[[Coordinates], str]]] = [
+        ("structure", lambda row: row.structure),
+        ("parametrisation", lambda row: KINDS[row.parametrization]),
+        ("largest slope", largest_slope),
+        ("where", lambda row: _where(record, row)),
+        ("best rates", of_transfer(lambda found: " ".join(map(_rate, found.best_rates)))),
+        ("spread", of_transfer(lambda found: DASH if found.spread is None else f"{found.spread:.0f}")),
+    ]
+    words = ("parametrisation", "where")
+    return Table.of_columns(columns, record.coordinates, words=words, notes=_notes(record))
 
 
 def text(record: MupRecord) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from structattn.studies.records.comparison import BaselineRow, ComparisonRecord, Row
-from structattn.studies.report.numbers import finite, finite_list, fmt_score
+from structattn.studies.report.numbers import finite, finite_list, fmt_pm, fmt_score
 
 AnyRow = TypeVar("AnyRow", Row, BaselineRow)
 
@@ -20,6 +20,11 @@ def score_of(row: Row) -> float | None:
 def baseline_score(record: ComparisonRecord, baseline: BaselineRow) -> float | None:
     """A baseline's value of the metric that the comparison is decided by."""
     return finite(baseline.metrics.get(record.metric))
+
+
+def fmt_row(row: Row) -> str:
+    """The score of an attention row with its spread over seeds."""
+    return fmt_pm(score_of(row), finite(row.score_std))
 
 
 def row_name(row: Row) -> str:
@@ -57,6 +62,27 @@ def other_metrics(record: ComparisonRecord) -> list[str]:
         names.update(dict.fromkeys(metrics))
     names.pop(record.metric, None)
     return list(names)
+
+
+class Column(NamedTuple):
+    """A column of a table: its name, and what it shows of an attention row and of a baseline."""
+
+    name: str
+    of_row: Callable[[Row], str]
+    of_baseline: Callable[[BaselineRow], str] = lambda _: ""
+
+
+def metric_columns(record: ComparisonRecord) -> list[Column]:
+    """The score, with its spread over seeds, and the other metrics."""
+
+    def column(name: str) -> Column:
+        def text(row: Row | BaselineRow) -> str:
+            return fmt_score(finite(row.metrics.get(name)))
+
+        return Column(name, text, text)
+
+    score = Column(record.metric, fmt_row, lambda baseline: fmt_score(baseline_score(record, baseline)))
+    return [score, *(column(name) for name in other_metrics(record))]
 
 
 def seed_words(record: ComparisonRecord) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from structattn.studies.records.comparison import ComparisonRecord, Law, LawPoint, Scaling, Series
+from structattn.studies.records.comparison import ComparisonRecord, Law, LawPoint, Row, Scaling, Series
 from structattn.studies.report.comparison import byline, facts
 from structattn.studies.report.numbers import DASH, fmt_count, fmt_flops, fmt_mib, fmt_pm, fmt_score
 from structattn.studies.report.page import Figure, Origin, Page, Section
-from structattn.studies.report.rows import row_name
-from structattn.studies.report.table import Line, Table
+from structattn.studies.report.rows import fmt_row, row_name
+from structattn.studies.report.table import Table
+
+OneLaw = tuple[Series, Law]  # a law, and the series that it is of
 
 
 def laws(record: ComparisonRecord) -> Scaling:
@@ -57,36 +59,33 @@ def _fitted(law: Law, name: str) -> str:
     return f"{text} ({fmt_score(low)} to {fmt_score(high)})"
 
 
+def _law_columns(record: ComparisonRecord) -> list[tuple[str, Callable[[OneLaw], str]]]:
+    baseline = laws(record).baseline
+    return [
+        ("irreducible", lambda one: _fitted(one[1], "irreducible")),
+        ("exponent", lambda one: _fitted(one[1], "exponent")),
+        (f"compute, {baseline} = 1", lambda one: multiplier_words(one[1], is_baseline=one[0].spec == baseline)),
+    ]
+
+
 def table(record: ComparisonRecord) -> Table:
     """A line for each attention variant and setting."""
-    baseline, several = laws(record).baseline, settings_of(record) != [None]
     budget = laws(record).series[0].frontier.points[-1].budget
-    return Table(
-        header=(
-            "attention",
-            *(["settings"] if several else []),
-            *(f"at {fmt_flops(budget)} FLOPs", "best width", "irreducible", "exponent"),
-            f"compute, {baseline} = 1",
-        ),
-        lines=tuple(Line(cells=_cells(record, series, several)) for series in laws(record).series),
-        words=("settings",),
-        notes=_notes(record),
-    )
+    columns: list[tuple[str, Callable[[OneLaw], str]]] = [("attention", lambda one: one[0].spec)]
+    if settings_of(record) != [None]:
+        columns.append(("settings", lambda one: one[0].setting or DASH))
+    columns += [
+        (f"at {fmt_flops(budget)} FLOPs", lambda one: _loss(one[1].points[-1])),
+        ("best width", lambda one: str(one[1].points[-1].width or DASH)),
+        *_law_columns(record),
+    ]
+    rows = [(series, series.frontier) for series in laws(record).series]
+    return Table.of_columns(columns, rows, words=("settings",), notes=_notes(record))
 
 
-def _cells(record: ComparisonRecord, series: Series, several: bool) -> tuple[str, ...]:
-    law = series.frontier
-    point = law.points[-1]
-    std = statistics.stdev(point.losses) if len(point.losses) > 1 else None
-    return (
-        series.spec,
-        *([series.setting or DASH] if several else []),
-        fmt_pm(mean_loss(point), std),
-        DASH if point.width is None else str(point.width),
-        _fitted(law, "irreducible"),
-        _fitted(law, "exponent"),
-        multiplier_words(law, is_baseline=series.spec == laws(record).baseline),
-    )
+def _loss(point: LawPoint) -> str:
+    """With the spread over seeds."""
+    return fmt_pm(mean_loss(point), statistics.stdev(point.losses) if len(point.losses) > 1 else None)
 
 
 def _notes(record: ComparisonRecord) -> tuple[str, ...]:
@@ -160,33 +159,23 @@ def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
 
 
 def _by_width(record: ComparisonRecord) -> Table:
-    baseline = laws(record).baseline
-    rows = [
-        [
-            f"{series.spec}, {series.setting}" if series.setting else series.spec,
-            str(law.width),
-            *(_fitted(law, name) for name in ("irreducible", "exponent")),
-            multiplier_words(law, is_baseline=series.spec == baseline),
-        ]
-        for series in laws(record).series
-        for law in series.widths
+    columns: list[tuple[str, Callable[[OneLaw], str]]] = [
+        ("attention", lambda one: f"{one[0].spec}, {one[0].setting}" if one[0].setting else one[0].spec),
+        ("width", lambda one: str(one[1].width)),
+        *_law_columns(record),
     ]
-    return Table.of(("attention", "width", "irreducible", "exponent", f"compute, {baseline} = 1"), rows)
+    return Table.of_columns(columns, [(series, law) for series in laws(record).series for law in series.widths])
 
 
 def _models(record: ComparisonRecord) -> Table:
-    header = ("model", record.metric, "steps", "FLOPs", "parameters", "learning rate", "tokens/s", "peak MiB")
-    rows = [
-        [
-            row_name(row),
-            fmt_pm(row.score, row.score_std),
-            str(row.steps[0]),
-            fmt_flops(row.compute),
-            fmt_count(row.num_params),
-            f"{row.learning_rate:g}",
-            fmt_count(row.tokens_per_second),
-            fmt_mib(row.peak_memory_bytes),
-        ]
-        for row in record.rows
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("model", row_name),
+        (record.metric, fmt_row),
+        ("steps", lambda row: str(row.steps[0])),
+        ("FLOPs", lambda row: fmt_flops(row.compute)),
+        ("parameters", lambda row: fmt_count(row.num_params)),
+        ("learning rate", lambda row: f"{row.learning_rate:g}"),
+        ("tokens/s", lambda row: fmt_count(row.tokens_per_second)),
+        ("peak MiB", lambda row: fmt_mib(row.peak_memory_bytes)),
     ]
-    return Table.of(header, rows)
+    return Table.of_columns(columns, record.rows)

@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from structattn.studies.records.comparison import Choice, ComparisonRecord, Row
+from structattn.studies.records.comparison import BaselineRow, Choice, ComparisonRecord, Row
 from structattn.studies.report.comparison import byline, facts, task_sections
-from structattn.studies.report.numbers import DASH, finite, fmt_count, fmt_pm, fmt_score, fmt_seconds
+from structattn.studies.report.numbers import DASH, finite, fmt_count, fmt_score, fmt_seconds
 from structattn.studies.report.page import Figure, Origin, Page, Section
-from structattn.studies.report.rows import baseline_score, other_metrics, score_of
+from structattn.studies.report.rows import Column, baseline_score, fmt_row, metric_columns
 from structattn.studies.report.table import Line, Table
 
 
@@ -44,36 +44,34 @@ def _epochs(record: ComparisonRecord, row: Row) -> str:
 
 def table(record: ComparisonRecord) -> Table:
     """A line for each method and group, the lowest of the trained ones marked."""
-    groups = ["settings"] if len(choices_of(record)) > 1 else []
-    costs = ("learning rate", "epochs", "seeds", "seconds", "parameters")
+
+    def unknown(_: BaselineRow) -> str:
+        return DASH
+
+    columns = [Column("method", lambda row: row.spec, lambda baseline: baseline.name)]
+    if len(choices_of(record)) > 1:
+        columns.append(Column("settings", lambda row: row.group or DASH, lambda baseline: baseline.group or DASH))
+    columns += [
+        *metric_columns(record),
+        Column("chosen", lambda row: row.searched or DASH, lambda baseline: baseline.searched or DASH),
+        Column("learning rate", lambda row: f"{row.learning_rate:g}", unknown),
+        Column("epochs", lambda row: _epochs(record, row), unknown),
+        Column("seeds", lambda row: str(len(row.scores)), unknown),
+        Column("seconds", lambda row: fmt_seconds(row.seconds), unknown),
+        Column("parameters", lambda row: fmt_count(row.num_params), unknown),
+    ]
     lines = []
     for choice in choices_of(record):
-        group = [choice.group or DASH] if groups else []
-        best = min(choice.rows, key=lambda i: record.rows[i].score)
-        for i in choice.rows:
-            lines.append(Line(cells=(record.rows[i].spec, *group, *_cells(record, record.rows[i])), is_best=i == best))
-        for i in choice.baselines:
-            row = record.baselines[i]
-            metrics = [fmt_score(finite(row.metrics.get(name))) for name in (record.metric, *other_metrics(record))]
-            lines.append(Line(cells=(row.name, *group, *metrics, row.searched or DASH, *[DASH] * len(costs))))
+        rows = [record.rows[i] for i in choice.rows]
+        best = min(rows, key=lambda row: row.score)
+        lines += [Line(cells=tuple(column.of_row(row) for column in columns), is_best=row is best) for row in rows]
+        baselines = [record.baselines[i] for i in choice.baselines]
+        lines += [Line(cells=tuple(column.of_baseline(row) for column in columns)) for row in baselines]
     return Table(
-        header=("method", *groups, record.metric, *other_metrics(record), "chosen", *costs),
+        header=tuple(column.name for column in columns),
         lines=tuple(lines),
         words=("settings", "chosen"),
         notes=_notes(record),
-    )
-
-
-def _cells(record: ComparisonRecord, row: Row) -> tuple[str, ...]:
-    return (
-        fmt_pm(score_of(row), finite(row.score_std)),
-        *(fmt_score(finite(row.metrics.get(name))) for name in other_metrics(record)),
-        row.searched or DASH,
-        f"{row.learning_rate:g}",
-        _epochs(record, row),
-        str(len(row.scores)),
-        fmt_seconds(row.seconds),
-        fmt_count(row.num_params),
     )
 
 
@@ -97,10 +95,7 @@ def _of_group(record: ComparisonRecord, choice: Choice) -> str:
     rows = sorted((record.rows[i] for i in choice.rows), key=lambda row: float(row.score))
     best = rows[0]
     where = f"{choice.group}: " if choice.group else ""
-    parts = [
-        f"{where}{best.spec} is lowest ({fmt_pm(score_of(best), finite(best.score_std))}, {best.searched}).",
-        *_beyond_noise(record, choice),
-    ]
+    parts = [f"{where}{best.spec} is lowest ({fmt_row(best)}, {best.searched}).", *_beyond_noise(record, choice)]
     lower = [
         f"{row.name} ({fmt_score(baseline_score(record, row))})"
         for row in (record.baselines[i] for i in choice.baselines)
@@ -142,7 +137,7 @@ def _matrix(record: ComparisonRecord, choice: Choice) -> Table:
     rows: dict[str, dict[str, str]] = {}
     for row in record.rows:
         if row.group == choice.group:
-            rows.setdefault(row.spec, {})[row.searched or ""] = fmt_pm(score_of(row), finite(row.score_std))
+            rows.setdefault(row.spec, {})[row.searched or ""] = fmt_row(row)
     for baseline in record.baselines:
         if baseline.group == choice.group:
             found = rows.setdefault(baseline.name, {})

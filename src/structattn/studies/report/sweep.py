@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from structattn.studies.records.sweep import BestTrial, Parameter, SweepRecord, Trial
 from structattn.studies.report.numbers import DASH, finite, fmt_count, fmt_score, fmt_seconds
 from structattn.studies.report.page import Figure, Origin, Page, Section
-from structattn.studies.report.table import Line, Table
+from structattn.studies.report.table import Table
 
 _SHOWN = 12  # trials of the table on a terminal
 _MEANING = {
@@ -49,14 +49,21 @@ def fmt_value(value: Any) -> str:
 
 def table(record: SweepRecord) -> Table:
     """A line for each trial, best first."""
-    last = ("status", "steps done", "seconds", "parameters")
     states = {trial.status for trial in record.trials}
-    return Table(
-        header=("trial", f"validation {record.metric}", *short_names(record).values(), *last),
-        lines=tuple(Line(cells=_cells(record, trial)) for trial in ranked_trials(record)),
-        words=("status",),
-        notes=("; ".join(f"{name}: {words}" for name, words in _MEANING.items() if name in states),),
-    )
+    columns: list[tuple[str, Callable[[Trial], str]]] = [
+        ("trial", lambda trial: str(trial.number)),
+        (f"validation {record.metric}", lambda trial: fmt_score(finite(trial.score))),
+        *(
+            (short, lambda trial, name=name: fmt_value(trial.params[name]))
+            for name, short in short_names(record).items()
+        ),
+        ("status", lambda trial: trial.status),
+        ("steps done", lambda trial: str(trial.step) if trial.step else DASH),
+        ("seconds", lambda trial: fmt_seconds(trial.seconds)),
+        ("parameters", lambda trial: fmt_count(trial.num_params)),
+    ]
+    note = "; ".join(f"{name}: {words}" for name, words in _MEANING.items() if name in states)
+    return Table.of_columns(columns, ranked_trials(record), words=("status",), notes=(note,))
 
 
 def text(record: SweepRecord) -> str:
@@ -64,18 +71,6 @@ def text(record: SweepRecord) -> str:
     whole = table(record)
     more = (f"and {len(whole.lines) - _SHOWN} more in the report",) if len(whole.lines) > _SHOWN else ()
     return replace(whole, lines=whole.lines[:_SHOWN], notes=more).text() + f"\n\n{verdict(record)}"
-
-
-def _cells(record: SweepRecord, trial: Trial) -> tuple[str, ...]:
-    return (
-        str(trial.number),
-        fmt_score(finite(trial.score)),
-        *(fmt_value(trial.params[parameter.name]) for parameter in record.parameters),
-        trial.status,
-        str(trial.step) if trial.step else DASH,
-        fmt_seconds(trial.seconds),
-        fmt_count(trial.num_params),
-    )
 
 
 def counts(record: SweepRecord) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tabulate import SEPARATING_LINE, tabulate
+
+T = TypeVar("T")
+Columns = Sequence[tuple[str, Callable[[T], str]]]  # by name, with the text that a row has there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,21 @@ class Table:
         """A table of cells only."""
         lines = tuple(Line(cells=tuple(cells)) for cells in rows)
         return cls(header=tuple(header), lines=lines, words=words, title=title, notes=notes)
+
+    @classmethod
+    def of_columns(
+        cls,
+        columns: Columns[T],
+        rows: Iterable[T],
+        *,
+        best: T | None = None,
+        words: tuple[str, ...] = (),
+        title: str = "",
+        notes: tuple[str, ...] = (),
+    ) -> Table:
+        """A table with a line for each row, of which the best one is marked."""
+        lines = tuple(Line(cells=tuple(text(row) for _, text in columns), is_best=row is best) for row in rows)
+        return cls(header=tuple(name for name, _ in columns), lines=lines, words=words, title=title, notes=notes)
 
     def is_words(self, column: int) -> bool:
         """Whether a column holds words."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -44,6 +44,7 @@ _STYLE: dict[str, Any] = {
     "ytick.color": "#444444",
 }
 
+Record = TypeVar("Record")
 Box = tuple[float, float, float, float]
 
 
@@ -124,36 +125,35 @@ Drawing = tuple[MplFigure, str, str]  # with its caption and a description for r
 MOST_COLUMNS = 4  # panels side by side
 
 
-def write_figure(name: str, draw: Callable[[], Drawing | None], folder: Path) -> Figure | None:
-    """Draws one figure in the style of this file and writes it as PNG and SVG, the same bytes for the same data.
+def write_figures(
+    record: Record, drawings: Mapping[str, Callable[[Record], Drawing | None]], folder: Path
+) -> list[Figure]:
+    """Draws figures in the style of this file and writes each as PNG and SVG, the same bytes for the same data.
 
     Args:
-        name: stem of both files.
-        draw: makes the drawing, with its caption and its description; ``None`` when there is nothing to show.
+        record: what is drawn.
+        drawings: the figures by name, the stem of both files; ``None`` when there is nothing to show, and no file is written.
         folder: where the files go; made when missing.
     """
-    style: Any = {**_STYLE, "svg.hashsalt": f"structattn-{name}"}
-    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with matplotlib.rc_context(style):
-        drawing = draw()
-        if drawing is None:
-            return None
-        canvas, caption, alt = drawing
-        remove_temporary(Path(folder))
-        paths = []
-        for kind in ("png", "svg"):
-            buffer = io.BytesIO()
-            options: Any = {"metadata": no_metadata} if kind == "svg" else {}
-            canvas.savefig(buffer, format=kind, dpi=160, **options)
-            paths.append(Path(folder) / f"{name}.{kind}")
-            write_atomic(paths[-1], buffer.getvalue())
-    return Figure(name, paths[0], paths[1], caption, alt)
+    figures = []
+    for name, draw in drawings.items():
+        style: Any = {**_STYLE, "svg.hashsalt": f"structattn-{name}"}
+        with matplotlib.rc_context(style):
+            drawing = draw(record)
+            if drawing is not None:
+                canvas, caption, alt = drawing
+                png, svg = (_write(canvas, folder / f"{name}.{kind}") for kind in ("png", "svg"))
+                figures.append(Figure(name, png, svg, caption, alt))
+    return figures
 
 
-def write_figures(drawings: Mapping[str, Callable[[], Drawing | None]], folder: Path) -> list[Figure]:
-    """Writes figures by name, in that order; those without any data are left out."""
-    written = [write_figure(name, draw, folder) for name, draw in drawings.items()]
-    return [figure for figure in written if figure is not None]
+def _write(canvas: MplFigure, path: Path) -> Path:
+    metadata: Any = dict.fromkeys(("Date", "Creator", "Format", "Type")) if path.suffix == ".svg" else {}
+    remove_temporary(path.parent)
+    buffer = io.BytesIO()
+    canvas.savefig(buffer, format=path.suffix[1:], dpi=160, metadata=metadata)
+    write_atomic(path, buffer.getvalue())
+    return path
 
 
 def new_canvas(height: float, width: float = 7.2) -> MplFigure:

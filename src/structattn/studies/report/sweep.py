@@ -120,7 +120,7 @@ def position(parameter: Parameter, value: Any) -> float:
     low, high = parameter.ends
     if parameter.log:
         low, high, value = math.log(low), math.log(high), math.log(value)
-    return float((value - low) / (high - low))
+    return float((value - low) / (high - low)) if high > low else 0.5
 
 
 def page(record: SweepRecord, figures: Sequence[Figure]) -> Page:

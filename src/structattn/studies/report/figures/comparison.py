@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 from structattn.studies.records.comparison import ComparisonRecord
@@ -28,12 +27,8 @@ from structattn.studies.tasks.registry import figures_of
 
 def draw(record: ComparisonRecord, folder: Path) -> list[Figure]:
     """Draws the scores, the figures of the task, and the learning curves; a figure without any data is left out."""
-    drawings: dict[str, Callable[[ComparisonRecord], Drawing | None]] = {
-        "scores": _scores,
-        **figures_of(record.task),
-        "learning-curves": functools.partial(draw_curves, key="step", label="training step"),
-    }
-    return write_figures({name: functools.partial(draw, record) for name, draw in drawings.items()}, folder)
+    curves = functools.partial(draw_curves, key="step", label="training step")
+    return write_figures(record, {"scores": _scores, **figures_of(record.task), "learning-curves": curves}, folder)
 
 
 def _scores(record: ComparisonRecord) -> Drawing | None:

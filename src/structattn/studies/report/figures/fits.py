@@ -37,7 +37,7 @@ _MARKS = {
 
 def draw(record: FitsRecord, folder: Path) -> list[Figure]:
     """Draws error against parameters, one panel per matrix, one line per family."""
-    return write_figures({"error-against-parameters": lambda: _drawing(record)}, folder)
+    return write_figures(record, {"error-against-parameters": _drawing}, folder)
 
 
 def _drawing(record: FitsRecord) -> Drawing:

@@ -28,15 +28,15 @@ from structattn.studies.report.plot import (
 
 def draw(record: MupRecord, folder: Path) -> list[Figure]:
     """Draws, per structure, sizes against width and, where it was measured, loss against learning rate."""
-    drawings: dict[str, Callable[[], Drawing | None]] = {}
+    drawings: dict[str, Callable[[MupRecord], Drawing | None]] = {}
     for structure in dict.fromkeys(row.structure for row in record.coordinates):
         slug = "".join(c if c.isalnum() else "-" for c in structure)
         sizes = [row for row in record.coordinates if row.structure == structure]
-        drawings[f"coordinates-{slug}"] = functools.partial(_coordinates, record, sizes)
+        drawings[f"coordinates-{slug}"] = functools.partial(_coordinates, pair=sizes)
         losses = [row for row in record.transfers if row.structure == structure]
         if losses:
-            drawings[f"transfer-{slug}"] = functools.partial(_transfer, record, losses)
-    return write_figures(drawings, folder)
+            drawings[f"transfer-{slug}"] = functools.partial(_transfer, pair=losses)
+    return write_figures(record, drawings, folder)
 
 
 def _width_axis(ax: Axes, widths: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MplFigure
@@ -20,7 +21,6 @@ from structattn.studies.report.plot import (
     DASHES,
     GREY,
     MOST_COLUMNS,
-    OKABE_ITO,
     Drawing,
     dot_rows,
     label_left,
@@ -37,15 +37,15 @@ from structattn.studies.tasks.registry import figures_of
 
 def draw(record: ComparisonRecord, folder: Path) -> list[Figure]:
     """Draws the figures of a grid of widths and budgets; a figure without any data is left out."""
-    drawings: dict[str, Callable[[], Drawing | None]] = {
-        "loss-against-compute": functools.partial(_frontiers, record),
-        "compute-saved": functools.partial(_saved, record),
-        "loss-against-compute-by-width": functools.partial(_widths, record),
-        "isoflop": functools.partial(_isoflop, record),
-        "ablation": functools.partial(_ablation, record),
+    drawings: dict[str, Callable[[ComparisonRecord], Drawing | None]] = {
+        "loss-against-compute": _frontiers,
+        "compute-saved": _saved,
+        "loss-against-compute-by-width": _widths,
+        "isoflop": _isoflop,
+        "ablation": _ablation,
     }
-    of_task = {name: functools.partial(_of_largest, record, draw) for name, draw in figures_of(record.task).items()}
-    return write_figures(drawings | of_task, folder)
+    of_task = {name: functools.partial(_of_largest, draw=draw) for name, draw in figures_of(record.task).items()}
+    return write_figures(record, drawings | of_task, folder)
 
 
 def _style(record: ComparisonRecord, spec: str) -> dict[str, Any]:
@@ -145,16 +145,15 @@ def _isoflop(record: ComparisonRecord) -> Drawing | None:
     if not series:
         return None
     budgets = _budgets(record)
-    shades = [OKABE_ITO[0]] if len(budgets) == 1 else None
+    shades = matplotlib.colormaps["Blues"](np.linspace(1, 0.4, len(budgets))[::-1])
     figure, panels = panel_grid(len(series), 2.3, columns=_columns(len({one.spec for one in series})))
     for ax, one in zip(panels, series, strict=True):
-        for index, budget in enumerate(budgets):
+        for budget, shade in zip(budgets, shades, strict=True):
             points = [p for law in one.widths for p in law.points if p.budget == budget]
             points.sort(key=lambda p: p.num_params)
-            colour = shades[0] if shades else _shade(index / (len(budgets) - 1))
             ax.plot(
                 [p.num_params for p in points], [mean_loss(p) for p in points],
-                "o-", ms=3.5, lw=1.2, color=colour, label=f"{fmt_flops(budget)} FLOPs",
+                "o-", ms=3.5, lw=1.2, color=shade, label=f"{fmt_flops(budget)} FLOPs",
             )  # fmt: skip
         name = f"{one.spec}\n{one.setting}" if one.setting else one.spec
         ax.set_title(name, fontsize=8, loc="left")
@@ -163,13 +162,6 @@ def _isoflop(record: ComparisonRecord) -> Drawing | None:
     label_left(panels, f"test {record.metric}")
     shared_legend(figure, panels)
     return figure, "Loss against the size of the model, a curve per budget (IsoFLOP).", "IsoFLOP curves."
-
-
-def _shade(share: float) -> tuple[float, float, float]:
-    """From light to dark blue."""
-    light, dark = np.array([0.62, 0.79, 0.88]), np.array([0.03, 0.19, 0.42])
-    red, green, blue = (float(v) for v in light + share * (dark - light))
-    return red, green, blue
 
 
 def _saved(record: ComparisonRecord) -> Drawing | None:

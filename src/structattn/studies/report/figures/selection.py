@@ -9,6 +9,8 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from structattn.errors import ConfigError
+from structattn.spec.grammar import assignment, plain_number
 from structattn.studies.records.comparison import Choice, ComparisonRecord
 from structattn.studies.report.page import Figure
 from structattn.studies.report.plot import (
@@ -29,37 +31,33 @@ from structattn.studies.tasks.registry import figures_of
 
 def draw(record: ComparisonRecord, folder: Path) -> list[Figure]:
     """Draws the figures of model selection; a figure without any data is left out."""
-    drawings: dict[str, Callable[[], Drawing | None]] = {
-        "error-against-setting": functools.partial(_against_setting, record)
-    }
+    drawings: dict[str, Callable[[ComparisonRecord], Drawing | None]] = {"error-against-setting": _against_setting}
     for index, choice in enumerate(choices_of(record)):
-        chosen = group_record(record, choice)
         for name, draw in figures_of(record.task).items():
-            drawings[f"{name}-{index + 1}" if index else name] = functools.partial(
-                _of_group, chosen, choice.group, draw
-            )
-    return write_figures(drawings, folder)
+            drawings[f"{name}-{index + 1}" if index else name] = functools.partial(_of_choice, choice=choice, draw=draw)
+    return write_figures(record, drawings, folder)
 
 
-def _of_group(
-    record: ComparisonRecord, group: str | None, draw: Callable[[ComparisonRecord], Drawing | None]
+def _of_choice(
+    record: ComparisonRecord, choice: Choice, draw: Callable[[ComparisonRecord], Drawing | None]
 ) -> Drawing | None:
-    drawing = draw(record)
-    if drawing is None or not group:
+    """A figure of the task, of the chosen rows of a group."""
+    drawing = draw(group_record(record, choice))
+    if drawing is None or not choice.group:
         return drawing
     figure, caption, alt = drawing
-    return figure, f"{group}: {caption}", f"{group}: {alt}"
+    return figure, f"{choice.group}: {caption}", f"{choice.group}: {alt}"
 
 
 def _axis(settings: list[str]) -> tuple[str, list[float], bool]:
-    """The name of the axis, the place of every setting, and whether the places are numbers of their own."""
-    keys = {setting.partition("=")[0] for setting in settings}
+    """The name of the axis, the place of every setting, and whether the places are numbers, as where all are ``NAME=NUMBER``."""
     try:
-        values = [float(setting.partition("=")[2]) for setting in settings]
-    except ValueError:
-        values = []
-    if len(keys) == 1 and values and min(values) > 0:
-        return keys.pop(), values, True
+        names, texts = zip(*map(assignment, settings), strict=True)
+        values = [plain_number(text, float) for text in texts]
+    except ConfigError:
+        names, values = (), []
+    if len(set(names)) == 1 and min(values) > 0:
+        return names[0], values, True
     return "setting", [float(i) for i in range(len(settings))], False
 
 

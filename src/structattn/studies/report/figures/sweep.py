@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -42,12 +41,7 @@ def draw(record: SweepRecord, folder: Path) -> list[Figure]:
     """Draws the figures of a sweep; none of them where no trial has a score."""
     if not _scores(record, ("finished", "stopped")):
         return []
-    drawings: dict[str, Callable[[], Drawing | None]] = {
-        "parallel": functools.partial(_parallel, record),
-        "parameters": functools.partial(_against_each, record),
-        "progress": functools.partial(_progress, record),
-    }
-    return write_figures(drawings, folder)
+    return write_figures(record, {"parallel": _parallel, "parameters": _against_each, "progress": _progress}, folder)
 
 
 def _trials(record: SweepRecord, states: tuple[str, ...]) -> list[Trial]:
@@ -71,30 +65,8 @@ def _is_best(record: SweepRecord, trial: Trial) -> bool:
     return record.best is not None and trial.number == record.best.number
 
 
-class _ScoreAxis:
-    """Where a score lies on the last axis, from 0 to 1, low scores low; logarithmic where they are far apart."""
-
-    def __init__(self, scores: list[float], ceiling: float) -> None:
-        self.low, self.high = min(scores), ceiling
-        self.log = wide((self.low, self.high))
-
-    def place(self, score: float) -> float:
-        low, high, value = (math.log(v) if self.log else v for v in (self.low, self.high, min(score, self.high)))
-        return (value - low) / (high - low) if high > low else 0.5
-
-    def ticks(self) -> list[tuple[float, str]]:
-        """Places and texts of five ticks."""
-        found = {}
-        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-            if self.log:
-                value = self.low * (self.high / self.low) ** share
-            else:
-                value = self.low + share * (self.high - self.low)
-            found[fmt_score(value)] = share if self.high > self.low else 0.5
-        return [(share, text) for text, share in found.items()]
-
-
-def _ticks(parameter: Parameter) -> list[tuple[float, str]]:
+def _ticks(parameter: Parameter, text: Callable[[Any], str] = fmt_value) -> list[tuple[float, str]]:
+    """Places and texts of a few ticks, at the ends and between them, or one for each choice."""
     if parameter.choices:
         return [(position(parameter, choice), choice) for choice in parameter.choices]
     low, high = parameter.ends
@@ -106,14 +78,16 @@ def _ticks(parameter: Parameter) -> list[tuple[float, str]]:
         values = list(range(low, int(high) + 1))
     else:
         values = [low + share * (high - low) for share in (0, 0.25, 0.5, 0.75, 1)]
-    return [(position(parameter, v), f"{v:.3g}" if isinstance(v, float) else str(v)) for v in values]
+    places = {text(value): position(parameter, value) for value in values}
+    return [(place, name) for name, place in places.items()]
 
 
 def _parallel(record: SweepRecord) -> Drawing:
     parameters, names = record.parameters, list(short_names(record).values())
     shown = _trials(record, ("finished", "stopped", "diverged", "failed", "crashed"))
     ceiling, above = _ceiling(record)
-    axis = _ScoreAxis(_scores(record, ("finished", "stopped")), ceiling)
+    lowest = min(_scores(record, ("finished", "stopped")))
+    axis = Parameter(name=f"validation {record.metric}", low=lowest, high=ceiling, log=wide((lowest, ceiling)))
     height = 4.4
     figure = new_canvas(height, min(9.0, max(7.2, 1.6 * (len(parameters) + 1))))
     ax = figure.subplots()
@@ -125,7 +99,7 @@ def _parallel(record: SweepRecord) -> Drawing:
         score = finite(trial.score)
         style: dict[str, Any] = {"color": _BAD, "lw": 1.0, "linestyle": ":", "alpha": 0.9}
         if score is not None:
-            place = axis.place(score)
+            place = position(axis, min(score, ceiling))
             style = {"color": colours(0.85 * place), "lw": 1.2, "alpha": 0.85}
             if trial.status == "stopped":
                 style |= {"lw": 0.8, "alpha": 0.7, "linestyle": "--"}
@@ -136,7 +110,7 @@ def _parallel(record: SweepRecord) -> Drawing:
             style = {"color": _BEST, "lw": 2.6, "marker": "o", "ms": 5, "zorder": 5}
         ax.plot(ends, ys, **style)
     for x, (name, ticks) in enumerate(
-        zip([*names, f"validation {record.metric}"], [*map(_ticks, parameters), axis.ticks()], strict=True)
+        zip([*names, axis.name], [*map(_ticks, parameters), _ticks(axis, fmt_score)], strict=True)
     ):
         ax.axvline(x, ymin=0.0, color="#444444", lw=0.9, zorder=3)
         for place, (_, text) in zip(spread([t[0] for t in ticks], 0.055), ticks, strict=True):

@@ -16,11 +16,10 @@ from structattn.studies.data.splits import SPLITS, DataSplit
 Floats = npt.NDArray[np.float64]
 Times = npt.NDArray[np.datetime64]
 
-_BEYOND = 1e4
-_LARGEST = 1e18
-_SMALLEST = 1e-18
-_ROUNDING = 1e-12
-_ETT_HOURS = (8640, 11520, 14400)
+_BEYOND = 1e4  # times further from the median than the others: a failed sensor, or a mark of a missing value
+_LARGEST, _SMALLEST = 1e18, 1e-18  # numbers whose squares float32 holds
+_ROUNDING = 1e-12  # of the largest value
+_ETT_HOURS = (8640, 11520, 14400)  # the ends of its splits
 _DAY = 86_400_000_000  # microseconds
 _SEASONS = {"1 day": 7, "1 business day": 5, "1 month": 12, "3 months": 4}
 _ETT_STEPS = {"1 hour": 1, "15 minutes": 4}  # rows per hour

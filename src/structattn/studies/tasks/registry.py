@@ -50,9 +50,8 @@ def register_task(name: str, package: str) -> None:
         raise ConfigError(f"the task {name!r} is that of {TASKS[name]}: choose another name for the task of {package}")
 
 
-for _point in entry_points(
-    group="structattn.tasks"
-):  # of installed packages, which are imported at the first use of the task
+# Those of installed packages, which are imported at the first use of the task.
+for _point in entry_points(group="structattn.tasks"):
     try:
         register_task(_point.name, _point.value)
     except ConfigError as _error:

@@ -20,15 +20,14 @@ from structattn.files import absolute
 from structattn.progress import counted
 from structattn.seeds import derive_seed, generator, seeded
 from structattn.studies.data.series import TimeSeries, WindowedSeries
-from structattn.studies.data.series_file import read_series
+from structattn.studies.data.series_file import read_columns
 from structattn.studies.tasks.base import Baseline, Batch, DataOption, Split, Task, on_device_of
 from structattn.studies.tasks.chronos.kernel_synth import kernel_synth
 from structattn.studies.tasks.chronos.model import ChronosForecaster, integration
 from structattn.studies.tasks.chronos.scores import QUANTILES, forecast_scores, seasonal_forecast
 
 _NONE = -100  # a label that is not scored
-_TARGET = "OT"
-_LOADS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL")
+_COLUMNS = "OT,HUFL,HULL,MUFL,MULL,LUFL,LULL"  # of ETTh1: the oil temperature, and the load channels
 _LARGEST = 2**24  # of every size: far beyond any use, and nothing runs out of time before it is named
 
 
@@ -88,8 +87,8 @@ class ChronosConfig:
 @functools.cache
 def _etth1() -> tuple[TimeSeries, Tensor]:
     """The oil temperature of the packaged ETTh1, and its load channels, (6, rows): read once for all tasks of a process."""
-    columns = [read_series(None, "date", name) for name in (_TARGET, *_LOADS)]
-    return columns[0], torch.stack([torch.from_numpy(series.values).float() for series in columns[1:]])
+    target, *loads = read_columns(None, "date", _COLUMNS)
+    return target, torch.stack([torch.from_numpy(series.values).float() for series in loads])
 
 
 class ChronosTask(Task):

@@ -73,8 +73,8 @@ def forecast_baselines(data: WindowedSeries, season: int | None) -> list[Baselin
 
     Args:
         data: the windows.
-        season: steps of one season, such as 24 for hourly data with a daily rhythm. The seasonal row is left
-            out when the look-back is shorter than that, or without a season.
+        season: steps of one season, such as 24 for hourly data with a daily rhythm. Its row is left out without one, and where the look-back
+            is shorter.
 
     Returns:
         One row for each method, with ``error_by_lead`` in its details: the mean squared error (scaled) of each step ahead.
@@ -84,22 +84,18 @@ def forecast_baselines(data: WindowedSeries, season: int | None) -> list[Baselin
     """
     if season is not None and season < 1:
         raise ConfigError(f"expected a season of at least 1 step, got {season}. For hourly data a day is 24.")
-    lead = torch.arange(data.horizon)
-
-    def last(X: Tensor) -> Tensor:
-        return X[:, -1:].expand(-1, data.horizon)
-
-    rows = [_score("last value", last, data, "repeats the last value of the look-back")]
+    last = "repeats the last value of the look-back"
+    rows = [_score("last value", lambda X: X[:, -1:].expand(-1, data.horizon), data, last)]
     if season is not None and data.look_back >= season:
         note = f"repeats the last {season} values of the look-back"
-        positions = data.look_back - season + lead % season
+        positions = data.look_back - season + torch.arange(data.horizon) % season
         rows.append(_score(f"seasonal ({season} steps)", lambda X: X[:, positions], data, note))
     weights, penalty = _fit_ridge(data)
     note = (
         "linear from the look-back to each step ahead, both minus the last value, with an intercept; closed "
         f"form on the training windows, penalty {penalty:g} chosen on the validation split"
     )
-    rows.append(_score("ridge regression", lambda X: _predict(weights, X), data, note))
+    rows.append(_score("ridge regression", lambda X: _features(X) @ weights + X[:, -1:], data, note))
     return rows
 
 
@@ -125,10 +121,6 @@ def _windows(data: WindowedSeries, split: DataSplit, text: str) -> Iterator[tupl
 
 def _features(X: Tensor) -> Tensor:
     return torch.cat([X - X[:, -1:], X.new_ones(len(X), 1)], 1)
-
-
-def _predict(weights: Tensor, X: Tensor) -> Tensor:
-    return _features(X) @ weights + X[:, -1:]
 
 
 def _fit_ridge(data: WindowedSeries) -> tuple[Tensor, float]:

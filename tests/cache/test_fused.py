@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import structattn as sa
-from structattn.cache import fused
+from structattn.cache import attend
 from structattn.errors import BackendUnavailableError
 from structattn.testing.tolerances import FORWARD, relative_error
 
@@ -39,8 +39,8 @@ def test_fused_steps_are_the_definition(monkeypatch, layout, window, padding) ->
         *(x.double() for x in (q, k, v)), form, window=window, left_padding=left, backend="reference"
     )
     calls = []
-    real = fused.attention
-    monkeypatch.setattr(fused, "attention", lambda *args: calls.append(1) or real(*args))
+    real = attend.fused_attention
+    monkeypatch.setattr(attend, "fused_attention", lambda *args: calls.append(1) or real(*args))
     cache = sa.LevelCache(form, window=window, left_padding=padding, max_length=40)
     cache.append(k[:, :, :30], v[:, :, :30])
     sizes, first, outs = [1, 1, 5, 3], 30, []

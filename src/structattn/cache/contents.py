@@ -16,14 +16,14 @@ from structattn.cache.levels import Level, Softmax, softmaxes_of, value_levels, 
 from structattn.cache.store import TEXT_PAGE_SIZE, Store
 from structattn.cache.undo import Before
 from structattn.errors import CacheError, ConfigError, ShapeError
-from structattn.layout.checks import check_sum
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
+from structattn.ops.checks import check_layout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class TokenShape:
     """What the first tokens fixed: batch size, (heads, dimension) of keys and values, dtype and device."""
 
     batch: int
@@ -64,7 +64,7 @@ class Contents:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: TokenShape,
         *,
         layout: Layout | None,
         window: int | None,
@@ -74,7 +74,12 @@ class Contents:
         latent: Latent | None,
         text: TextLayout | None = None,
     ) -> None:
-        _check_layout(shape, layout, latent)
+        if padding is not None and len(padding) != shape.batch:
+            raise ShapeError(
+                f"left_padding has {len(padding)} rows, but the tokens have {shape.batch}: they need to be equal"
+            )
+        if layout is not None:
+            check_layout(layout, None if latent else shape.keys[1], shape.values[1], shape.batch)
         self.shape = shape
         self.layout = layout
         self.window = window
@@ -208,6 +213,47 @@ class Contents:
                 store.pages = store.pages[:pages]
         self.length, self.before = self.before.length, None
 
+    def crop(self, length: int) -> None:
+        """Forgets all tokens but the first ``length``; see ``LevelCache.crop``."""
+        self.check_crop(length)
+        for store, _ in self.stores():
+            store.oldest = [max(0, min(length - pad, store.oldest[row])) for row, _, pad in self.rows]
+        self.length = length
+        if self.text is not None and isinstance(self.layout, LevelLayout) and self.layout.boundaries is not None:
+            pads = self.padding or (0,) * len(self.layout.boundaries)
+            cut = tuple(
+                tuple(tuple(start for start in starts if start < max(1, length - pad)) for starts in levels)
+                for levels, pad in zip(self.layout.boundaries, pads, strict=False)
+            )
+            self.layout = replace(self.layout, boundaries=cut)
+            self.set_levels()
+
+    def check_crop(self, length: int) -> None:
+        """Raises what ``crop`` would raise, and changes nothing."""
+        for level, needed, oldest in self._lost(length):
+            shortest = self.length  # from there on every crop works
+            while shortest > 1 and not any(self._lost(shortest - 1)):
+                shortest -= 1
+            raise CacheError(
+                f"cannot crop from {self.length} to {length} tokens: level {level.number} would need the positions from "
+                f"{needed} on, and keeps those from {oldest} on; crop to a length of at least {shortest}, or reset() and "
+                "start again"
+            )
+
+    def _lost(self, length: int) -> Iterator[tuple[Level, int, int]]:
+        """(level, first position that the token after ``length`` tokens may need, oldest kept) where it is kept no longer."""
+        for store, level in self.stores():
+            # A word begins with its own token: the next one may belong to the last word.
+            may_go_on = self.text is not None and level.number > 1 and self.text.units[level.number - 2] == "word"
+            for row, _, pad in self.rows:
+                following = length - pad
+                needed = level.first_needed(following, row)
+                if may_go_on and needed >= following >= 1:
+                    needed = level.first_needed(following - 1, row)
+                needed = max(0, needed)
+                if needed < following and store.oldest[row] > needed:
+                    yield level, needed, store.oldest[row]
+
     def runs(self, count: int) -> list[tuple[int, int]]:
         """New tokens in runs that lie in one block of every level; single ones with a window, whose rings forget."""
         if count == 1:
@@ -276,15 +322,3 @@ class Contents:
             if not was_uniform:
                 store.oldest = [store.oldest[row] for row in rows[: 1 if self.is_uniform else None]]
         self.set_levels()
-
-
-def _check_layout(shape: Shape, layout: Layout | None, latent: Latent | None) -> None:
-    if layout is not None and latent is None:
-        check_sum("the ranks of the layout", layout.ranks, shape.keys[1], "the head dimension", ShapeError)
-    value_ranks = layout.value_ranks if isinstance(layout, LevelLayout) else None
-    if value_ranks is not None:
-        check_sum("the value_ranks of the layout", value_ranks, shape.values[1], "the value dimension", ShapeError)
-    if isinstance(layout, LevelLayout) and layout.num_rows not in (None, shape.batch):
-        raise ShapeError(
-            f"boundaries per row need one entry per batch row: expected {shape.batch}, got {layout.num_rows}"
-        )

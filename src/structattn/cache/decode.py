@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,32 +50,24 @@ class KeyValueView:
         return self.factors_by_scale[key]
 
 
-class _Target(Protocol):
-    """Which columns of the scores the positions of a span of a page are."""
-
-    def add(self, total: Tensor, value: Tensor) -> None:
-        """Adds (B, G, M, n) to the columns of (B, G, M, N)."""
-
-    def take(self, x: Tensor) -> Tensor:
-        """Their columns of (B, G, M, N)."""
-
-
 @dataclass(frozen=True)
 class _Slice:
-    """The same columns for all rows."""
+    """The columns of the scores that a span of a page holds, the same for all rows."""
 
     columns: slice
 
     def add(self, total: Tensor, value: Tensor) -> None:
+        """Adds (B, G, M, n) to these columns of (B, G, M, N)."""
         total[..., self.columns] += value
 
     def take(self, x: Tensor) -> Tensor:
+        """These columns of (B, G, M, N)."""
         return x[..., self.columns]
 
 
 @dataclass(frozen=True)
 class _Scattered:
-    """Other columns for each row: index (B, n), and which slots count."""
+    """As ``_Slice``, with other columns for each row: index (B, n), and which slots count."""
 
     index: Tensor
     counts: Tensor
@@ -104,7 +95,7 @@ class _Columns:
 
     def spans(
         self, stores: Sequence[Store], level: Level, shared: int | None = None
-    ) -> Iterator[tuple[list[Tensor], _Target]]:
+    ) -> Iterator[tuple[list[Tensor], _Slice | _Scattered]]:
         """The pages of stores of one level, (B, G, d, n) of each, and the columns of their positions.
 
         Args:

@@ -103,10 +103,6 @@ class LayerCaches(Sequence[LevelCache], CacheRows):
         """See ``LevelCache``."""
         return self._layers[0].left_padding
 
-    def positions(self, count: int) -> Tensor:
-        """See ``LevelCache.positions``."""
-        return self._layers[0].positions(count)
-
     def reset(self) -> None:
         """Forgets all tokens; see ``LevelCache.reset``."""
         for layer in self._layers:

@@ -14,17 +14,14 @@ from torch import Tensor
 from structattn.cache import files
 from structattn.cache.append import append
 from structattn.cache.attend import attend
-from structattn.cache.contents import Contents, Shape
-from structattn.cache.crop import check_crop, crop
+from structattn.cache.contents import Contents, TokenShape
 from structattn.cache.latent import Latent, alike
 from structattn.cache.rows import CacheRows
 from structattn.cache.store import PAGE_SIZE
 from structattn.cache.tokens import check_layout_of_call, checked_padding, checked_shape
 from structattn.checks import (
     MAX_LENGTH,
-    MAX_SIZE,
     check_choice,
-    check_int,
     check_scale,
     check_size,
     check_tensor,
@@ -36,9 +33,10 @@ from structattn.errors import CacheError, ConfigError, ShapeError
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
-from structattn.memory import check_memory
 from structattn.ops import Backend
 from structattn.ops.checks import autocasted
+
+_SAVED = ("window", "max_length", "page_size", "left_padding")  # options that a file holds
 
 
 class LevelCache(CacheRows):
@@ -60,6 +58,9 @@ class LevelCache(CacheRows):
         left_padding: (B,) ints, leading tokens of each row that are padding. Default ``None``.
         latent: makes keys from a hidden state that all heads share; then ``attend`` is given that state in place of
             keys, and it is what is kept. Default ``None``. See ``Attention.new_cache``.
+
+    Attributes:
+        layout: where rows have segments of their own, in the order of the rows that there are now.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -96,7 +97,7 @@ class LevelCache(CacheRows):
         if window is not None and isinstance(layout, GlobalWindowLayout):
             raise ConfigError("a global-window layout has its own window: leave window at None")
         self.text = layout if isinstance(layout, TextLayout) else None
-        self._layout: Layout | None = layout.bound if isinstance(layout, TextLayout) else layout
+        self.layout: Layout | None = layout.bound if isinstance(layout, TextLayout) else layout
         self.window = window
         self.max_length = max_length
         self.page_size = page_size
@@ -114,11 +115,6 @@ class LevelCache(CacheRows):
         return copy.deepcopy(self)  # two caches that share memory would write over each other's tokens
 
     @property
-    def layout(self) -> Layout | None:
-        """The layout; where rows have segments of their own, in the order of the rows that there are now."""
-        return self._layout
-
-    @property
     def length(self) -> int:
         """Tokens so far, padding included."""
         return 0 if self._contents is None else self._contents.length
@@ -130,7 +126,7 @@ class LevelCache(CacheRows):
             return self._contents.shape.batch
         if self._padding is not None:
             return len(self._padding)
-        return self._layout.num_rows if isinstance(self._layout, LevelLayout) else None
+        return self.layout.num_rows if isinstance(self.layout, LevelLayout) else None
 
     @property
     def left_padding(self) -> tuple[int, ...] | None:
@@ -158,24 +154,8 @@ class LevelCache(CacheRows):
         return "key features" if self.latent is None else "hidden state"
 
     def __repr__(self) -> str:
-        return (
-            f"LevelCache(length={self.length}, nbytes={self.nbytes:,}, keeps={self.keeps!r}, layout={self.layout}, "
-            f"window={self.window})"
-        )
-
-    def positions(self, count: int) -> Tensor:
-        """The positions of the next tokens in their sequences, counted from the first real token.
-
-        Args:
-            count: how many.
-
-        Returns:
-            int64 (count,), or (B, count) with left padding, negative in the padding.
-        """
-        check_int("count", count, minimum=0, maximum=MAX_SIZE)
-        check_memory(f"{count} positions", count * (self.batch_size or 1), torch.int64)
-        steps = torch.arange(self.length, self.length + count)
-        return steps if self._padding is None else steps - torch.tensor(self._padding)[:, None]
+        facts = f"length={self.length}, nbytes={self.nbytes:,}, keeps={self.keeps!r}"
+        return f"LevelCache({facts}, layout={self.layout}, window={self.window})"
 
     def attend(
         self,
@@ -238,7 +218,7 @@ class LevelCache(CacheRows):
         self._before = None
         if self._contents is not None:
             self._contents.mark()
-        self._before = (self._contents, self._layout)
+        self._before = (self._contents, self.layout)
 
     def undo(self) -> None:
         """Takes back the tokens of the last ``attend`` or ``append``, as if they had not come: blocks that they left are there again.
@@ -253,14 +233,13 @@ class LevelCache(CacheRows):
         contents, layout = self._before
         if contents is not None:
             contents.take_back()
-        self._contents, self._layout, self._before = contents, layout, None
+        self._contents, self.layout, self._before = contents, layout, None
 
     def bind(self, layer: object) -> None:
         """Makes this the cache of one layer, from its first use on; a copy, or a cache that was loaded, has no layer yet.
 
-        Args:
-            layer: the module. It is not kept alive. Where the cache keeps hidden states, keys are made by its attribute ``latent``:
-                what a copy of a cache has still uses the weights of the original.
+        The layer is not kept alive. Where the cache keeps hidden states, keys are made by its attribute ``latent``: a copy of the
+        cache still uses the weights of the original.
 
         Raises:
             ConfigError: it is the cache of another layer.
@@ -293,12 +272,8 @@ class LevelCache(CacheRows):
         found = checked_shape(q, k, v, self.latent)
         check_layout_of_call(layout, self.text, self.layout, found.batch)
         if layout is not None:
-            self._layout = layout
+            self.layout = layout
         if self._contents is None:
-            if self._padding is not None and len(self._padding) != found.batch:
-                raise ShapeError(
-                    f"left_padding has {len(self._padding)} rows, but the tokens have {found.batch}: they need to be equal"
-                )
             self._contents = self._empty(found)
         elif found != self._contents.shape:
             raise ShapeError(
@@ -308,10 +283,10 @@ class LevelCache(CacheRows):
             self._contents.set_layout(layout)
         return self._contents
 
-    def _empty(self, shape: Shape) -> Contents:
+    def _empty(self, shape: TokenShape) -> Contents:
         return Contents(
             shape,
-            layout=self._layout,
+            layout=self.layout,
             window=self.window,
             max_length=self.max_length,
             page_size=self.page_size,
@@ -329,19 +304,16 @@ class LevelCache(CacheRows):
     def crop(self, length: int) -> None:
         """Forgets all tokens but the first ``length``.
 
-        Args:
-            length: at most ``self.length``.
-
         Raises:
-            ConfigError: ``length`` is negative or more than there are.
+            ConfigError: ``length`` is negative or more than ``self.length``.
             CacheError: the next token would share a level with keys that are no longer kept: those of an earlier block,
                 or beyond the window. Nothing is changed then.
         """
         self.check_crop(length)
         self._before = None
         if self._contents is not None:
-            crop(self._contents, length)
-            self._layout = self._contents.layout
+            self._contents.crop(length)
+            self.layout = self._contents.layout
 
     def check_crop(self, length: int) -> None:
         """Raises what ``crop`` would raise, and changes nothing."""
@@ -350,19 +322,19 @@ class LevelCache(CacheRows):
                 f"crop takes a length from 0 to {self.length}, the tokens there are; got {describe(length)}"
             )
         if self._contents is not None:
-            check_crop(self._contents, length)
+            self._contents.check_crop(length)
 
     def _take_rows(self, indices: Tensor) -> None:
         self._before = None
         if self._contents is not None:
             self._contents.select(indices)
-            self._padding, self._layout = self._contents.padding, self._contents.layout
+            self._padding, self.layout = self._contents.padding, self._contents.layout
             return
         rows = indices.tolist()
         if self._padding is not None:
             self._padding = tuple(self._padding[row] for row in rows)
-        if isinstance(self._layout, LevelLayout):
-            self._layout = self._layout.select_rows(rows)
+        if isinstance(self.layout, LevelLayout):
+            self.layout = self.layout.select_rows(rows)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Plain data and tensors from which ``from_state`` makes an equal cache; the layout is not among them.
@@ -373,14 +345,8 @@ class LevelCache(CacheRows):
         if self._contents is None or not self.length:
             raise CacheError("an empty cache has nothing to save: decode first")
         own, tensors = self._contents.state()
-        plain = {
-            "window": self.window,
-            "max_length": self.max_length,
-            "page_size": self.page_size,
-            "left_padding": self._padding,
-            "keeps": self.keeps,
-            "text": None if self.text is None else self.text.units,
-        }
+        plain = {name: getattr(self, name) for name in (*_SAVED, "keeps")}
+        plain["text"] = None if self.text is None else self.text.units
         return plain | own, tensors
 
     @classmethod
@@ -396,16 +362,9 @@ class LevelCache(CacheRows):
         text = None
         if plain.get("text") is not None and isinstance(layout, LevelLayout):
             text = TextLayout(layout.ranks, tuple(plain["text"]), layout.scaling, layout.value_ranks)
-        cache = cls(
-            text or layout,
-            window=plain["window"],
-            max_length=plain["max_length"],
-            page_size=plain["page_size"],
-            left_padding=plain["left_padding"],
-            latent=latent,
-        )
-        cache._layout = layout  # with its segments
-        cache._contents = cache._empty(Shape.of_state(plain, tensors))
+        cache = cls(text or layout, latent=latent, **{name: plain[name] for name in _SAVED})
+        cache.layout = layout  # with its segments
+        cache._contents = cache._empty(TokenShape.of_state(plain, tensors))
         cache._contents.restore(plain, tensors)
         return cache
 
@@ -436,5 +395,5 @@ class LevelCache(CacheRows):
         layers, _ = files.load(path, device)
         if len(layers) != 1:
             raise ConfigError(f"{path} holds the caches of {len(layers)} layers: read it with LayerCaches.load")
-        (state, layout) = layers[0]
+        state, layout = layers[0]
         return cls.from_state(*state, layout, latent)

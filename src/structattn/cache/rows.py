@@ -1,4 +1,4 @@
-"""Moving the rows of a batch, as beam search does: every way is a selection of rows."""
+"""What the cache of a layer and those of a model share: positions of the next tokens, and moving rows, as beam search does."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from structattn.checks import INT_DTYPES, check_size, check_tensor
+from structattn.checks import INT_DTYPES, MAX_SIZE, check_int, check_size, check_tensor
 from structattn.errors import ShapeError
 from structattn.memory import check_memory
 
 
 class CacheRows(ABC):
-    """The rows of a cache; a class says what it keeps of them, and how it takes some of them."""
+    """The rows of a cache; a class says what it keeps of them, and how it takes some of them: every move is a selection."""
 
     @property
     @abstractmethod
     def batch_size(self) -> int | None:
         """B; ``None`` while it is not known."""
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Tokens so far, padding included."""
+
+    @property
+    @abstractmethod
+    def left_padding(self) -> tuple[int, ...] | None:
+        """Leading tokens of each row that are padding; ``None`` without padding."""
 
     @property
     @abstractmethod
@@ -28,6 +38,17 @@ class CacheRows(ABC):
     @abstractmethod
     def _take_rows(self, indices: Tensor) -> None:
         """Row b becomes row ``indices[b]``, which is known to be there."""
+
+    def positions(self, count: int) -> Tensor:
+        """The positions of the next tokens in their sequences, counted from the first real token.
+
+        Returns:
+            int64 (count,), or (B, count) with left padding, negative in the padding.
+        """
+        check_int("count", count, minimum=0, maximum=MAX_SIZE)
+        check_memory(f"{count} positions", count * (self.batch_size or 1), torch.int64)
+        steps = torch.arange(self.length, self.length + count)
+        return steps if self.left_padding is None else steps - torch.tensor(self.left_padding)[:, None]
 
     def select(self, indices: Tensor) -> None:
         """Keeps rows ``indices``, in that order; a row may be taken several times.

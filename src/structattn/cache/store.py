@@ -18,7 +18,7 @@ TEXT_PAGE_SIZE = 256  # of a paragraph, line or word, whose lengths are not know
 _ALIGNMENT = 16
 
 
-class Span(NamedTuple):
+class PageSpan(NamedTuple):
     """Positions of a range that lie side by side in one page.
 
     Attributes:
@@ -131,11 +131,11 @@ class Store:
         """The slot of a position whose block starts at ``start``."""
         return position - start if self.ring is None else position % self.ring
 
-    def spans(self, first: int, end: int, start: int) -> Iterator[Span]:
+    def spans(self, first: int, end: int, start: int) -> Iterator[PageSpan]:
         """The positions first ... end - 1 of the block that starts at ``start``, as they lie in the pages."""
         if len(self._pages) == 1 and self.ring is None:
             if end > first:
-                yield Span(0, end - first, *self._pages[0], first - start)
+                yield PageSpan(0, end - first, *self._pages[0], first - start)
             return
         position, low, number = first, 0, 0
         while position < end:
@@ -150,7 +150,7 @@ class Store:
             count = min(end - position, low + size - slot)
             if self.ring is not None:
                 count = min(count, self.ring - slot)
-            yield Span(position - first, count, page, flat, slot - low)
+            yield PageSpan(position - first, count, page, flat, slot - low)
             position += count
 
     def write(self, x: Tensor, rows: slice, first: int, start: int) -> None:

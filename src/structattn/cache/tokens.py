@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from structattn.cache.contents import Shape
+from structattn.cache.contents import TokenShape
 from structattn.cache.latent import Latent
 from structattn.checks import MAX_LENGTH, check_int_tensor, check_tensor, describe, is_int
 from structattn.errors import ConfigError, ShapeError
@@ -16,7 +16,7 @@ from structattn.layout.text import TextLayout
 from structattn.ops.checks import taken_dtype
 
 
-def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None) -> Shape:
+def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None) -> TokenShape:
     """What new tokens need of a cache.
 
     Args:
@@ -46,7 +46,7 @@ def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None)
         raise ShapeError(
             f"a cache that keeps hidden states is given those in place of keys, (batch, 1, length, E), got {tuple(k.shape)}"
         )
-    return Shape(
+    return TokenShape(
         batch=k.shape[0],
         keys=(k.shape[1], k.shape[3]),
         values=(v.shape[1], v.shape[3]),

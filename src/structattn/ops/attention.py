@@ -108,7 +108,10 @@ def _read(
     if cu_seqlens is not None or left_padding is not None:
         cu_seqlens, left_padding = checked_sequences(q, k, cu_seqlens, left_padding)
     if layout is not None:
-        check_layout(q, v, layout, cu_seqlens)
+        if cu_seqlens is None:
+            check_layout(layout, q.shape[3], v.shape[3], q.shape[0])
+        else:
+            check_layout(layout, q.shape[3], v.shape[3], cu_seqlens.shape[0] - 1, "packed sequence")
     call = Call(
         layout=layout if isinstance(layout, LevelLayout) else _plain(q.shape[3]),
         is_causal=is_causal,

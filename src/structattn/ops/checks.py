@@ -201,18 +201,19 @@ def _(info: Any, in_dims: tuple[int | None, ...], lengths: Tensor, name: str, nu
     return torch.stack([checked_lengths(row, name, num_keys) for row in rows]), 0
 
 
-def check_layout(q: Tensor, v: Tensor, layout: Layout, cu_seqlens: Tensor | None) -> None:
-    """Raises ``ShapeError`` unless ranks, value ranks and per-row boundaries fit the tensors."""
-    check_sum("the ranks of the layout", layout.ranks, q.shape[3], "the head dimension", ShapeError)
+def check_layout(
+    layout: Layout, head_dim: int | None, value_dim: int, num_rows: int, row_name: str = "batch row"
+) -> None:
+    """Raises ``ShapeError`` unless ranks, value ranks and per-row boundaries fit; ``head_dim`` is ``None`` where it is not known."""
+    if head_dim is not None:
+        check_sum("the ranks of the layout", layout.ranks, head_dim, "the head dimension", ShapeError)
     if isinstance(layout, GlobalWindowLayout):
         return
     if layout.value_ranks is not None:
-        check_sum("the value_ranks of the layout", layout.value_ranks, v.shape[3], "the value dimension", ShapeError)
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if layout.num_rows is not None and layout.num_rows != rows:
-        what = "batch row" if cu_seqlens is None else "packed sequence"
+        check_sum("the value_ranks of the layout", layout.value_ranks, value_dim, "the value dimension", ShapeError)
+    if layout.num_rows is not None and layout.num_rows != num_rows:
         raise ShapeError(
-            f"a layout with boundaries per row needs one entry per {what}: expected {rows}, got {layout.num_rows}"
+            f"a layout with boundaries per row needs one entry per {row_name}: expected {num_rows}, got {layout.num_rows}"
         )
 
 

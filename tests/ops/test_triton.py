@@ -26,7 +26,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 tl = pytest.importorskip("triton.language", reason="triton is not installed")
 
 from structattn.ops.triton import attention as triton_attention  # noqa: E402
-from structattn.ops.triton.config import INTERPRETED, Config  # noqa: E402
+from structattn.ops.triton.config import INTERPRETED, KernelConfig  # noqa: E402
 from structattn.ops.triton.plan import Tiles, make_plan  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -63,9 +63,9 @@ REASON = _why_skip()
 runs = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
-def _config(own: int = 16, walk: int = 16, **options: object) -> Config:
+def _config(own: int = 16, walk: int = 16, **options: object) -> KernelConfig:
     tiles = Tiles(own=own, walk=walk)
-    return Config(forward=tiles, grad_queries=tiles, grad_keys=tiles, decode=Tiles(own=16, walk=walk), **options)  # type: ignore[arg-type]
+    return KernelConfig(forward=tiles, grad_queries=tiles, grad_keys=tiles, decode=Tiles(own=16, walk=walk), **options)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Case:
     scale: float | None = None
     ends: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
-    config: Config | None = None
+    config: KernelConfig | None = None
     transposed: bool = False
     surrounded: bool = False  # by NaN in memory, which must not be read
 

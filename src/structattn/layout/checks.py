@@ -1,14 +1,15 @@
-"""The checks of layouts: rank lists, block sizes, segment boundaries."""
+"""The checks of layouts: rank lists, block sizes, segment boundaries, positions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
-from structattn.checks import MAX_LENGTH, MAX_SIZE, check_sizes, describe, is_int
-from structattn.errors import ConfigError, StructAttnError
+from structattn.checks import INT_DTYPES, MAX_LENGTH, MAX_SIZE, check_sizes, check_tensor, describe, is_int
+from structattn.errors import ConfigError, ShapeError, StructAttnError
 
 Boundaries = tuple[tuple[tuple[int, ...], ...], ...]  # rows x levels x starts of segments
 
@@ -82,3 +83,15 @@ def checked_boundaries(ranks: tuple[int, ...], boundaries: object) -> Boundaries
                 )
         rows.append(row)
     return tuple(rows)
+
+
+def checked_positions(name: str, value: object) -> Tensor:
+    """Positions as a tensor, from an int or an int tensor."""
+    if isinstance(value, Tensor) and value.dtype in INT_DTYPES:
+        check_tensor(name, value)
+        return value
+    if not is_int(value) or not -(2**62) <= value <= 2**62:  # type: ignore[operator]
+        raise ShapeError(
+            f"{name} must be a position, an int from -2**62 to 2**62 or a tensor of ints, got {describe(value)}"
+        )
+    return torch.tensor(value, device="cpu")

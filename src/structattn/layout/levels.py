@@ -17,19 +17,16 @@ import torch
 from torch import Tensor
 
 from structattn.checks import (
-    INT_DTYPES,
     MAX_LENGTH,
     check_bool,
     check_choice,
     check_int,
     check_scale,
     check_size,
-    check_tensor,
     describe,
-    is_int,
 )
 from structattn.errors import ConfigError, ShapeError
-from structattn.layout.checks import Boundaries, check_blocks, checked_boundaries, positive_ints
+from structattn.layout.checks import Boundaries, check_blocks, checked_boundaries, checked_positions, positive_ints
 
 Scaling = Literal["variance", "mup", "paper", "paper_sum"]
 MAX_COUNTED = 2**26  # positions whose visible pairs are counted one by one
@@ -235,9 +232,9 @@ class LevelLayout:
             int64 tensor of the shape of ``positions``: equal values are one block, within a row.
         """
         self._check_level(level)
-        positions = _positions("positions", positions)
+        positions = checked_positions("positions", positions)
         if isinstance(rows, Tensor):
-            rows = _positions("rows", rows)
+            rows = checked_positions("rows", rows)
         else:
             self._check_row(rows)
         if self.boundaries is None:
@@ -262,7 +259,7 @@ class LevelLayout:
         if self.boundaries is None:
             size = self.block_sizes[level - 1]
             return position // size * size
-        starts = self.boundaries[row if self.num_rows is not None else 0][level - 1]
+        starts = self._segment_starts(level, row)
         return starts[bisect_right(starts, position) - 1]
 
     def select_rows(self, rows: Sequence[int]) -> LevelLayout:
@@ -290,7 +287,7 @@ class LevelLayout:
             An int for ints, else an int64 tensor of the broadcast shape.
         """
         self._check_row(row)
-        a, b = _positions("i", i), _positions("j", j)
+        a, b = checked_positions("i", i), checked_positions("j", j)
         device = b.device if isinstance(j, Tensor) else a.device
         try:
             count = torch.ones(torch.broadcast_shapes(a.shape, b.shape), dtype=torch.int64, device=device)
@@ -307,7 +304,7 @@ class LevelLayout:
     def shared_rank(self, i: int | Tensor, j: int | Tensor, row: int = 0) -> int | Tensor:
         """R(i, j), the sum of the ranks of the levels that positions i and j share. Arguments as ``shared_levels``."""
         if isinstance(i, Tensor) or isinstance(j, Tensor):
-            levels = self.shared_levels(_positions("i", i), _positions("j", j), row)
+            levels = self.shared_levels(checked_positions("i", i), checked_positions("j", j), row)
             return torch.tensor(self.ranks, device=levels.device).cumsum(0)[levels - 1]
         return sum(self.ranks[: self.shared_levels(i, j, row)])
 
@@ -316,13 +313,11 @@ class LevelLayout:
         self._check_level(level)
         check_int("num_positions", num_positions, minimum=0, maximum=MAX_COUNTED)
         self._check_row(row)
-        if level == 1:
-            return (num_positions,)
-        if self.boundaries is None:
-            full, rest = divmod(num_positions, self.block_sizes[level - 1])
-            return (self.block_sizes[level - 1],) * full + ((rest,) if rest else ())
-        starts = self.boundaries[row if self.num_rows is not None else 0][level - 1]
-        return tuple(b - a for a, b in pairwise([*(start for start in starts if start < num_positions), num_positions]))
+        if level > 1 and self.boundaries is not None:
+            starts = [start for start in self._segment_starts(level, row) if start < num_positions]
+            return tuple(b - a for a, b in pairwise([*starts, num_positions]))
+        counts = self._length_counts(level, num_positions, row)
+        return tuple(length for length, n in counts.items() for _ in range(n))
 
     def _length_counts(self, level: int, num_positions: int, row: int) -> dict[int, int]:
         """How many blocks have each of the ``lengths``; equal blocks are not listed one by one."""
@@ -333,7 +328,12 @@ class LevelLayout:
         if self.boundaries is not None:
             return Counter(self.lengths(level, num_positions, row))
         full, rest = divmod(num_positions, self.block_sizes[level - 1])
-        return {length: n for length, n in ((rest, 1), (self.block_sizes[level - 1], full)) if length and n}
+        return {length: n for length, n in ((self.block_sizes[level - 1], full), (rest, 1)) if length and n}
+
+    def _segment_starts(self, level: int, row: int = 0) -> tuple[int, ...]:
+        """Where the segments of a level of a free partition start in a row."""
+        assert self.boundaries is not None
+        return self.boundaries[row if self.num_rows is not None else 0][level - 1]
 
     def _check_level(self, level: int) -> None:
         check_int("level", level, minimum=1, maximum=self.num_levels)
@@ -389,15 +389,3 @@ class LevelLayout:
     def _cache_size(self, ranks: tuple[int, ...], num_positions: int, row: int) -> int:
         longest = [max(self._length_counts(level, num_positions, row), default=0) for level in range(1, len(ranks) + 1)]
         return sum(rank * length for rank, length in zip(ranks, longest, strict=True))
-
-
-def _positions(name: str, value: object) -> Tensor:
-    """Positions as a tensor, from an int or an int tensor."""
-    if isinstance(value, Tensor) and value.dtype in INT_DTYPES:
-        check_tensor(name, value)
-        return value
-    if not is_int(value) or not -(2**62) <= value <= 2**62:  # type: ignore[operator]
-        raise ShapeError(
-            f"{name} must be a position, an int from -2**62 to 2**62 or a tensor of ints, got {describe(value)}"
-        )
-    return torch.tensor(value, device="cpu")

@@ -274,7 +274,7 @@ def _starts(
 
 
 @dataclass(frozen=True)
-class Step:
+class TextStep:
     """The next tokens of a text, as ``TextHistory`` sees them before it takes them.
 
     Attributes:
@@ -310,7 +310,7 @@ class TextHistory:
         """Tokens so far of all rows, without padding."""
         return sum(map(len, self.marks))
 
-    def step(self, tokens: Tensor, length: int) -> Step:
+    def step(self, tokens: Tensor, length: int) -> TextStep:
         """The segments that the next tokens (B, n) see, after ``length`` tokens, padding included. Nothing is changed.
 
         Cost: that of the new tokens, however many there were before.
@@ -340,9 +340,9 @@ class TextHistory:
             ends.append(tuple((of_unit[row] or (start,))[-1] for start, of_unit in zip(before, found, strict=True)))
         kept = (position >= 0).sum(1).tolist()
         marks = tuple(bytes(row[count - n :]) for row, n in zip(new.tolist(), kept, strict=True))
-        return Step(Segments(self.units, tuple(seen)), marks, tuple(ends))
+        return TextStep(Segments(self.units, tuple(seen)), marks, tuple(ends))
 
-    def take(self, step: Step) -> None:
+    def take(self, step: TextStep) -> None:
         """Adds the tokens of a step."""
         self._before = self.marks, self._current
         rows = self.marks or [b""] * len(step.marks)

@@ -44,7 +44,7 @@ def _any_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class BackendRow:
     """One backend.
 
     Attributes:
@@ -86,12 +86,14 @@ def _triton_backward(*arguments: Any, needs_bias: bool) -> tuple[Tensor, Tensor,
     return *triton.backward(*arguments), None
 
 
-TABLE: dict[str, Row] = {
-    "reference": Row(forward=derivatives.definition),
-    "scaled_dot_product_attention": Row(forward=sdpa.forward),
-    "small": Row(forward=small.forward),
-    "blocked": Row(forward=blocked.forward, backward=blocked.backward),
-    "triton": Row(forward=_triton_forward, backward=_triton_backward, why_not_here=_no_triton, why_not=_not_for_triton),
+TABLE: dict[str, BackendRow] = {
+    "reference": BackendRow(forward=derivatives.definition),
+    "scaled_dot_product_attention": BackendRow(forward=sdpa.forward),
+    "small": BackendRow(forward=small.forward),
+    "blocked": BackendRow(forward=blocked.forward, backward=blocked.backward),
+    "triton": BackendRow(
+        forward=_triton_forward, backward=_triton_backward, why_not_here=_no_triton, why_not=_not_for_triton
+    ),
 }
 
 

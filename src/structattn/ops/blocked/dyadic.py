@@ -21,7 +21,7 @@ _MaskKey = tuple[int, int, int]  # distance of the corner, rows, columns
 
 
 @dataclass(frozen=True)
-class Spans:
+class SpanFamily:
     """A family of spans of positions, all of one length.
 
     Attributes:
@@ -43,7 +43,7 @@ class Spans:
             total *= count
         return total
 
-    def inner(self, offset: int, count: int, stride: int, length: int) -> Spans:
+    def inner(self, offset: int, count: int, stride: int, length: int) -> SpanFamily:
         """In each member ``count`` spans of ``length``, the first at ``offset``, ``stride`` apart."""
         dims = [*self.dims, (count, stride)] if count > 1 else list(self.dims)
         merged: list[tuple[int, int]] = []
@@ -52,7 +52,7 @@ class Spans:
                 merged[-1] = (merged[-1][0] * n, step)
             else:
                 merged.append((n, step))
-        return Spans(self.start + offset, length, tuple(merged))
+        return SpanFamily(self.start + offset, length, tuple(merged))
 
     def strided(self, x: Tensor, origin: int, repeats: int) -> Tensor:
         """A view of all members in x: (N, *counts, length * repeats, d).
@@ -84,8 +84,8 @@ class DyadicBlock:
             lies in one block; then only its pairs that share exactly ``level`` levels count.
     """
 
-    rows: Spans
-    cols: Spans
+    rows: SpanFamily
+    cols: SpanFamily
     level: int
     is_diagonal: bool = False
 
@@ -123,11 +123,11 @@ class Geometry:
     def blocks(self) -> Iterator[DyadicBlock]:
         """All blocks; every visible pair is in exactly one of them (and in its mask)."""
         if self.first_query < 0 and not self.is_causal:  # queries before the first key share only level 1
-            early = Spans(self.first_query, -self.first_query)
-            yield DyadicBlock(early, Spans(0, self.num_keys), 1)
-        yield from self._inside(Spans(0, self.num_keys), 1)
+            early = SpanFamily(self.first_query, -self.first_query)
+            yield DyadicBlock(early, SpanFamily(0, self.num_keys), 1)
+        yield from self._inside(SpanFamily(0, self.num_keys), 1)
 
-    def _inside(self, spans: Spans, level: int) -> Iterator[DyadicBlock]:
+    def _inside(self, spans: SpanFamily, level: int) -> Iterator[DyadicBlock]:
         """The pairs inside the members of a family; each lies in one block of ``level`` and starts where that starts."""
         if spans.start + spans.length <= self.first_query and not spans.dims:
             return
@@ -146,7 +146,7 @@ class Geometry:
         if rest:
             yield from self._inside(spans.inner(full * unit, 1, 0, rest), level)
 
-    def _from_first_query(self, spans: Spans, count: int, stride: int, length: int) -> Iterator[Spans]:
+    def _from_first_query(self, spans: SpanFamily, count: int, stride: int, length: int) -> Iterator[SpanFamily]:
         """``spans.inner(0, count, stride, length)`` without what lies before the first query; the span that holds it is separate.
 
         A family of more than one member never holds the first query in its middle: that is what this is for.
@@ -158,7 +158,7 @@ class Geometry:
         if first < count:
             yield spans.inner(first * stride, count - first, stride, length)
 
-    def _between(self, spans: Spans, unit: int, level: int) -> Iterator[DyadicBlock]:
+    def _between(self, spans: SpanFamily, unit: int, level: int) -> Iterator[DyadicBlock]:
         """The pairs of different units of one member: halves against halves, from single units up to the whole."""
         width = unit
         while width < spans.length:
@@ -174,7 +174,7 @@ class Geometry:
                     yield from self._block(left, right, level)
             width *= 2
 
-    def _block(self, rows: Spans, cols: Spans, level: int) -> Iterator[DyadicBlock]:
+    def _block(self, rows: SpanFamily, cols: SpanFamily, level: int) -> Iterator[DyadicBlock]:
         """One block, without rows before the first query, and without what no window reaches."""
         cut = self.first_query - rows.start
         if cut > 0 and not rows.dims:
@@ -184,12 +184,12 @@ class Geometry:
         if rows.length > 0 and cols.length > 0:
             yield DyadicBlock(rows, cols, level)
 
-    def _within_reach(self, rows: Spans, cols: Spans) -> tuple[Spans, Spans]:
+    def _within_reach(self, rows: SpanFamily, cols: SpanFamily) -> tuple[SpanFamily, SpanFamily]:
         """The spans of rows and columns that hold a pair less than a window apart."""
         assert self.window is not None
         reach = self.window - 1
 
-        def near(spans: Spans, other: Spans) -> Spans:
+        def near(spans: SpanFamily, other: SpanFamily) -> SpanFamily:
             low = max(spans.start, other.start - reach)
             high = min(spans.start + spans.length, other.start + other.length + reach)
             return replace(spans, start=low, length=high - low)
@@ -197,7 +197,7 @@ class Geometry:
         near_rows = near(rows, cols)
         return near_rows, near(cols, near_rows) if near_rows.length > 0 else cols
 
-    def _diagonal(self, spans: Spans, level: int) -> Iterator[DyadicBlock]:
+    def _diagonal(self, spans: SpanFamily, level: int) -> Iterator[DyadicBlock]:
         sizes = (*self.layout.block_sizes, 0)
         for n in range(level, len(sizes)):
             # Pairs of exactly n levels lie in different blocks of level n + 1; there are none where it is as large.

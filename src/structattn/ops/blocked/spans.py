@@ -86,9 +86,14 @@ class SpanTiles:
             size = self.layout.block_sizes[level - 1]
             start = position // size * size
             return start, start + size
-        starts = self.layout.boundaries[sequence.row if self.layout.num_rows else 0][level - 1]
+        starts = self._starts(sequence, level)
         after = bisect_right(starts, position)
         return starts[after - 1] if after else position, starts[after] if after < len(starts) else sequence.num_keys
+
+    def _starts(self, sequence: SequenceSpan, level: int) -> tuple[int, ...]:
+        """Where the segments of a free partition start."""
+        assert self.layout.boundaries is not None
+        return self.layout.boundaries[sequence.row if self.layout.num_rows else 0][level - 1]
 
     def _boundaries(self, sequence: SequenceSpan, end: int) -> list[int]:
         """Where spans must end: at 0, and at the blocks of the deepest level whose blocks are long enough on average."""
@@ -102,8 +107,7 @@ class SpanTiles:
                     break
                 starts = set(range(-(-max(low, 0) // size) * size, end, size))
             else:
-                every = self.layout.boundaries[sequence.row if self.layout.num_rows else 0][level - 1]
-                starts = {start for start in every if low < start < end}
+                starts = {start for start in self._starts(sequence, level) if low < start < end}
                 if starts and (end - low) / len(starts) < SPAN // 2:
                     break
             found = cuts | starts

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from structattn.ops.call import Call
 from structattn.ops.triton.backward import gradient_kernel, row_kernel
-from structattn.ops.triton.config import SHARED_MEMORY, Config, default_config, no_room, shared_memory, why_not_on
+from structattn.ops.triton.config import SHARED_MEMORY, KernelConfig, default_config, no_room, shared_memory, why_not_on
 from structattn.ops.triton.decode import decode_kernel, merge, num_splits_for, partial_results
 from structattn.ops.triton.forward import forward_kernel
-from structattn.ops.triton.plan import Plan, Tiles, make_plan
+from structattn.ops.triton.plan import KernelPlan, Tiles, make_plan
 
 _DECODE_QUERIES = 16  # as many queries or fewer, over many more keys, are decoding
 _DECODE_ROWS = 64  # rows of a tile, being the queries of all heads that share a key
 
 
-def _config(q: Tensor, v: Tensor, call: Call, config: Config | None) -> Config:
+def _config(q: Tensor, v: Tensor, call: Call, config: KernelConfig | None) -> KernelConfig:
     config = config or default_config(call.layout, q.dtype, v.shape[3])
     if config is None:
         raise AssertionError("no tiles fit this call: why_not says so")
@@ -69,7 +69,7 @@ def _window(call: Call, num_queries: int, num_keys: int) -> int:
     return 0 if call.window is None else min(call.window, num_queries + num_keys)
 
 
-def _tile_map(plan: Plan, num_tiles: int, cu_seqlens: Tensor) -> Tensor:
+def _tile_map(plan: KernelPlan, num_tiles: int, cu_seqlens: Tensor) -> Tensor:
     """The sequence of each tile and its number therein, (2 * num_tiles,) int32; surplus tiles have sequence N.
 
     Computed on the device, so that the host need not wait for it.
@@ -82,7 +82,7 @@ def _tile_map(plan: Plan, num_tiles: int, cu_seqlens: Tensor) -> Tensor:
     return torch.cat((sequence, tiles - begins[sequence])).to(torch.int32)
 
 
-def _grid(plan: Plan, first: int, stop: int, cu_seqlens: Tensor | None) -> tuple[int, int, Tensor | None]:
+def _grid(plan: KernelPlan, first: int, stop: int, cu_seqlens: Tensor | None) -> tuple[int, int, Tensor | None]:
     """The number of own tiles for positions first ... stop, the anchor block of the first, and the map of packed ones."""
     if cu_seqlens is not None:
         num_tiles = (stop // plan.anchor + len(cu_seqlens) - 1) * plan.per_anchor
@@ -91,7 +91,7 @@ def _grid(plan: Plan, first: int, stop: int, cu_seqlens: Tensor | None) -> tuple
     return ((stop - 1) // plan.anchor - first_block + 1) * plan.per_anchor, first_block, None
 
 
-def _constants(plan: Plan, call: Call) -> dict[str, Any]:
+def _constants(plan: KernelPlan, call: Call) -> dict[str, Any]:
     """The constants of a forward or gradient kernel, beside its tiles."""
     return {
         "PLAN": plan.constants,
@@ -108,7 +108,7 @@ def _launch(tiles: Tiles) -> dict[str, int]:
     return {"OWN": tiles.own, "WALK": tiles.walk, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, config: Config) -> None:
+def _decode(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, config: KernelConfig) -> None:
     batch, num_heads, num_queries, _ = q.shape
     num_groups, num_keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
     heads_per_group = num_heads // num_groups
@@ -138,7 +138,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Cal
     merge(partial, partial_lse, out, lse)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: Config | None = None) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: KernelConfig | None = None) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; the arguments are those of ``structured_attention``, already checked.
 
     Args:
@@ -192,7 +192,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     call: Call,
-    config: Config | None = None,
+    config: KernelConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, in their dtypes.
 

@@ -10,7 +10,7 @@ from triton.runtime.jit import JITFunction
 
 from structattn.layout.levels import LevelLayout
 from structattn.ops.triton.forward import forward_kernel
-from structattn.ops.triton.plan import FAR, Plan, Tiles, make_plan
+from structattn.ops.triton.plan import FAR, KernelPlan, Tiles, make_plan
 
 INTERPRETED = not isinstance(forward_kernel, JITFunction)  # TRITON_INTERPRET=1 when the kernels were imported
 MAX_DIM = 256
@@ -19,7 +19,7 @@ SHARED_MEMORY = 99 * 1024  # bytes per block that consumer GPUs have too
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class KernelConfig:
     """The tiles of each kernel.
 
     Args:
@@ -39,17 +39,17 @@ class Config:
     decode_keys: int = 512
 
 
-def _config(*kernels: tuple[int, int, int, int]) -> Config:
+def _config(*kernels: tuple[int, int, int, int]) -> KernelConfig:
     forward, grad_queries, grad_keys, decode = (
         Tiles(own=own, walk=walk, num_warps=num_warps, num_stages=num_stages)
         for own, walk, num_warps, num_stages in kernels
     )
-    return Config(forward=forward, grad_queries=grad_queries, grad_keys=grad_keys, decode=decode)
+    return KernelConfig(forward=forward, grad_queries=grad_queries, grad_keys=grad_keys, decode=decode)
 
 
 # By element size in bytes and the larger of the head and value dimension, up to which the row holds: for the forward kernel,
 # the gradients of queries and of keys, and decoding, the own rows, the walked rows, the warps and the stages.
-_CONFIGS: tuple[tuple[int, int, Config], ...] = (
+_CONFIGS: tuple[tuple[int, int, KernelConfig], ...] = (
     (2, 64, _config((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (16, 64, 4, 3))),
     (2, 128, _config((128, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (16, 64, 4, 2))),
     (2, MAX_DIM, _config((64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 4, 2))),
@@ -87,7 +87,7 @@ def no_room(ranks: tuple[int, ...]) -> str:
     return f"the Triton kernels have no room for the many narrow levels {'|'.join(map(str, ranks))}"
 
 
-def shared_memory(plan: Plan, tiles: Tiles, itemsize: int, *, is_gradient: bool) -> int:
+def shared_memory(plan: KernelPlan, tiles: Tiles, itemsize: int, *, is_gradient: bool) -> int:
     """Bytes of shared memory per block: own tiles and the buffers of the pipeline, as measured on compiled kernels."""
     walk = tiles.num_stages * tiles.walk * (plan.key_width + plan.value_width)
     if is_gradient:
@@ -112,14 +112,14 @@ def _fitted(tiles: Tiles, layout: LevelLayout, value_dim: int, itemsize: int, *,
 
 
 @lru_cache(maxsize=1024)
-def default_config(layout: LevelLayout, dtype: torch.dtype, value_dim: int) -> Config | None:
+def default_config(layout: LevelLayout, dtype: torch.dtype, value_dim: int) -> KernelConfig | None:
     """The tiles for a layout and a dtype, or ``None`` where none fit; the smallest ones in Triton's interpreter.
 
     The interpreter has no use for large tiles, and small ones let it test boundaries on short sequences.
     """
     if INTERPRETED:
         tiny = Tiles(own=16, walk=16)
-        return Config(forward=tiny, grad_queries=tiny, grad_keys=tiny, decode=tiny)
+        return KernelConfig(forward=tiny, grad_queries=tiny, grad_keys=tiny, decode=tiny)
     for size, dim, config in _CONFIGS:
         if size == dtype.itemsize and max(layout.head_dim, value_dim) <= dim:
             fitted = {

@@ -25,7 +25,7 @@ import triton
 
 from structattn.layout.levels import LevelLayout
 
-Constants = tuple[Any, ...]  # ``Plan.constants``
+Constants = tuple[Any, ...]  # ``KernelPlan.constants``
 
 FAR = 2**30  # beyond every position
 _MIN_WIDTH = 16  # the least size of a matrix product on tensor cores
@@ -55,7 +55,7 @@ class Tiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class KernelPlan:
     """A layout as the constants of one kernel; level indices count from 0, the global level.
 
     Attributes:
@@ -110,7 +110,7 @@ def _used(subtiles: tuple[Subtile, ...], end: int) -> int:
 @lru_cache(maxsize=1024)
 def make_plan(
     layout: LevelLayout, scale: float | None, value_dim: int, tiles: Tiles, num_coarse: int | None = None
-) -> Plan:
+) -> KernelPlan:
     """The constants of a kernel for a layout.
 
     Args:
@@ -150,7 +150,7 @@ def make_plan(
     for counts, members in groupby(range(num_coarse), key=lambda n: used[n]):
         group = list(members)
         groups.append((group[0], group[-1], *counts))
-    return Plan(
+    return KernelPlan(
         constants=(
             sizes,
             tuple(per_count[n] * largest / math.log(2) for n in levels),

@@ -97,14 +97,14 @@ class Row(GridPosition):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaselineRow(GridPosition):
-    """A baseline, a method without attention, at a point of the grid.
+class Baseline:
+    """A method without attention.
 
     Attributes:
         name, note: of the method, and how it works.
         metrics: on the test split, by name.
         validation: the deciding metric on the validation split; ``None`` where the method has none.
-        details: data for the figures of the task.
+        details: data for the figures of the task: lists and numbers only, by the names that ``Task.details`` gives them.
     """
 
     name: str
@@ -112,6 +112,11 @@ class BaselineRow(GridPosition):
     note: str
     validation: float | None = None
     details: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineRow(GridPosition, Baseline):
+    """A baseline, a method without attention, at a point of the grid."""
 
 
 @dataclass(frozen=True)

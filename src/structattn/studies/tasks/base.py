@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from structattn.layout.text import TextLayout
 from structattn.models.language_model import LanguageModel
 from structattn.spec.layers import LayerSpecs
 from structattn.studies.data.corpus import Tokenizer
+from structattn.studies.records.comparison import Baseline as Baseline
 
 Batch = dict[str, Tensor]
 Split = Literal["validation", "test"]
@@ -25,25 +26,6 @@ def on_device_of(model: nn.Module, batch: Batch) -> Batch:
     """A batch on the device of a model."""
     device = next(model.parameters()).device
     return {name: value.to(device) for name, value in batch.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Baseline:
-    """A method without attention, in the same table.
-
-    Args:
-        name: of the method.
-        metrics: scores on the test split, metric name to value.
-        note: how it works.
-        validation: the deciding metric on the validation split, by which its settings can be chosen; ``None`` where it has none.
-        details: what the task's figures need (lists and numbers only), by the names that ``Task.details`` gives them.
-    """
-
-    name: str
-    metrics: dict[str, float]
-    note: str
-    validation: float | None = None
-    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,45 +38,6 @@ class TrainedModel:
     model: nn.Module
 
 
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """A context in which read errors mean that the run is damaged."""
-    try:
-        yield
-    except (CheckpointError, DataError):
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the run in {folder} is damaged: {error}; train it again") from error
-
-
-def _trained(folder: Path, found: FinishedRun, build: Callable[[str], M]) -> M:
-    """The model of a run with its weights, in eval mode.
-
-    Raises:
-        CheckpointError: its weights are not those of this model; a model that is too large takes no memory before.
-    """
-    record, most = found.record, sum(weight.numel() for weight in found.weights.values())
-    sizes = {name: size for name in _SIZES if isinstance(size := record.task_config.get(name), int)}
-    too_large = {name: size for name, size in sizes.items() if size > most}
-    if not too_large and sizes.get("num_layers", 1) * sizes.get("embed_dim", 1) > most:
-        too_large = {"num_layers": sizes["num_layers"]}
-    for name, size in too_large.items():
-        raise CheckpointError(
-            f"the run in {folder} is damaged: {name} = {size:,} in its run.json is too large for its weights, {most:,} numbers; train it again"
-        )
-    # The first runs did not record a parametrization: there was only the standard one.
-    spec = spec_for(record.spec, record.config.get("parametrization", "standard"))
-    with torch.device("meta"):
-        size = sum(tensor.numel() for tensor in build(spec).state_dict().values())
-    if size != most:
-        raise CheckpointError(
-            f"the run in {folder} is damaged: its run.json is of a model of {size:,} numbers, its weights are {most:,}; train it again"
-        )
-    model = build(spec)
-    model.load_state_dict(found.weights, strict=True)
-    return model.eval()
-
-
 def load_run(folder: Path, data_path: Path | None = None) -> TrainedModel:
     """The run that ``structattn train`` (or a comparison) finished in ``folder``.
 
@@ -144,3 +105,42 @@ def _text_model(folder: Path, record: RunRecord) -> TextModel:
             f"{folder} is a run of {record.task}, which is not a language model: train one with 'structattn train text'"
         )
     return found
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """A context in which read errors mean that the run is damaged."""
+    try:
+        yield
+    except (CheckpointError, DataError):
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the run in {folder} is damaged: {error}; train it again") from error
+
+
+def _trained(folder: Path, found: FinishedRun, build: Callable[[str], M]) -> M:
+    """The model of a run with its weights, in eval mode.
+
+    Raises:
+        CheckpointError: its weights are not those of this model; a model that is too large takes no memory before.
+    """
+    record, most = found.record, sum(weight.numel() for weight in found.weights.values())
+    sizes = {name: size for name in _SIZES if isinstance(size := record.task_config.get(name), int)}
+    too_large = {name: size for name, size in sizes.items() if size > most}
+    if not too_large and sizes.get("num_layers", 1) * sizes.get("embed_dim", 1) > most:
+        too_large = {"num_layers": sizes["num_layers"]}
+    for name, size in too_large.items():
+        raise CheckpointError(
+            f"the run in {folder} is damaged: {name} = {size:,} in its run.json is too large for its weights, {most:,} numbers; train it again"
+        )
+    # The first runs did not record a parametrization: there was only the standard one.
+    spec = spec_for(record.spec, record.config.get("parametrization", "standard"))
+    with torch.device("meta"):
+        size = sum(tensor.numel() for tensor in build(spec).state_dict().values())
+    if size != most:
+        raise CheckpointError(
+            f"the run in {folder} is damaged: its run.json is of a model of {size:,} numbers, its weights are {most:,}; train it again"
+        )
+    model = build(spec)
+    model.load_state_dict(found.weights, strict=True)
+    return model.eval()

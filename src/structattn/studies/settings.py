@@ -50,35 +50,19 @@ class Change:
         return f"{self.name}={self.text}"
 
 
-def convert(text: str, kind: Any, name: str) -> Any:
-    """The text as a value of the annotated type of a field; ``name`` is that of the field, for the error."""
-    try:
-        return _convert(text, kind, name)
-    except ConfigError as error:
-        raise error if str(error).startswith(name) else ConfigError(f"{name}: {error}") from None
+def apply_overrides(config: T, overrides: tuple[str, ...]) -> T:
+    """A copy of a nested frozen dataclass with every ``section.field=value`` applied; a later one wins.
+
+    Raises:
+        ConfigError: no such field (nearest named), a section instead of a field, a value of the wrong type, or values
+            that do not fit together.
+    """
+    return with_changes(config, [Change.parse(override) for override in overrides])
 
 
-def _convert(text: str, kind: Any, name: str) -> Any:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if type(None) in args and text.lower() == "none":
-            return None
-        return _convert(text, next(a for a in args if a is not type(None)), name)
-    if origin is typing.Literal:
-        return one_of("value", args)(text)
-    if origin is tuple:
-        parts = [part for part in split_list(text.removeprefix("(").removesuffix(")")) if part]
-        if args[-1] is not ... and len(parts) != len(args):
-            raise ConfigError(f"expected {len(args)} values, such as {','.join('1' for _ in args)}, got {quoted(text)}")
-        return tuple(_convert(part, args[0], name) for part in parts)
-    if kind is bool:
-        return flag(text.lower())
-    if kind in (int, float):
-        value = plain_number(text, kind)
-        if kind is int:
-            check_int(name, value, maximum=MAX_LENGTH)
-        return value
-    return kind(text)
+def with_changes(config: T, changes: Iterable[Change]) -> T:
+    """A copy with all changes; see ``apply_overrides``."""
+    return _changed(config, [(change.name.split("."), change) for change in changes])
 
 
 def _changed(config: T, changes: list[tuple[list[str], Change]]) -> T:
@@ -124,19 +108,35 @@ def _sections_with(config: Any, name: str) -> list[str]:
     return [full for full in known if full.endswith(f".{name}")]
 
 
-def apply_overrides(config: T, overrides: tuple[str, ...]) -> T:
-    """A copy of a nested frozen dataclass with every ``section.field=value`` applied; a later one wins.
-
-    Raises:
-        ConfigError: no such field (nearest named), a section instead of a field, a value of the wrong type, or values
-            that do not fit together.
-    """
-    return with_changes(config, [Change.parse(override) for override in overrides])
+def convert(text: str, kind: Any, name: str) -> Any:
+    """The text as a value of the annotated type of a field; ``name`` is that of the field, for the error."""
+    try:
+        return _convert(text, kind, name)
+    except ConfigError as error:
+        raise error if str(error).startswith(name) else ConfigError(f"{name}: {error}") from None
 
 
-def with_changes(config: T, changes: Iterable[Change]) -> T:
-    """A copy with all changes; see ``apply_overrides``."""
-    return _changed(config, [(change.name.split("."), change) for change in changes])
+def _convert(text: str, kind: Any, name: str) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if type(None) in args and text.lower() == "none":
+            return None
+        return _convert(text, next(a for a in args if a is not type(None)), name)
+    if origin is typing.Literal:
+        return one_of("value", args)(text)
+    if origin is tuple:
+        parts = [part for part in split_list(text.removeprefix("(").removesuffix(")")) if part]
+        if args[-1] is not ... and len(parts) != len(args):
+            raise ConfigError(f"expected {len(args)} values, such as {','.join('1' for _ in args)}, got {quoted(text)}")
+        return tuple(_convert(part, args[0], name) for part in parts)
+    if kind is bool:
+        return flag(text.lower())
+    if kind in (int, float):
+        value = plain_number(text, kind)
+        if kind is int:
+            check_int(name, value, maximum=MAX_LENGTH)
+        return value
+    return kind(text)
 
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

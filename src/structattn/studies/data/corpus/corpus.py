@@ -104,7 +104,8 @@ class Corpus:
             self.manifest = read_signed(folder / MANIFEST, _UNSIGNED)
         except CheckpointError as error:
             if not is_there(str(folder / MANIFEST)):
-                raise DataError(f"{folder}: expected a corpus, got a folder without {MANIFEST}. {_HINT}") from None
+                got = f"a folder without {MANIFEST}" if folder.is_dir() else "no such folder"
+                raise DataError(f"{folder}: expected a corpus, got {got}. {_HINT}") from None
             raise DataError(f"expected the manifest of a corpus: {error}. {_HINT}") from None
         try:
             if self.manifest.get("format") != FORMAT:

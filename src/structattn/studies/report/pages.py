@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from structattn.studies.report.figures import comparison as comparison_figures
 from structattn.studies.report.figures import scaling as scaling_figures
 from structattn.studies.report.figures import selection as selection_figures
 from structattn.studies.report.page import write_page
+from structattn.studies.tasks.registry import spec_namer
 
 
 def _kind(record: ComparisonRecord) -> tuple[Any, Any]:
@@ -29,4 +31,13 @@ def text(record: ComparisonRecord) -> str:
 def write_pages(record: ComparisonRecord, out: Path) -> Path:
     """Writes ``figures/`` and ``report.html``; returns the page."""
     kind, figures = _kind(record)
-    return write_page(kind.page(record, figures.draw(record, out / "figures")), out / "report.html")
+    return write_page(kind.page(record, figures.draw(_named(record), out / "figures")), out / "report.html")
+
+
+def _named(record: ComparisonRecord) -> ComparisonRecord:
+    """The record with every spec by the name that figures give it."""
+    name_of, laws = spec_namer(record.task), record.scaling
+    if laws is not None:
+        series = tuple(replace(one, spec=name_of(one.spec)) for one in laws.series)
+        laws = replace(laws, baseline=name_of(laws.baseline), series=series)
+    return replace(record, rows=tuple(replace(row, spec=name_of(row.spec)) for row in record.rows), scaling=laws)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the command line lists the names without importing PyTorch
 logger = logging.getLogger(__name__)
 # The package of each task, imported at its first use. It has a documentation string, ``TASK``, a subclass of ``Task``, and ``PRESETS``, the
 # ``Preset`` by name, among them "default" and "smoke". What a report adds for it is in its module ``figures``, if there is one: ``FIGURES``
-# and ``TABLES``.
+# and ``TABLES``, and ``name_of``, where figures name its specs otherwise.
 TASKS: dict[str, str] = {
     "nearest-neighbor": "structattn.studies.tasks.nearest_neighbor",
     "forecast": "structattn.studies.tasks.forecast",
@@ -76,22 +76,29 @@ def presets_of(name: str) -> dict[str, Preset]:
     return found
 
 
-def _report(name: str, part: str) -> dict[str, Any]:
-    """What the module ``figures`` of a task holds; nothing where there is none, such as for results of a task that is not installed."""
+def _report(name: str, part: str, default: Any) -> Any:
+    """What the module ``figures`` of a task holds; the default where there is none, such as for results of a task that is not installed."""
     if name not in TASKS or find_spec(f"{TASKS[name]}.figures") is None:
-        return {}
-    found: dict[str, Any] = getattr(import_module(f"{TASKS[name]}.figures"), part, {})
-    return found
+        return default
+    return getattr(import_module(f"{TASKS[name]}.figures"), part, default)
 
 
 def figures_of(name: str) -> dict[str, Callable[[ComparisonRecord], Drawing | None]]:
     """What draws the figures of a task, by file name, each from the record of a comparison; needs matplotlib."""
-    return _report(name, "FIGURES")
+    found: dict[str, Callable[[ComparisonRecord], Drawing | None]] = _report(name, "FIGURES", {})
+    return found
+
+
+def spec_namer(name: str) -> Callable[[str], str]:
+    """What names the specs of a task in figures; by default a spec is its own name."""
+    found: Callable[[str], str] = _report(name, "name_of", str)
+    return found
 
 
 def tables_of(name: str) -> dict[str, Callable[[ComparisonRecord], Table | None]]:
     """What makes the tables that a task adds to a report, by name, each from the record of a comparison."""
-    return _report(name, "TABLES")
+    found: dict[str, Callable[[ComparisonRecord], Table | None]] = _report(name, "TABLES", {})
+    return found
 
 
 def about(name: str) -> str:

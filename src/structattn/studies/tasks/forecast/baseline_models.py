@@ -22,7 +22,7 @@ from structattn.checks import quoted
 from structattn.errors import ConfigError, MissingDependencyError, nearest_name
 from structattn.spec.grammar import assignment, one_of, reading, split_list
 
-_PREFIX = "peer:"
+PREFIX = "peer:"
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class BaselineModelSpec:
         Raises:
             ConfigError: an unknown name, or a setting that is not ``name=value``.
         """
-        if not spec.startswith(_PREFIX):
+        if not spec.startswith(PREFIX):
             return None
-        with reading("baseline model", spec, f"Written {_PREFIX}NAME[,KEY=VALUE...], such as {_PREFIX}DLinear"):
-            name, *settings = split_list(spec.removeprefix(_PREFIX))
+        with reading("baseline model", spec, f"Written {PREFIX}NAME[,KEY=VALUE...], such as {PREFIX}DLinear"):
+            name, *settings = split_list(spec.removeprefix(PREFIX))
             one_of("forecaster", _MODELS)(name)
             return cls(name, tuple((key, _literal(value)) for key, value in map(assignment, settings)))
 

@@ -9,6 +9,12 @@ from structattn.studies.report.numbers import fmt_score
 from structattn.studies.report.plot import Drawing
 from structattn.studies.report.rows import lowest, row_name
 from structattn.studies.report.table import Table
+from structattn.studies.tasks.forecast.baseline_models import PREFIX
+
+
+def name_of(spec: str) -> str:
+    """The name of a spec in figures: a baseline model is known by its name alone."""
+    return spec.removeprefix(PREFIX)
 
 
 def error_by_lead(record: ComparisonRecord) -> Drawing | None:

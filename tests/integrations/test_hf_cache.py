@@ -19,7 +19,7 @@ from structattn.integrations.transformers import (
     register_attention,
     structurize,
 )
-from structattn.integrations.transformers.cache import own_layer
+from structattn.integrations.transformers.cache import level_cache_layer
 from structattn.integrations.transformers.variant import Variant
 from structattn.layout.levels import LevelLayout
 from structattn.ops import structured_attention
@@ -178,13 +178,13 @@ def test_one_cache_serves_one_model() -> None:
 def test_layers_of_transformers_are_replaced_while_empty() -> None:
     model = trained(llama)
     for cache in (transformers.DynamicCache(), transformers.DynamicCache(config=model.config)):
-        assert isinstance(own_layer(cache, 1), LevelCacheLayer)
-        assert own_layer(cache, 1) is cache.layers[1]
+        assert isinstance(level_cache_layer(cache, 1), LevelCacheLayer)
+        assert level_cache_layer(cache, 1) is cache.layers[1]
         assert not isinstance(cache.layers[0], LevelCacheLayer)
     with pytest.raises(CacheError, match="must be a transformers.Cache"):
-        own_layer([], 0)
+        level_cache_layer([], 0)
     with pytest.raises(CacheError, match="layer 2 of past_key_values is None"):
-        own_layer(level_cache(model), 2)
+        level_cache_layer(level_cache(model), 2)
 
 
 def test_visible_size() -> None:

@@ -12,7 +12,7 @@ from transformers import GenerationMixin, PreTrainedConfig, T5Config, T5ForCondi
 from structattn.checks import check_int, quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.chronos.attention import IMPLEMENTATION, VARIANT
-from structattn.integrations.transformers.loading import OwnModel, first_keys, own_record
+from structattn.integrations.transformers.loading import StructuredModelMixin, first_keys, structure_entry
 from structattn.integrations.transformers.rotary_order import check_fits
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.layout.cost import visible_pairs, visible_pairs_per_level
@@ -42,7 +42,7 @@ class T5Structure:
         Raises:
             ConfigError: it is missing, incomplete, or does not fit the config.
         """
-        given = own_record(config, list(cls.__dataclass_fields__))
+        given = structure_entry(config, list(cls.__dataclass_fields__))
         layers = {"encoder": config.num_layers, "decoder": config.num_decoder_layers}
         for stack, count in layers.items():
             length, specs = given[f"{stack}_length"], given[stack]
@@ -71,7 +71,7 @@ class StructAttnT5Config(T5Config):  # type: ignore[misc]
         T5Structure.read(self)
 
 
-class StructAttnT5ForConditionalGeneration(OwnModel, T5ForConditionalGeneration):  # type: ignore[misc]
+class StructAttnT5ForConditionalGeneration(StructuredModelMixin, T5ForConditionalGeneration):  # type: ignore[misc]
     """T5 whose self-attention, of the encoder and of the decoder, has the structure of its config; cross attention is plain.
 
     Scores keep T5's scale of 1 and its relative position bias. The decoder's cache keeps all keys: Chronos decodes tens of tokens, and
@@ -89,14 +89,14 @@ class StructAttnT5ForConditionalGeneration(OwnModel, T5ForConditionalGeneration)
         _install(self, T5Structure.read(config))
 
     def check_loaded(self, info: dict[str, Any]) -> None:
-        """See ``OwnModel``: weights that are missing would be random."""
+        """See ``StructuredModelMixin``: weights that are missing would be random."""
         if info["missing_keys"]:
             raise CheckpointError(
                 f"weights are missing: {first_keys(info['missing_keys'])}; save the whole model again"
             )
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        # The cache of transformers, whose keys are all there: not the level caches of OwnModel, which take no bias.
+        # The cache of transformers, whose keys are all there: not the level caches of StructuredModelMixin, which take no bias.
         GenerationMixin._prepare_cache_for_generation(self, *args, **kwargs)
 
     def flops(self, num_inputs: int, num_outputs: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from structattn.errors import CheckpointError, ConfigError
-from structattn.integrations.transformers.cache import own_layer
+from structattn.integrations.transformers.cache import level_cache_layer
 from structattn.integrations.transformers.interface import attend_with, check_arguments, checked_mask
 from structattn.integrations.transformers.rotary_order import (
     RotarySplit,
@@ -62,7 +62,7 @@ class StructuredAttention(nn.Module):
         """(B, H, T, D) and (B, G, T, D) to (B, T, H D)."""
         check_arguments(arguments)
         mask = checked_mask(attention_mask)
-        layer = None if cache is None else own_layer(cache, self.layer_idx)
+        layer = None if cache is None else level_cache_layer(cache, self.layer_idx)
         out = attend_with(
             self.variant,
             q,

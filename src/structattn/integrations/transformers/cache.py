@@ -369,7 +369,7 @@ def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_s
     return LevelCaches(layers=[LevelCacheLayer(max_length=max_length, page_size=page_size) for _ in range(count)])
 
 
-def own_layer(cache: Cache, index: int) -> LevelCacheLayer:
+def level_cache_layer(cache: Cache, index: int) -> LevelCacheLayer:
     """The layer of a cache as a ``LevelCacheLayer``; an empty layer that transformers made is replaced.
 
     Raises:

@@ -28,7 +28,7 @@ _SIZES = (
 
 
 @contextmanager
-def _own_errors() -> Iterator[None]:
+def _as_config_errors() -> Iterator[None]:
     """Errors of transformers for its own fields, such as dtype and id2label, become ours. Up to 5.17 it checks a field when it is set."""
     try:
         yield
@@ -117,11 +117,11 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
                 )
         if self.rotary is not None:
             Rotary.parse(self.rotary)
-        with _own_errors():
+        with _as_config_errors():
             super().__post_init__(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        with _own_errors():
+        with _as_config_errors():
             super().__setattr__(name, value)
 
     @property

@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from structattn.checks import check_path, quoted
 from structattn.errors import CheckpointError, ConfigError, ShapeError, nearest_name
-from structattn.integrations.transformers.cache import guarded, own_layer
+from structattn.integrations.transformers.cache import guarded, level_cache_layer
 from structattn.integrations.transformers.inputs import check_inputs
 
 
@@ -67,7 +67,7 @@ def _check_index(index: Path) -> None:
         )
 
 
-class OwnModel:
+class StructuredModelMixin:
     """What our models have in common: a mixin that precedes the class of transformers."""
 
     @classmethod
@@ -177,7 +177,7 @@ class OwnModel:
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, Cache):
             for index in range(self.config.num_hidden_layers):  # type: ignore[attr-defined]
-                own_layer(cache, index)
+                level_cache_layer(cache, index)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
@@ -192,7 +192,7 @@ def first_keys(keys: Iterable[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def own_record(config: PreTrainedConfig, names: list[str]) -> dict[str, Any]:
+def structure_entry(config: PreTrainedConfig, names: list[str]) -> dict[str, Any]:
     """The entry ``structattn`` of a config, with exactly those names; raises ``ConfigError`` if it is missing, incomplete, or has others."""
     given = getattr(config, "structattn", None)
     if not isinstance(given, dict):

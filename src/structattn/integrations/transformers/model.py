@@ -15,10 +15,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from structattn.cache import LevelCache
 from structattn.checks import check_type
 from structattn.errors import CheckpointError, ConfigError, ShapeError
-from structattn.integrations.transformers.cache import LevelCacheLayer, own_layer
+from structattn.integrations.transformers.cache import LevelCacheLayer, level_cache_layer
 from structattn.integrations.transformers.config import StructAttnConfig
 from structattn.integrations.transformers.inputs import check_keep, check_labels, checked
-from structattn.integrations.transformers.loading import OwnModel, first_keys
+from structattn.integrations.transformers.loading import StructuredModelMixin, first_keys
 from structattn.integrations.transformers.masks import Sequences, StructuredMask
 from structattn.layers.attention import Attention
 from structattn.layers.rotary import Rotary, RotaryEmbedding
@@ -103,7 +103,7 @@ class StructAttnLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return x + out
 
     def _cache(self, caches: Cache, normed: Tensor, padding: tuple[int, ...] | None) -> LevelCache:
-        layer: LevelCacheLayer = own_layer(caches, self.index)
+        layer: LevelCacheLayer = level_cache_layer(caches, self.index)
 
         def new() -> LevelCache:
             return self.attention.new_cache(
@@ -117,7 +117,7 @@ class StructAttnLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return layer.ready(new, append, padding, normed.shape[1])
 
 
-class StructAttnPreTrainedModel(OwnModel, PreTrainedModel):  # type: ignore[misc]
+class StructAttnPreTrainedModel(StructuredModelMixin, PreTrainedModel):  # type: ignore[misc]
     """What ``StructAttnModel`` and ``StructAttnForCausalLM`` share."""
 
     config_class = StructAttnConfig
@@ -134,7 +134,7 @@ class StructAttnPreTrainedModel(OwnModel, PreTrainedModel):  # type: ignore[misc
             module.reset_parameters()
 
     def check_loaded(self, info: dict[str, Any]) -> None:
-        """See ``OwnModel``: the weights must be exactly those of the architecture in ``config.json``."""
+        """See ``StructuredModelMixin``: the weights must be exactly those of the architecture in ``config.json``."""
         for what in ("missing_keys", "unexpected_keys"):
             if info[what]:
                 raise CheckpointError(

@@ -35,7 +35,7 @@ from structattn.integrations.transformers.attention import (
 )
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.inputs import checked
-from structattn.integrations.transformers.loading import OwnModel, own_record
+from structattn.integrations.transformers.loading import StructuredModelMixin, structure_entry
 from structattn.integrations.transformers.masks import structured_mask
 from structattn.integrations.transformers.rotary_order import RotarySplit, check_split
 from structattn.integrations.transformers.variant import Variant, trained_spec
@@ -86,7 +86,7 @@ class StructureRecord:
         Raises:
             ConfigError: it is missing, incomplete, or does not fit the config.
         """
-        given = own_record(config, list(cls.__dataclass_fields__))
+        given = structure_entry(config, list(cls.__dataclass_fields__))
         specs, length, split = (given[name] for name in ("specs", "context_length", "rotary_split"))
         if not isinstance(specs, list | tuple) or not all(isinstance(spec, str | None) for spec in specs):
             raise ConfigError(f"config.structattn['specs'] must be a list of specs or nulls, got {quoted(specs)}")
@@ -118,7 +118,7 @@ class StructurizedConfig:
         StructureRecord.read(self)
 
 
-class StructurizedModel(OwnModel):
+class StructurizedModel(StructuredModelMixin):
     """A mixin that precedes the model class of a family: its attention modules are replaced when it is made."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -130,7 +130,7 @@ class StructurizedModel(OwnModel):
             _check_rotary(self)
 
     def check_loaded(self, info: dict[str, Any]) -> None:
-        """See ``OwnModel``: weights that version 0.1 stored in the order of the levels are converted to the order of the model."""
+        """See ``StructuredModelMixin``: weights that version 0.1 stored in the order of the levels are converted to the order of the model."""
         if any(key.endswith(f".{OLD_ORDER}") for key in info["unexpected_keys"]):
             for module in self.modules():  # type: ignore[attr-defined]
                 if isinstance(module, RotaryStructuredAttention):
@@ -347,7 +347,7 @@ def load_structurized(path: str | Path, **options: Any) -> Any:
 
     Raises:
         ConfigError: there is no such folder, or it holds another kind of model.
-        CheckpointError: see ``OwnModel.from_pretrained``.
+        CheckpointError: see ``StructuredModelMixin.from_pretrained``.
     """
     check_path("path", path)
     try:

@@ -360,7 +360,8 @@ class Attention(nn.Module):
         latent: ScoringLatent | None = None
         if keys != "features" and self.scoring.cached_order != "formed_left":  # there the keys are the hidden state
             latent = self.latent
-            length = max_length or self._nominal_length
+            blocks = self.layout.block_sizes if isinstance(self.layout, LevelLayout) else None
+            length = max_length or (blocks[0] if blocks else 1024)
             numbers = cached_numbers(self.scoring, self._known_layout, self.window, latent.num_rstd, length)
             if keys == "smaller" and numbers.features <= numbers.hidden:
                 latent = None
@@ -374,10 +375,6 @@ class Attention(nn.Module):
         )
         cache.bind(self)
         return cache
-
-    @property
-    def _nominal_length(self) -> int:
-        return self.layout.block_sizes[0] if isinstance(self.layout, LevelLayout) and self.layout.block_sizes else 1024
 
     def cost(self, num_queries: int, num_keys: int | None = None) -> AttentionCost:
         """What one forward pass of T queries over S keys (default: T) costs for one example, counted from the structure.

@@ -173,26 +173,11 @@ class ScoringModule(nn.Module):
         """u = R^T y for all key heads: (B, S, E) to (B, G, S, F)."""
         return self._factored.right_features(y[:, None, None]).flatten(1, 2)
 
-    def _free_order(self, num_queries: int, num_keys: int) -> Order:
-        """The cheapest order by counting where every order gives the same scores, else the structure's own."""
-        return self.matrix.contraction(max(1, num_queries), max(1, num_keys)).order
-
     def _formed_queries(self, x: Tensor, order: Order) -> Tensor:
         """Queries of dimension E: M^T x, or x itself for all heads."""
         if order == "formed_left":
             return self.matrix.rmatmul(x[:, None, None]).flatten(1, 2)
         return x[:, None].expand(-1, self.shape.num_heads, -1, -1)
-
-    def _formed_keys(self, context: Tensor, order: Order) -> Tensor:
-        """Keys of dimension E: the hidden state for all heads, or M x'."""
-        if order == "formed_left":
-            return context[:, None]
-        return self.matrix.matmul(context[:, None, None]).flatten(1, 2)
-
-    def _smallest_order(self) -> Order:
-        """The order with the fewest numbers per key, all heads."""
-        sizes = {order: self.num_key_heads(order) * self.matrix.pair_dim(order) for order in self.matrix.orders}
-        return min(sizes, key=lambda order: sizes[order])
 
 
 class OneNormScoring(ScoringModule):
@@ -219,17 +204,27 @@ class OneNormScoring(ScoringModule):
         return self.shape.norm or self.shape.fixed_features
 
     def order(self, num_queries: int, num_keys: int) -> Order:
-        return self.fixed_order if self._is_fixed else self._free_order(num_queries, num_keys)
+        if self._is_fixed:
+            return self.fixed_order
+        return self.matrix.contraction(max(1, num_queries), max(1, num_keys)).order
 
     @property
     def cached_order(self) -> Order:
-        return self.fixed_order if self._is_fixed else self._smallest_order()
+        if self._is_fixed:
+            return self.fixed_order
+        return min(self.matrix.orders, key=lambda order: self.num_key_heads(order) * self.matrix.pair_dim(order))
 
     def scaled(self, query: Tensor) -> tuple[Tensor, float]:
         return query, self.feature_dim**-0.5 if self.scaling == "variance" else self.mup_scale / self.feature_dim
 
     def keys(self, context: Tensor, order: Order) -> Tensor:
-        return self._right_heads(context) if order == "factored" else self._formed_keys(context, order)
+        match order:
+            case "factored":
+                return self._right_heads(context)
+            case "formed_left":
+                return context[:, None]  # the hidden state, for all heads
+            case "formed_right":
+                return self.matrix.matmul(context[:, None, None]).flatten(1, 2)
 
     def key_norms(self, order: Order) -> list[tuple[slice, nn.LayerNorm]]:
         return [(slice(None), self.k_norm)] if isinstance(self.k_norm, nn.LayerNorm) else []

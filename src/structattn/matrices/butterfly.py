@@ -310,11 +310,8 @@ class Butterfly(FactoredMatrix):
     @property
     def inner_dim(self) -> int:
         """The numbers between the two halves: n_1 ... n_{k // 2} s m_{k // 2 + 1} ... m_k."""
-        return math.prod(self.col_radices[: self.split]) * math.prod(self.row_radices[self.split :]) * self._middle_rank
-
-    @property
-    def _middle_rank(self) -> int:
-        return self.rank if 0 < self.split < self.num_stages else 1
+        middle = self.rank if 0 < self.split < self.num_stages else 1
+        return math.prod(self.col_radices[: self.split]) * math.prod(self.row_radices[self.split :]) * middle
 
     @property
     def left_flops(self) -> int:

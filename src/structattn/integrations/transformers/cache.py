@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,42 +16,29 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from structattn.cache import PAGE_SIZE, LevelCache
 from structattn.checks import check_int, check_tensor, check_type
 from structattn.errors import CacheError
+from structattn.integrations.transformers.masks import Placeholder
 from structattn.integrations.transformers.variant import Variant
 
 # Appends the first n of some new tokens to a cache.
 Append = Callable[[LevelCache, int], None]
 
 
-class PendingStates:
+class PendingStates(Placeholder):
     """New keys or values, (B, G, T, D), on their way from ``LevelCacheLayer.update`` to structured attention, which appends them.
 
     A level cache has no dense keys: any other attention function that uses this raises ``CacheError``.
     """
-
-    __slots__ = ("layer", "states")
 
     def __init__(self, layer: LevelCacheLayer, states: Tensor) -> None:
         self.layer = layer
         self.states = states
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        _refuse(getattr(func, "__name__", str(func)))
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python looks these names up itself, for example to copy an object
-            raise AttributeError(name)
-        _refuse(name)
-
-    def __getitem__(self, index: object) -> NoReturn:
-        _refuse("indexing")
-
-
-def _refuse(what: str) -> NoReturn:
-    raise CacheError(
-        f"a LevelCacheLayer keeps no dense keys, and another attention function asked for them ({what}). Use it with an attention "
-        "that register_attention() made, model.set_attn_implementation(name), or generate without past_key_values"
-    )
+    def misused(cls, what: str) -> Exception:
+        return CacheError(
+            f"a LevelCacheLayer keeps no dense keys, and another attention function asked for them ({what}). Use it with an attention "
+            "that register_attention() made, model.set_attn_implementation(name), or generate without past_key_values"
+        )
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -157,15 +158,30 @@ def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num
 class _ForeignUseError(ConfigError, AttributeError):
     """Another attention function used a structured mask. Also an ``AttributeError``, so that ``hasattr`` is false as for any object."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"this model computes with the attention mask itself ({what}), so structured attention cannot replace its "
-            "attention: choose another model, or set its own attn_implementation back"
-        )
+
+class Placeholder:
+    """Goes through the code of a model in place of a tensor, and must not be computed with: any use raises an error."""
+
+    @classmethod
+    @abstractmethod
+    def misused(cls, what: str) -> Exception:
+        """The error for a use: of the function of that name, say."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise cls.misused(getattr(func, "__name__", str(func)))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python looks these names up itself, for example to copy an object
+            raise AttributeError(name)
+        raise self.misused(name)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise self.misused("indexing")
 
 
 @dataclass(eq=False, kw_only=True)
-class StructuredMask:
+class StructuredMask(Placeholder):
     """What ``structured_mask`` returns: one for all layers of a forward pass. A model that computes with it gets a ``ConfigError``.
 
     Attributes:
@@ -189,16 +205,11 @@ class StructuredMask:
         self._sequences: Sequences | None = None
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise _ForeignUseError(getattr(func, "__name__", str(func)))
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python looks these names up itself, for example to copy an object
-            raise AttributeError(name)
-        raise _ForeignUseError(name)
-
-    def __getitem__(self, index: object) -> NoReturn:
-        raise _ForeignUseError("indexing")
+    def misused(cls, what: str) -> Exception:
+        return _ForeignUseError(
+            f"this model computes with the attention mask itself ({what}), so structured attention cannot replace its "
+            "attention: choose another model, or set its own attn_implementation back"
+        )
 
     @property
     def num_past(self) -> int:

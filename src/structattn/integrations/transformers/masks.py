@@ -29,20 +29,10 @@ class Sequences:
 
 @dataclass(frozen=True)
 class LeftPadding:
-    """Padding in front of each row.
-
-    Attributes:
-        tensor: (B,) int64.
-        ints: the same, on the host; ``None`` in code that torch.compile traces.
-    """
+    """Padding in front of each row, (B,) int64, and the same as ints of the host, ``None`` in code that torch.compile traces."""
 
     tensor: Tensor
     ints: tuple[int, ...] | None
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """As ints."""
-        return tuple(self.tensor.tolist()) if self.ints is None else self.ints
 
 
 _HOLES = (
@@ -255,7 +245,9 @@ class StructuredMask(Placeholder):
     @property
     def padding_counts(self) -> tuple[int, ...] | None:
         """The padding of each row as ints."""
-        return None if self._padding is None else self._padding.counts
+        if self._padding is None:
+            return None
+        return tuple(self._padding.tensor.tolist()) if self._padding.ints is None else self._padding.ints
 
 
 def _positions(packed: Tensor) -> Tensor:

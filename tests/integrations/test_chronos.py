@@ -333,11 +333,7 @@ def test_missing_weights_and_a_broken_record(tmp_path):
 
 @pytest.mark.parametrize(
     ("spec", "message"),
-    [
-        ("bilinear-btt:1", "bilinear scoring"),
-        ("mlr:8|8", "sum to the head dimension"),
-        ("mlr-text:4|4", "text units"),
-    ],
+    [("bilinear-btt:1", "bilinear scoring"), ("mlr:8|8", "sum to the head dimension"), ("mlr-text:4|4", "text units")],
 )
 def test_specs_that_do_not_fit(spec, message):
     model = plain()

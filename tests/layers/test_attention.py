@@ -187,13 +187,7 @@ def test_every_layout_has_shapes_on_the_meta_device(spec: str) -> None:
 def test_cost_is_what_a_forward_pass_executes(spec: str, groups: int, norm: bool) -> None:
     with torch.device("meta"):
         attn = sa.Attention.from_spec(
-            spec,
-            embed_dim=32,
-            num_heads=4,
-            context_length=8,
-            is_causal=False,
-            num_kv_heads=groups,
-            qk_norm=norm,
+            spec, embed_dim=32, num_heads=4, context_length=8, is_causal=False, num_kv_heads=groups, qk_norm=norm
         )
         x = torch.empty(1, 8, 32)
         with FlopCounterMode(display=False) as counter:

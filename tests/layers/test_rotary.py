@@ -192,11 +192,7 @@ def test_interleaved_spreads_every_level_over_the_range() -> None:
     # Places: level 1 at 1/8 3/8 5/8 7/8, level 2 at 1/4 3/4, level 3 at 1/2.
     thetas = [10_000 ** (-i / 7) for i in range(7)]
     levels = Rotary(base=10_000, split="interleaved").frequencies((8, 4, 2))
-    assert levels == (
-        (thetas[0], thetas[2], thetas[4], thetas[6]),
-        (thetas[1], thetas[5]),
-        (thetas[3],),
-    )
+    assert levels == ((thetas[0], thetas[2], thetas[4], thetas[6]), (thetas[1], thetas[5]), (thetas[3],))
     near, far = Rotary(base=10_000, split="interleaved").frequencies((2, 2))[::-1]
     assert near > far, "at a tie the deepest level has the faster one"
 
@@ -381,11 +377,7 @@ def test_the_text_form_comes_back(rotary) -> None:
         ("interleaved,base=500000", Rotary(split="interleaved", base=500_000), None),
         ("low_far,ntk=4", Rotary(scaling=RotaryScaling(kind="ntk", factor=4)), None),
         ("per_level,linear=1.5", Rotary(split="per_level", scaling=RotaryScaling(kind="linear", factor=1.5)), None),
-        (
-            "low_far,yarn=4@2048",
-            Rotary(scaling=RotaryScaling(kind="yarn", factor=4.0, original_length=2048)),
-            None,
-        ),
+        ("low_far,yarn=4@2048", Rotary(scaling=RotaryScaling(kind="yarn", factor=4.0, original_length=2048)), None),
         (
             " low_far , linear=2.0, base=1e4 ",
             Rotary(scaling=RotaryScaling(kind="linear", factor=2)),

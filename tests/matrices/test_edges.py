@@ -156,11 +156,7 @@ def parametrized():
         (parametrized, lambda layer: "monarch", "computed from other parameters"),
         (lambda: nn.Sequential(nn.LazyLinear(8)), lambda layer: "monarch", "no sizes yet"),
         (lambda: nn.Sequential(nn.Linear(8, 8)), "monarch", "lambda layer: 'monarch'"),
-        (
-            lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
-            lambda layer: READY,
-            "another layer already has",
-        ),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), lambda layer: READY, "another layer already has"),
     ],
 )
 def test_layers_that_cannot_be_replaced(model, rule, message) -> None:

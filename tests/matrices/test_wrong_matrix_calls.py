@@ -2,20 +2,7 @@
 
 import pytest
 import torch
-from wrong_calls import (
-    COUNT,
-    FLAG,
-    INTS,
-    NAME,
-    NAN,
-    NUMBER,
-    SIZE,
-    TENSOR,
-    TEXT,
-    THING,
-    count,
-    faults,
-)
+from wrong_calls import COUNT, FLAG, INTS, NAME, NAN, NUMBER, SIZE, TENSOR, TEXT, THING, count, faults
 
 from structattn import matrices
 
@@ -147,11 +134,7 @@ TABLE = {
         {"text": (*TEXT, "btt", "btt:x", "btt:-1", "dense:3", "mlbtc:1x1", "monarch:2")},
     ),
     "Structure.of": (matrices.Structure.of, {"value": "btt:1"}, {"value": (*TEXT, MATRIX)}),
-    "Structure.build": (
-        matrices.Structure.parse("btt:1").build,
-        {"num_rows": 8, "num_cols": 8},
-        {**DIMS, **FACTORED},
-    ),
+    "Structure.build": (matrices.Structure.parse("btt:1").build, {"num_rows": 8, "num_cols": 8}, {**DIMS, **FACTORED}),
     "Structure.build, dense": (
         matrices.Structure.parse("dense").build,
         {"num_rows": 8, "num_cols": 8},

@@ -148,13 +148,7 @@ def test_models_without_text_say_so(caplog) -> None:
         LanguageModel(5, "mlr-text:4|4", num_layers=1, embed_dim=8, num_heads=1, context_length=4)
     with pytest.raises(ConfigError, match="text_units are of 10 tokens, the vocabulary has 5"):
         LanguageModel(
-            5,
-            "standard",
-            num_layers=1,
-            embed_dim=8,
-            num_heads=1,
-            context_length=4,
-            text_units=TextUnits.of(TOKENS),
+            5, "standard", num_layers=1, embed_dim=8, num_heads=1, context_length=4, text_units=TextUnits.of(TOKENS)
         )
     with pytest.raises(ConfigError, match="which tokens end lines"):
         Bench().empty(Growing.parse("mlr-text:1|1"), 64, "mup")

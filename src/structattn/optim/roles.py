@@ -120,7 +120,7 @@ class Role:
 
 
 def linear_roles(module: nn.Module, kinds: Mapping[str, RoleKind]) -> dict[str, Role]:
-    """The roles of linear layers of a module, by their names: of each weight the kind that is given, and of biases."""
+    """The roles of a module's linear layers, by parameter name: each weight has the given kind, and biases are biases."""
     roles: dict[str, Role] = {}
     for name, kind in kinds.items():
         linear: Any = getattr(module, name)

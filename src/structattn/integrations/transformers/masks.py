@@ -155,7 +155,7 @@ class Placeholder:
     @classmethod
     @abstractmethod
     def misused(cls, what: str) -> Exception:
-        """The error for a use: of the function of that name, say."""
+        """The error for a use, which ``what`` names: a function, an attribute or indexing."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:

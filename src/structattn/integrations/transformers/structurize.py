@@ -260,9 +260,6 @@ def structurize(
     """
     if type(model) not in STRUCTURIZED_MODELS:
         raise ConfigError(_unsupported(model))
-    has_rotary = getattr(model.base_model, "rotary_emb", None) is not None
-    if has_rotary:
-        _check_rotary(model)
     old = model.config
     chosen = _chosen(layers, old.num_hidden_layers)
     given: list[Any]
@@ -275,6 +272,9 @@ def structurize(
     specs: list[str | None] = [None] * old.num_hidden_layers
     for layer, one in zip(chosen, given, strict=True):
         specs[layer] = str(trained_spec(one))
+    has_rotary = getattr(model.base_model, "rotary_emb", None) is not None
+    if has_rotary:
+        _check_rotary(model)
 
     config = copy.deepcopy(old)  # the old one may belong to other models as well
     config.__class__ = STRUCTURIZED_CONFIGS[type(old)]

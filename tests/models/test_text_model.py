@@ -10,7 +10,7 @@ from structattn.cache import LayerCaches
 from structattn.errors import CacheError, ConfigError, ShapeError
 from structattn.layout.text import TextUnits
 from structattn.models.language_model import LanguageModel
-from structattn.studies.analysis.coordinate_models import Bench, Growing
+from structattn.studies.analysis.coordinate_models import Growing, SmallProblem
 from structattn.studies.training.build import compiled
 from structattn.testing.tolerances import VISIBLE, assert_close
 
@@ -151,7 +151,7 @@ def test_models_without_text_say_so(caplog) -> None:
             5, "standard", num_layers=1, embed_dim=8, num_heads=1, context_length=4, text_units=TextUnits.of(TOKENS)
         )
     with pytest.raises(ConfigError, match="which tokens end lines"):
-        Bench().empty(Growing.parse("mlr-text:1|1"), 64, "mup")
+        SmallProblem().empty(Growing.parse("mlr-text:1|1"), 64, "mup")
     model = make("mlr-text:8|8")
     with pytest.raises(ConfigError, match="with the model's new_cache"):
         model(text(1, 3), caches=model.trunk.new_cache())

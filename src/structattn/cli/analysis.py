@@ -107,7 +107,7 @@ class MupCheckCommand:
             "base_width": self.base_width,
             "transfer_widths": self.transfer_widths if self.transfer else (),
             "transfer_steps": self.transfer_steps,
-            "bench": None if self.heads is None else replace(config.bench, num_heads=self.heads),
+            "problem": None if self.heads is None else replace(config.problem, num_heads=self.heads),
         }
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         done = mup_check(replace(config, **changes), self.out, command=session.line, on_open=session.writes_to)

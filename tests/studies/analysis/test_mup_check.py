@@ -20,9 +20,9 @@ from structattn.studies.analysis.coordinate_check import (
 )
 from structattn.studies.analysis.coordinate_models import (
     QUANTITIES,
-    Bench,
     Growing,
     Probe,
+    SmallProblem,
     apportioned,
     attention_scores,
 )
@@ -113,7 +113,7 @@ def test_structures_at_widths() -> None:
     assert at("global-window:1|1@4", 64) == "global-window:8|8@4"
     assert at("standard:1", 7) == "standard:1"
     assert at("[mlr:1|1,window:4]", 64) == "[mlr:8|8,window:4]"
-    mixed = Bench().empty(Growing.parse("[mlr:1|1,window:4]"), 64, "mup")
+    mixed = SmallProblem().empty(Growing.parse("[mlr:1|1,window:4]"), 64, "mup")
     assert [block.attention.window for block in mixed.trunk.layers] == [None, 4]
     for total in range(4, 40):
         parts = apportioned((5, 2, 1, 1), total)
@@ -124,9 +124,9 @@ def test_structures_at_widths() -> None:
 
 
 def test_probes_measure_what_they_say() -> None:
-    bench = Bench()
-    model = bench.build(Growing.parse("mlr:1|1"), 32, "standard", seed=0)
-    batch = bench.prompts("some")
+    problem = SmallProblem()
+    model = problem.build(Growing.parse("mlr:1|1"), 32, "standard", seed=0)
+    batch = problem.batch("some")
     probe = Probe(model, batch)
     first = probe.sizes()
     assert first["scores"] == 0
@@ -134,7 +134,7 @@ def test_probes_measure_what_they_say() -> None:
     attention = model.trunk.layers[0].attention
     x = torch.randn(2, 8, 32)
     v = attention.project(x)[2]
-    weights = torch.full((2, bench.num_heads, 8, 8), -torch.inf)
+    weights = torch.full((2, problem.num_heads, 8, 8), -torch.inf)
     weights[..., torch.ones(8, 8).tril().bool()] = attention_scores(attention, x)
     mixed = attention.out_proj((weights.softmax(-1) @ v).transpose(1, 2).flatten(-2))
     torch.testing.assert_close(mixed, attention(x), atol=1e-5, rtol=1e-4)
@@ -144,10 +144,10 @@ def test_probes_measure_what_they_say() -> None:
     assert probe.sizes()["scores"] == pytest.approx(2 * first["initial_scores"], rel=0.5)
     assert not model.trunk.layers[0].attention._forward_hooks
     state = torch.get_rng_state()
-    twin = bench.build(Growing.parse("mlr:1|1"), 32, "standard", seed=0)
+    twin = problem.build(Growing.parse("mlr:1|1"), 32, "standard", seed=0)
     assert torch.equal(state, torch.get_rng_state())
     assert twin.read_out.weight.any()
-    mup_model = bench.build(Growing.parse("mlr:1|1"), 32, "mup", seed=0)
+    mup_model = problem.build(Growing.parse("mlr:1|1"), 32, "mup", seed=0)
     assert not mup_model.read_out.weight.any()
     assert mup_model.trunk.layers[0].attention.layout.scaling == "mup"
     assert mup.roles_of(mup_model)
@@ -198,8 +198,9 @@ def _reread(part):
         ({"structures": ("standard", "standard")}, "without repetition"),
         ({"structures": ("bilinear-butterfly",), "widths": (32, 44)}, "does not exist at width 44"),
         ({"record_steps": (0, 1)}, "after increasing steps 1, 2"),
-        ({"seeds": 0}, "seeds must be at least 1"),
-        ({"learning_rate": 0.0}, "learning rates are positive"),
+        ({"seeds": 0}, "seeds must be an int of at least 1 and at most 100000, got 0"),
+        ({"learning_rate": 0.0}, "learning_rate must be a finite number above 0, got 0.0"),
+        ({"transfer_rates": (0.1, math.inf)}, "transfer_rates: rate 2 must be a finite number above 0, got inf"),
         ({"transfer_rates": (0.1,)}, "at least two learning rates"),
     ],
 )
@@ -263,7 +264,7 @@ def test_options_reach_the_settings(tmp_path, monkeypatch) -> None:
     assert cli.main(["mup", "check"]) == 2
     assert found.pop() == CheckConfig()
     assert cli.main(["mup", "check", "--quick", "--no-transfer", "--heads", "4"]) == 2
-    assert found.pop() == dataclasses.replace(QUICK, transfer_widths=(), bench=Bench(num_heads=4))
+    assert found.pop() == dataclasses.replace(QUICK, transfer_widths=(), problem=SmallProblem(num_heads=4))
     assert cli.main(["mup", "check", "--structures", "standard:1", "--steps", "3", "1", "--base-width", "128"]) == 2
     config = found.pop()
     assert config.transferred == ("standard:1",)

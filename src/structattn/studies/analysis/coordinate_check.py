@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -12,14 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from structattn.checks import check_int, check_number
 from structattn.errors import ConfigError
 from structattn.progress import progress_bar
 from structattn.studies.analysis.coordinate_models import (
     QUANTITIES,
-    Bench,
     Growing,
     Parametrization,
     Probe,
+    SmallProblem,
     optimizer_for,
     train_step,
 )
@@ -37,7 +39,7 @@ STRUCTURES = (
     "mlr:4|2|1|1",
     "bilinear-kronecker",
 )
-Tick = Callable[[int], None]
+Tick = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class CheckConfig:
         transfer_steps: training steps of one run of it.
         transfer_seeds: draws of the initial weights, whose losses are averaged.
         transfer_structures: the structures that it is run for.
-        bench: model and data.
+        problem: model and data.
 
     Raises:
         ConfigError: fewer than two widths, an unknown structure, or one that does not exist at a width.
@@ -74,7 +76,7 @@ class CheckConfig:
     transfer_steps: int = 40
     transfer_seeds: int = 2
     transfer_structures: tuple[str, ...] = ("standard", "bilinear-btt:1", "mlr:4|2|1|1")
-    bench: Bench = field(default_factory=Bench)
+    problem: SmallProblem = field(default_factory=SmallProblem)
 
     def __post_init__(self) -> None:
         for name in ("widths", "transfer_widths", "record_steps", "transfer_rates"):
@@ -87,25 +89,21 @@ class CheckConfig:
             raise ConfigError(
                 f"give at least one structure, without repetition; got {', '.join(self.structures) or 'none'}"
             )
-        steps = list(self.record_steps)
-        if not steps or steps[0] < 1 or steps != sorted(set(steps)):
-            raise ConfigError(f"sizes are measured after increasing steps 1, 2, ..., got {steps}")
-        for name in ("seeds", "base_width", "transfer_steps", "transfer_seeds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.record_steps or self.record_steps[0] < 1:
+            raise ConfigError(f"sizes are measured after increasing steps 1, 2, ..., got {list(self.record_steps)}")
+        for name in ("base_width", "transfer_steps"):
+            check_int(name, getattr(self, name), minimum=1)
         for name in ("seeds", "transfer_seeds"):
-            if getattr(self, name) > MOST_RUNS:
-                raise ConfigError(f"{name} must be at most {MOST_RUNS:,}, got {getattr(self, name):,}")
-        if not all(0 < rate < math.inf for rate in (self.learning_rate, *self.transfer_rates)):
-            raise ConfigError(
-                f"learning rates are positive numbers, got {self.learning_rate:g} and {list(self.transfer_rates)}"
-            )
+            check_int(name, getattr(self, name), minimum=1, maximum=MOST_RUNS)
+        check_number("learning_rate", self.learning_rate, above=0)
+        for number, rate in enumerate(self.transfer_rates, start=1):
+            check_number(f"transfer_rates: rate {number}", rate, above=0)
         if self.transfer_widths and len(self.transfer_rates) < 2:
             raise ConfigError("the transfer check compares at least two learning rates")
         for text in self.structures:
             structure = Growing.parse(text)
             for width in {*self.widths, *self.transfer_widths}:
-                self.bench.empty(structure, width, "mup")
+                self.problem.empty(structure, width, "mup")
 
     def draws(self, width: int) -> int:
         """Draws of the initial weights at a width: ``seeds`` times the ratio of the largest width to it, at most 8 times as many."""
@@ -147,29 +145,38 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.geometric_mean(values) if all(values) else 0.0
 
 
+def _cost(width: int, steps: int) -> int:
+    """The share of a run in the progress bar: a training step costs about the square of its width and some overhead."""
+    return steps * (width**2 + 128**2)
+
+
+def _no_tick(_: int) -> None:
+    """What ``tick`` is without a progress bar."""
+
+
 def coordinate_check(
-    structure: str, parametrization: Parametrization, config: CheckConfig, tick: Tick | None = None
+    structure: str, parametrization: Parametrization, config: CheckConfig, tick: Tick = _no_tick
 ) -> Coordinates:
-    """Trains at every width for a few steps on one batch and measures activation sizes (see ``mup_models.QUANTITIES``).
+    """Trains at every width for a few steps on one batch and measures activation sizes (see ``QUANTITIES``).
 
     Args:
         structure: an attention spec; ranks are read as proportions.
         parametrization: ``"mup"`` or ``"standard"``.
         config: the other settings.
-        tick: called with the width after every run.
+        tick: called after every run, with its share of the progress bar.
 
     Returns:
         ``Coordinates``.
 
     Cost: the last record step times draws training steps at every width.
     """
-    grown, bench = Growing.parse(structure), config.bench
-    batch, held_out = bench.prompts("coordinates"), bench.prompts("held out")
+    grown, problem = Growing.parse(structure), config.problem
+    batch, held_out = problem.batch("coordinates"), problem.batch("held out")
     steps = (0, *config.record_steps)
     found: dict[str, dict[int, list[list[float]]]] = {}
     for width in config.widths:
         for seed in range(config.draws(width)):
-            model = bench.build(grown, width, parametrization, seed)
+            model = problem.build(grown, width, parametrization, seed)
             optimizer = optimizer_for(model, parametrization, config.learning_rate, config.base_width)
             probe = Probe(model, held_out)
             for step in range(steps[-1] + 1):
@@ -181,8 +188,7 @@ def coordinate_check(
                         if seed == 0:
                             runs.append([])
                         runs[-1].append(size)
-            if tick is not None:
-                tick(width)
+            tick(_cost(width, steps[-1]))
     last = large_end(config.widths)
     means = {name: {step: [_mean(v) for v in runs] for step, runs in steps.items()} for name, steps in found.items()}
     slopes = {
@@ -200,7 +206,7 @@ def coordinate_check(
         structure=structure,
         parametrization=parametrization,
         widths=config.widths,
-        specs=tuple(str(grown.at(width, bench.num_heads)) for width in config.widths),
+        specs=tuple(str(grown.at(width, problem.num_heads)) for width in config.widths),
         slope_widths=config.widths[-last:],
         sizes=_plain(means),
         by_seed=_plain(found),
@@ -219,7 +225,7 @@ def _plain(value: Any) -> Any:
 
 
 def transfer_check(
-    structure: str, parametrization: Parametrization, config: CheckConfig, tick: Tick | None = None
+    structure: str, parametrization: Parametrization, config: CheckConfig, tick: Tick = _no_tick
 ) -> Transfer:
     """Trains at every width with every learning rate on the same two batches in turn, so that a few steps are enough to learn.
 
@@ -231,8 +237,8 @@ def transfer_check(
 
     Cost: ``transfer_steps`` times widths, rates and seeds training steps.
     """
-    grown, bench = Growing.parse(structure), config.bench
-    batches = [bench.prompts("transfer", index) for index in range(2)]
+    grown, problem = Growing.parse(structure), config.problem
+    batches = [problem.batch("transfer", index) for index in range(2)]
     tail = max(1, config.transfer_steps // 5)
     losses: list[list[float]] = []
     for width in config.transfer_widths:
@@ -240,7 +246,7 @@ def transfer_check(
         for rate in config.transfer_rates:
             scores = []
             for seed in range(config.transfer_seeds):
-                model = bench.build(grown, width, parametrization, seed)
+                model = problem.build(grown, width, parametrization, seed)
                 optimizer = optimizer_for(model, parametrization, rate, config.base_width)
                 history: list[float] = []
                 for step in range(config.transfer_steps):
@@ -248,8 +254,7 @@ def transfer_check(
                     if not math.isfinite(history[-1]):
                         break
                 scores.append(statistics.fmean(history[-tail:]))
-                if tick is not None:
-                    tick(width)
+                tick(_cost(width, config.transfer_steps))
             losses[-1].append(statistics.fmean(scores))
     best: list[float | None] = []
     for row in losses:
@@ -301,30 +306,18 @@ def _record(config: CheckConfig, command: str, show_progress: bool) -> MupRecord
     """Makes the checks."""
     started = time.perf_counter()
     kinds: tuple[Parametrization, ...] = get_args(Parametrization)
-    chosen = config.transferred
-    # A training step costs about the square of its width and some overhead: in those units the bar moves evenly.
-    coordinate_runs = [(w, config.record_steps[-1]) for w in config.widths for _ in range(config.draws(w))]
-    repeats = len(config.transfer_rates) * config.transfer_seeds
-    transfer_runs = [(w, config.transfer_steps) for w in config.transfer_widths for _ in range(repeats)]
-    total = len(config.structures) * sum(_cost(*run) for run in coordinate_runs)
-    total += len(chosen) * sum(_cost(*run) for run in transfer_runs)
+    num_transfers = len(config.transfer_rates) * config.transfer_seeds
+    coordinate_cost = sum(config.draws(width) * _cost(width, config.record_steps[-1]) for width in config.widths)
+    transfer_cost = sum(num_transfers * _cost(width, config.transfer_steps) for width in config.transfer_widths)
+    total = len(kinds) * (len(config.structures) * coordinate_cost + len(config.transferred) * transfer_cost)
     coordinates, transfers = [], []
     shape = "{desc} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
-    with progress_bar(total=total * len(kinds), show=show_progress, bar_format=shape) as bar:
-        for structure in config.structures:
-            for kind in kinds:
-                bar.set_description_str(f"{structure} {kind}", refresh=False)
-                coordinates.append(
-                    coordinate_check(
-                        structure, kind, config, lambda width: bar.update(_cost(width, config.record_steps[-1]))
-                    )
-                )
-                if structure in chosen:
-                    transfers.append(
-                        transfer_check(
-                            structure, kind, config, lambda width: bar.update(_cost(width, config.transfer_steps))
-                        )
-                    )
+    with progress_bar(total=total, show=show_progress, bar_format=shape) as bar:
+        for structure, kind in itertools.product(config.structures, kinds):
+            bar.set_description_str(f"{structure} {kind}", refresh=False)
+            coordinates.append(coordinate_check(structure, kind, config, bar.update))
+            if structure in config.transferred:
+                transfers.append(transfer_check(structure, kind, config, bar.update))
     return MupRecord(
         **origin(command),
         config=json.loads(json.dumps(dataclasses.asdict(config))),
@@ -333,8 +326,3 @@ def _record(config: CheckConfig, command: str, show_progress: bool) -> MupRecord
         coordinates=tuple(coordinates),
         transfers=tuple(transfers),
     )
-
-
-def _cost(width: int, steps: int) -> int:
-    """The share of a run in the progress bar."""
-    return steps * (width**2 + 128**2)

@@ -28,7 +28,7 @@ from structattn.seeds import generator, seeded
 from structattn.spec.layers import LayerSpecs
 
 Parametrization = Literal["mup", "standard"]
-Prompts = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, Tensor]
 
 # The quantities of a probe, with descriptions; all are root mean squares.
 QUANTITIES = {
@@ -107,7 +107,7 @@ def _grown(spec: AttentionSpec, width: int, num_heads: int) -> AttentionSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class SmallProblem:
     """The small training problem: in-context regression, its data, and the model except its width and attention.
 
     Args:
@@ -132,7 +132,7 @@ class Bench:
         for name in ("num_heads", "num_layers", "dim", "num_points", "batch_size"):
             check_int(name, getattr(self, name), minimum=1)
 
-    def prompts(self, *name: int | str) -> Prompts:
+    def batch(self, *name: int | str) -> Batch:
         """A batch, xs (B, N, d) and ys (B, N): a pure function of its name."""
         rng = generator("mup-check", *name)
         xs = self.mean + torch.randn(self.batch_size, self.num_points, self.dim, generator=rng)
@@ -186,7 +186,7 @@ def optimizer_for(
     return torch.optim.AdamW([group], lr=learning_rate, betas=(0.9, 0.95), eps=1e-20, weight_decay=0.0, **kind)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Prompts) -> float:
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
     """One step of the mean squared error; returns the loss before it."""
     loss = F.mse_loss(model(*batch), batch[1])
     optimizer.zero_grad(set_to_none=True)
@@ -217,15 +217,15 @@ class Probe:
     """Measures activation sizes of a model, relative to its weights when the probe is made.
 
     Learned scores are the scores now minus those that the initial weights of the scoring give for the same hidden states: what
-    what The initial scores decrease like 1 / sqrt(head dimension) under muP, whose scale is 1/D;
-    ``initial_scores`` in the results records them.
+    training learned. The initial scores themselves decrease like 1 / sqrt(head dimension) under muP, whose scale is 1/D; they are
+    recorded as ``initial_scores``.
 
     Args:
         model: the model at its first step.
         batch: its input.
     """
 
-    def __init__(self, model: ICLRegressor, batch: Prompts) -> None:
+    def __init__(self, model: ICLRegressor, batch: Batch) -> None:
         self._model = model
         self._batch = batch
         self._initial = [copy.deepcopy(block.attention) for block in model.trunk.layers]

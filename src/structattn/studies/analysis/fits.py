@@ -15,6 +15,7 @@ from structattn.errors import ConfigError
 from structattn.matrices import Fit, Structure, allocate_ranks, fit
 from structattn.matrices.btt import factor_pair
 from structattn.matrices.fit.target import check_dense
+from structattn.spec.grammar import Form, named, positive, read_term, reading
 from structattn.studies.analysis.matrix_examples import NamedMatrix
 from structattn.studies.environment import origin
 from structattn.studies.folders import Owner, opened
@@ -22,6 +23,12 @@ from structattn.studies.records.common import Results
 from structattn.studies.records.fits import FitRow, FitsRecord, FittedMatrix
 
 _ALLOCATED = "mlr-allocated"
+_FORM = Form(
+    syntax=f"{_ALLOCATED}:R",
+    example=f"{_ALLOCATED}:8",
+    meaning="MLR of total rank R, with the ranks found",
+    value=named("rank", positive),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +54,13 @@ def parse_candidate(text: str, *, refine: int | None = None, seed: int = 0) -> C
     Raises:
         ConfigError: unknown family or wrong numbers.
     """
-    name, _, rest = text.partition(":")
-    if name == _ALLOCATED:
-        try:
-            low_rank = Structure.parse(f"lowrank:{rest}")
-        except ConfigError:
-            raise ConfigError(
-                f"structure {text!r}: expected a positive whole number, got {rest!r}. The form is {_ALLOCATED}:R"
-            ) from None
-        total = dict(low_rank.options)["rank"]
+    if text.partition(":")[0] == _ALLOCATED:
+        with reading("structure", text, _FORM.help):
+            total = read_term(text, {_ALLOCATED: _FORM})[1]["rank"]
         return Candidate(
             family="mlr",
             text=text,
-            size=low_rank,
+            size=Structure.parse(f"lowrank:{total}"),
             run=lambda dense, show: allocate_ranks(dense, total, _levels(dense), progress=show),
         )
     structure = Structure.parse(text)

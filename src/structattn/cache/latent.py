@@ -48,8 +48,5 @@ class Latent(Protocol):
 
 def alike(latent: Latent, other: Latent | None) -> bool:
     """Whether two layers keep the same of a hidden state, as far as the sizes tell."""
-    return other is not None and _facts(latent) == _facts(other)
-
-
-def _facts(latent: Latent) -> tuple[int, int, bool]:
-    return latent.key_dim, latent.num_rstd, latent.can_absorb
+    names = ("key_dim", "num_rstd", "can_absorb")
+    return other is not None and all(getattr(latent, name) == getattr(other, name) for name in names)

@@ -74,16 +74,12 @@ def explain(
     Args: those of ``structured_attention``; only shapes, dtype and device of the tensors are looked at, so that
         ``torch.empty(..., device="meta")`` is enough.
     """
-    q, k, v, calls = _read(
+    v, calls = _read(
         q, k, v, layout, is_causal, scale, window, attn_bias, dropout_p, cu_seqlens, left_padding, return_lse
     )
-    choices = [backends.choose(*_columns(q, k, columns), v, call, return_lse) for columns, call in calls]
+    choices = [backends.choose(query, key, v, call, return_lse) for query, key, call in calls]
     lines = [f"{choice}: {reason()}" for choice, reason in choices]
     return lines[0] if len(lines) == 1 else "two softmaxes, added: " + "; ".join(lines)
-
-
-def _columns(q: Tensor, k: Tensor, columns: slice | None) -> tuple[Tensor, Tensor]:
-    return (q, k) if columns is None else (q[..., columns], k[..., columns])
 
 
 def _read(
@@ -99,8 +95,8 @@ def _read(
     cu_seqlens: Tensor | None,
     left_padding: Tensor | None,
     return_lse: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[tuple[slice | None, Call]]]:
-    """The arguments, checked: q, k, v, and the calls whose outputs are added, each with its features (``None``: all)."""
+) -> tuple[Tensor, list[tuple[Tensor, Tensor, Call]]]:
+    """The arguments, checked: v, and the calls whose outputs are added, each with its queries and keys."""
     check_options(layout, is_causal, scale, window, dropout_p, return_lse)
     check_tensors(q, k, v)
     if attn_bias is not None:
@@ -124,15 +120,11 @@ def _read(
     )
     q, k, v = autocasted(q, k, v)
     if not isinstance(layout, GlobalWindowLayout):
-        return q, k, v, [(None, call)]
+        return v, [(q, k, call)]
     (far, near), (far_scale, near_scale) = layout.ranks, layout.scales
-    return (
-        *(q, k, v),
-        [
-            (slice(far), replace(call, layout=_plain(far), scale=far_scale)),
-            (slice(far, None), replace(call, layout=_plain(near), scale=near_scale, window=layout.window)),
-        ],
-    )
+    everywhere = replace(call, layout=_plain(far), scale=far_scale)
+    in_window = replace(call, layout=_plain(near), scale=near_scale, window=layout.window)
+    return v, [(q[..., :far], k[..., :far], everywhere), (q[..., far:], k[..., far:], in_window)]
 
 
 def _plain(dim: int) -> LevelLayout:
@@ -261,12 +253,11 @@ def structured_attention(
     check_choice("backend", backend, backends.NAMED)
     if backend != "auto" and (reason := backends.why_not(backend)) is not None:
         raise BackendUnavailableError(f"backend {backend!r} cannot run: {reason}")
-    q, k, v, calls = _read(
+    v, calls = _read(
         q, k, v, layout, is_causal, scale, window, attn_bias, dropout_p, cu_seqlens, left_padding, return_lse
     )
     out: Tensor | None = None
-    for columns, call in calls:
-        query, key = _columns(q, k, columns)
+    for query, key, call in calls:
         if dropout_p > 0:  # from torch's global generator, so that torch.manual_seed governs every backend
             call = replace(call, seed=torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         if backend == "auto":

@@ -10,7 +10,8 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,14 +36,6 @@ Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor | None]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
-def _always() -> None:
-    return None
-
-
-def _any_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class BackendRow:
     """One backend.
@@ -56,8 +49,8 @@ class BackendRow:
 
     forward: Forward
     backward: Backward | None = None
-    why_not_here: Callable[[], str | None] = _always
-    why_not: Callable[[Tensor, Tensor, Tensor, Call], str | None] = _any_call
+    why_not_here: Callable[[], str | None] = lambda: None
+    why_not: Callable[[Tensor, Tensor, Tensor, Call], str | None] = lambda *_: None
 
 
 def _no_triton() -> str | None:
@@ -68,22 +61,10 @@ def _no_triton() -> str | None:
     return None
 
 
-def _not_for_triton(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-    from structattn.ops.triton import attention as triton
+def _triton() -> ModuleType:
+    from structattn.ops.triton import attention  # where it is used: Triton may not be installed
 
-    return triton.why_not(q, k, v, call)
-
-
-def _triton_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    from structattn.ops.triton import attention as triton
-
-    return triton.forward(q, k, v, call)
-
-
-def _triton_backward(*arguments: Any, needs_bias: bool) -> tuple[Tensor, Tensor, Tensor, None]:
-    from structattn.ops.triton import attention as triton
-
-    return *triton.backward(*arguments), None
+    return attention
 
 
 TABLE: dict[str, BackendRow] = {
@@ -92,7 +73,10 @@ TABLE: dict[str, BackendRow] = {
     "small": BackendRow(forward=small.forward),
     "blocked": BackendRow(forward=blocked.forward, backward=blocked.backward),
     "triton": BackendRow(
-        forward=_triton_forward, backward=_triton_backward, why_not_here=_no_triton, why_not=_not_for_triton
+        forward=lambda *arguments: _triton().forward(*arguments),
+        backward=lambda *arguments, needs_bias: (*_triton().backward(*arguments), None),
+        why_not_here=_no_triton,
+        why_not=lambda *arguments: _triton().why_not(*arguments),
     ),
 }
 

@@ -205,7 +205,7 @@ def check_layout(
     layout: Layout, head_dim: int | None, value_dim: int, num_rows: int, row_name: str = "batch row"
 ) -> None:
     """Raises ``ShapeError`` unless ranks, value ranks and per-row boundaries fit; ``head_dim`` is ``None`` where it is not known."""
-    if head_dim is not None:
+    if head_dim is not None and layout.head_dim != head_dim:
         check_sum("the ranks of the layout", layout.ranks, head_dim, "the head dimension", ShapeError)
     if isinstance(layout, GlobalWindowLayout):
         return

@@ -48,32 +48,40 @@ def _nested_boundaries(flat: Sequence[int] | None) -> Boundaries | None:
     )
 
 
-# A ``Call`` and a backend in the terms of an operator's schema; the tensors among them come first.
-_OPTIONS = (
-    "Tensor? attn_bias, Tensor? cu_seqlens, Tensor? left_padding, Tensor? seed, int[] ranks, int[]? block_sizes, "
-    "int[]? value_ranks, int[]? boundaries, str scaling, bool is_causal, float? scale, int? window, float dropout_p, str backend"
+# The options of a ``Call`` in the terms of an operator's schema: the tensors, then the layout, then the others.
+_TENSORS = ("attn_bias", "cu_seqlens", "left_padding", "seed")
+_LAYOUT = "int[] ranks, int[]? block_sizes, int[]? value_ranks, int[]? boundaries, str scaling"
+_NUMBERS = {"is_causal": "bool", "scale": "float?", "window": "int?", "dropout_p": "float"}
+_OPTIONS = ", ".join(
+    [
+        *(f"Tensor? {name}" for name in _TENSORS),
+        _LAYOUT,
+        *(f"{kind} {name}" for name, kind in _NUMBERS.items()),
+        "str backend",
+    ]
 )
-_NUM_TENSORS = 4
-_FIRST_OPTION = 3 + _NUM_TENSORS  # q, k and v are before them
+_FIRST_OPTION = 3 + len(_TENSORS)  # q, k and v are before them
+
+
+def _tensors(call: Call) -> list[Tensor | None]:
+    return [getattr(call, name) for name in _TENSORS]
+
+
+def _with_tensors(call: Call, tensors: Sequence[Tensor | None]) -> Call:
+    return replace(call, **dict(zip(_TENSORS, tensors, strict=True)))  # type: ignore[arg-type]
 
 
 def _flat(call: Call, backend: str) -> tuple[Any, ...]:
     """The arguments of ``_OPTIONS``."""
     layout = call.layout
     return (
-        call.attn_bias,
-        call.cu_seqlens,
-        call.left_padding,
-        call.seed,
+        *_tensors(call),
         layout.ranks,
         layout.block_sizes,
         layout.value_ranks or (),
         _flat_boundaries(layout.boundaries),
         layout.scaling,
-        call.is_causal,
-        call.scale,
-        call.window,
-        call.dropout_p,
+        *[getattr(call, name) for name in _NUMBERS],
         backend,
     )
 
@@ -96,20 +104,10 @@ def _layout(ranks: Any, block_sizes: Any, value_ranks: Any, boundaries: Any, sca
 
 def _call(options: Sequence[Any]) -> tuple[Call, str]:
     """The call and the backend that ``_flat`` wrote."""
-    attn_bias, cu_seqlens, left_padding, seed, *plain = options
-    is_causal, scale, window, dropout_p, backend = plain[5:]
-    call = Call(
-        layout=_layout(*plain[:5]),
-        is_causal=is_causal,
-        scale=scale,
-        window=window,
-        attn_bias=attn_bias,
-        dropout_p=dropout_p,
-        cu_seqlens=cu_seqlens,
-        left_padding=left_padding,
-        seed=seed,
-    )
-    return call, backend
+    tensors, rest = options[: len(_TENSORS)], options[len(_TENSORS) :]
+    layout, numbers, backend = rest[:5], rest[5:-1], rest[-1]
+    given = dict(zip((*_TENSORS, *_NUMBERS), (*tensors, *numbers), strict=True))
+    return Call(layout=_layout(*layout), **given), backend
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -319,14 +317,14 @@ def _flops(
 
 @register_flop_formula(torch.ops.structattn.attention)
 def _forward_flops(q: Any, k: Any, v: Any, *options: Any, **_: Any) -> int:
-    return _flops(q, k, v, options[_NUM_TENSORS:], (1, 1))
+    return _flops(q, k, v, options[len(_TENSORS) :], (1, 1))
 
 
 @register_flop_formula(torch.ops.structattn.attention_backward)
 def _backward_flops(
     grad_out: Any, grad_lse: Any, out: Any, lse: Any, needs_bias: bool, q: Any, k: Any, v: Any, *options: Any, **_: Any
 ) -> int:
-    return _flops(q, k, v, options[_NUM_TENSORS:], (3, 2))
+    return _flops(q, k, v, options[len(_TENSORS) :], (3, 2))
 
 
 class _Eager(torch.autograd.Function):
@@ -340,23 +338,23 @@ class _Eager(torch.autograd.Function):
         with without_autocast(q):
             out, lse = TABLE[backend].forward(q, k, v, call)
         assert lse is not None
-        tensors = (attn_bias, call.cu_seqlens, call.left_padding, call.seed)
+        tensors = [attn_bias, *_tensors(call)[1:]]
         ctx.save_for_backward(q, k, v, *tensors, out, lse)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.backend = call, backend
         if any(x is not None for x in tensors):  # kept once, where autograd sees it when one is changed
-            ctx.call = replace(call, attn_bias=None, cu_seqlens=None, left_padding=None, seed=None)
+            ctx.call = _with_tensors(call, [None] * len(tensors))
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, attn_bias, cu_seqlens, left_padding, seed, out, lse = ctx.saved_tensors
+        q, k, v, *tensors, out, lse = ctx.saved_tensors
         call, backend, needs_bias = ctx.call, ctx.backend, ctx.needs_input_grad[3]
         if torch.is_grad_enabled() or not is_eager(q):  # second derivatives, or a counter that was started in between
-            ctx.options = _flat(call, backend)[_NUM_TENSORS:]
+            ctx.options = _flat(call, backend)[len(_TENSORS) :]
             return *_gradients(ctx, grad_out, grad_lse)[:4], None, None
-        if cu_seqlens is not None or left_padding is not None or attn_bias is not None or seed is not None:
-            call = replace(call, attn_bias=attn_bias, cu_seqlens=cu_seqlens, left_padding=left_padding, seed=seed)
+        if any(x is not None for x in tensors):
+            call = _with_tensors(call, tensors)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         found = _direct_backward(backend, grad_out, grad_lse, q, k, v, out, lse, call, needs_bias)
         return *found, None, None

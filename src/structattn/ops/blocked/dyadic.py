@@ -8,6 +8,7 @@ family, computed as one batch; what is left are small squares on the diagonal, w
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -38,10 +39,7 @@ class SpanFamily:
     @property
     def count(self) -> int:
         """The number of members."""
-        total = 1
-        for count, _ in self.dims:
-            total *= count
-        return total
+        return math.prod(count for count, _ in self.dims)
 
     def inner(self, offset: int, count: int, stride: int, length: int) -> SpanFamily:
         """In each member ``count`` spans of ``length``, the first at ``offset``, ``stride`` apart."""
@@ -229,13 +227,10 @@ class Geometry:
         seen = distance >= 0 if self.is_causal else torch.ones_like(distance, dtype=torch.bool)
         if self.window is not None:
             seen = seen & (distance.abs() < self.window)
-        if block.is_diagonal:
-            seen = seen & (self._shared(i, j, block) == block.level)
+        if block.is_diagonal and block.cols.length > 1:
+            # The key span starts at a block of every level that is cut inside it, so positions may count from there.
+            seen = seen & (self.layout.shared_levels(i, j) == block.level)
         return seen
-
-    def _shared(self, i: Tensor, j: Tensor, block: DyadicBlock) -> Tensor:
-        # The key span starts at a block of every level that is cut inside it, so positions may count from there.
-        return self.layout.shared_levels(i, j) if block.cols.length > 1 else torch.full_like(i - j, block.level)
 
 
 @dataclass(kw_only=True)

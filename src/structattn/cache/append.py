@@ -31,27 +31,7 @@ def append(contents: Contents, k: Tensor, v: Tensor) -> None:
     elif count == 1:
         _append_one(contents, k, v)
     else:
-        for (store, level), x in zip(contents.stores(), _per_store(contents, k, v), strict=True):
-            for row, batch, pad in contents.rows:
-                first, last = contents.length - pad, contents.length - pad + count - 1
-                if last < 0:
-                    continue
-                start = level.start(last, row)
-                oldest = max(start, 0) if store.ring is None else last - store.ring + 1
-                low = max(first, oldest, 0)
-                slots = last - start + 1 if store.ring is None else min(last + 1, store.ring)
-                store.grow(slots, x)
-                if first > 0 and contents.before is not None:
-                    lost, end = max(low, store.ring or 0), last + 1
-                    if (
-                        store.ring is None and contents.length == contents.before.length
-                    ):  # the block before, if it is another
-                        before = level.start(first - 1, row)
-                        end = low if before == start else min(end, start + first - before)
-                    for span in store.spans(lost, end, start):
-                        contents.before.keep(span.rows(batch))
-                store.write(x[batch, :, low - first :], batch, low, start)
-                store.oldest[row] = max(store.oldest[row], oldest)
+        _append_many(contents, k, v)
     contents.length += count
 
 
@@ -107,6 +87,30 @@ def _append_one(contents: Contents, k: Tensor, v: Tensor) -> None:
             for page, index in store.locate(lost):
                 contents.before.keep(page, index)
         store.write_each(x, slots)
+
+
+def _append_many(contents: Contents, k: Tensor, v: Tensor) -> None:
+    """Several tokens, row by row."""
+    count = k.shape[2]
+    for (store, level), x in zip(contents.stores(), _per_store(contents, k, v), strict=True):
+        for row, batch, pad in contents.rows:
+            first, last = contents.length - pad, contents.length - pad + count - 1
+            if last < 0:
+                continue
+            start = level.start(last, row)
+            oldest = max(start, 0) if store.ring is None else last - store.ring + 1
+            low = max(first, oldest, 0)
+            slots = last - start + 1 if store.ring is None else min(last + 1, store.ring)
+            store.grow(slots, x)
+            if first > 0 and contents.before is not None:
+                lost, end = max(low, store.ring or 0), last + 1
+                if store.ring is None and contents.length == contents.before.length:
+                    before = level.start(first - 1, row)  # its block is written over, if it is another
+                    end = low if before == start else min(end, start + first - before)
+                for span in store.spans(lost, end, start):
+                    contents.before.keep(span.rows(batch))
+            store.write(x[batch, :, low - first :], batch, low, start)
+            store.oldest[row] = max(store.oldest[row], oldest)
 
 
 def _writes_over(contents: Contents, store: Store, position: int, slot: int) -> bool:

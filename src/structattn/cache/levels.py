@@ -55,9 +55,8 @@ class Level:
         """The first position of the block of ``position``."""
         if self.number == 1:
             return 0
-        if (
-            self.layout.boundaries is None
-        ):  # every step asks this for every level, and `block_start` checks its arguments
+        # Every step asks this for every level, and `block_start` checks its arguments.
+        if self.layout.boundaries is None:
             return position - position % self.layout.block_sizes[self.number - 1]
         return self.layout.block_start(self.number, position, row)
 

@@ -32,9 +32,8 @@ class Before:
 
     def keep(self, page: Tensor, index: Any = ...) -> None:
         """Copies numbers that are about to be written over."""
-        self.overwritten.append(
-            (page, index, page.clone() if index is ... else page[index])
-        )  # tensors in an index: a copy
+        numbers = page.clone() if index is ... else page[index]  # tensors in an index: a copy
+        self.overwritten.append((page, index, numbers))
 
     def put_back(self) -> None:
         """Writes the numbers back, the last ones first."""

@@ -200,10 +200,8 @@ class LevelLayout:
         ones = (1.0,) * self.num_levels
         if scale is not None:
             check_scale("scale", scale)
-            scale = (
-                float(scale) if isinstance(scale, int) else scale
-            )  # an int may be larger than any that a tensor takes
-            return ones, (scale,) * self.num_levels
+            # An int may be larger than any that a tensor takes.
+            return ones, (float(scale) if isinstance(scale, int) else scale,) * self.num_levels
         match self.scaling:
             case "variance":
                 return ones, tuple(1 / math.sqrt(total) for total in accumulate(self.ranks))

@@ -225,9 +225,8 @@ class _Forward(torch.autograd.Function):
         return result
 
     setup_context = staticmethod(_setup_forward)
-    backward = staticmethod(
-        torch.compiler.disable(_gradients)
-    )  # else a compiler takes it from a transform that it left
+    # Disabled: else a compiler takes it from a transform that it left.
+    backward = staticmethod(torch.compiler.disable(_gradients))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
@@ -259,9 +258,8 @@ class _Backward(torch.autograd.Function):
         if len(inputs) == 6 and not ctx.needs_bias:
             dx = (*dx[:3], torch.zeros_like(inputs[5]))
         d_out, d_lse, *found = derivatives.vjp(function, inputs, dx)
-        missing = (None,) * (
-            4 - len(found) + 3 + len(ctx.options)
-        )  # the bias, if there is none, and what has no gradient
+        # The bias, if there is none, and what has no gradient.
+        missing = (None,) * (4 - len(found) + 3 + len(ctx.options))
         return d_out, d_lse if ctx.needs_input_grad[1] else None, None, None, None, *found, *missing
 
     @staticmethod

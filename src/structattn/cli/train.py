@@ -239,7 +239,6 @@ class SweepCommand(TaskCommand):
             settings=RunSettings(task=recipe.task, training=recipe.training),
             params=self.param,
             trials=self.trials,
-            folder=self.out,
             attention=self.attention,
             seed=self.seed,
             scheduler=self.scheduler,
@@ -250,6 +249,7 @@ class SweepCommand(TaskCommand):
         )
         done = sweep(
             plan,
+            self.out,
             runner=_runner(self.ray_address, self.jobs),
             command=session.line,
             resume=self.resume,

@@ -50,13 +50,12 @@ def parsed(text: str, task: str = "nearest-neighbor") -> Parameter:
     return parameter
 
 
-def plan(folder: Path, *params: str, **more) -> SweepPlan:
+def plan(*params: str, **more) -> SweepPlan:
     return SweepPlan(
         task_name="nearest-neighbor",
         settings=settings("nearest-neighbor", *SMALL),
         changes=SMALL,
         params=params or ISSUE,
-        folder=folder,
         **{"trials": 3} | more,
     )
 
@@ -150,28 +149,28 @@ def test_what_is_wrong_with_a_parameter_is_said(text: str, words: str) -> None:
         parsed(text)
 
 
-def test_what_is_wrong_with_a_plan_is_said(tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_plan_is_said() -> None:
     with pytest.raises(ConfigError, match="nothing to sweep"):
         parse_parameters([], settings())
     with pytest.raises(ConfigError, match=r"learning_rate is swept twice"):
-        plan(tmp_path, "training.lr=log:1e-3:1", "training.learning_rate=log:1e-3:1")
+        plan("training.lr=log:1e-3:1", "training.learning_rate=log:1e-3:1")
     with pytest.raises(ConfigError, match="trials must be an int of at least 1 and at most 100000, got 0"):
-        plan(tmp_path, trials=0)
+        plan(trials=0)
     with pytest.raises(ConfigError, match="swept and set"):
-        plan(tmp_path, "task.dim=int:4:8")
+        plan("task.dim=int:4:8")
     with pytest.raises(ConfigError, match="attention is swept and set"):
-        plan(tmp_path, attention="standard:1")
+        plan(attention="standard:1")
     with pytest.raises(ConfigError, match="grace period"):
-        plan(tmp_path, grace_period=9)
+        plan(grace_period=9)
 
 
 def test_the_command_of_a_trial_says_its_settings_exactly(tmp_path: Path) -> None:
     values = {"training.learning_rate": 0.1 + 0.2, "attention": "mlr:16|8|4|4"}
-    words = shlex.split(plan(tmp_path, seed=3).command(values))
+    words = shlex.split(plan(seed=3).command(values))
     assert words[:3] == ["structattn", "train", "nearest-neighbor"]
     assert f"training.learning_rate={0.1 + 0.2!r}" in words
     assert words[-4:] == ["--attention", "mlr:16|8|4|4", "--seed", "3"]
-    job = plan(tmp_path, seed=3).job(1, values)
+    job = plan(seed=3).job(tmp_path, values)
     assert (job.training.learning_rate, job.spec, job.seed) == (0.1 + 0.2, "mlr:16|8|4|4", 3)
 
 
@@ -184,14 +183,14 @@ def test_the_score_is_that_of_the_weights_that_are_kept() -> None:
     assert progress.final_validation_score("mse", patience=None) == float("inf")
 
 
-def test_a_sweep_is_resumed_as_it_was(tmp_path: Path) -> None:
+def test_a_sweep_is_resumed_as_it_was() -> None:
     def differences(now: SweepPlan) -> list[str]:
-        return Owner(command="sweep", task="", settings=now.identity()).differences(plan(tmp_path).identity())
+        return Owner(command="sweep", task="", settings=now.identity()).differences(plan().identity())
 
-    assert not differences(plan(tmp_path, trials=9))
-    assert "parameters = " in differences(plan(tmp_path, "training.lr=log:1e-5:1e-3"))[0]
-    assert differences(plan(tmp_path, seed=1)) == ["seed = 0, now 1"]
-    changed = dataclasses.replace(plan(tmp_path), settings=settings("nearest-neighbor", *SMALL, "training.steps=9"))
+    assert not differences(plan(trials=9))
+    assert "parameters = " in differences(plan("training.lr=log:1e-5:1e-3"))[0]
+    assert differences(plan(seed=1)) == ["seed = 0, now 1"]
+    changed = dataclasses.replace(plan(), settings=settings("nearest-neighbor", *SMALL, "training.steps=9"))
     assert differences(changed)[0] == "settings.training.steps = 8, now 9"
 
 

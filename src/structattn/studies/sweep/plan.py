@@ -39,7 +39,6 @@ class SweepPlan:
             successive halving); ``"none"``: every trial runs to its end.
         grace_period: steps that every trial gets under ASHA; later comparisons are at 4, 16 ... times as many. Default: a sixteenth of the
             longest run, and at least ``training.eval_every``, since scores come from validations.
-        folder: of the results. Default: see ``folders.opened``.
         preset, changes, given: what else the command line of ``structattn train`` needs to repeat a run: the preset, the ``--set`` texts,
             and further options with their values.
 
@@ -53,7 +52,6 @@ class SweepPlan:
     settings: RunSettings
     params: tuple[str, ...]
     trials: int
-    folder: Path | None = None
     attention: str = "standard"
     seed: int = 0
     scheduler: Literal["asha", "none"] = "asha"
@@ -94,9 +92,8 @@ class SweepPlan:
         every = self.settings.training.eval_every
         return self.grace_period or min(self.longest, max(every, self.longest // REDUCTION**2))
 
-    def job(self, number: int, values: Values) -> Job:
-        """The run of a trial; raises ``ConfigError`` if its values do not fit together."""
-        assert self.folder is not None  # the sweep opened one
+    def job(self, folder: Path, values: Values) -> Job:
+        """The run of a trial in a folder; raises ``ConfigError`` if its values do not fit together."""
         changes = [p.setting(values[p.name]) for p in self.parameters if p.name != ATTENTION]
         settings = apply_overrides(self.settings, tuple(changes))
         return Job(
@@ -105,7 +102,7 @@ class SweepPlan:
             spec=str(values.get(ATTENTION, self.attention)),
             training=settings.training,
             seed=self.seed,
-            folder=_trial_folder(self.folder, number),
+            folder=folder,
         )
 
     def command(self, values: Values) -> str:
@@ -130,10 +127,6 @@ class SweepPlan:
         return json.loads(json.dumps(plain))
 
 
-def _trial_folder(folder: Path, number: int) -> Path:
-    return folder / "runs" / f"trial-{number:04d}"
-
-
 class Journal:
     """The record of a sweep: ``trial.json`` in the folder of each run holds its status.
 
@@ -149,8 +142,12 @@ class Journal:
         except CheckpointError as error:
             raise CheckpointError(f"{error}; start the sweep again in another folder") from error
 
+    def run_folder(self, number: int) -> Path:
+        """The folder of a trial's run."""
+        return self.folder / "runs" / f"trial-{number:04d}"
+
     def _path(self, number: int) -> Path:
-        return _trial_folder(self.folder, number) / "trial.json"
+        return self.run_folder(number) / "trial.json"
 
     def trials(self) -> tuple[Trial, ...]:
         """Every trial, in the order in which they were begun."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from structattn.studies.tasks.registry import shared_task
 
 def sweep(
     plan: SweepPlan,
+    out: Path | None = None,
     *,
     runner: Runner | None = None,
     command: str = "",
@@ -36,7 +36,8 @@ def sweep(
     is scored on the test split. A run equals that of ``structattn train`` with the same settings.
 
     Args:
-        plan: what is varied, and where the results are written.
+        plan: what is varied.
+        out: output folder, created. Default: see ``folders.opened``.
         runner: what trains the models. Default: ``LocalRunner(None)``, one process for each GPU, or without any, each core.
         command: the command line, for the record.
         resume: continue the sweep in the folder: finished trials are kept, interrupted ones continue from their last checkpoint.
@@ -64,14 +65,13 @@ def sweep(
     identity["settings"] |= task.identity(identity["settings"]["task"])
     free = ("settings.training.process_timeout",)
     owner = Owner(command="sweep", task=plan.task_name, settings=identity, free=free, recorded=sweep_record)
-    out, found = finished_in(plan.folder, owner, resume=resume, read=lambda folder: _finished(folder, plan))
+    out, found = finished_in(out, owner, resume=resume, read=lambda folder: _finished(folder, plan))
     if found is not None:
         return _checked(found)
     with opened(out, owner, resume=resume, on_open=on_open) as folder:
-        plan = dataclasses.replace(plan, folder=folder.resolve())  # workers have other working folders
-        journal = Journal(folder)
+        journal = Journal(folder.resolve())  # workers have other working folders
         run_trials(plan, journal, runner=runner or LocalRunner(None), show_progress=show_progress)
-        record = _record(plan, task, journal.trials(), command)
+        record = _record(plan, task, journal, command)
         results = write_results(record, folder, draw, page)
     return _checked(results)
 
@@ -97,7 +97,8 @@ def _checked(results: Results[SweepRecord]) -> Results[SweepRecord]:
     return results
 
 
-def _record(plan: SweepPlan, task: Task, trials: tuple[Trial, ...], command: str) -> SweepRecord:
+def _record(plan: SweepPlan, task: Task, journal: Journal, command: str) -> SweepRecord:
+    trials = journal.trials()
     scheduler = None
     if plan.scheduler != "none":
         scheduler = Scheduler(name=plan.scheduler, grace_period=plan.grace, reduction=REDUCTION)
@@ -114,17 +115,17 @@ def _record(plan: SweepPlan, task: Task, trials: tuple[Trial, ...], command: str
         config=plan.identity()["settings"],
         trials=trials,
         seconds=sum(trial.seconds for trial in trials),
-        best=_best(plan, trials),
+        best=_best(plan, journal, trials),
     )
 
 
-def _best(plan: SweepPlan, trials: tuple[Trial, ...]) -> BestTrial | None:
+def _best(plan: SweepPlan, journal: Journal, trials: tuple[Trial, ...]) -> BestTrial | None:
     """The trial with the lowest validation score among those that ran to their end, its scores on the test split, and its command line."""
     finished = [(trial.score, trial) for trial in trials if trial.status == "finished" and trial.score is not None]
     if not finished:
         return None
     score, best = min(finished, key=lambda pair: pair[0])
-    job = plan.job(best.number, best.params)
+    job = plan.job(journal.run_folder(best.number), best.params)
     result = job.run(resume=True, show_progress=False)
     assert result is not None  # it finished
     task = shared_task(plan.task_name, job.task)

@@ -126,7 +126,7 @@ class _Trials(Listener):
             before=before.seconds,
         )
         try:
-            job = self._plan.job(number, proposal.params)
+            job = self._plan.job(self._journal.run_folder(number), proposal.params)
         except ConfigError as error:
             self._end(trial, "failed", message=str(error))
         else:

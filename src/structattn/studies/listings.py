@@ -107,13 +107,12 @@ def settings(task: str, preset: str) -> str:
     Raises:
         ConfigError: there is no such task or preset.
     """
-    options = task_class(task).data_options.items()
-    notes = [f"--{name}: {option.about} (sets task.{option.setting})." for name, option in options]
+    options = [f"--{name} for {option.about}" for name, option in task_class(task).data_options.items()]
     value = f"value in {task} --preset {preset}"
     fields = fields_of(recipe_for(task, preset))
     rows = [(name, type_in_words(hint), as_text(value)) for name, hint, value in fields]
-    notes.append("Change one with --set NAME=VALUE.")
-    return Table.of(("setting", "type", value), rows, words=("type", value), notes=tuple(notes)).text()
+    note = " ".join(["Change one with --set NAME=VALUE.", *([f"Your data: {', '.join(options)}."] if options else [])])
+    return Table.of(("setting", "type", value), rows, words=("type", value), notes=(note,)).text()
 
 
 def info() -> str:

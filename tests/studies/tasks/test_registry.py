@@ -125,7 +125,7 @@ def test_a_task_has_the_name_of_the_registry_and_a_documentation_string(name: st
     assert about(name).endswith(".")
     for name_of_option, option in task.data_options.items():
         assert name_of_option in ("data", "time", "target")
-        assert f"--{name_of_option}: {option.about} (sets task.{option.setting})." in settings(name, "default")
+        assert f"--{name_of_option} for {option.about}" in settings(name, "default")
         value = task.config_class()
         for field in option.setting.split("."):
             value = getattr(value, field)

@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 
 import structattn
@@ -46,7 +47,12 @@ def floor(module: str) -> tuple[str, int]:
     return best, FLOORS[best]
 
 
-def imported(path: Path):
+@cache
+def imported(path: Path) -> list[str]:
+    return list(_imported(path))
+
+
+def _imported(path: Path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("structattn"):
             base = node.module.removeprefix("structattn").lstrip(".")

@@ -26,10 +26,17 @@ LAYOUTS = {
 }
 
 
+# Every two of layout, window and padding are together here; all three are in `make test-full`.
+STEPS = [
+    pytest.param(layout, window, padding, marks=[] if (place + bool(window) + bool(padding)) % 2 else pytest.mark.full)
+    for place, layout in enumerate(sorted(LAYOUTS))
+    for window in (None, 10)
+    for padding in (None, (0, 3))
+]
+
+
 @runs
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize("window", [None, 10])
-@pytest.mark.parametrize("padding", [None, (0, 3)])
+@pytest.mark.parametrize(("layout", "window", "padding"), STEPS)
 def test_fused_steps_are_the_definition(monkeypatch, layout, window, padding) -> None:
     torch.manual_seed(0)
     form = LAYOUTS[layout]

@@ -214,8 +214,8 @@ def run_and_write(
         raise ConfigError(f"--repeats must be at least 1, got {repeats}")
     if patience_s is not None:
         check_number("--patience", patience_s, minimum=0)
-    owner = Owner(command="bench", task="", settings={})
-    with nullcontext(RESULTS) if out is None else opened(out, owner, resume=True, record=_record) as folder:
+    owner = Owner(command="bench", task="", settings={}, recorded=_record)
+    with nullcontext(RESULTS) if out is None else opened(out, owner, resume=True) as folder:
         result = run(
             BENCHMARKS[name],
             device=device,

@@ -94,9 +94,10 @@ class Source:
             yield Document(read_text(path, "a text file"), path)
             return
         with open_text(path, "a text file") as file:
-            yield from (
-                _json_lines(file, path, self.text_column) if of_lines else _cut(file, path, self.document_start)
-            )
+            if of_lines:
+                yield from _json_lines(file, path, self.text_column)
+            else:
+                yield from _cut(file, path, self.document_start)
 
 
 def _texts_in(root: Path) -> Iterator[str]:

@@ -72,6 +72,7 @@ class ShardWriter:
             "characters": int(before["characters"]),
             "splits": {name: before["splits"][name] for name in SPLITS},
         }
+        # Each buffer adds its shards to the list in the record.
         self._buffers = {name: _Buffer(self.dtype, shards) for name, shards in self._record["splits"].items()}
 
     @property

@@ -7,7 +7,7 @@ INPUTS := pyproject.toml constraints.txt
 # One process per core, each with one thread: most tests are far too small for more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-full coverage lint docs clean
+.PHONY: demo test test-full test-more coverage lint docs clean
 
 demo: $(VENV)/.installed-train
 	$(BIN)/structattn compare nearest-neighbor --preset demo
@@ -16,10 +16,13 @@ demo: $(VENV)/.installed-train
 test: $(VENV)/.installed-dev lint
 	$(PYTEST)
 
-# Before a release: also what takes long, many more random examples, and the oldest transformers that the extra `hf` allows.
-test-full: $(VENV)/.installed-dev $(OLDEST)/.installed lint
-	$(PYTEST) --full
+# Before a release.
+test-full: test test-more
+
+# What test-full adds to test: the oldest transformers that the extra `hf` allows, what takes long, and many more random examples.
+test-more: $(VENV)/.installed-dev $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(PYTEST) tests/integrations --ignore-glob='*neuralforecast*' --ignore-glob='*frames*'
+	$(PYTEST) --full -m "full or hypothesis"
 
 # The share of lines and branches that `make test` reaches; processes that tests start are counted too. Details are in htmlcov/.
 coverage: $(VENV)/.installed-dev

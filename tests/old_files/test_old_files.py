@@ -1,0 +1,220 @@
+"""Files that older versions wrote are read, with the numbers of then; see README.md."""
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import structattn as sa
+from structattn.cli import main
+from structattn.studies.data.corpus import Corpus
+from structattn.studies.records import read_comparison
+from structattn.studies.records.common import read_file
+from structattn.studies.records.fits import FitsRecord
+from structattn.studies.records.mup import MupRecord
+from structattn.studies.records.sweep import SweepRecord
+from structattn.studies.report.pages import write_pages
+from structattn.studies.training.finished import progress_of, read_finished
+from structattn.testing.tolerances import ANOTHER_ORDER, SIX_DIGITS, assert_close
+
+HERE = Path(__file__).parent
+SPECS = [  # in the order of make.py, which numbers the caches by it and gives every second one rotary positions
+    "standard",
+    "bilinear-btt:1",
+    "bilinear-mlr:2|1|1",
+    "bilinear-monarch",
+    "bilinear-mlbtc:1x1x2|2x2x8s",
+    "mlr:2|1|1",
+    "mlr:2|1|1,values=2|1|1",
+    "window:5",
+    "global-window:2|2@4",
+    "mlr-text:2|1|1",
+    "[standard,bilinear-dense+mlr:4|4]",
+]
+TASKS = ("nearest-neighbor", "text", "forecast", "icl-regression", "chronos")
+
+
+@pytest.fixture(scope="module", params=["0.1.0", "0.2.0.dev0"])
+def old(request, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("old")
+    with zipfile.ZipFile(HERE / f"{request.param}.zip") as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def expected(old: Path) -> dict:
+    return json.loads((old / "expected.json").read_text())
+
+
+def numbers(lines: list[str]) -> dict[str, float]:
+    """By name, of the lines ``test NAME NUMBER``."""
+    return {line.split()[1]: float(line.split()[2]) for line in lines if line.startswith("test ")}
+
+
+def plain(results: Path) -> dict:
+    return json.loads(results.read_text())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_run_is_scored_as_before(task: str, old: Path, capsys) -> None:
+    if task == "chronos":
+        pytest.importorskip("chronos")
+    assert main(["evaluate", str(old / "runs" / task)]) == 0
+    found, before = numbers(capsys.readouterr().out.splitlines()), numbers(expected(old)[task])
+    assert found == pytest.approx(before, rel=ANOTHER_ORDER)
+    assert found
+
+
+def test_a_text_is_generated_as_before(old: Path, capsys) -> None:
+    assert main(["generate", str(old / "runs/text"), "--prompt", "The ", "--max-new-tokens", "8", "--seed", "4"]) == 0
+    before = expected(old)["generate"]  # 0.1.0 did not repeat the prompt
+    assert capsys.readouterr().out.removeprefix("The ") == before.removeprefix("The ")
+
+
+def test_the_progress_of_a_run_is_known(old: Path) -> None:
+    run = old / "runs/nearest-neighbor"
+    progress = progress_of(read_finished(run).record, run)
+    assert progress is not None
+    assert [entry["step"] for entry in progress.history] == [2, 4]
+
+
+def test_an_interrupted_run_is_continued_to_the_same_weights(old: Path, tmp_path: Path) -> None:
+    shutil.copytree(old / "interrupted", tmp_path / "run")
+    record = read_finished(old / "runs/nearest-neighbor").record
+    changes = [f"task.{name}={value}" for name, value in record.task_config.items() if name != "qk_norm"]
+    changes += [f"training.{name}={record.config[name]}" for name in ("batch_size", "steps", "eval_every")]
+    changes += ["training.checkpoint_every=2", "training.warmup_steps=0"]
+    words = [word for change in changes for word in ("--set", change)]
+    command = ["train", "nearest-neighbor", *words, "--attention", record.spec, "--resume", "--out"]
+    assert main([*command, str(tmp_path / "run")]) == 0
+    found, before = read_finished(tmp_path / "run"), read_finished(old / "runs/nearest-neighbor")
+    for name, weight in before.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=SIX_DIGITS)
+
+
+def test_a_comparison_is_read_drawn_and_continued(old: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "comparison"
+    shutil.copytree(old / "comparison", out)
+    before = plain(out / "results.json")
+    record = read_comparison(out)
+    assert [row.spec for row in record.rows] == [row["spec"] for row in before["rows"]]
+    assert [list(row.scores) for row in record.rows] == [row["scores"] for row in before["rows"]]
+    assert [row.learning_rate for row in record.rows] == [row["learning_rate"] for row in before["rows"]]
+    written = {path: path.read_bytes() for path in out.rglob("*.safetensors")}
+    command = ["compare", "nearest-neighbor", "--resume", "--out", str(out), "--seeds", "2"]
+    command += ["--attention", *(row.spec for row in record.rows), "--set", "learning_rates=1e-3,1e-2"]
+    changes = ["task.dim=4", "task.num_points=4", "task.num_heads=1", "task.eval_examples=16", "training.batch_size=2"]
+    changes += ["training.steps=4", "training.eval_every=2", "training.checkpoint_every=2", "training.warmup_steps=0"]
+    assert main([*command, *(word for change in changes for word in ("--set", change))]) == 0
+    again = read_comparison(out)
+    assert [row.scores for row in again.rows] == [row.scores for row in record.rows]
+    assert (out / "report.html").is_file()
+    assert {path: path.read_bytes() for path in written} == written  # no run was trained again
+
+
+@pytest.mark.parametrize("name", ["scaling", "forecast"])
+def test_the_results_of_comparisons_are_drawn(name: str, old: Path, tmp_path: Path) -> None:
+    shutil.copyfile(old / "results" / f"{name}.json", tmp_path / "results.json")
+    record, before = read_comparison(tmp_path), plain(tmp_path / "results.json")
+    assert [(row.spec, row.score, row.num_params) for row in record.rows] == [
+        (row["spec"], row["score"], row["num_params"]) for row in before["rows"]
+    ]
+    assert [baseline.metrics for baseline in record.baselines] == [row["metrics"] for row in before["baselines"]]
+    assert (record.scaling is not None) == (name == "scaling")
+    assert write_pages(record, tmp_path).is_file()
+
+
+def test_the_results_of_fits_and_of_a_mup_check_are_read(old: Path) -> None:
+    fits, before = read_file(FitsRecord, old / "results/fit.json"), plain(old / "results/fit.json")
+    found = [(row.structure, row.relative_error) for matrix in fits.matrices for row in matrix.rows]
+    assert found == [
+        (row["structure"], row["relative_error"]) for matrix in before["matrices"] for row in matrix["rows"]
+    ]
+    mup = read_file(MupRecord, old / "results/mup.json")
+    before = plain(old / "results/mup.json")
+    assert [(row.structure, row.parametrization) for row in mup.coordinates] == [
+        (row["structure"], row["parametrization"]) for row in before["coordinates"]
+    ]
+    found = [list(map(list, row.losses)) for row in mup.transfers]
+    assert found == [row["losses"] for row in before["transfers"]]
+
+
+def test_a_sweep_is_read(old: Path) -> None:
+    record, before = read_file(SweepRecord, old / "sweep/results.json"), plain(old / "sweep/results.json")
+    assert [trial.score for trial in record.trials] == [trial["score"] for trial in before["trials"]]
+    assert record.best is not None
+
+
+@pytest.mark.parametrize("kind", ["chars", "bytes", "bpe"])
+def test_a_corpus_is_read(kind: str, old: Path, capsys) -> None:
+    if kind == "bpe":
+        pytest.importorskip("tokenizers")
+    assert main(["data", "info", str(old / "corpora" / kind), "--verify"]) == 0
+    corpus = Corpus(old / "corpora" / kind)
+    texts = [corpus.tokenizer.decode(tokens.read(0, len(tokens)).tolist()) for tokens in corpus.splits.values()]
+    books = [
+        f"Book {number}.\n" + "".join(f"{i} is {i * number}\n" for i in range(8)) for number in range(6)
+    ]  # as make.py writes them
+    assert sorted(line for text in texts for line in text.splitlines()) == sorted("".join(books).splitlines())
+
+
+def weights_of(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    start = f"{name} weight "
+    return {key.removeprefix(start): value for key, value in tensors.items() if key.startswith(start)}
+
+
+def test_weights_and_caches_of_every_attention_are_those_of_before(old: Path) -> None:
+    tensors = load_file(old / "models.safetensors")
+    ids = tensors["ids"]
+    assert sorted(SPECS) == sorted(name.removesuffix(" logits") for name in tensors if name.endswith(" logits"))
+    for index, spec in enumerate(SPECS):
+        reads_text = "text" in spec
+        model = sa.LanguageModel(
+            11,
+            spec,
+            num_layers=2 if "[" in spec else 1,
+            embed_dim=8,
+            num_heads=2,
+            context_length=16,
+            rotary=None if index % 2 or reads_text else sa.Rotary(),
+            text_units=sa.TextUnits.of([*"ab \ncdef. g"]) if reads_text else None,
+        ).eval()
+        model.load_state_dict(weights_of(tensors, spec))
+        latents = [layer.latent for layer in model.new_cache(max_length=16)]
+        caches = sa.LayerCaches.load(old / "caches" / f"{index}.safetensors", latents=latents)
+        with torch.no_grad():
+            assert_close(model(ids), tensors[f"{spec} logits"])
+            assert_close(model(ids[:, 4:], caches=caches), tensors[f"{spec} logits"][:, 4:])
+
+
+def test_weights_of_every_matrix_are_those_of_before(old: Path) -> None:
+    tensors = load_file(old / "models.safetensors")
+    names = [name.removesuffix(" outputs") for name in tensors if name.endswith(" outputs")]
+    assert len(names) == 9
+    for name in names:
+        layer = sa.StructuredLinear(8, 8, name.removeprefix("matrix "))
+        layer.load_state_dict(weights_of(tensors, name))
+        assert_close(layer(torch.eye(8)), tensors[f"{name} outputs"])
+
+
+@pytest.mark.parametrize("name", ["structurized", "own", "chronos"])
+def test_models_of_transformers_give_the_logits_of_before(name: str, old: Path) -> None:
+    ids = load_file(old / "models.safetensors")["ids"]
+    logits = load_file(old / "transformers/expected.safetensors")[name]
+    folder = old / "transformers" / name
+    if name == "chronos":
+        pytest.importorskip("chronos")
+        from structattn.integrations.chronos import load_pipeline
+
+        model = load_pipeline(folder).inner_model
+        found = model(ids, decoder_input_ids=ids[:, :3]).logits
+    else:
+        from structattn.integrations.transformers import StructAttnForCausalLM, load_structurized
+
+        load = load_structurized if name == "structurized" else StructAttnForCausalLM.from_pretrained
+        found = load(folder).eval()(ids).logits
+    assert_close(found, logits)

@@ -13,7 +13,7 @@ from torch import nn
 
 from structattn.errors import ConfigError
 from structattn.studies.budgets import training_of
-from structattn.studies.recipe import Recipe, Variant
+from structattn.studies.recipe import Recipe, Variation
 from structattn.studies.records.comparison import GridPosition
 from structattn.studies.report.numbers import fmt_flops
 from structattn.studies.runner.job import Job
@@ -21,7 +21,7 @@ from structattn.studies.settings import Change, apply_overrides, with_changes
 from structattn.studies.tasks.registry import shared_task
 from structattn.studies.training.build import empty_model
 
-_AS_IT_IS = Variant(name="", changes={})
+_AS_IT_IS = Variation(name="", changes={})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,16 +121,16 @@ class Point:
 def points_of(task_name: str, recipe: Recipe) -> list[Point]:
     """Everything under which the attention variants are compared: variants x widths x budgets x search, in that order; at least one point."""
     axes = itertools.product(
-        [Variant.parse(text) for text in recipe.variants] or [_AS_IT_IS],
+        [Variation.parse(text) for text in recipe.variants] or [_AS_IT_IS],
         recipe.widths or (None,),
         recipe.budgets or (None,),
-        [Variant.parse(text) for text in recipe.search] or [_AS_IT_IS],
+        [Variation.parse(text) for text in recipe.search] or [_AS_IT_IS],
     )
     return [_point(task_name, recipe, *axis) for axis in axes]
 
 
 def _point(
-    task_name: str, recipe: Recipe, variant: Variant, width: int | None, budget: float | None, searched: Variant
+    task_name: str, recipe: Recipe, variant: Variation, width: int | None, budget: float | None, searched: Variation
 ) -> Point:
     sizes = []
     if width is not None:

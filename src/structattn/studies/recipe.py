@@ -19,7 +19,7 @@ _SET_BY = {"widths": ("task.embed_dim", "task.num_heads", "widths"), "budgets": 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class Variation:
     """Settings that are varied together.
 
     Attributes:
@@ -31,7 +31,7 @@ class Variant:
     changes: dict[str, Change]
 
     @classmethod
-    def parse(cls, text: str) -> Variant:
+    def parse(cls, text: str) -> Variation:
         """Reads ``"task.dim=4 task.num_heads=2"``, where the text is also the name, or ``"small: task.dim=4"``."""
         name, named, settings = text.partition(": ")
         written = (settings if named else text).split()
@@ -111,12 +111,12 @@ class Recipe:
         if self.search and self.budgets:
             raise ConfigError("a search and budgets exclude each other: a scaling law is of settings that are given")
         self._check_kept(
-            {change.name for text in self.search for change in Variant.parse(text).changes.values()},
+            {change.name for text in self.search for change in Variation.parse(text).changes.values()},
             "the search sets it",
         )
 
     def _check_variants(self) -> None:
-        names = [Variant.parse(text).name for text in self.variants]
+        names = [Variation.parse(text).name for text in self.variants]
         if len(set(names)) != len(names):
             raise ConfigError(
                 f"variants: names must be unique, since results are identified by them, got {', '.join(names)}"
@@ -128,7 +128,7 @@ class Recipe:
     def _check_kept(self, names: set[str], why: str) -> None:
         """Raises ``ConfigError`` if a variant sets one of these settings, which something else sets as well."""
         for text in self.variants:
-            for written, change in Variant.parse(text).changes.items():
+            for written, change in Variation.parse(text).changes.items():
                 if change.name in names:
                     raise ConfigError(f"variants: {written} would be lost, since {why}: leave one of the two out")
 

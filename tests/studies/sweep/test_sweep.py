@@ -19,7 +19,7 @@ from structattn.studies.records.common import read_file, to_json
 from structattn.studies.records.run import Progress
 from structattn.studies.records.sweep import Parameter, SweepRecord
 from structattn.studies.settings import apply_overrides, fields_of
-from structattn.studies.sweep.halving import Halving
+from structattn.studies.sweep.halving import SuccessiveHalving
 from structattn.studies.sweep.plan import Journal, SweepPlan
 from structattn.studies.sweep.space import RunSettings, parse_parameters
 from structattn.studies.tasks.registry import TASKS, recipe_for
@@ -219,7 +219,7 @@ def test_a_sweep_needs_optuna_and_no_ray(tmp_path: Path, monkeypatch, capsys) ->
 
 
 def test_asha_compares_with_the_best_quarter_of_those_that_came_before() -> None:
-    halving = Halving(grace=2, longest=32)
+    halving = SuccessiveHalving(grace=2, longest=32)
     assert not any(halving.stops(1, step, 5.0) for step in (1, 2, 3, 9, 31))
     assert not halving.stops(2, 1, 9.0)  # before the first rung
     assert halving.stops(2, 2, 5.1)

@@ -11,7 +11,7 @@ REDUCTION = 4  # of the trials that reach a rung, the best quarter continues
 
 
 @dataclass(frozen=True, kw_only=True)
-class Halving:
+class SuccessiveHalving:
     """Compares every trial at rungs, ``grace`` steps, 4 times as many, and so on, with the earlier trials at that rung.
 
     Args:

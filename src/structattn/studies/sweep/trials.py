@@ -1,4 +1,4 @@
-"""The trials of a sweep: Optuna proposes their values, ``Halving`` stops the worse ones, the journal records their status.
+"""The trials of a sweep: Optuna proposes their values, ``SuccessiveHalving`` stops the worse ones, the journal records their status.
 
 Importing this needs Optuna. Optuna's storage is not used: after an interruption it gets the history from the journal, in the order
 of the trials, and proposes what it would have proposed without the interruption.
@@ -19,7 +19,7 @@ from structattn.seeds import derive_seed
 from structattn.studies.records.sweep import Parameter, Status, Trial
 from structattn.studies.runner.base import Listener, Runner, in_words
 from structattn.studies.runner.job import Job
-from structattn.studies.sweep.halving import Halving
+from structattn.studies.sweep.halving import SuccessiveHalving
 from structattn.studies.sweep.plan import OVER, Journal, SweepPlan
 from structattn.studies.tasks.registry import shared_task, task_class
 from structattn.studies.training.build import empty_model
@@ -72,7 +72,7 @@ class _Trials(Listener):
 
     def __init__(self, plan: SweepPlan, journal: Journal, show_progress: bool) -> None:
         self._plan, self._journal = plan, journal
-        self._halving = Halving(grace=plan.grace, longest=plan.longest) if plan.scheduler == "asha" else None
+        self._halving = SuccessiveHalving(grace=plan.grace, longest=plan.longest) if plan.scheduler == "asha" else None
         self._space = {parameter.name: _distribution(parameter) for parameter in plan.parameters}
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         seed = derive_seed("sweep", plan.seed, 0) % 2**32

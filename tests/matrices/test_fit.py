@@ -127,7 +127,7 @@ def test_no_global_generator_is_used(monkeypatch) -> None:
     with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
         found = fit(dense, "kaleidoscope", refine=3)
         exact = fit(dense, "dense")
-        allocate_ranks(dense, 2, (1, 2))
+        allocate_ranks(dense, 1, (1, 2))
     assert torch.equal(before, torch.get_rng_state())
     again = fit(dense, "kaleidoscope", refine=3)
     assert found.relative_error == again.relative_error
@@ -430,7 +430,7 @@ def test_the_random_numbers_of_others_are_left_alone_and_do_not_matter() -> None
         torch.manual_seed(seed)
         before = torch.get_rng_state()
         results.append(fit(gaussian(6, 6), "kaleidoscope:2", refine=20, seed=7).matrix)
-        allocate_ranks(gaussian(8, 8), 2, (1, 2))
+        allocate_ranks(gaussian(8, 8), 1, (1, 2))
         assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(p, q) for p, q in zip(results[0].parameters(), results[1].parameters(), strict=True))
 
@@ -440,7 +440,7 @@ def test_fits_work_where_no_gradients_are_recorded(mode) -> None:
     expected = fit(gaussian(), "mlbtc:1x1x2|4x4x16s", refine=10).relative_error
     with mode():
         found = fit(gaussian(), "mlbtc:1x1x2|4x4x16s", refine=10)
-        assert allocate_ranks(gaussian(8, 8), 2, (1, 2)).relative_error < 1
+        assert allocate_ranks(gaussian(8, 8), 1, (1, 2)).relative_error < 1
     assert found.relative_error == pytest.approx(expected, rel=COMPUTED)
     assert all(p.requires_grad for p in found.matrix.parameters())
 

@@ -370,9 +370,9 @@ def test_more_shapes_are_compiled_than_dynamo_allows_at_first() -> None:
 
     torch.compiler.reset()
     counters.clear()
-    with torch._dynamo.config.patch(recompile_limit=2):
+    with torch._dynamo.config.patch(recompile_limit=1):
         model = compiled(torch.nn.Linear(1, 1))
         before = counters["stats"]["unique_graphs"]
-        for size in range(1, 6):
+        for size in range(1, 4):
             assert model(torch.ones(size, 1)).shape == (size, 1)
-    assert counters["stats"]["unique_graphs"] - before == 5
+    assert counters["stats"]["unique_graphs"] - before == 3

@@ -31,6 +31,7 @@ from structattn.studies.report.plot import (
 from structattn.studies.report.sweep import fmt_value, position, short_names
 
 _BEST, _BAD = OKABE_ITO[1], OKABE_ITO[3]
+_SCORED, _WITHOUT = ("finished", "stopped"), ("diverged", "failed", "crashed")  # trials with and without a score
 _COLUMNS = 3
 _FAR = 20  # times the median score
 _MOST_POWERS = 8
@@ -39,7 +40,7 @@ _LETTER = 0.068  # inches, of a label
 
 def draw(record: SweepRecord, folder: Path) -> list[Figure]:
     """Draws the figures of a sweep; none of them where no trial has a score."""
-    if not _scores(record, ("finished", "stopped")):
+    if not _scores(record, _SCORED):
         return []
     return write_figures(record, {"parallel": _parallel, "parameters": _against_each, "progress": _progress}, folder)
 
@@ -54,7 +55,7 @@ def _scores(record: SweepRecord, states: tuple[str, ...]) -> list[float]:
 
 def _ceiling(record: SweepRecord) -> tuple[float, str]:
     """The largest score to show, and words about larger ones: a trial about to diverge would leave no room for the others."""
-    scores = _scores(record, ("finished", "stopped"))
+    scores = _scores(record, _SCORED)
     middle = statistics.median(scores)
     ceiling = max(score for score in scores if middle <= 0 or score <= _FAR * middle)
     words = f" Scores above {fmt_score(ceiling)} are drawn there." if max(scores) > ceiling else ""
@@ -83,71 +84,59 @@ def _ticks(parameter: Parameter, text: Callable[[Any], str] = fmt_value) -> list
 
 
 def _parallel(record: SweepRecord) -> Drawing:
-    parameters, names = record.parameters, list(short_names(record).values())
-    shown = _trials(record, ("finished", "stopped", "diverged", "failed", "crashed"))
     ceiling, above = _ceiling(record)
-    lowest = min(_scores(record, ("finished", "stopped")))
-    axis = Parameter(name=f"validation {record.metric}", low=lowest, high=ceiling, log=wide((lowest, ceiling)))
-    height = 4.4
-    figure = new_canvas(height, min(9.0, max(7.2, 1.6 * (len(parameters) + 1))))
+    lowest = min(_scores(record, _SCORED))
+    score_axis = Parameter(name="score", low=lowest, high=ceiling, log=wide((lowest, ceiling)))
+    names = [*short_names(record).values(), f"validation {record.metric}"]
+    figure = new_canvas(4.4, min(9.0, max(7.2, 1.6 * len(names))))
     ax = figure.subplots()
-    colours = matplotlib.colormaps["viridis"]
-    ends: Any = range(len(parameters) + 1)
-    bad = 1.14  # where lines without a score end
+    shown = _trials(record, (*_SCORED, *_WITHOUT))
+    top = 1.14 if any(finite(trial.score) is None for trial in shown) else 1.0  # where lines without a score end
     for trial in sorted(shown, key=lambda t: (_is_best(record, t), -(finite(t.score) or math.inf))):
-        ys = [position(parameter, trial.params[parameter.name]) for parameter in parameters]
         score = finite(trial.score)
-        style: dict[str, Any] = {"color": _BAD, "lw": 1.0, "linestyle": ":", "alpha": 0.9}
-        if score is not None:
-            place = position(axis, min(score, ceiling))
-            style = {"color": colours(0.85 * place), "lw": 1.2, "alpha": 0.85}
-            if trial.status == "stopped":
-                style |= {"lw": 0.8, "alpha": 0.7, "linestyle": "--"}
-            ys.append(place)
-        else:
-            ys.append(bad)
+        places = [position(parameter, trial.params[parameter.name]) for parameter in record.parameters]
+        places.append(top if score is None else position(score_axis, min(score, ceiling)))
+        colour = matplotlib.colormaps["viridis"](0.85 * places[-1])
         if _is_best(record, trial):
-            style = {"color": _BEST, "lw": 2.6, "marker": "o", "ms": 5, "zorder": 5}
-        ax.plot(ends, ys, **style)
-    for x, (name, ticks) in enumerate(
-        zip([*names, axis.name], [*map(_ticks, parameters), _ticks(axis, fmt_score)], strict=True)
-    ):
+            style: dict[str, Any] = {"color": _BEST, "lw": 2.6, "marker": "o", "ms": 5, "zorder": 5}
+        elif score is None:
+            style = {"color": _BAD, "lw": 1.0, "linestyle": ":", "alpha": 0.9}
+        elif trial.status == "stopped":
+            style = {"color": colour, "lw": 0.8, "linestyle": "--", "alpha": 0.7}
+        else:
+            style = {"color": colour, "lw": 1.2, "alpha": 0.85}
+        ax.plot(places, **style)
+    ticks = [*map(_ticks, record.parameters), _ticks(score_axis, fmt_score)]
+    for x, marks in enumerate(ticks):
         ax.axvline(x, ymin=0.0, color="#444444", lw=0.9, zorder=3)
-        for place, (_, text) in zip(spread([t[0] for t in ticks], 0.055), ticks, strict=True):
-            last = x == len(parameters)
-            ax.annotate(
-                text, (x, place), (5 if last else -5, 0), textcoords="offset points", fontsize=7.5, va="center",
-                ha="left" if last else "right", color="#222222", zorder=6,
-                bbox={"facecolor": "white", "alpha": 0.75, "lw": 0, "pad": 0.6},
-            )  # fmt: skip
-        ax.annotate(name, (x, -0.1), ha="center", va="top", fontsize=9, annotation_clip=False)
-    without = any(finite(trial.score) is None for trial in shown)
-    if without:
-        ax.annotate(
-            "no score",
-            (len(parameters), bad),
-            (5, 0),
-            textcoords="offset points",
-            fontsize=7.5,
-            va="center",
-            color=_BAD,
-        )
-    ax.set_ylim(-0.05, (bad if without else 1.0) + 0.05)
-    room = max(len(text) for _, text in _ticks(parameters[0])) * _LETTER
-    ax.set_xlim(-0.1 - room / 1.9, len(parameters) + 0.35)
-    ax.set_xticks([])
+        for place, (_, text) in zip(spread([place for place, _ in marks], 0.055), marks, strict=True):
+            _mark(ax, x, place, text, is_right=x == len(names) - 1)
+    if top > 1:
+        _mark(ax, len(names) - 1, top, "no score", is_right=True, color=_BAD)
+    ax.set_ylim(-0.05, top + 0.05)
+    room = max(len(text) for _, text in ticks[0]) * _LETTER
+    ax.set_xlim(-0.1 - room / 1.9, len(names) - 0.65)
+    ax.set_xticks(range(len(names)), names, fontsize=9, color="black")
+    ax.tick_params(length=0, pad=8)
     ax.set_yticks([])
     ax.grid(False)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-    ax.set_xlabel(" ", labelpad=14)
-    counted = {name: len(_trials(record, (name,))) for name in ("finished", "stopped", "diverged", "failed", "crashed")}
+    ax.spines[:].set_visible(False)
+    counted = {name: len(_trials(record, (name,))) for name in (*_SCORED, *_WITHOUT)}
     words = ", ".join(f"{n} {name}" for name, n in counted.items() if n)
     caption = (
         f"One line per trial ({words}): its parameters, and its validation {record.metric}, low is better. Orange: the best. Dashed: "
         "stopped early, with the score at that step. Dotted: diverged or failed, without a score." + above
     )
     return figure, caption, f"Parallel coordinates of the trials. {_best_words(record)}"
+
+
+def _mark(ax: Axes, x: float, place: float, text: str, *, is_right: bool, color: str = "#222222") -> None:
+    """A text beside an axis of parallel coordinates."""
+    ax.annotate(
+        text, (x, place), (5 if is_right else -5, 0), textcoords="offset points", fontsize=7.5, va="center",
+        ha="left" if is_right else "right", color=color, zorder=6,
+        bbox={"facecolor": "white", "alpha": 0.75, "lw": 0, "pad": 0.6},
+    )  # fmt: skip
 
 
 def _best_words(record: SweepRecord) -> str:
@@ -166,7 +155,7 @@ def _against_each(record: SweepRecord) -> Drawing:
         ax.set_xlabel(name)
     label_left(panels, f"validation {record.metric}")
     ceiling, above = _ceiling(record)
-    if wide((min(_scores(record, ("finished", "stopped"))), ceiling)):
+    if wide((min(_scores(record, _SCORED)), ceiling)):
         log_axis(panels[0], "y")
     shared_legend(figure, panels[:1], below=True)
     caption = (
@@ -194,7 +183,7 @@ def _one(record: SweepRecord, parameter: Parameter, ax: Axes) -> None:
     if record.best is not None:
         best = [trial for trial in record.trials if _is_best(record, trial)]
         ax.scatter(places(best), [record.best.score], marker="*", s=150, color=_BEST, zorder=5, label="best")
-    bad = _trials(record, ("diverged", "failed", "crashed"))
+    bad = _trials(record, _WITHOUT)
     if bad:
         edge = ax.get_xaxis_transform()
         ax.scatter(places(bad), [0.98] * len(bad), marker="x", color=_BAD, s=26, transform=edge, label="no score")

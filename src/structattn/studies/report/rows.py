@@ -102,10 +102,7 @@ def curve(record: ComparisonRecord, row: Row, key: str = "step") -> tuple[list[f
     found: dict[float, list[float]] = {}
     for history in row.histories:
         for point in history:
-            name = f"validation_{record.metric}"
-            if name not in point:
-                name = next((key for key in point if key.startswith("validation_")), name)
-            step, value = finite(point.get(key)), finite(point.get(name))
+            step, value = finite(point.get(key)), finite(point.get(f"validation_{record.metric}"))
             if step is not None and value is not None:
                 found.setdefault(step, []).append(value)
     return sorted(found), [found[step] for step in sorted(found)]

@@ -91,16 +91,14 @@ def _panel(ax: Axes, record: ComparisonRecord, choice: Choice, at: dict[str, flo
     seen: list[float] = []
     for spec in specs:
         rows = [row for row in record.rows if row.group == choice.group and row.spec == spec]
-        style = spec_style(specs, spec)
         x, means = [at[row.searched or ""] for row in rows], [score_of(row) or 0.0 for row in rows]
         low = [mean - min(row.scores) for mean, row in zip(means, rows, strict=True)]
         high = [max(row.scores) - mean for mean, row in zip(means, rows, strict=True)]
-        ax.errorbar(x, means, yerr=[low, high], lw=1.3, ms=4, elinewidth=0.8, label=spec, **style)
-        for i in choice.rows:
-            row = record.rows[i]
-            if row.spec == spec:
-                ax.plot([at[row.searched or ""]], [row.score], "o", ms=10, mfc="none", mec=style["color"], mew=1.0)
+        ax.errorbar(x, means, yerr=[low, high], lw=1.3, ms=4, elinewidth=0.8, label=spec, **spec_style(specs, spec))
         seen += means
+    for row in (record.rows[i] for i in choice.rows):
+        colour = spec_style(specs, row.spec)["color"]
+        ax.plot([at[row.searched or ""]], [row.score], "o", ms=10, mfc="none", mec=colour, mew=1.0)
     names = dict.fromkeys(row.name for row in record.baselines)
     limit = 1.6 * statistics.median(seen)
     for index, name in enumerate(names):

@@ -37,7 +37,7 @@ def test_what_fits_passes():
         (lambda: check_bool("flag", 1), r"flag must be True or False, got 1 \(int\)"),
         (lambda: check_choice("name", "blockd", ("auto", "blocked")), "did you mean 'blocked'"),
         (lambda: check_choice("name", "btt", ("bilinear-btt", "mlr")), "did you mean 'bilinear-btt'"),
-        (lambda: check_choice("name", "MLR", ("bilinear-btt", "mlr")), "did you mean 'mlr'"),
+        (lambda: check_choice("name", "MLR", ("bilinear-mlr", "mlr")), "did you mean 'mlr'"),
         (lambda: check_choice("name", None, ("auto",)), "name must be one of 'auto', got None"),
         (lambda: check_type("x", "btt", int, "an int", "write 1"), r"x must be an int, got 'btt' \(str\); write 1"),
     ],

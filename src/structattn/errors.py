@@ -80,6 +80,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     names, wanted = sorted(known), name.lower()
     has_word = [n for n in names if wanted in re.split(r"[-. ]", n.lower())]  # btt: bilinear-btt
     by_lower = {n.lower(): n for n in names}
-    close = has_word or [by_lower[n] for n in difflib.get_close_matches(wanted, by_lower, n=1, cutoff=0.5)]
+    near = [by_lower[n] for n in difflib.get_close_matches(wanted, by_lower, n=1, cutoff=0.5)]
+    close = [by_lower[wanted]] if wanted in by_lower else has_word or near
     listing = "known: " + ", ".join(repr(n) for n in names)
     return f"did you mean {close[0]!r}? {listing[0].upper()}{listing[1:]}" if close else listing

@@ -189,6 +189,8 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare", "forecast", "--attention", "standard", "standard"], "specs must be unique"),
         (["compare", "forecast", "--set", "training.stps=4"], "did you mean 'training.steps'"),
         (["compare", "forecast", "--set", "training.lrr=4"], "did you mean 'training.lr'"),
+        (["compare", "forecast", "--set", "steps=4"], "did you mean 'training.steps'?"),
+        (["data", "info", "nowhere"], "nowhere: expected a corpus, got no such folder"),
         (["compare", "forecast", "--set", "training.betas=0.9"], "training.betas: expected 2 values"),
         (["compare", "forecast", "--set", "training.betas="], "training.betas: expected 2 values"),
         (["compare", "forecast", "--set", "training.betas=0.9,nan"], "training.betas must be a finite number"),

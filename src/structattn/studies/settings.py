@@ -76,7 +76,7 @@ def _changed(config: T, changes: list[tuple[list[str], Change]]) -> T:
             section = name.removesuffix(".".join([head, *rest]))
             inside = [] if section else _sections_with(config, name)
             if inside:
-                raise ConfigError(f"unknown setting {name!r}: did you mean {' or '.join(inside)}?")
+                raise ConfigError(f"unknown setting {name!r}: did you mean {' or '.join(map(repr, inside))}?")
             short = [
                 known
                 for known, full in _SHORT.items()

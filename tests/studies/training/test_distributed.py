@@ -80,12 +80,8 @@ def start(rank, port, jobs):
     if (process := os.fork()) == 0:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        try:
-            run(jobs)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            os._exit(1)
-        os._exit(0)
+        run(jobs)
+        sys.exit()
     return process
 
 spec, task_settings, lists = json.loads(sys.argv[1])

@@ -336,7 +336,8 @@ class _Eager(torch.autograd.Function):
         with without_autocast(q):
             out, lse = TABLE[backend].forward(q, k, v, call)
         assert lse is not None
-        tensors = [attn_bias, *_tensors(call)[1:]]
+        tensors = _tensors(call)
+        tensors[0] = attn_bias  # as autograd knows it
         ctx.save_for_backward(q, k, v, *tensors, out, lse)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.backend = call, backend

@@ -36,7 +36,7 @@ class SpanFamily:
     length: int
     dims: tuple[tuple[int, int], ...] = ()
 
-    @property
+    @functools.cached_property  # blocks are kept from call to call, and every tile asks
     def count(self) -> int:
         """The number of members."""
         return math.prod(count for count, _ in self.dims)
@@ -87,7 +87,7 @@ class DyadicBlock:
     level: int
     is_diagonal: bool = False
 
-    @property
+    @functools.cached_property
     def shift(self) -> int:
         """Query position minus key position at the corner of a member."""
         return self.rows.start - self.cols.start

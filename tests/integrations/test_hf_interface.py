@@ -260,21 +260,6 @@ def test_own_mask_functions_are_not_known() -> None:
         create_causal_mask(model.config, torch.zeros(1, 5, 32), None, None, or_mask_function=every_other)
 
 
-def test_rotations_that_are_not_permuted() -> None:
-    partial = transformers.GPTNeoXForCausalLM(
-        transformers.GPTNeoXConfig(
-            vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
-        )
-    )
-    neighbours = transformers.CohereForCausalLM(transformers.CohereConfig(**_SIZES))
-    for model, message in ((partial, "only 2 of each head"), (neighbours, "other pairs than")):
-        model.set_attn_implementation(LEVELS)
-        with pytest.raises(ConfigError, match=message):
-            model(IDS)
-        model.set_attn_implementation(PLAIN)  # one level needs no order
-        model(IDS)
-
-
 def test_windows_of_the_model() -> None:
     sliding = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
     model = trained(qwen2, **sliding)

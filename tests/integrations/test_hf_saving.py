@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 import structattn
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers import StructAttnConfig, StructAttnForCausalLM, load_structurized, structurize
-from structattn.integrations.transformers.attention import RotaryStructuredAttention
-from structattn.integrations.transformers.rotary_order import dimension_order
+from structattn.integrations.transformers.attention import StructuredAttention
 from structattn.testing.tolerances import COMPUTED, SIX_DIGITS
 
 IDS = tokens(2, 17)
@@ -155,7 +154,11 @@ def edit(folder, change):
         (lambda c: c["structattn"].update(specs=["mlr:4|2|2", "mlr:5|3"]), ConfigError, "must be even"),
         (lambda c: c["structattn"].update(context_length=-1), ConfigError, "int of at least 1, got -1"),
         (lambda c: c["structattn"].update(rotary_split="per_level"), ConfigError, "separate frequencies"),
-        (lambda c: c["structattn"].update(rotary_split=None), ConfigError, "LlamaAttention has rotary positions"),
+        (
+            lambda c: c["structattn"].update(rotary_split=None),
+            ConfigError,
+            "the queries of this model have rotary positions",
+        ),
         (lambda c: c.update(num_hidden_layers=1), ConfigError, "expected 1, got 2"),
         (lambda c: c["rope_parameters"].update(rope_type="dynamic", factor=2.0), ConfigError, "with the length"),
     ],
@@ -207,10 +210,8 @@ def test_checkpoints_of_version_0_1(tmp_path) -> None:
     model.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     for name, module in model.named_modules():
-        if isinstance(module, RotaryStructuredAttention):
-            order = state[f"{name}.rotary_order"] = torch.tensor(
-                dimension_order(module.variant.layout.ranks, "low_far")
-            )
+        if isinstance(module, StructuredAttention):
+            order = state[f"{name}.rotary_order"] = torch.tensor(module.structure.order)
             for row in [key for key in state if key.startswith((f"{name}.q_", f"{name}.k_"))]:
                 heads = state[row].unflatten(0, (-1, len(order)))
                 state[row] = heads[:, order].reshape(state[row].shape).contiguous()

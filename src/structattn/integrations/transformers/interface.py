@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 
 from structattn.checks import check_choice, quoted
 from structattn.errors import CacheError, ConfigError
-from structattn.integrations.transformers.cache import LevelCacheLayer, PendingStates
+from structattn.integrations.transformers.cache import PendingStates
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.masks import StructuredMask, structured_mask
 from structattn.integrations.transformers.rotary_order import (
@@ -18,10 +18,11 @@ from structattn.integrations.transformers.rotary_order import (
     check_fits,
     check_split,
     dimension_order,
+    level_pairs,
     reordered,
     runs_of,
 )
-from structattn.integrations.transformers.rotation import check_rotation
+from structattn.integrations.transformers.rotation import Rotation, read_rotation
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.layers.attention_spec import AttentionSpec
 from structattn.layout.halving import Halving
@@ -86,33 +87,56 @@ def checked_mask(attention_mask: object) -> StructuredMask:
     )
 
 
-def attend_with(
-    variant: Variant,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: StructuredMask,
-    arguments: dict[str, Any],
-    scaling: float | None,
-    dropout: float,
-    layer: LevelCacheLayer | None,
+def attend(
     module: nn.Module,
-) -> Tensor:
-    """Attention of one layer, with its cache if it has one: (B, H, T, V).
+    variant: Variant,
+    runs: tuple[slice, ...],
+    query: Tensor,
+    key: Tensor | PendingStates,
+    value: Tensor | PendingStates,
+    attention_mask: object,
+    dropout: float,
+    scaling: float | None,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Attention of one layer as transformers' ``AttentionInterface`` defines it, with its cache if it has one.
 
     Args:
-        variant: layout, window and backend.
-        q, k, v: (B, H, T, D) and (B, G, S, D or V), with rotary pairs permuted; with ``layer`` keys and values are only the new ones.
-        mask: of the forward pass.
-        arguments: other arguments of the attention, checked by ``check_arguments``.
-        scaling, dropout: of the model.
-        layer, module: its cache, and the attention module.
+        module: the attention module that calls.
+        variant: layout, window and backend; the window of the mask is added.
+        runs: of consecutive dimensions, in the order of the levels; empty if the order is unchanged.
+        query: (B, H, T, D), rotated.
+        key, value: (B, G, S, D or V), or what a ``LevelCacheLayer`` returned: then only the new ones.
+        attention_mask: what ``structured_mask`` returned.
+        dropout, scaling: of the model.
+        arguments: what else the model passed.
+
+    Returns:
+        (B, T, H, V) and ``None`` in place of weights.
 
     Raises:
-        ConfigError: packed sequences that are not supported, or dropout with a cache that holds tokens already.
+        ConfigError: the model's attention is one that structured attention does not know; packed sequences that are not supported; or dropout
+            with a cache that holds tokens already.
+        CacheError: the cache and the mask count different tokens.
     """
-    q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast rotary embedding and norms give float32, projections 16 bits
+    check_arguments(arguments)
+    if not getattr(module, "is_causal", True):
+        raise ConfigError(
+            f"{type(module).__name__} attends in both directions, and structured attention here is causal"
+        )
+    mask = checked_mask(attention_mask)
+    window = arguments.get("sliding_window")
+    if window is not None and window != mask.window:
+        raise ConfigError(
+            f"{type(module).__name__} has a sliding window of {window}, but its mask one of {mask.window}: they must agree"
+        )
+    variant = variant.within(mask.window)
+    layer = key.layer if isinstance(key, PendingStates) else None
+    k, v = (x.states if isinstance(x, PendingStates) else x for x in (key, value))
+    check_fits(variant.layout, query.shape[-1], v.shape[-1])
+    _check_lengths(query, k, mask, is_new=layer is not None)
+    # Under autocast rotary embedding and norms give float32, projections 16 bits.
+    q, k = (reordered(x, runs).to(v.dtype) for x in (query, k))
     has_cache = layer is not None or bool(arguments.get("use_cache"))
     sequences = mask.sequences(arguments.get("position_ids"), arguments.get("cu_seq_lens_q"), has_cache=has_cache)
 
@@ -120,17 +144,21 @@ def attend_with(
         return variant.attend(q, k, v, scaling=scaling, dropout=dropout, sequences=sequences)
 
     if layer is None:
-        return whole()
-    if dropout > 0 and layer.get_seq_length() > 0:
-        raise ConfigError(
-            f"attention dropout ({dropout}) cannot be applied to cached keys: call model.eval(), or train with use_cache=False"
+        out = whole()
+    else:
+        if dropout > 0 and layer.get_seq_length() > 0:
+            raise ConfigError(
+                f"attention dropout ({dropout}) cannot be applied to cached keys: call model.eval(), or train with use_cache=False"
+            )
+        if layer.get_seq_length() != mask.num_past:
+            raise CacheError(
+                f"this layer of the cache holds {layer.get_seq_length()} tokens, and the model counts {mask.num_past} before the new ones: a "
+                "call of the model broke off, or a layer was used without the others; reset() the cache and give all tokens again"
+            )
+        out = layer.attend(
+            q, k, v, variant, module=module, scaling=scaling, left_padding=mask.padding_counts, first=whole
         )
-    if layer.get_seq_length() != mask.num_past:
-        raise CacheError(
-            f"this layer of the cache holds {layer.get_seq_length()} tokens, and the model counts {mask.num_past} before the new ones: a "
-            "call of the model broke off, or a layer was used without the others; reset() the cache and give all tokens again"
-        )
-    return layer.attend(q, k, v, variant, module=module, scaling=scaling, left_padding=mask.padding_counts, first=whole)
+    return out.transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +168,15 @@ class RegisteredAttention:
     Attributes:
         spec: the variant.
         context_length: from which blocks are halved; ``None``: the model's ``max_position_embeddings``.
-        runs: runs of consecutive dimensions, in the order of the levels; empty if the order is unchanged.
+        rotary_split: ``None``: the order of the dimensions is unchanged.
         backend: of ``structured_attention``.
     """
 
     spec: AttentionSpec
     context_length: int | None
-    runs: tuple[slice, ...]
+    rotary_split: RotarySplit | None
     backend: Backend
+    _orders: dict[Rotation, tuple[slice, ...]] = field(default_factory=dict, compare=False, repr=False)
     _variants: dict[int | None, Variant] = field(default_factory=dict, compare=False, repr=False)
 
     def variant(self, module: nn.Module) -> Variant:
@@ -164,6 +193,16 @@ class RegisteredAttention:
             self._variants[length] = Variant.of(self.spec, length or 1, self.backend)
         return self._variants[length]
 
+    def _runs(self, module: nn.Module, head_dim: int) -> tuple[slice, ...]:
+        """The dimensions of a layer in the order of the levels, as runs; empty if the order is unchanged."""
+        layout = self.spec.layout
+        if self.rotary_split is None or layout is None or len(layout.ranks) == 1:
+            return ()
+        rotation = read_rotation(module, head_dim) or Rotation("halves", head_dim)
+        if rotation not in self._orders:
+            self._orders[rotation] = runs_of(dimension_order(layout.ranks, self.rotary_split, rotation))
+        return self._orders[rotation]
+
     def __call__(
         self,
         module: nn.Module,
@@ -175,54 +214,11 @@ class RegisteredAttention:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attention as transformers' ``AttentionInterface`` defines it.
-
-        Args:
-            module: the attention module that calls.
-            query: (B, H, T, D), rotated.
-            key, value: (B, G, S, D), or what a ``LevelCacheLayer`` returned.
-            attention_mask: what ``structured_mask`` returned.
-            dropout, scaling: of the model.
-
-        Returns:
-            (B, T, H, V) and ``None`` in place of weights.
-
-        Raises:
-            ConfigError: the model's attention is one that structured attention does not know.
-        """
-        check_arguments(kwargs)
-        if not getattr(module, "is_causal", True):
-            raise ConfigError(
-                f"{type(module).__name__} attends in both directions, and structured attention here is causal"
-            )
-        mask = checked_mask(attention_mask)
-        window = kwargs.get("sliding_window")
-        if window is not None and window != mask.window:
-            raise ConfigError(
-                f"{type(module).__name__} has a sliding window of {window}, but its mask one of {mask.window}: they must agree"
-            )
-        variant = self.variant(module).within(mask.window)
-        dim = query.shape[-1]
-        layer = key.layer if isinstance(key, PendingStates) else None
-        k, v = (x.states if isinstance(x, PendingStates) else x for x in (key, value))
-        check_fits(variant.layout, dim, v.shape[-1])
-        _check_lengths(query, k, mask, is_new=layer is not None)
-        if self.runs:
-            check_rotation(module, dim)
-            query, k = reordered(query, self.runs), reordered(k, self.runs)
-        out = attend_with(
-            variant,
-            query,
-            k,
-            v,
-            mask=mask,
-            arguments=kwargs,
-            scaling=scaling,
-            dropout=dropout,
-            layer=layer,
-            module=module,
-        )
-        return out.transpose(1, 2).contiguous(), None
+        """See ``attend``."""
+        variant = self.variant(module)
+        check_fits(variant.layout, query.shape[-1], query.shape[-1])
+        runs = self._runs(module, query.shape[-1])
+        return attend(module, variant, runs, query, key, value, attention_mask, dropout, scaling, kwargs)
 
 
 def _check_lengths(query: Tensor, key: Tensor, mask: StructuredMask, *, is_new: bool) -> None:
@@ -248,7 +244,7 @@ def register_attention(
     No weight is touched and nothing is saved: a reloaded model is a plain one until the implementation is set again.
 
     Queries and keys are already rotated. Their dimensions are then permuted to an order in which the slice of each level is closed under
-    the pairing of dimension i with i + D / 2, which most models use; permuting both the same way changes no score.
+    the pairs that the model rotates together; permuting both the same way changes no score.
 
     Args:
         spec: a layout and a window, such as ``"mlr:32|16|16"``; a bilinear scoring would need other weights.
@@ -268,11 +264,10 @@ def register_attention(
     """
     value = trained_spec(spec)
     check_choice("backend", backend, get_args(Backend))
-    runs: tuple[slice, ...] = ()
     if rotary_split is not None:
         check_split(rotary_split)
-        if value.layout is not None and len(value.layout.ranks) > 1:
-            runs = runs_of(dimension_order(value.layout.ranks, rotary_split))
+        if value.layout is not None:
+            level_pairs(value.layout.ranks, rotary_split)  # checks the ranks
     if context_length is not None:
         value.layout_for(context_length)  # checks the length too
     if not isinstance(name, str) or not name.isidentifier() or "flash" in name or "paged" in name:
@@ -280,7 +275,9 @@ def register_attention(
             f"the name of an attention implementation is a plain word without 'flash' and 'paged', which transformers reads, got "
             f"{quoted(name)}"
         )
-    attention = RegisteredAttention(spec=value, context_length=context_length, runs=runs, backend=backend)
+    attention = RegisteredAttention(
+        spec=value, context_length=context_length, rotary_split=rotary_split, backend=backend
+    )
     known = AttentionInterface().get(name) if name != "eager" else "transformers"
     if known is not None and known != attention:
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -192,8 +192,8 @@ def first_keys(keys: Iterable[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def structure_entry(config: PreTrainedConfig, names: list[str]) -> dict[str, Any]:
-    """The entry ``structattn`` of a config, with exactly those names; raises ``ConfigError`` if it is missing, incomplete, or has others."""
+def structure_entry(config: PreTrainedConfig, names: list[str], optional: Sequence[str] = ()) -> dict[str, Any]:
+    """The entry ``structattn`` of a config, with those names, of which some are optional; raises ``ConfigError`` for another one."""
     given = getattr(config, "structattn", None)
     if not isinstance(given, dict):
         raise ConfigError(
@@ -206,6 +206,6 @@ def structure_entry(config: PreTrainedConfig, names: list[str]) -> dict[str, Any
                 f"config.structattn has an unknown entry {quoted(name)}: {nearest_name(str(name), names)}"
             )
     for name in names:
-        if name not in given:
+        if name not in given and name not in optional:
             raise ConfigError(f"config.structattn has no entry {quoted(name)}; it needs {', '.join(names)}")
     return given

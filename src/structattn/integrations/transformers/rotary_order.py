@@ -1,8 +1,7 @@
 """An order of a head's dimensions in which every level's slice is closed under the pairing of rotary positions.
 
-transformers rotates dimension i together with i + D / 2. "The first r dimensions" of such a key are halves of pairs, whose
-product with a query's does not depend only on the distance. Permuting the dimensions of queries and keys alike changes no
-score, so they are permuted such that each slice holds whole pairs.
+"The first r dimensions" of a rotated key are halves of pairs, whose product with a query's does not depend only on the distance.
+Permuting the dimensions of queries and keys alike changes no score, so they are permuted such that each slice holds whole pairs.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from structattn.checks import check_choice
 from structattn.errors import ConfigError
+from structattn.integrations.transformers.rotation import Rotation
 from structattn.layers.rotary import Rotary
 from structattn.layout.checks import check_sum
 from structattn.layout.global_window import Layout
@@ -60,14 +60,27 @@ def level_pairs(ranks: tuple[int, ...], split: RotarySplit) -> tuple[tuple[int, 
     return tuple(tuple(number[theta] for theta in level) for level in frequencies)
 
 
-def dimension_order(ranks: tuple[int, ...], split: RotarySplit) -> tuple[int, ...]:
-    """The dimension of the model at each position in the order of the levels: a permutation of D numbers.
+def dimension_order(ranks: tuple[int, ...], split: RotarySplit, rotation: Rotation) -> tuple[int, ...]:
+    """The dimension of the model at each position in the order of the levels.
 
     The slice of a level holds the first dimensions of its pairs, then their partners, in the same order. With one
-    level this is the model's own order. Arguments and errors as ``level_pairs``.
+    level this is the model's own order. Dimensions that are not rotated count as the slowest pairs.
+
+    Args:
+        ranks: dimensions of each level, level 1 first; their sum is D.
+        split: see ``level_pairs``.
+        rotation: which dimensions are pairs.
+
+    Returns:
+        D numbers, a permutation.
+
+    Raises:
+        ConfigError: a rank is odd.
     """
-    half = sum(ranks) // 2
-    return tuple(pair + offset for pairs in level_pairs(ranks, split) for offset in (0, half) for pair in pairs)
+    if len(ranks) == 1:
+        return tuple(range(ranks[0]))
+    pairs = rotation.pairs(sum(ranks))
+    return tuple(pairs[pair][end] for level in level_pairs(ranks, split) for end in (0, 1) for pair in level)
 
 
 def check_fits(layout: Layout | None, head_dim: int, value_dim: int) -> None:
@@ -88,4 +101,4 @@ def runs_of(order: tuple[int, ...]) -> tuple[slice, ...]:
 
 def reordered(x: Tensor, runs: tuple[slice, ...]) -> Tensor:
     """The last axis of x as its runs, concatenated: slices need no index tensor on the device, and are faster than a gather."""
-    return x if len(runs) == 1 else torch.cat([x[..., run] for run in runs], dim=-1)
+    return x if len(runs) <= 1 else torch.cat([x[..., run] for run in runs], dim=-1)

@@ -1,60 +1,110 @@
-"""Whether the rotary pairs of a model are the ones that ``register_attention`` permutes: i and i + D / 2, all of them."""
+"""Which dimensions of a head the rotary positions of a model of transformers turn together."""
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from structattn.checks import quoted
 from structattn.errors import ConfigError
+
+Pairing = Literal["halves", "adjacent"]
 
 # Names for the number of rotated dimensions in attention modules of transformers and their configs.
 _ROTATED_DIMS = ("qk_rope_head_dim", "rope_head_dim", "rotary_ndims", "rotary_dim")
 # The projection to keys and values of multi-head latent attention, which rotates only some dimensions of each key.
-_LATENT = ("kv_a_proj", "kv_b_proj")
+LATENT = ("kv_a_proj", "kv_b_proj")
 
 
-def check_rotation(module: nn.Module, head_dim: int) -> None:
-    """Raises ``ConfigError`` unless an attention module rotates no dimensions, or every pair (i, i + D / 2) of a head.
+@dataclass(frozen=True)
+class Rotation:
+    """The rotary pairs of a head.
 
-    Unknown cases are refused: a slice that cuts a rotary pair scores by positions instead of distances.
+    Attributes:
+        pairing: ``"halves"``: dimension i with i + dims / 2; ``"adjacent"``: 2 i with 2 i + 1.
+        dims: rotated dimensions, the first ones of the head. The others keep their values at every position.
     """
-    what = _other_rotation(module, head_dim)
-    if what is not None:
-        raise ConfigError(
-            f"{type(module).__name__} rotates {what}, which cannot be permuted into levels, so that a level's score would depend on "
-            "positions and not on distances: choose another model, a spec of one level ('standard', 'window:512'), or register the attention "
-            "with rotary_split=None and train the model with slices that cut through rotary pairs"
-        )
+
+    pairing: Pairing
+    dims: int
+
+    def __post_init__(self) -> None:
+        if self.pairing not in get_args(Pairing) or self.dims < 2 or self.dims % 2:
+            raise ConfigError(
+                f"a rotation is of 'halves' or 'adjacent' pairs in an even number of dimensions, got {self}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.pairing}:{self.dims}"
+
+    @classmethod
+    def parse(cls, text: str) -> Rotation:
+        """The rotation of a text such as ``"halves:64"``, which ``str`` writes.
+
+        Raises:
+            ConfigError: it is another text.
+        """
+        found = re.fullmatch(r"(halves|adjacent):(\d{1,6})", text)
+        if found is None:
+            raise ConfigError(f"a rotation is written 'halves:64' or 'adjacent:64', got {quoted(text)}")
+        return cls(found[1], int(found[2]))  # type: ignore[arg-type]
+
+    def pairs(self, head_dim: int) -> tuple[tuple[int, int], ...]:
+        """The D / 2 pairs of a head, from the fastest to the slowest; dimensions that are not rotated come last.
+
+        Raises:
+            ConfigError: the head has fewer dimensions than are rotated, or an odd number.
+        """
+        if head_dim < self.dims or head_dim % 2:
+            raise ConfigError(f"{self.dims} dimensions are rotated in pairs, and the head has {head_dim}")
+        half = self.dims // 2
+        rotated = [(i, i + half) if self.pairing == "halves" else (2 * i, 2 * i + 1) for i in range(half)]
+        return (*rotated, *((i, i + 1) for i in range(self.dims, head_dim, 2)))
 
 
-def _other_rotation(module: nn.Module, head_dim: int) -> str | None:
-    """What a module rotates if that is not every pair (i, i + D / 2); ``None`` if it is, or if nothing is rotated."""
+def read_rotation(module: nn.Module, head_dim: int) -> Rotation | None:
+    """The rotation of an attention module, read from its names, its config and its file; ``None`` if nothing is rotated.
+
+    Raises:
+        ConfigError: it is not known. A slice that cuts a rotary pair would score by positions instead of distances.
+    """
     config = getattr(module, "config", None)
+    if any(name.startswith(LATENT) for name, _ in module.named_children()):
+        raise _unknown(module, "some dimensions of each head (multi-head latent attention)")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    has_rotary = bool(parameters) or getattr(config, "rope_theta", None) is not None or hasattr(module, "rotary_emb")
+    pairing = _pairing(type(module), head_dim)
+    if pairing == "other" or (pairing is None and has_rotary):
+        raise _unknown(
+            module, "pairs that are not known" if pairing is None else "other pairs than halves and neighbours"
+        )
+    return None if pairing is None else Rotation(pairing, _rotated(module, config, parameters, head_dim))
+
+
+def _unknown(module: nn.Module, what: str) -> ConfigError:
+    return ConfigError(
+        f"{type(module).__name__} rotates {what}, which cannot be permuted into levels, so that a level's score would depend on "
+        "positions and not on distances: choose another model, a spec of one level ('standard', 'window:512'), structurize(), or register "
+        "the attention with rotary_split=None and train the model with slices that cut through rotary pairs"
+    )
+
+
+def _rotated(module: nn.Module, config: Any, parameters: dict[str, Any], head_dim: int) -> int:
     for owner in (module, config):
         for name in _ROTATED_DIMS:
             count = getattr(owner, name, None)
-            if isinstance(count, int) and count != head_dim:
-                return f"only {count} of each head's {head_dim} dimensions ({name})"
-    for name, _ in module.named_children():
-        if name.startswith(_LATENT):
-            return f"only some dimensions of each head (multi-head latent attention, {name})"
-    parameters = getattr(config, "rope_parameters", None) or {}
+            if isinstance(count, int):
+                return min(count, head_dim)
     # "proportional" rotates all pairs, the rest of them by an angle of 0.
     parts = [part for part in _parts(parameters, module) if part.get("rope_type") != "proportional"]
     shares = [part.get("partial_rotary_factor") for part in parts]
-    for share in (getattr(config, "partial_rotary_factor", None), *shares):
-        if share not in (None, 1, 1.0):
-            return f"only {share} of each head's dimensions"
-    pairs_halves = _pairs_halves(type(module), head_dim)
-    if pairs_halves is False:
-        return "other pairs than i and i + D / 2"
-    has_rotary = bool(parameters) or getattr(config, "rope_theta", None) is not None or hasattr(module, "rotary_emb")
-    if pairs_halves is None and has_rotary:
-        return "pairs that are not known (its file has no function rotate_half)"
-    return None
+    share = next((s for s in (*shares, getattr(config, "partial_rotary_factor", None)) if s is not None), 1.0)
+    return int(head_dim * share)
 
 
 def _parts(parameters: dict[str, Any], module: nn.Module) -> list[dict[str, Any]]:
@@ -68,12 +118,16 @@ def _parts(parameters: dict[str, Any], module: nn.Module) -> list[dict[str, Any]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _pairs_halves(kind: type[nn.Module], head_dim: int) -> bool | None:
-    """Whether the file with a module's ``forward`` rotates by pairing i with i + D / 2; ``None`` where it has no such function."""
-    file = next(base.__module__ for base in kind.__mro__ if "forward" in vars(base))
+def _pairing(kind: type[nn.Module], head_dim: int) -> Pairing | Literal["other"] | None:
+    """How the file with a module's ``forward`` pairs dimensions; ``None`` where it has no function that says so."""
+    file = next(
+        base.__module__ for base in kind.__mro__ if "forward" in vars(base) and "structattn" not in base.__module__
+    )
     rotate = getattr(sys.modules.get(file), "rotate_half", None)
     if rotate is None:
         return None
     x = torch.arange(1.0, head_dim + 1)
-    half = head_dim // 2
-    return bool(torch.equal(rotate(x), torch.cat([-x[half:], x[:half]])))
+    half, turned = head_dim // 2, rotate(x)
+    if torch.equal(turned, torch.cat([-x[half:], x[:half]])):
+        return "halves"
+    return "adjacent" if torch.equal(turned, torch.stack([-x[1::2], x[::2]], dim=-1).flatten()) else "other"

@@ -1,0 +1,211 @@
+"""Finds the attention layers of any decoder of transformers, and their rotary pairs, by calling it on a few random tokens.
+
+What a model does with its queries and keys before they are scored (fused projections, norms, partial rotation, pairs of another order, layers
+without positions) is its own code, which stays as it is. What levels need is only which dimensions are rotated together, and that shows: the
+same tokens at another position give queries that are a fixed linear map of the first ones, made of 2 x 2 rotations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from structattn.errors import ConfigError, StructAttnError
+from structattn.integrations.transformers.effect import register
+from structattn.integrations.transformers.rotation import LATENT, Rotation
+
+_NAME = "structattn_discovery"
+_ROWS, _TOKENS = 4, 64
+# The fastest pair of most models turns by 1 per position; with frequencies divided by up to 16, by more than 0.3 within 8.
+_POSITIONS = (0, 1, 8)
+_SEEN = 0.3  # of a map's entry that counts as rotation, far above the rounding of bfloat16
+_LINEAR = 0.05  # relative difference up to which queries are a linear map of those at position 0
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """An attention layer of a model.
+
+    Attributes:
+        module: the attention module.
+        index: number of the layer.
+        rotation: of its queries and keys; ``None``: the same at every position.
+        head_dim, value_dim: dimensions of each key and value head.
+        window: its sliding window.
+    """
+
+    module: nn.Module
+    index: int
+    rotation: Rotation | None
+    head_dim: int
+    value_dim: int
+    window: int | None
+
+
+class _Seen(DynamicLayer):  # type: ignore[misc]
+    """A cache layer that marks the keys it was given, so that a model that changes keys after they are cached is found."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.given = key_states
+        return key_states, value_states
+
+
+@dataclass
+class _Call:
+    """What an attention function was called with."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    arguments: dict[str, Any]
+
+
+_calls: list[_Call] = []
+
+
+def _record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, *_: Any, **arguments: Any
+) -> tuple[Tensor, None]:
+    """An attention in which every token sees itself alone, so that positions change queries and keys and nothing else."""
+    _calls.append(_Call(module, query, key, value, arguments))
+    out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    return out.transpose(1, 2).contiguous(), None
+
+
+register(_NAME, _record, lambda *_, **__: None)
+
+
+@contextmanager
+def _observed(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which the model's attention is ``_record``, in eval mode; afterwards everything is as before."""
+    training = [module for module in model.modules() if module.training]
+    configs = {id(m.config): (m.config, m.config._attn_implementation) for m in model.modules() if hasattr(m, "config")}
+    try:
+        model.set_attn_implementation(_NAME)
+        with torch.no_grad():
+            yield
+    finally:
+        for config, before in configs.values():
+            config._attn_implementation = before
+        model.train(False)
+        for module in training:
+            module.training = True
+        _calls.clear()
+
+
+def find_attention(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
+    """The attention layers of a decoder, in order.
+
+    Args:
+        model: any that runs through transformers' ``AttentionInterface``, with its weights.
+
+    Raises:
+        ConfigError: it has no weights, or its attention is one that levels cannot replace; the message says why.
+
+    Cost: three forward passes of 256 tokens.
+    """
+    name = type(model).__name__
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError(
+            f"structurize needs the weights of {name}, which is on the meta device: load it with from_pretrained"
+        )
+    latent = [child for module in model.modules() for child, _ in module.named_children() if child.startswith(LATENT)]
+    if latent:
+        raise ConfigError(
+            f"{name} has multi-head latent attention ({latent[0]}), whose cache holds one compressed vector for all heads already"
+        )
+    generator = torch.Generator().manual_seed(0)
+    size = model.get_input_embeddings().num_embeddings
+    ids = torch.randint(0, size, (_ROWS, _TOKENS), generator=generator).to(model.device)
+    passes: list[list[_Call]] = []
+    with _observed(model):
+        for position in _POSITIONS:
+            _calls.clear()
+            cache = DynamicCache()
+            cache.layers, cache.layer_class_to_replicate = [], _Seen
+            try:
+                model(input_ids=ids, position_ids=torch.full_like(ids, position), past_key_values=cache, use_cache=True)
+            except StructAttnError:
+                raise
+            except Exception as error:
+                raise ConfigError(f"{name} cannot be structurized: a call on random tokens fails: {error!r}") from error
+            _check_calls(model, cache)
+            passes.append(list(_calls))
+    return tuple(_layer(calls) for calls in zip(*passes, strict=True))
+
+
+def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
+    """Raises ``ConfigError`` unless each attention layer was called once, is causal, and scores the keys that it caches."""
+    name = type(model).__name__
+    if not _calls:
+        raise ConfigError(
+            f"{name} has no attention that runs through transformers' AttentionInterface: nothing can be structurized"
+        )
+    called = [call.module for call in _calls]
+    kinds = {type(module) for module in called}
+    if any(type(module) in kinds and module not in called for module in model.modules()):
+        raise ConfigError(
+            f"{name} has attention modules that are used in some calls only, such as cross attention, which cannot be structurized: load the "
+            "model with add_cross_attention=False"
+        )
+    seen: set[int] = set()
+    for call in _calls:
+        kind, index = type(call.module).__name__, getattr(call.module, "layer_idx", None)
+        if not getattr(call.module, "is_causal", True):
+            raise ConfigError(f"a {kind} that is not causal cannot be structurized")
+        if not isinstance(index, int) or index in seen:
+            raise ConfigError(
+                f"{name} scores layer {index} more than once ({kind}), which structured attention does not know"
+            )
+        seen.add(index)
+        given = getattr(cache.layers[index], "given", None) if index < len(cache.layers) else None
+        if given is not call.key:
+            raise ConfigError(
+                f"{kind} changes its keys after it has cached them, or does not cache them, so that a compressed cache cannot hold them"
+            )
+
+
+def _layer(calls: tuple[_Call, ...]) -> AttentionLayer:
+    """What the calls of one layer, one per position, show."""
+    module, first = calls[0].module, calls[0]
+    head_dim = first.key.shape[-1]
+    found = [_rotated_pairs(_rows(first.query), _rows(call.query)) for call in calls[1:]]
+    pairs = set().union(*(each for each in found if each is not None))
+    rotation = None
+    if pairs and None not in found:
+        low, high = min(pairs)
+        distance = high - low
+        rotation = Rotation("adjacent", head_dim) if distance == 1 < head_dim // 2 else Rotation("halves", 2 * distance)
+        if not pairs <= set(rotation.pairs(head_dim)):
+            raise ConfigError(
+                f"{type(module).__name__} rotates dimensions {sorted(pairs)} of a head together, and only halves and neighbours are known"
+            )
+    index: int = module.layer_idx  # type: ignore[assignment]
+    return AttentionLayer(
+        module, index, rotation, head_dim, first.value.shape[-1], first.arguments.get("sliding_window")
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(B, H, T, D) as (B H T, D), in float64 on the host."""
+    return x.flatten(0, 2).double().cpu()
+
+
+def _rotated_pairs(still: Tensor, moved: Tensor) -> set[tuple[int, int]] | None:
+    """The pairs of dimensions that are rotated together; ``None`` if the queries are no linear map of those at position 0.
+
+    They are none where positions are added to the hidden state.
+    """
+    rotation = torch.linalg.lstsq(still, moved, driver="gelsd").solution
+    if bool((still @ rotation - moved).norm() > _LINEAR * moved.norm()):
+        return None
+    big = (rotation.abs() > _SEEN * rotation.abs().amax()).fill_diagonal_(False)
+    return {(min(i, j), max(i, j)) for i, j in big.nonzero().tolist()}

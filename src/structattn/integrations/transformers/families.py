@@ -1,0 +1,254 @@
+"""The config and model classes of structurized models: those of transformers, with a record of the structure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from structattn.checks import check_int, quoted
+from structattn.errors import ConfigError
+from structattn.integrations.transformers.attention import (
+    IMPLEMENTATION,
+    OLD_ORDER,
+    Structure,
+    StructuredAttention,
+    structured_class,
+    structured_name,
+)
+from structattn.integrations.transformers.inputs import checked
+from structattn.integrations.transformers.loading import StructuredModelMixin, structure_entry
+from structattn.integrations.transformers.rotary_order import RotarySplit, check_fits, check_split
+from structattn.integrations.transformers.rotation import Rotation
+from structattn.integrations.transformers.variant import Variant, trained_spec
+from structattn.spec.attention import parse_spec
+
+# Version 0.1 did not record these two: its models were of these attention classes, and rotated all pairs (i, i + D / 2) or none.
+_OLD_ATTENTION = {
+    "structattn_llama": "LlamaAttention",
+    "structattn_qwen2": "Qwen2Attention",
+    "structattn_qwen3": "Qwen3Attention",
+    "structattn_gpt2": "GPT2Attention",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructureRecord:
+    """What ``config.structattn`` holds.
+
+    Attributes:
+        specs: attention spec of each layer; ``None`` for unchanged layers.
+        context_length: from which blocks are halved.
+        rotary_split: ``None`` for models without rotary positions.
+        attention: name of the attention class of transformers.
+        rotations: rotary pairs of each layer, as ``Rotation`` writes them; ``None`` for layers that rotate nothing.
+    """
+
+    specs: tuple[str | None, ...]
+    context_length: int
+    rotary_split: RotarySplit | None
+    attention: str
+    rotations: tuple[str | None, ...]
+
+    @classmethod
+    def read(cls, config: PreTrainedConfig) -> StructureRecord:
+        """The record of a config, checked.
+
+        Raises:
+            ConfigError: it is missing, incomplete, or does not fit the config.
+        """
+        names = [field.name for field in fields(cls)]
+        given = structure_entry(config, names, optional=names[3:])
+        count, split = config.num_hidden_layers, given["rotary_split"]
+        specs = _one_per_layer("specs", given["specs"], count, "specs")
+        length = given["context_length"]
+        check_int("config.structattn['context_length']", length, minimum=1)
+        for spec in specs:
+            if spec is not None:
+                trained_spec(spec).layout_for(length)
+        if "rotations" in given:
+            rotations = _one_per_layer("rotations", given["rotations"], count, "rotations such as 'halves:64'")
+            attention = given.get("attention")
+        else:
+            dims = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            rotations = (None if config.model_type == "structattn_gpt2" else f"halves:{dims}",) * count
+            attention = _OLD_ATTENTION.get(config.model_type)
+        for rotation in rotations:
+            if rotation is not None:
+                Rotation.parse(rotation)
+        if split is None and any(rotations):
+            raise ConfigError(
+                f"config.structattn['rotary_split'] is null, but the queries of this model have rotary positions, {rotations}"
+            )
+        if not isinstance(attention, str):
+            raise ConfigError(
+                f"config.structattn['attention'] must be the name of an attention class, got {quoted(attention)}"
+            )
+        return cls(
+            specs=specs,
+            context_length=length,
+            rotary_split=None if split is None else check_split(split),
+            attention=attention,
+            rotations=rotations,
+        )
+
+    def structure(self, module: torch.nn.Module) -> Structure:
+        """The score of an attention module.
+
+        Raises:
+            ConfigError: the record does not fit it.
+        """
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        spec, rotation = self.specs[layer], self.rotations[layer]
+        variant = Variant() if spec is None else Variant.of(parse_spec(spec), self.context_length)
+        variant.within(getattr(module, "sliding_window", None))  # raises if both have a window
+        if isinstance(dim := getattr(module, "head_dim", None), int):
+            check_fits(variant.layout, dim, dim)
+        return Structure.of(variant, self.rotary_split, None if rotation is None else Rotation.parse(rotation))
+
+
+def _one_per_layer(name: str, given: Any, count: int, what: str) -> tuple[str | None, ...]:
+    if not isinstance(given, list | tuple) or not all(isinstance(one, str | None) for one in given):
+        raise ConfigError(f"config.structattn[{name!r}] must be a list of {what} or nulls, got {quoted(given)}")
+    if len(given) != count:
+        raise ConfigError(f"config.structattn[{name!r}] needs one entry per layer: expected {count}, got {len(given)}")
+    return tuple(given)
+
+
+class StructurizedConfig:
+    """A mixin that precedes the config class of a family: the config is only valid with its record."""
+
+    has_no_defaults_at_init = True  # otherwise transformers up to 5.17 makes one without arguments, to compare with
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        StructureRecord.read(self)
+
+
+# The frequencies of these are the same for every length of the text.
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+
+
+class StructurizedModel(StructuredModelMixin):
+    """A mixin that precedes the model class of a family: its attention modules get their structure when it is made."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        self.claim(config, IMPLEMENTATION)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        record = StructureRecord.read(config)
+        # Parts that are made by AutoModel have their structure already.
+        kinds = (record.attention, structured_name(record.attention))
+        modules = [module for module in self.modules() if type(module).__name__ in kinds]  # type: ignore[attr-defined]
+        layers = [module.layer_idx for module in modules]
+        wanted = {layer for layer, spec in enumerate(record.specs) if spec is not None}
+        if len(set(layers)) != len(layers) or not wanted <= set(layers) <= set(range(len(record.specs))):
+            raise ConfigError(
+                f"config.structattn['specs'] structures the layers {sorted(wanted)}, and those of this model with a {quoted(record.attention)} are {layers}"
+            )
+        check_frequencies(self)  # type: ignore[arg-type]
+        install(self, modules, record)
+
+    def check_loaded(self, info: dict[str, Any]) -> None:
+        """See ``StructuredModelMixin``: weights that version 0.1 stored in the order of the levels are converted to the order of the model."""
+        if any(key.endswith(f".{OLD_ORDER}") for key in info["unexpected_keys"]):
+            for module in self.modules():  # type: ignore[attr-defined]
+                if isinstance(module, StructuredAttention):
+                    module.restore_old_rows()
+
+
+def install(model: PreTrainedModel, modules: Sequence[torch.nn.Module], record: StructureRecord) -> None:
+    """Gives attention modules their structure and our classes, and the model ours. Weights stay as they are.
+
+    Raises:
+        ConfigError: the record does not fit a module; nothing is changed then.
+    """
+    structures = [record.structure(module) for module in modules]
+    for module, structure in zip(modules, structures, strict=True):
+        if not isinstance(module, StructuredAttention):
+            module.__class__ = structured_class(type(module))
+        module.set_structure(structure)  # type: ignore[operator]
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and not isinstance(part, StructurizedModel):
+            part.__class__ = structurized_class(type(part))
+
+
+def check_frequencies(model: torch.nn.Module) -> None:
+    """Raises ``ConfigError`` unless the model's rotary frequencies are the same for every length of the text."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            if kind is not None and kind not in _STATIC_ROPE:
+                raise ConfigError(
+                    f"rope_type {quoted(kind)} changes the frequencies with the length of the text, and cached keys would keep the old ones; "
+                    f"supported: {', '.join(_STATIC_ROPE)}"
+                )
+
+
+_AUTO = {
+    transformers.AutoModel: transformers.MODEL_MAPPING,
+    transformers.AutoModelForCausalLM: transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+    transformers.AutoModelForSequenceClassification: transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    transformers.AutoModelForTokenClassification: transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    transformers.AutoModelForQuestionAnswering: transformers.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+}
+_PREFIX = "structattn_"
+_CONFIGS: dict[type[PreTrainedConfig], type[PreTrainedConfig]] = {}
+_MODELS: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+
+
+def structurized_config(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Our config class for one of transformers, made once and registered with the Auto classes."""
+    if kind not in _CONFIGS:
+        names = {"model_type": f"{_PREFIX}{kind.model_type}", "__module__": __name__}
+        made = _CONFIGS[kind] = type(f"StructAttn{kind.__name__}", (StructurizedConfig, kind), names)
+        globals()[made.__name__] = made  # so that it can be pickled
+        AutoConfig.register(made.model_type, made, exist_ok=True)  # type: ignore[attr-defined]
+        for auto, mapping in _AUTO.items():
+            if kind in mapping:
+                auto.register(made, structurized_class(mapping[kind]))
+    return _CONFIGS[kind]
+
+
+def structurized_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Our class for a model class of transformers, made once."""
+    config = structurized_config(kind.config_class)
+    if kind not in _MODELS:
+        names = {"config_class": config, "__module__": __name__, "forward": checked(kind.forward)}
+        made = _MODELS[kind] = type(f"StructAttn{kind.__name__}", (StructurizedModel, kind), names)
+        globals()[made.__name__] = made
+    return _MODELS[kind]
+
+
+def saved_class(config: PreTrainedConfig, names: Sequence[str]) -> type[PreTrainedModel] | None:
+    """Our class of one of these names for a config; ``None`` if there is none."""
+    return next((own for own in _MODELS.values() if own.config_class is type(config) and own.__name__ in names), None)
+
+
+def _register_later(model_type: str, name: str) -> None:
+    """Registers a family with ``AutoConfig`` under the name of its config class, which is only made when a config of it is read.
+
+    Importing the classes of all families at once would take seconds.
+    """
+
+    def made() -> type[PreTrainedConfig]:
+        return structurized_config(transformers.CONFIG_MAPPING[model_type])
+
+    def new(_: type, *args: Any, **kwargs: Any) -> PreTrainedConfig:
+        return made()(*args, **kwargs)
+
+    def from_dict(*args: Any, **kwargs: Any) -> Any:
+        return made().from_dict(*args, **kwargs)
+
+    own = f"{_PREFIX}{model_type}"
+    names = {"model_type": own, "__new__": new, "from_dict": staticmethod(from_dict), "__module__": __name__}
+    AutoConfig.register(own, type(f"StructAttn{name}", (), names))
+
+
+for _type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    _register_later(_type, CONFIG_MAPPING_NAMES[_type])

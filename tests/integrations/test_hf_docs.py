@@ -36,7 +36,7 @@ def test_the_examples_run(monkeypatch, tmp_path) -> None:
     exec(examples[1], values)
     assert type(values["model"]).__name__ == "StructAttnQwen3ForCausalLM"
     shown = json.loads("{" + re.search(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)[1] + "}")["structattn"]
-    assert values["model"].config.structattn == shown | {"specs": ["mlr:64|32|32"] * 2}
+    assert values["model"].config.structattn == shown | {"specs": ["mlr:64|32|32"] * 2, "rotations": ["halves:128"] * 2}
     values = {}
     exec(examples[2], values)
     assert values["text"].shape[0] == 2

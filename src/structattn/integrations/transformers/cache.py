@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from structattn.cache import PAGE_SIZE, LevelCache
 from structattn.checks import check_int, check_tensor, check_type
@@ -319,7 +319,7 @@ def guarded(cache: Any) -> Iterator[None]:
         yield
         return
     check_layers(cache)
-    lengths = {id(layer): layer.get_seq_length() for layer in cache.layers}
+    lengths = {id(layer): layer.get_seq_length() for layer in cache.layers if isinstance(layer, LevelCacheLayer)}
     try:
         yield
     except BaseException:
@@ -340,8 +340,8 @@ class LevelCaches(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are allocated, over all layers."""
-        return sum(layer.nbytes for layer in self.layers)
+        """Bytes that are allocated, over all attention layers."""
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, LevelCacheLayer))
 
 
 def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_size: int = PAGE_SIZE) -> LevelCaches:
@@ -352,8 +352,17 @@ def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_s
         max_length, page_size: see ``LevelCacheLayer``, which raises ``ConfigError`` for them.
     """
     check_type("model", model, PreTrainedModel, "a model of transformers")
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    return LevelCaches(layers=[LevelCacheLayer(max_length=max_length, page_size=page_size) for _ in range(count)])
+    config = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
+    own = [
+        LevelCacheLayer(max_length=max_length, page_size=page_size) if is_plain(layer) else layer for layer in layers
+    ]
+    return LevelCaches(layers=own)
+
+
+def is_plain(layer: object) -> bool:
+    """Whether a cache layer is one that transformers makes for softmax attention; hybrid models have others too."""
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def level_cache_layer(cache: Cache, index: int) -> LevelCacheLayer:
@@ -374,7 +383,7 @@ def level_cache_layer(cache: Cache, index: int) -> LevelCacheLayer:
     layer = cache.layers[index] if index < len(cache.layers) else None
     if isinstance(layer, LevelCacheLayer):
         return layer
-    if layer is None or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.get_seq_length() > 0:
+    if layer is None or not is_plain(layer) or layer.get_seq_length() > 0:
         raise CacheError(
             f"layer {index} of past_key_values is {layer!r}, whose keys structured attention cannot use: give "
             "level_cache(model) (structattn.integrations.transformers), or no cache_implementation and no past_key_values"

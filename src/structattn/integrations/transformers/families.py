@@ -154,6 +154,10 @@ class StructurizedModel(StructuredModelMixin):
         check_frequencies(self)  # type: ignore[arg-type]
         install(self, modules, record)
 
+    def attention_layers(self) -> list[int]:
+        """See ``StructuredModelMixin``: hybrid models have other layers too."""
+        return [module.layer_idx for module in self.modules() if isinstance(module, StructuredAttention)]  # type: ignore[attr-defined]
+
     def check_loaded(self, info: dict[str, Any]) -> None:
         """See ``StructuredModelMixin``: weights that version 0.1 stored in the order of the levels are converted to the order of the model."""
         if any(key.endswith(f".{OLD_ORDER}") for key in info["unexpected_keys"]):

@@ -148,6 +148,10 @@ class StructuredModelMixin:
             raise ConfigError(_given_by_config(cls, asked))
         config._attn_implementation = implementation
 
+    def attention_layers(self) -> Iterable[int]:
+        """The numbers of the layers with attention."""
+        return range(self.config.num_hidden_layers)  # type: ignore[attr-defined]
+
     @abstractmethod
     def check_loaded(self, info: dict[str, Any]) -> None:
         """Raises ``CheckpointError`` unless what was loaded is of this model's structure; ``info`` as transformers reports it."""
@@ -176,7 +180,7 @@ class StructuredModelMixin:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, Cache):
-            for index in range(self.config.num_hidden_layers):  # type: ignore[attr-defined]
+            for index in self.attention_layers():
                 level_cache_layer(cache, index)
             if generation_config.is_assistant:
                 cache.activate_past_recording()

@@ -36,7 +36,7 @@ def structurize(
     rotary_split: RotarySplit = "low_far",
     context_length: int | None = None,
 ) -> PreTrainedModel:
-    """Puts structured attention into a trained Llama, Qwen2, Qwen3 or GPT-2 model; its weights are kept.
+    """Puts structured attention into a trained decoder of transformers; its weights are kept.
 
     With one level the logits are unchanged up to rounding. With several, pairs in one block of the deepest level
     keep their scores, and farther ones lose the dimensions of the levels that they do not share: fine-tune the
@@ -52,7 +52,7 @@ def structurize(
             repeated over the chosen layers, such as ``"[mlr:32|32,window:512]"``; or one per chosen layer.
         layers: numbers of the layers to change. Default: all.
         rotary_split: ``"low_far"``: the global level gets the slowest frequencies; ``"interleaved"``: every level gets some of
-            the whole range. No effect for GPT-2.
+            the whole range. No effect without rotary positions.
         context_length: from which blocks are halved. Default: ``config.max_position_embeddings``.
 
     Returns:

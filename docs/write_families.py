@@ -47,6 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_bigcode": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_neox": {"rotary_pct": 0.25},
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
     "granite": _GROUPS | {"attention_multiplier": 0.1},
     "granitemoe": _GROUPS | _EXPERTS,
     "helium": _HEADS,
@@ -75,11 +76,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+# These know no other attention implementation.
+EAGER = ("gptj",)
+
+
 def tiny(family: str) -> PreTrainedModel:
     """A tiny model of a family whose every parameter is far from its initial value."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[family](**_SIZES | FAMILIES[family])
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if family in EAGER else "sdpa").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

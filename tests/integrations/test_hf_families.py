@@ -23,8 +23,8 @@ IDS = torch.randint(3, VOCAB, (2, 14), generator=torch.Generator().manual_seed(1
 MASK = torch.ones_like(IDS)
 MASK[0, :5] = 0
 REAL = MASK.bool()
-# Grouped matrix products of experts know no float64.
-SINGLE = {"glm4_moe", "granitemoe", "mixtral", "phimoe", "qwen2_moe", "qwen3_moe"}
+# Grouped matrix products of experts know no float64, and GPT-J scores in float32.
+SINGLE = {"gptj", "glm4_moe", "granitemoe", "mixtral", "phimoe", "qwen2_moe", "qwen3_moe"}
 LEARNED = {"biogpt", "gpt2", "gpt_bigcode", "opt"}  # learned positions
 NORM_AFTER = {"hunyuan_v1_dense"}  # queries and keys are normed after they are rotated, which changes with the position
 

@@ -21,6 +21,7 @@ if not (5, 17) <= tuple(int(part) for part in transformers.__version__.split("."
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 
+from structattn.integrations.transformers.adapters import register_adapter, score  # noqa: E402
 from structattn.integrations.transformers.cache import LevelCacheLayer, LevelCaches, level_cache  # noqa: E402
 from structattn.integrations.transformers.config import StructAttnConfig  # noqa: E402
 from structattn.integrations.transformers.interface import register_attention  # noqa: E402
@@ -39,6 +40,8 @@ __all__ = [
     "StructAttnModel",
     "level_cache",
     "load_structurized",
+    "register_adapter",
     "register_attention",
+    "score",
     "structurize",
 ]

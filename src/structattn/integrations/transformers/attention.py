@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from structattn.checks import quoted
 from structattn.errors import CheckpointError, ConfigError
+from structattn.integrations.transformers.adapters import adapted_class
 from structattn.integrations.transformers.cache import level_cache_layer
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.interface import attend
@@ -135,7 +136,7 @@ def structured_class(kind: type[nn.Module]) -> type[StructuredAttention]:
     """The class that an attention class of transformers gets in structurized models, made once."""
     if kind not in _CLASSES:
         names = {"__module__": __name__}
-        made = _CLASSES[kind] = type(structured_name(kind.__name__), (StructuredAttention, kind), names)
+        made = _CLASSES[kind] = type(structured_name(kind.__name__), (StructuredAttention, adapted_class(kind)), names)
         globals()[made.__name__] = made  # so that a model can be pickled and copied
     return _CLASSES[kind]
 

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from structattn.errors import ConfigError, StructAttnError
+from structattn.integrations.transformers.adapters import adapted_class
 from structattn.integrations.transformers.cache import is_plain
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.interface import check_arguments
@@ -98,12 +99,20 @@ register(_NAME, _record, structured_mask)
 def _observed(model: PreTrainedModel) -> Iterator[None]:
     """A context in which the model's attention is ``_record``, in eval mode; afterwards everything is as before."""
     training = [module for module in model.modules() if module.training]
+    classes = {module: type(module) for module in model.modules() if adapted_class(type(module)) is not type(module)}
     configs = {id(m.config): (m.config, m.config._attn_implementation) for m in model.modules() if hasattr(m, "config")}
     try:
-        model.set_attn_implementation(_NAME)
+        if classes:
+            model.config._attn_implementation = _NAME
+        else:
+            model.set_attn_implementation(_NAME)
+        for module, kind in classes.items():
+            module.__class__ = adapted_class(kind)
         with torch.no_grad():
             yield
     finally:
+        for module, kind in classes.items():
+            module.__class__ = kind
         for config, before in configs.values():
             config._attn_implementation = before
         model.train(False)

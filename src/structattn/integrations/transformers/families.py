@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from structattn.checks import check_int, quoted
 from structattn.errors import ConfigError
+from structattn.integrations.transformers.adapters import has_adapter
 from structattn.integrations.transformers.attention import (
     IMPLEMENTATION,
     OLD_ORDER,
@@ -140,7 +141,12 @@ class StructurizedModel(StructuredModelMixin):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.claim(config, IMPLEMENTATION)
+        if has_adapter(
+            type(self)
+        ):  # transformers makes their attention modules by the name of an implementation of its own
+            config._attn_implementation = "eager"
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        config._attn_implementation = IMPLEMENTATION
         record = StructureRecord.read(config)
         # Parts that are made by AutoModel have their structure already.
         kinds = (record.attention, structured_name(record.attention))

@@ -84,7 +84,9 @@ def tiny(family: str) -> PreTrainedModel:
     """A tiny model of a family whose every parameter is far from its initial value."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[family](**_SIZES | FAMILIES[family])
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if family in EAGER else "sdpa").eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager" if family in EAGER else "sdpa"
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

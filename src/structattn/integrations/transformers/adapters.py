@@ -74,7 +74,6 @@ def score(
 
 
 class _GPTJAdapter(nn.Module):
-
     is_causal = True
     training: bool
 

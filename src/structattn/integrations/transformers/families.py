@@ -161,8 +161,9 @@ class StructurizedModel(StructuredModelMixin):
         install(self, modules, record)
 
     def attention_layers(self) -> list[int]:
-        """See ``StructuredModelMixin``: hybrid models have other layers too."""
-        return [module.layer_idx for module in self.modules() if isinstance(module, StructuredAttention)]  # type: ignore[attr-defined]
+        """See ``StructuredModelMixin``: hybrid models have other layers too. An early exit lowers the number of layers for a moment."""
+        layers = [module.layer_idx for module in self.modules() if isinstance(module, StructuredAttention)]  # type: ignore[attr-defined]
+        return [layer for layer in layers if layer < self.config.num_hidden_layers]  # type: ignore[attr-defined]
 
     def check_loaded(self, info: dict[str, Any]) -> None:
         """See ``StructuredModelMixin``: weights that version 0.1 stored in the order of the levels are converted to the order of the model."""

@@ -176,7 +176,7 @@ def test_one_layer_takes_no_list() -> None:
             "bilinear-btt:2+window:64",
             "with M a block tensor train of rank 2; and each query sees the last 64 positions",
         ),
-        ("bilinear-butterfly", "butterfly of rank 1, one stage"),
+        ("bilinear-butterfly", "with M a butterfly matrix of rank 1, one stage"),
         ("mlr:8|8,values=8|8", "MLR attention: near pairs share more levels, of the values too"),
     ],
 )

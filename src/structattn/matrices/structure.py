@@ -36,18 +36,18 @@ class Family(NamedTuple):
     meaning: str
 
 
-_MLR = "multi-level low rank, one rank per level, 2^(l-1) blocks at level l"
-_KRONECKER = "Kronecker product of two matrices of about the root of the size"
-_MONARCH = "Monarch with B left and C right blocks, about the root of the size by default"
-_BUTTERFLY = "butterfly of rank S (1 by default), one stage per prime factor of the size"
-_KALEIDOSCOPE = "W products of a butterfly and a transposed butterfly (1 by default)"
-_MLBTC = "sum of block terms with B left and C right blocks and inner dimension F; s: stride permutation"
+_MLR = "a multi-level low-rank matrix, one rank per level, 2^(l-1) blocks at level l"
+_KRONECKER = "a Kronecker product of two matrices of about the root of the size"
+_MONARCH = "a Monarch matrix with B left and C right blocks, about the root of the size by default"
+_BUTTERFLY = "a butterfly matrix of rank S (1 by default), one stage per prime factor of the size"
+_KALEIDOSCOPE = "a product of W pairs of a butterfly and a transposed butterfly (1 by default)"
+_MLBTC = "a sum of block terms with B left and C right blocks and inner dimension F; s: stride permutation"
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "dense": Family(Dense, "dense", "dense", "a dense matrix"),
-        "lowrank": Family(LowRank, "lowrank:R", "lowrank:64", "low rank, R columns in each factor"),
+        "lowrank": Family(LowRank, "lowrank:R", "lowrank:64", "a low-rank matrix, R columns in each factor"),
         "mlr": Family(MultiLevelLowRank, "mlr:R|R|...", "mlr:16|8|4|4", _MLR),
-        "btt": Family(BlockTensorTrain, "btt:S", "btt:1", "block tensor train of rank S"),
+        "btt": Family(BlockTensorTrain, "btt:S", "btt:1", "a block tensor train of rank S"),
         "kronecker": Family(Kronecker, "kronecker", "kronecker", _KRONECKER),
         "monarch": Family(Monarch, "monarch[:BxC]", "monarch", _MONARCH),
         "butterfly": Family(Butterfly, "butterfly[:S]", "butterfly", _BUTTERFLY),

@@ -120,7 +120,7 @@ FORMS: dict[str, Form] = {
     "bilinear-mlr": Form(
         "bilinear-mlr:R|R|...",
         "bilinear-mlr:16|8|4|4",
-        "score x^T M x' with M multi-level low rank, level 1 first",
+        "score x^T M x' with M a multi-level low-rank matrix, level 1 first",
         value=named("ranks", several(positive)),
         options={**_SCORING, "divide_by_levels": flag},
         make=lambda **arguments: {"scoring": MLR(**arguments)},

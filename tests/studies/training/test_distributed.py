@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,9 +19,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from structattn.cli import main
-from structattn.errors import ConfigError
+from structattn.errors import ConfigError, TrainingFailedError
 from structattn.studies.tasks.text.task import TextConfig, TextTask
-from structattn.studies.training import sharding
+from structattn.studies.training import processes, sharding
 from structattn.studies.training.checkpoint import latest_checkpoint, load_checkpoint
 from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.loop import train
@@ -79,7 +80,7 @@ def run(jobs):
 def start(rank, port, jobs):
     if (process := os.fork()) == 0:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "forks"}
         run(jobs)
         sys.exit()
     return process
@@ -275,6 +276,18 @@ def test_a_stopped_process_is_named_and_all_end_with_the_launcher(tmp_path) -> N
             if running(process):
                 os.kill(process, signal.SIGKILL)
     assert "process 1 of 2 (counted from 0) has not answered for 3 s" in launcher.communicate()[1]
+
+
+def test_a_launcher_that_has_ended_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(processes, "end_with_parent", lambda: None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(store.getsockname()[1]))
+        processes.follow_launcher()
+    with pytest.raises(TrainingFailedError, match="the launcher does not answer at 127"):
+        processes.follow_launcher()
 
 
 def test_what_fsdp_cannot_do_here_is_named(monkeypatch) -> None:

@@ -15,7 +15,7 @@ from structattn.integrations.transformers.adapters import adapted_class
 from structattn.integrations.transformers.cache import level_cache_layer
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.interface import attend
-from structattn.integrations.transformers.masks import structured_mask
+from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.integrations.transformers.rotary_order import RotarySplit, dimension_order, runs_of
 from structattn.integrations.transformers.rotation import Rotation
 from structattn.integrations.transformers.variant import Variant

@@ -22,7 +22,7 @@ from structattn.integrations.transformers.adapters import adapted_class
 from structattn.integrations.transformers.cache import is_plain
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.interface import check_arguments
-from structattn.integrations.transformers.masks import structured_mask
+from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.integrations.transformers.rotation import LATENT, Rotation
 
 _NAME = "structattn_discovery"

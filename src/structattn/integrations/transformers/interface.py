@@ -12,7 +12,8 @@ from structattn.checks import check_choice, quoted
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers.cache import PendingStates
 from structattn.integrations.transformers.effect import register
-from structattn.integrations.transformers.masks import StructuredMask, structured_mask
+from structattn.integrations.transformers.mask_functions import structured_mask
+from structattn.integrations.transformers.masks import StructuredMask
 from structattn.integrations.transformers.rotary_order import (
     RotarySplit,
     check_fits,

@@ -66,6 +66,7 @@ def test_signatures() -> None:
         "left_padding",
         "backend",
         "return_lse",
+        "attn_mask",
     ]
     assert list(inspect.signature(sa.Attention).parameters)[:9] == [
         "embed_dim",

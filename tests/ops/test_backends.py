@@ -28,6 +28,7 @@ OPTIONS = [
     {"dropout_p": 0.2},
     {"left_padding": torch.tensor([0, 2])},
     {"attn_bias": torch.zeros(12, 12)},
+    {"attn_mask": torch.ones(2, 1, 1, 12, dtype=torch.bool)},
 ]
 NAMED = [name for name in backends.NAMED if name != "auto" and backends.why_not(name) is None]
 
@@ -78,7 +79,9 @@ def test_auto_runs_what_explain_says(layout, ran) -> None:
     for length in (12, 600):
         q, k, v = (x.detach() for x in make(length))
         for options in OPTIONS:
-            if (layout == "global-window" and "window" in options) or (length > 12 and "attn_bias" in options):
+            if (layout == "global-window" and "window" in options) or (
+                length > 12 and {"attn_bias", "attn_mask"} & {*options}
+            ):
                 continue
             ran.clear()
             sa.structured_attention(q, k, v, LAYOUTS[layout], **options)
@@ -182,7 +185,7 @@ def test_a_layout_is_checked_once_and_not_once_per_call(monkeypatch) -> None:
             q,
             k,
             v,
-            *(None,) * 4,
+            *(None,) * 5,
             layout.ranks,
             layout.block_sizes,
             (),

@@ -89,6 +89,10 @@ def cases(draw):
     wide = draw(st.none() | st.tuples(*[st.booleans()] * 4))  # the dimensions of a bias that are not 1
     shape = (batch, groups * repeats, groups, T, S, sum(ranks), sum(ranks))
     bias = None if wide is None else [n if w else 1 for n, w in zip((*shape[:2], T, S), wide, strict=True)]
+    masked = draw(st.none() | st.tuples(*[st.booleans()] * 4))
+    if masked is not None:
+        sizes = [n if own else 1 for n, own in zip((*shape[:2], T, S), masked, strict=True)]
+        options["attn_mask"] = torch.rand(sizes, generator=torch.Generator().manual_seed(T)) < 0.8
     return layout, shape, bias, options
 
 
@@ -125,6 +129,7 @@ def test_long_enough_for_every_kind_of_tile(repeats: int, T: int) -> None:
         {"window": 5},
         {"dropout_p": 0.3},
         {"left_padding": torch.tensor([3, 0])},
+        {"attn_mask": torch.arange(9) % 4 != 0, "is_causal": False},
         pytest.param({"attn_bias": True}, marks=pytest.mark.full),
         pytest.param({"attn_bias": True, "dropout_p": 0.3}, marks=pytest.mark.full),
     ],
@@ -205,6 +210,7 @@ def test_packed_and_padded_rows_are_those_of_each_sequence_alone() -> None:
         {"window": 30},
         {"cu_seqlens": torch.tensor([0, 30, 80])},
         {"left_padding": torch.tensor([3])},
+        {"attn_mask": torch.arange(80)[None, None, None] < 70},
     ],
 )
 def test_compiles_without_a_graph_break(options) -> None:
@@ -244,6 +250,7 @@ def test_the_operator_is_registered_right() -> None:
     leaves = tensors(1, 2, 2, 9, 9, 4, 3)
     arguments = (
         *leaves,
+        None,
         None,
         None,
         None,

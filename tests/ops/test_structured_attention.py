@@ -27,7 +27,20 @@ def in_one_block(blocks, i, j):
 
 
 def loops(
-    q, k, v, ranks, sizes, scaling, *, is_causal=True, scale=None, window=None, bias=None, offset=None, value_ranks=None
+    q,
+    k,
+    v,
+    ranks,
+    sizes,
+    scaling,
+    *,
+    is_causal=True,
+    scale=None,
+    window=None,
+    bias=None,
+    mask=None,
+    offset=None,
+    value_ranks=None,
 ):
     """One head after another, one pair after another. q (B,H,T,D), k, v (B,G,S,·). Returns out, lse.
 
@@ -47,6 +60,8 @@ def loops(
                     if is_causal and j > i:
                         continue
                     if window is not None and abs(i - j) >= window:
+                        continue
+                    if mask is not None and not mask[b, h, t, j]:
                         continue
                     dots, start = [], 0
                     for level, (rank, blocks) in enumerate(zip(ranks, levels, strict=True)):
@@ -102,12 +117,13 @@ nested = st.integers(1, 3).flatmap(
     window=st.sampled_from([None, 1, 3]),
     scale=st.sampled_from([None, 0.7]),
     with_bias=st.booleans(),
+    masked=st.none() | st.tuples(*[st.booleans()] * 4),
     with_value_ranks=st.booleans(),
     cuts=st.none() | st.lists(st.lists(st.integers(1, 6), max_size=2), min_size=6, max_size=6),
     backend=st.sampled_from(["auto", "reference", "blocked"]),
 )
 def test_outputs_and_all_gradients_equal_the_definition(
-    structure, scaling, T, S, heads, is_causal, window, scale, with_bias, with_value_ranks, cuts, backend
+    structure, scaling, T, S, heads, is_causal, window, scale, with_bias, masked, with_value_ranks, cuts, backend
 ) -> None:
     ranks, steps = structure
     value_ranks = tuple(reversed(ranks)) if with_value_ranks else None
@@ -127,6 +143,10 @@ def test_outputs_and_all_gradients_equal_the_definition(
     q, k, v = make(2, H, G, T, S, sum(ranks), sum(ranks) if with_value_ranks else 3)
     bias = torch.randn(2, H, T, S, dtype=torch.float64).requires_grad_() if with_bias else None
     inputs = [q, k, v] + ([bias] if with_bias else [])
+    mask = whole_mask = None
+    if masked is not None:  # which of the four dimensions it has
+        mask = torch.rand([n if own else 1 for n, own in zip((2, H, T, S), masked, strict=True)]) < 0.7
+        whole_mask = mask.expand(2, H, T, S)
     expected, expected_lse = loops(
         q,
         k,
@@ -138,6 +158,7 @@ def test_outputs_and_all_gradients_equal_the_definition(
         scale=scale,
         window=window,
         bias=bias,
+        mask=whole_mask,
         value_ranks=value_ranks,
     )
     weight, lse_weight = torch.randn_like(expected), torch.randn_like(expected_lse)
@@ -153,6 +174,7 @@ def test_outputs_and_all_gradients_equal_the_definition(
             scale=scale,
             window=window,
             attn_bias=bias,
+            attn_mask=mask,
             return_lse=return_lse,
             backend=backend,
         )
@@ -254,6 +276,28 @@ def test_left_padding_equals_rows_without_it(layout, T: int, window, backend) ->
     assert bool((out[2] == 0).all())
 
 
+@pytest.mark.parametrize("layout", [None, sa.LevelLayout((4, 2, 2), (8, 4, 2)), sa.GlobalWindowLayout((4, 4), 3)])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("backend", ["auto", "reference", "blocked"])
+def test_a_padding_mask_on_the_right_equals_shorter_rows(layout, is_causal: bool, backend) -> None:
+    leaves = make(3, 4, 2, 10, 10, 8, 3)
+    lengths = torch.tensor([10, 7, 0])
+    mask = (torch.arange(10) < lengths[:, None])[:, None, None]
+    options = {"is_causal": is_causal, "backend": backend}
+    out = sa.structured_attention(*leaves, layout, attn_mask=mask, **options)
+    weight = torch.randn_like(out)
+    grads = torch.autograd.grad((out * weight).sum(), leaves)
+    for row, length in enumerate(lengths[:2].tolist()):
+        alone = [x[row : row + 1, :, :length] for x in leaves]
+        short = sa.structured_attention(*alone, layout, **options)
+        assert_close(out[row : row + 1, :, :length], short)
+        assert all(not grad[row, :, length:].any() for grad in grads[1:])
+    assert not out[2].any()  # rows that see nothing
+    assert not any(grad[2].any() for grad in grads)
+    bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    assert_close(sa.structured_attention(*leaves, layout, attn_mask=bias, **options), out)
+
+
 @pytest.mark.parametrize("scaling", ["variance", "mup"])
 def test_global_window_adds_two_softmaxes(scaling) -> None:
     q, k, v = make(2, 2, 2, 9, 9, 8, 3, grad=False)
@@ -292,6 +336,9 @@ def test_explain_names_what_runs() -> None:
     assert explain(q, k, k).startswith("scaled_dot_product_attention")
     assert explain(q, k, k[..., :4]).startswith("blocked: one level")  # PyTorch would keep all scores
     assert explain(*meta(4096), return_lse=True).startswith("blocked: one level")
+    mask = torch.empty(1, 1, 1, 4096, dtype=torch.bool, device="meta")
+    assert explain(*meta(4096), attn_mask=mask).startswith("blocked: one level")  # PyTorch would need T x S numbers
+    assert explain(*meta(4096), attn_mask=mask, is_causal=False).startswith("scaled_dot_product_attention")
     assert explain(*meta(4096), sa.GlobalWindowLayout((2, 2), 9)).startswith("two softmaxes, added: scaled_dot")
 
 
@@ -313,6 +360,10 @@ def call(batch=2, **changes):
         ({"dropout_p": 1.0}, ConfigError, "dropout_p"),
         ({"attn_bias": torch.ones(6, 6, dtype=torch.bool)}, ShapeError, "bool mask"),
         ({"attn_bias": torch.ones(5, 6, dtype=torch.float64)}, ShapeError, "broadcast"),
+        ({"attn_mask": torch.ones(5, 6, dtype=torch.bool)}, ShapeError, "attn_mask of shape .* does not broadcast"),
+        ({"attn_mask": torch.ones(6, 6, dtype=torch.int64)}, ShapeError, "mask != 0"),
+        ({"attn_mask": torch.zeros(6, 6), "attn_bias": torch.zeros(6, 6)}, ConfigError, "their sum"),
+        ({"attn_mask": [[True]]}, ShapeError, "attn_mask"),
         ({"backend": "cuda"}, ConfigError, "unknown backend"),
         ({"backend": "triton"}, BackendUnavailableError, "'triton' cannot run"),  # float64 has no fused kernel
         ({"layout": sa.LevelLayout((4, 4), (8, 4), value_ranks=(1, 1))}, ShapeError, r"expected 3, got 1\|1 = 2"),

@@ -65,6 +65,13 @@ WRONG = {
         torch.zeros(3, 1, 6, 6),
         torch.zeros(6, 6).to(torch.float8_e4m3fn),
     ],
+    "attn_mask": [
+        *(*NOT_TENSORS[1:], *NOT_DENSE, Q.long(), Q.to(torch.complex64), torch.zeros(6, 6).bool().to("meta")),
+        torch.zeros(5, 6).bool(),
+        torch.zeros(1, 1, 1, 6, 6).bool(),
+        torch.zeros(3, 1, 6, 6),
+        torch.zeros(6, 6).to(torch.float8_e4m3fn),
+    ],
     "dropout_p": [1.0, -0.1, math.nan, "0.1", None, True, [0.1], torch.tensor(0.1), 2],
     "cu_seqlens": [torch.tensor([0, 6])],  # the batch is 2
     "left_padding": [*LENGTHS, torch.tensor([0, 7]), torch.tensor([-1, 0]), torch.tensor([0]), torch.tensor([0, 0, 0])],
@@ -81,6 +88,7 @@ PAIRS = [
     {**ONE, "q": Q[:1, :, :3], "cu_seqlens": torch.tensor([0, 3])},
     {**ONE, "cu_seqlens": torch.tensor([0, 6]), "left_padding": torch.tensor([0])},
     {**ONE, "cu_seqlens": torch.tensor([0, 3, 6]), "layout": sa.LevelLayout.from_boundaries((8,), [((0,),)] * 3)},
+    {"attn_mask": torch.zeros(6, 6), "attn_bias": torch.zeros(6, 6)},
     {"layout": GLOBAL_WINDOW, "return_lse": True},
     {"layout": GLOBAL_WINDOW, "window": 2},
     {"layout": GLOBAL_WINDOW, "scale": 1.0},
@@ -102,7 +110,7 @@ def test_every_wrong_call_is_refused_in_words() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"layout": Q[0, 0] > 0}, ConfigError, "attn_bias=.*write a bool mask"),
+        ({"layout": Q[0, 0] > 0}, ConfigError, "attn_mask=.*bool .True: visible.*attn_bias="),
         ({"layout": "mlr:4|4"}, ConfigError, "'mlr:4|4' .str.; .*from_spec"),
         ({"attn_bias": torch.ones(6, 6, dtype=torch.bool)}, ShapeError, "bool mask"),
         ({"q": torch.zeros(2, 4, 6, 8, 1)}, ShapeError, "4-dimensional"),

@@ -25,6 +25,7 @@ from structattn.ops.checks import (
     check_layout,
     check_options,
     check_tensors,
+    checked_mask,
     checked_sequences,
 )
 
@@ -34,6 +35,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def _options_by_name(function: Function) -> Function:
     """The function, whose options after ``layout`` may be given by position too for one more version, with a warning."""
     options = [x.name for x in inspect.signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
+    options = options[: options.index("return_lse") + 1]  # those after it never were given by position
 
     @functools.wraps(function)
     def by_name(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None, *values: Any, **named: Any) -> Any:
@@ -68,6 +70,7 @@ def explain(
     cu_seqlens: Tensor | None = None,
     left_padding: Tensor | None = None,
     return_lse: bool = False,
+    attn_mask: Tensor | None = None,
 ) -> str:
     """Which code ``backend="auto"`` runs for a call, and why, in one line: ``"blocked: 8 levels in memory linear in ... (...)"``.
 
@@ -75,7 +78,7 @@ def explain(
         ``torch.empty(..., device="meta")`` is enough.
     """
     v, calls = _read(
-        q, k, v, layout, is_causal, scale, window, attn_bias, dropout_p, cu_seqlens, left_padding, return_lse
+        q, k, v, layout, is_causal, scale, window, attn_bias, dropout_p, cu_seqlens, left_padding, return_lse, attn_mask
     )
     choices = [backends.choose(query, key, v, call, return_lse) for query, key, call in calls]
     lines = [f"{choice}: {reason()}" for choice, reason in choices]
@@ -95,10 +98,13 @@ def _read(
     cu_seqlens: Tensor | None,
     left_padding: Tensor | None,
     return_lse: bool,
+    attn_mask: Tensor | None,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Call]]]:
     """The arguments, checked: v, and the calls whose outputs are added, each with its queries and keys."""
     check_options(layout, is_causal, scale, window, dropout_p, return_lse)
     check_tensors(q, k, v)
+    if attn_mask is not None:
+        attn_bias, attn_mask = checked_mask(q, k, attn_bias, attn_mask)
     if attn_bias is not None:
         check_bias(q, k, attn_bias)
     if cu_seqlens is not None or left_padding is not None:
@@ -117,6 +123,7 @@ def _read(
         dropout_p=dropout_p,
         cu_seqlens=cu_seqlens,
         left_padding=left_padding,
+        attn_mask=attn_mask,
     )
     q, k, v = autocasted(q, k, v)
     if not isinstance(layout, GlobalWindowLayout):
@@ -155,6 +162,7 @@ def structured_attention(
     left_padding: Tensor | None = None,
     backend: Backend = "auto",
     return_lse: Literal[False] = False,
+    attn_mask: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def structured_attention(
@@ -172,6 +180,7 @@ def structured_attention(
     left_padding: Tensor | None = None,
     backend: Backend = "auto",
     return_lse: Literal[True],
+    attn_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def structured_attention(
@@ -189,6 +198,7 @@ def structured_attention(
     left_padding: Tensor | None = None,
     backend: Backend = "auto",
     return_lse: bool = False,
+    attn_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @_options_by_name
 def structured_attention(
@@ -206,6 +216,7 @@ def structured_attention(
     left_padding: Tensor | None = None,
     backend: Backend = "auto",
     return_lse: bool = False,
+    attn_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention whose score matrix has the structure of a layout.
 
@@ -232,13 +243,16 @@ def structured_attention(
             hidden, and blocks are counted from the first real token. Queries before the first key are not padding.
         backend: ``"auto"`` chooses (see ``explain``); a named backend runs or raises.
         return_lse: also return the log-sum-exp of each row's scores, with its gradient. Default ``False``.
+        attn_mask: bool, ``True`` where a query may attend to a key, broadcastable to (B, H, T, S) and never expanded; with every
+            other option a pair must be visible to both. (B, 1, 1, S) is a padding mask, on any side; it moves no block, which
+            ``left_padding`` does. A floating point mask is an ``attn_bias``, as in PyTorch.
 
     Returns:
         out (B, H, T, V) in q's dtype; with ``return_lse`` also lse (B, H, T), base e, float32 for 16-bit inputs. A query
         that sees no key has output 0 and lse -inf. Under autocast q, k and v are cast first, as
         ``torch.nn.functional.scaled_dot_product_attention`` does: all but float64 have autocast's dtype then.
-        Padding and other packed sequences reach no output or gradient, even as NaN; what causality, a window or a bias of -inf
-        hides can, as 0 times NaN, as in PyTorch's kernels.
+        Padding and other packed sequences reach no output or gradient, even as NaN; what causality, a window, a mask or a bias
+        of -inf hides can, as 0 times NaN, as in PyTorch's kernels.
 
     Raises:
         ShapeError: shapes, dtypes or devices do not fit; the message has both values.
@@ -254,7 +268,7 @@ def structured_attention(
     if backend != "auto" and (reason := backends.why_not(backend)) is not None:
         raise BackendUnavailableError(f"backend {backend!r} cannot run: {reason}")
     v, calls = _read(
-        q, k, v, layout, is_causal, scale, window, attn_bias, dropout_p, cu_seqlens, left_padding, return_lse
+        q, k, v, layout, is_causal, scale, window, attn_bias, dropout_p, cu_seqlens, left_padding, return_lse, attn_mask
     )
     out: Tensor | None = None
     for query, key, call in calls:

@@ -28,7 +28,7 @@ NAMED = ("auto", "reference", "blocked", "triton")  # what a user may name
 
 # Up to this number of scores the dense definition is the fastest on a CPU (docs/speed.md).
 DENSE_SCORES = 2**18
-# With a bias the blocked backend computes one batch row after another: short rows are dense, however many there are, within this.
+# With a bias or a mask the blocked backend computes one batch row after another: short rows are dense, however many there are, within this.
 DENSE_BATCH_SCORES = 2**25
 
 Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor | None]]
@@ -129,7 +129,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
             return "triton", lambda: f"{_levels(call)} in one fused kernel"
     else:
         reason = "the tensors are not on a CUDA device"
-    per_row = scores if call.attn_bias is None else scores // max(batch, 1)
+    per_row = scores if call.attn_bias is None and call.attn_mask is None else scores // max(batch, 1)
     # Packed sequences together make many hidden pairs, and one after another many small products.
     if call.cu_seqlens is None and holds(per_row <= DENSE_SCORES) and holds(scores <= DENSE_BATCH_SCORES):
         return "reference", lambda: f"{scores} scores are few enough for dense products (no fused kernel: {reason})"

@@ -15,6 +15,7 @@ class Call:
     """The options of a call; see ``structured_attention``. Nothing changes one after it is made.
 
     Attributes:
+        attn_mask: bool; a float one is an ``attn_bias``.
         seed: 0-dimensional int64 on the CPU, of the random numbers of dropout; ``None`` without dropout.
     """
 
@@ -27,6 +28,7 @@ class Call:
     cu_seqlens: Tensor | None
     left_padding: Tensor | None
     seed: Tensor | None = None
+    attn_mask: Tensor | None = None
 
     @property
     def one_level_scale(self) -> float:

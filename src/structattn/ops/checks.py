@@ -221,8 +221,8 @@ def check_options(layout: Any, is_causal: Any, scale: Any, window: Any, dropout_
     """Raises ``ConfigError`` unless everything but the tensors is of its type and in its range."""
     if isinstance(layout, Tensor):
         raise ConfigError(
-            "layout, the fourth argument, must be a layout or None, got a tensor: a mask or bias is attn_bias=..., added to the "
-            "scores; write a bool mask (True: visible) as torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)"
+            "layout, the fourth argument, must be a layout or None, got a tensor: a mask is attn_mask=..., "
+            "bool (True: visible) or added to the scores, as attn_bias=... is"
         )
     if layout is not None and type(layout) is not LevelLayout:
         check_type(
@@ -252,13 +252,38 @@ def check_bias(q: Tensor, k: Tensor, attn_bias: Any) -> None:
     check_tensor("attn_bias", attn_bias)
     if attn_bias.dtype not in _DTYPES:
         raise ShapeError(
-            f"attn_bias is added to the scores and must be floating point, got {attn_bias.dtype}; write a bool mask "
-            "as zeros with -inf where a pair is hidden"
+            f"attn_bias is added to the scores and must be floating point, got {attn_bias.dtype}; a bool mask is "
+            "attn_mask=..."
         )
-    if attn_bias.device != q.device:
-        raise ShapeError(f"attn_bias must be on the device of q, {q.device}, got {attn_bias.device}")
+    _check_per_pair(q, k, "attn_bias", attn_bias)
+
+
+def checked_mask(q: Tensor, k: Tensor, attn_bias: Tensor | None, attn_mask: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The bias, and the mask where it is bool: a floating point mask is a bias.
+
+    Raises:
+        ShapeError: the mask has another dtype, or does not fit the scores.
+        ConfigError: a floating point mask beside a bias.
+    """
+    check_tensor("attn_mask", attn_mask)
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in _DTYPES:
+        raise ShapeError(
+            f"attn_mask must be bool, True where a pair may attend, or floating point, added to the scores, got {attn_mask.dtype}; "
+            "a mask of 0 and 1 is mask != 0"
+        )
+    _check_per_pair(q, k, "attn_mask", attn_mask)
+    if attn_mask.dtype == torch.bool:
+        return attn_bias, attn_mask
+    if attn_bias is not None:
+        raise ConfigError("a floating point attn_mask is an attn_bias: give their sum as one of the two")
+    return attn_mask, None
+
+
+def _check_per_pair(q: Tensor, k: Tensor, name: str, x: Tensor) -> None:
+    if x.device != q.device:
+        raise ShapeError(f"{name} must be on the device of q, {q.device}, got {x.device}")
     target = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    shape = tuple(attn_bias.shape)
+    shape = tuple(x.shape)
     fits = len(shape) <= 4 and all(a == 1 or a == b for a, b in zip(reversed(shape), reversed(target), strict=False))
     if not fits:
-        raise ShapeError(f"attn_bias of shape {shape} does not broadcast to (B, H, T, S) = {target}")
+        raise ShapeError(f"{name} of shape {shape} does not broadcast to (B, H, T, S) = {target}")

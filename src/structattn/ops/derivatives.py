@@ -44,6 +44,7 @@ def definition(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Ten
             cu_seqlens=call.cu_seqlens,
             left_padding=call.left_padding,
             dropped=dropped,
+            attn_mask=call.attn_mask,
         )
 
 

@@ -48,8 +48,8 @@ def _nested_boundaries(flat: Sequence[int] | None) -> Boundaries | None:
     )
 
 
-# The options of a ``Call`` in the terms of an operator's schema: the tensors, then the layout, then the others.
-_TENSORS = ("attn_bias", "cu_seqlens", "left_padding", "seed")
+# The options of a ``Call`` in the terms of an operator's schema: the tensors, the one with a gradient first, then the layout, then the others.
+_TENSORS = ("attn_bias", "attn_mask", "cu_seqlens", "left_padding", "seed")
 _LAYOUT = "int[] ranks, int[]? block_sizes, int[]? value_ranks, int[]? boundaries, str scaling"
 _NUMBERS = {"is_causal": "bool", "scale": "float?", "window": "int?", "dropout_p": "float"}
 _OPTIONS = ", ".join(
@@ -199,7 +199,7 @@ def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tu
     dq, dk, dv, grad_bias = _Backward.apply(  # type: ignore[no-untyped-call]
         grad_out, grad_lse, out, lse, needs_bias, *tensors, *ctx.options
     )
-    return dq, dk, dv, grad_bias if needs_bias else None, *(None,) * (3 + len(ctx.options))
+    return dq, dk, dv, grad_bias if needs_bias else None, *(None,) * (len(_TENSORS) - 1 + len(ctx.options))
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -259,7 +259,7 @@ class _Backward(torch.autograd.Function):
             dx = (*dx[:3], torch.zeros_like(inputs[5]))
         d_out, d_lse, *found = derivatives.vjp(function, inputs, dx)
         # The bias, if there is none, and what has no gradient.
-        missing = (None,) * (4 - len(found) + 3 + len(ctx.options))
+        missing = (None,) * (_FIRST_OPTION - len(found) + len(ctx.options))
         return d_out, d_lse if ctx.needs_input_grad[1] else None, None, None, None, *found, *missing
 
     @staticmethod

@@ -130,6 +130,7 @@ def attention(
     cu_seqlens: Tensor | None,
     left_padding: Tensor | None,
     dropped: Tensor | None = None,
+    attn_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Structured attention by its definition; the meaning of the arguments is that of ``structured_attention``.
 
@@ -150,14 +151,15 @@ def attention(
     query = q.to(dtype)
     key, value = (x.to(dtype).repeat_interleave(repeats, dim=1) for x in (k, v))
     bias = None if attn_bias is None else attn_bias.to(dtype).expand(*q.shape[:3], num_keys)
+    shown = None if attn_mask is None else attn_mask.expand(*q.shape[:3], num_keys)
     position = positions(q.shape[-2], num_keys, cu_seqlens, left_padding, q.shape[0], q.device)
 
     def of(own: slice, position: Positions) -> tuple[Tensor, Tensor]:
         """The queries of a slice with the keys of that slice."""
         own_query, own_key, own_value = (x[:, :, own] for x in (query, key, value))
-        own_bias, own_dropped = (None if x is None else x[:, :, own, own] for x in (bias, dropped))
+        own_bias, own_dropped, own_shown = (None if x is None else x[:, :, own, own] for x in (bias, dropped, shown))
         out, lse = _dense(
-            own_query, own_key, own_value, position, layout, is_causal, scale, window, own_bias, own_dropped
+            own_query, own_key, own_value, position, layout, is_causal, scale, window, own_bias, own_dropped, own_shown
         )
         return (out if dropped is None else out / (1 - dropout_p)).to(q.dtype), lse
 
@@ -190,6 +192,7 @@ def _dense(
     window: int | None,
     bias: Tensor | None,
     dropped: Tensor | None,
+    shown: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of tensors with equal numbers of heads, of one dtype; weights that are kept keep their size."""
     num_shared = position.shared_levels(layout)[:, None]
@@ -202,6 +205,8 @@ def _dense(
     score = scores(query, key, layout, scale, num_shared)
     if bias is not None:
         score = score + bias
+    if shown is not None:
+        score = score.masked_fill(~shown, -torch.inf)
     if mask is not None:
         score = score.masked_fill(~mask[:, None], -torch.inf)
     # A row without a visible key would be 0/0: it is computed as a row of zeros and then cleared.

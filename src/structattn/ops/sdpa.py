@@ -25,6 +25,12 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool
         return False
     if call.window is not None or call.cu_seqlens is not None or call.left_padding is not None:
         return False  # only a T x S mask could say so
+    if call.attn_mask is not None:
+        if call.attn_bias is not None:
+            return False
+        has_all_pairs = call.attn_mask.dim() > 1 and holds(call.attn_mask.shape[-2] == q.shape[2])
+        if call.is_causal and not has_all_pairs and not _has_one_query(q, call):
+            return False  # the kernel takes one mask: of padding and causality it would have T x S numbers
     if call.is_causal and not holds(q.shape[2] == k.shape[2]) and not _has_one_query(q, call):
         return False  # PyTorch's causal queries are the first positions, not the last
     if not q.is_cpu:
@@ -43,7 +49,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
 
     Cost: that of PyTorch's kernel; second derivatives that of ``reference``.
     """
-    mask, is_causal, dtype = call.attn_bias, call.is_causal and not _has_one_query(q, call), q.dtype
+    mask, is_causal, dtype = _bias(q, call), call.is_causal and not _has_one_query(q, call), q.dtype
     query, key, value = q, k, v
     if mask is not None:
         if mask.dtype != dtype:  # the scores keep the digits of the bias, as those of the other backends
@@ -69,3 +75,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
         )
     out = out if out.dtype == dtype else out.to(dtype)
     return (derivatives.with_further_derivatives(out, call, q, k, v) if out.requires_grad else out), None
+
+
+def _bias(q: Tensor, call: Call) -> Tensor | None:
+    """The bias or the mask, as numbers in its own shape: the kernel would expand a bool one first."""
+    if call.attn_mask is None:
+        return call.attn_bias
+    return torch.zeros(call.attn_mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~call.attn_mask, -torch.inf)

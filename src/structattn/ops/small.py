@@ -55,7 +55,7 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool
             return False
     elif layout.boundaries is not None or layout.value_ranks is not None or not is_eager(q):
         return False
-    if call.attn_bias is not None or call.dropout_p > 0:
+    if call.attn_bias is not None or call.attn_mask is not None or call.dropout_p > 0:
         return False
     if call.cu_seqlens is not None or call.left_padding is not None or torch.is_autocast_enabled("cpu"):
         return False

@@ -224,6 +224,8 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
     heads, repeats = k.shape[1], q.shape[1] // k.shape[1]
     is_ragged = call.cu_seqlens is not None or call.left_padding is not None
 
+    is_dyadic = call.attn_bias is None and call.attn_mask is None and call.layout.boundaries is None
+
     def geometry(num_queries: int, num_keys: int) -> Geometry:
         return Geometry(
             layout=call.layout,
@@ -234,14 +236,14 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
             tile=_TILE,
         )
 
-    if call.attn_bias is None and call.layout.boundaries is None and not is_ragged:
+    if is_dyadic and not is_ragged:
         tiles = partial(dyadic.tiles, geometry(q.shape[2], k.shape[2]), k.shape[0] * heads, repeats, q.device)
         yield _Group(queries=NoPadding(), keys=NoPadding(), tiles=tiles)
         return
     sequences = _sequences(q, k, call)
     if not sequences:
         return
-    if call.attn_bias is None and call.layout.boundaries is None and q.shape[2] == k.shape[2]:
+    if is_dyadic and q.shape[2] == k.shape[2]:
         buckets: dict[int, list[SequenceSpan]] = {}
         for item in sequences:  # lengths within a factor of sqrt 2 are padded to the longest of them
             buckets.setdefault(math.ceil(2 * math.log2(max(item.num_keys, _TILE))), []).append(item)
@@ -286,7 +288,9 @@ def _parameters(call: Call, group: _Group, q: Tensor, k: Tensor, bias: Tensor | 
         )
     is_cpu = q.device.type == "cpu"
     budget = _SCORES_PER_THREAD * torch.get_num_threads() if is_cpu else _SCORES_ON_DEVICE
-    return ScoreParameters(layout=call.layout, scale=call.scale, bias=bias, dropout=dropped, budget=budget)
+    return ScoreParameters(
+        layout=call.layout, scale=call.scale, bias=bias, dropout=dropped, budget=budget, mask=_mask(call)
+    )
 
 
 def _compute_dtype(q: Tensor) -> torch.dtype:
@@ -299,3 +303,9 @@ def _bias(call: Call, dtype: torch.dtype) -> Tensor | None:
         return None
     bias = call.attn_bias.to(dtype)
     return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)).contiguous()
+
+
+def _mask(call: Call) -> Tensor | None:
+    """The mask in 4 dimensions: a view."""
+    mask = call.attn_mask
+    return None if mask is None else mask[(None,) * (4 - mask.dim())]

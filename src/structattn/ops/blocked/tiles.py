@@ -52,8 +52,8 @@ class Tile(ABC):
         """What is hidden of some rows and columns: all (``True``), nothing (``False``), or a bool mask that broadcasts to it."""
 
     def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
-        """The additive bias of some rows and columns, (batch, rows, columns)."""
-        raise AssertionError("a bias is computed by spans")
+        """The additive bias, or the mask, of some rows and columns, (batch, rows, columns)."""
+        raise AssertionError("a bias or mask is computed by spans")
 
     def add_bias(self, bias: Tensor, batch: slice, rows: slice, cols: slice, value: Tensor) -> None:
         """Adds to what ``bias_of`` reads."""
@@ -68,6 +68,7 @@ class ScoreParameters:
         layout: its ranks, scaling and value ranks are used here; its blocks by the geometry.
         scale: replaces the layout's scaling.
         bias: added to the scaled scores, what the tiles take theirs from; ``None`` without.
+        mask: bool, true where a pair is visible, shaped as the bias; ``None`` without.
         dropout: of the weights; ``None`` without.
         budget: scores that are held at once.
     """
@@ -77,6 +78,7 @@ class ScoreParameters:
     bias: Tensor | None
     dropout: Dropout | None
     budget: int
+    mask: Tensor | None = None
     _factors: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def rank(self, level: int) -> int:
@@ -106,6 +108,8 @@ class ScoreParameters:
         """Makes scaled products of some rows and columns of a tile, in units of log 2, its scores; -inf where they are hidden."""
         if self.bias is not None:
             scores.add_(tile.bias_of(self.bias, batch, rows, cols), alpha=LOG2_E)
+        if self.mask is not None:
+            scores.masked_fill_(~tile.bias_of(self.mask, batch, rows, cols), -torch.inf)
         if isinstance(hidden, Tensor):
             scores.masked_fill_(hidden, -torch.inf)
 

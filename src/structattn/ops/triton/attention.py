@@ -41,6 +41,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
         return reason
     for name, is_asked in (
         ("attn_bias", call.attn_bias is not None),
+        ("attn_mask", call.attn_mask is not None),
         ("dropout", call.dropout_p > 0),
         ("left_padding", call.left_padding is not None),
     ):

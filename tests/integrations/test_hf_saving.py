@@ -62,7 +62,8 @@ def test_reloaded_in_a_new_process(tmp_path) -> None:
     models["learned"] = own(rotary=None, attention="mlr:4|4")
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
-        assert [file.name for file in (tmp_path / name).glob("*") if file.suffix not in (".json", ".safetensors")] == []
+        others = [file.name for file in (tmp_path / name).glob("*") if file.suffix not in (".json", ".safetensors")]
+        assert others == ["structattn_model.py"]
         save_file({"logits": model(IDS).logits, "ids": IDS}, tmp_path / f"{name}.expected")
     found = python(
         """
@@ -81,26 +82,6 @@ def test_reloaded_in_a_new_process(tmp_path) -> None:
         *models,
     )
     assert found.splitlines() == [f"{name} {type(model).__name__} True" for name, model in models.items()]
-
-
-@pytest.mark.full
-def test_without_the_import_loading_fails(tmp_path) -> None:
-    changed().save_pretrained(tmp_path / "changed")
-    own().save_pretrained(tmp_path / "own")
-    found = python(
-        """
-        import sys
-        from transformers import AutoModelForCausalLM
-        for path in sys.argv[1:]:
-            try:
-                AutoModelForCausalLM.from_pretrained(path)
-            except ValueError as error:
-                print("structattn" in str(error) and "does not recognize this architecture" in str(error))
-        """,
-        tmp_path / "changed",
-        tmp_path / "own",
-    )
-    assert found.split() == ["True", "True"]
 
 
 def _close(found, expected):

@@ -6,6 +6,8 @@ Importing this registers ``structattn`` and ``structattn_llama``, ``_qwen2``, ``
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from structattn.errors import MissingDependencyError
 
 _NEEDED = "structattn.integrations.transformers needs transformers >= 5.17, < 6"
@@ -22,8 +24,10 @@ if not (5, 17) <= tuple(int(part) for part in transformers.__version__.split("."
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 
 from structattn.integrations.transformers.adapters import register_adapter, score  # noqa: E402
+from structattn.integrations.transformers.auto_map import publish  # noqa: E402
 from structattn.integrations.transformers.cache import LevelCacheLayer, LevelCaches, level_cache  # noqa: E402
 from structattn.integrations.transformers.config import StructAttnConfig  # noqa: E402
+from structattn.integrations.transformers.families import class_named  # noqa: E402
 from structattn.integrations.transformers.interface import register_attention  # noqa: E402
 from structattn.integrations.transformers.model import StructAttnForCausalLM, StructAttnModel  # noqa: E402
 from structattn.integrations.transformers.structurize import load_structurized, structurize  # noqa: E402
@@ -31,6 +35,17 @@ from structattn.integrations.transformers.structurize import load_structurized, 
 AutoConfig.register(StructAttnConfig.model_type, StructAttnConfig)
 AutoModel.register(StructAttnConfig, StructAttnModel)
 AutoModelForCausalLM.register(StructAttnConfig, StructAttnForCausalLM)
+for _kind in (StructAttnModel, StructAttnForCausalLM):
+    publish(_kind)
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> type:
+        """The classes of structurized models, such as ``StructAttnLlamaForCausalLM``, made when they are asked for."""
+        if (kind := class_named(name)) is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return kind
+
 
 __all__ = [
     "LevelCacheLayer",

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from structattn.checks import check_bool, check_int, check_number, check_size, quoted, shortened
 from structattn.errors import ConfigError
+from structattn.integrations.transformers.auto_map import SelfLoadingConfig
 from structattn.layers.rotary import Rotary
 from structattn.layout.text import TextLayout
 from structattn.spec.attention import parse_spec
@@ -38,7 +39,19 @@ def _as_config_errors() -> Iterator[None]:
         raise ConfigError(f"transformers cannot use a field of this config: {shortened(ascii(str(error)))}") from error
 
 
-class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
+class OwnErrors:
+    """A mixin that precedes a config class: a field that transformers cannot use is a ``ConfigError``, whenever it is set."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        with _as_config_errors():
+            super().__post_init__(**kwargs)  # type: ignore[misc]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        with _as_config_errors():
+            super().__setattr__(name, value)
+
+
+class StructAttnConfig(OwnErrors, SelfLoadingConfig, PreTrainedConfig):  # type: ignore[misc]
     """A Llama-like decoder whose attention is given by specs.
 
     Args:
@@ -117,12 +130,7 @@ class StructAttnConfig(PreTrainedConfig):  # type: ignore[misc]
                 )
         if self.rotary is not None:
             Rotary.parse(self.rotary)
-        with _as_config_errors():
-            super().__post_init__(**kwargs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        with _as_config_errors():
-            super().__setattr__(name, value)
+        super().__post_init__(**kwargs)
 
     @property
     def layer_specs(self) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ from structattn.integrations.transformers.attention import (
     structured_class,
     structured_name,
 )
+from structattn.integrations.transformers.auto_map import AUTO_MODELS, SelfLoadingConfig, publish
+from structattn.integrations.transformers.config import OwnErrors
 from structattn.integrations.transformers.inputs import checked
 from structattn.integrations.transformers.loading import StructuredModelMixin, structure_entry
 from structattn.integrations.transformers.rotary_order import RotarySplit, check_fits, check_split
@@ -122,14 +124,18 @@ def _one_per_layer(name: str, given: Any, count: int, what: str) -> tuple[str | 
     return tuple(given)
 
 
-class StructurizedConfig:
+class StructurizedConfig(OwnErrors, SelfLoadingConfig):
     """A mixin that precedes the config class of a family: the config is only valid with its record."""
 
     has_no_defaults_at_init = True  # otherwise transformers up to 5.17 makes one without arguments, to compare with
 
     def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)  # type: ignore[misc]
-        StructureRecord.read(self)
+        super().__post_init__(**kwargs)
+        StructureRecord.read(self)  # type: ignore[arg-type]
+
+    def has_import(self, kind: type) -> bool:
+        """See ``SelfLoadingConfig``: a family of someone's own is not known in a new process."""
+        return class_named(kind.__name__) is kind
 
 
 # The frequencies of these are the same for every length of the text.
@@ -201,14 +207,8 @@ def check_frequencies(model: torch.nn.Module) -> None:
                 )
 
 
-_AUTO = {
-    transformers.AutoModel: transformers.MODEL_MAPPING,
-    transformers.AutoModelForCausalLM: transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-    transformers.AutoModelForSequenceClassification: transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    transformers.AutoModelForTokenClassification: transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    transformers.AutoModelForQuestionAnswering: transformers.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-}
-_PREFIX = "structattn_"
+_PREFIX = "structattn_"  # of model types
+_CLASS_PREFIX = "StructAttn"
 _CONFIGS: dict[type[PreTrainedConfig], type[PreTrainedConfig]] = {}
 _MODELS: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 
@@ -217,10 +217,10 @@ def structurized_config(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Our config class for one of transformers, made once and registered with the Auto classes."""
     if kind not in _CONFIGS:
         names = {"model_type": f"{_PREFIX}{kind.model_type}", "__module__": __name__}
-        made = _CONFIGS[kind] = type(f"StructAttn{kind.__name__}", (StructurizedConfig, kind), names)
+        made = _CONFIGS[kind] = type(f"{_CLASS_PREFIX}{kind.__name__}", (StructurizedConfig, kind), names)
         globals()[made.__name__] = made  # so that it can be pickled
         AutoConfig.register(made.model_type, made, exist_ok=True)  # type: ignore[attr-defined]
-        for auto, mapping in _AUTO.items():
+        for auto, mapping in AUTO_MODELS.items():
             if kind in mapping:
                 auto.register(made, structurized_class(mapping[kind]))
     return _CONFIGS[kind]
@@ -231,9 +231,20 @@ def structurized_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     config = structurized_config(kind.config_class)
     if kind not in _MODELS:
         names = {"config_class": config, "__module__": __name__, "forward": checked(kind.forward)}
-        made = _MODELS[kind] = type(f"StructAttn{kind.__name__}", (StructurizedModel, kind), names)
+        made = _MODELS[kind] = type(f"{_CLASS_PREFIX}{kind.__name__}", (StructurizedModel, kind), names)
         globals()[made.__name__] = made
+        publish(made)
     return _MODELS[kind]
+
+
+def class_named(name: str) -> type | None:
+    """Our config or model class of a name such as ``StructAttnLlamaForCausalLM``, if that without ``StructAttn`` is one of transformers."""
+    plain = getattr(transformers, name.removeprefix(_CLASS_PREFIX), None) if name.startswith(_CLASS_PREFIX) else None
+    if isinstance(plain, type) and issubclass(plain, PreTrainedConfig):
+        return structurized_config(plain)
+    if isinstance(plain, type) and issubclass(plain, PreTrainedModel):
+        return structurized_class(plain)
+    return None
 
 
 def saved_class(config: PreTrainedConfig, names: Sequence[str]) -> type[PreTrainedModel] | None:
@@ -258,7 +269,7 @@ def _register_later(model_type: str, name: str) -> None:
 
     own = f"{_PREFIX}{model_type}"
     names = {"model_type": own, "__new__": new, "from_dict": staticmethod(from_dict), "__module__": __name__}
-    AutoConfig.register(own, type(f"StructAttn{name}", (), names))
+    AutoConfig.register(own, type(f"{_CLASS_PREFIX}{name}", (), names))
 
 
 for _type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

@@ -16,6 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from structattn.checks import check_path, quoted
 from structattn.errors import CheckpointError, ConfigError, ShapeError, nearest_name
+from structattn.integrations.transformers.auto_map import NotCopied
 from structattn.integrations.transformers.cache import guarded, level_cache_layer
 from structattn.integrations.transformers.inputs import check_inputs
 
@@ -67,7 +68,7 @@ def _check_index(index: Path) -> None:
         )
 
 
-class StructuredModelMixin:
+class StructuredModelMixin(NotCopied):
     """What our models have in common: a mixin that precedes the class of transformers."""
 
     @classmethod

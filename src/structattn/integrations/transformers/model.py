@@ -134,11 +134,11 @@ class StructAttnPreTrainedModel(StructuredModelMixin, PreTrainedModel):  # type:
             module.reset_parameters()
 
     def check_loaded(self, info: dict[str, Any]) -> None:
-        """See ``StructuredModelMixin``: the weights must be exactly those of the architecture in ``config.json``."""
+        """See ``StructuredModelMixin``: the weights must be exactly those of the architecture in ``config.json``; a base model leaves the head out."""
         for what in ("missing_keys", "unexpected_keys"):
-            if info[what]:
+            if keys := [key for key in info[what] if self is not self.base_model or not key.startswith("lm_head.")]:
                 raise CheckpointError(
-                    f"the weights are not those of the architecture in config.json: {what.replace('_', ' ')} {first_keys(info[what])}"
+                    f"the weights are not those of the architecture in config.json: {what.replace('_', ' ')} {first_keys(keys)}"
                 )
 
 

@@ -28,6 +28,11 @@ def own(**options):
 
 
 PLAIN_OWN = own()
+CHANGED = structurize(llama(), "mlr:4|4").config
+
+
+def changed_config(**options):
+    return type(CHANGED)(**CHANGED.to_dict() | options)
 
 
 def register(**options):
@@ -63,7 +68,8 @@ TABLE = [
     (LevelCacheLayer().batch_select_indices, "indices", (None, 3, [0])),
     *((lambda **o: StructAttnForCausalLM(StructAttnConfig(**OPTIONS | {"attention": "standard"} | o)), name, (2**40, 2**31 - 1)) for name in ("vocab_size", "intermediate_size")),
     (own, "dtype", ("nope", "\ud800")),
-    (own, "id2label", (3, "x", [1], {"a": 1})),
+    *((call, "id2label", (3, "x", [1], {"a": 1})) for call in (own, changed_config)),
+    *((changed_config, name, ("x",)) for name in ("dtype", "hidden_size", "rope_parameters", "attention_dropout")),
     (level_cache, "model", NO_MODELS),
     *((call, name, INTS) for call in (LevelCacheLayer, lambda **o: level_cache(PLAIN, **o)) for name in ("max_length", "page_size")),
     *((own, name, INTS) for name in (*OPTIONS, "max_position_embeddings", "num_key_value_heads", "intermediate_size")),

@@ -131,7 +131,7 @@ class StructurizedConfig(OwnErrors, SelfLoadingConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        StructureRecord.read(self)  # type: ignore[arg-type]
+        StructureRecord.read(self)
 
     def has_import(self, kind: type) -> bool:
         """See ``SelfLoadingConfig``: a family of someone's own is not known in a new process."""

@@ -67,6 +67,8 @@ def test_signatures() -> None:
         "backend",
         "return_lse",
         "attn_mask",
+        "softcap",
+        "sinks",
     ]
     assert list(inspect.signature(sa.Attention).parameters)[:9] == [
         "embed_dim",

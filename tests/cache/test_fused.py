@@ -42,8 +42,9 @@ def test_fused_steps_are_the_definition(monkeypatch, layout, window, padding) ->
     form = LAYOUTS[layout]
     q, k, v = (torch.randn(2, heads, 40, 8, device=DEVICE) for heads in (4, 2, 2))
     left = None if padding is None else torch.tensor(padding, device=DEVICE)
+    terms = {"softcap": 0.9, "sinks": torch.tensor([0.0, 1.0, 2.0, -1.0], device=DEVICE)} if padding is None else {}
     expected = sa.structured_attention(
-        *(x.double() for x in (q, k, v)), form, window=window, left_padding=left, backend="reference"
+        *(x.double() for x in (q, k, v)), form, window=window, left_padding=left, backend="reference", **terms
     )
     calls = []
     real = attend.fused_attention
@@ -53,7 +54,7 @@ def test_fused_steps_are_the_definition(monkeypatch, layout, window, padding) ->
     sizes, first, outs = [1, 1, 5, 3], 30, []
     for size in sizes:
         part = slice(first, first + size)
-        outs.append(cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], backend="triton"))
+        outs.append(cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], backend="triton", **terms))
         first += size
     assert len(calls) >= len(sizes)
     assert relative_error(torch.cat(outs, dim=2), expected[:, :, 30:]) <= FORWARD[torch.float32]

@@ -73,9 +73,11 @@ def cut(total, sizes):
     scale=st.sampled_from([None, 0.3, 0.0, -1.0]),
     page_size=st.sampled_from([1, 4, 1024]),
     max_length=st.sampled_from([None, 7, 61]),
+    softcap=st.sampled_from([None, 0.4]),
+    with_sinks=st.booleans(),
 )
 def test_any_chunking_is_one_forward_pass(
-    layout, window, heads, length, sizes, padding, scale, page_size, max_length
+    layout, window, heads, length, sizes, padding, scale, page_size, max_length, softcap, with_sinks
 ) -> None:
     form = LAYOUTS[layout]
     if isinstance(form, sa.GlobalWindowLayout):
@@ -83,14 +85,16 @@ def test_any_chunking_is_one_forward_pass(
     if padding is not None:
         padding = torch.tensor(padding).clamp(max=length)
     q, k, v = draw(3, *heads, length, seed=length)
-    expected = dense(q, k, v, form, window=window, scale=scale, left_padding=padding)
+    sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64) if with_sinks else None
+    options = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    expected = dense(q, k, v, form, window=window, left_padding=padding, **options)
     cache = sa.LevelCache(form, window=window, left_padding=padding, page_size=page_size, max_length=max_length)
-    assert_close(through(cache, q, k, v, cut(length, sizes), scale=scale), expected)
+    assert_close(through(cache, q, k, v, cut(length, sizes), **options), expected)
     assert cache.length == length
     cache.reset()
-    assert_close(through(cache, q, k, v, [length], scale=scale), expected)
+    assert_close(through(cache, q, k, v, [length], **options), expected)
     cache.reset()
-    assert_close(through(cache, q, k, v, [1] * length, scale=scale), expected)
+    assert_close(through(cache, q, k, v, [1] * length, **options), expected)
 
 
 @pytest.mark.parametrize("backend", ["reference", "blocked"])

@@ -195,6 +195,7 @@ def test_a_layout_is_checked_once_and_not_once_per_call(monkeypatch) -> None:
             None,
             None,
             0.0,
+            None,
             "blocked",
         )
     assert len(checked) <= 1

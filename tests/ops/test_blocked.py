@@ -65,6 +65,7 @@ def cases(draw):
         "is_causal": draw(st.booleans()),
         "window": draw(st.sampled_from([None, None, 1, 3, 10, 60])),
         "scale": draw(st.sampled_from([None, None, 0.7, -0.2])),
+        "softcap": draw(st.sampled_from([None, None, 0.5, 90.0])),
     }
     rows = batch
     if kind == "packed":
@@ -128,6 +129,7 @@ def test_long_enough_for_every_kind_of_tile(repeats: int, T: int) -> None:
         {"is_causal": False},
         {"window": 5},
         {"dropout_p": 0.3},
+        {"softcap": 0.7, "dropout_p": 0.3},
         {"left_padding": torch.tensor([3, 0])},
         {"attn_mask": torch.arange(9) % 4 != 0, "is_causal": False},
         pytest.param({"attn_bias": True}, marks=pytest.mark.full),
@@ -264,6 +266,7 @@ def test_the_operator_is_registered_right() -> None:
         None,
         None,
         0.0,
+        1.5,
         "blocked",
     )
     torch.library.opcheck(torch.ops.structattn.attention.default, arguments)

@@ -21,7 +21,19 @@ LAYOUTS = {
     "segments": sa.LevelLayout.from_boundaries((4, 4), ((0,), (0, 5, 9))),
     "global-window": sa.GlobalWindowLayout((4, 4), 5),
 }
-OPTIONS = ["plain", "not causal", "window", "bias", "dropout", "padding", "packed", "few queries", "scale", "lse"]
+OPTIONS = [
+    "plain",
+    "not causal",
+    "window",
+    "bias",
+    "dropout",
+    "padding",
+    "packed",
+    "few queries",
+    "scale",
+    "lse",
+    "terms",
+]
 BACKENDS = ["auto", "blocked", "reference"]
 CASES = [
     (layout, option, backend)
@@ -66,10 +78,13 @@ class Op(torch.nn.Module):
             "dropout": {"dropout_p": 0.3},
             "scale": {"scale": 0.3},
             "lse": {"return_lse": True},
+            "terms": {"softcap": 0.9},
         }.get(option, {})
 
     def forward(self, q, k, v, extra=None):
-        name = {"bias": "attn_bias", "padding": "left_padding", "packed": "cu_seqlens"}.get(self.option)
+        name = {"bias": "attn_bias", "padding": "left_padding", "packed": "cu_seqlens", "terms": "sinks"}.get(
+            self.option
+        )
         extras = {} if name is None else {name: extra}
         return sa.structured_attention(q, k, v, self.layout, backend=self.backend, **self.options, **extras)
 
@@ -82,7 +97,7 @@ class Op(torch.nn.Module):
     def shapes(self, batch, length):
         batch = None if self.option == "packed" else batch
         queries = None if self.option == "few queries" else length
-        of_extra = {"bias": ({0: length, 1: length},), "padding": ({0: batch},), "packed": ({},)}
+        of_extra = {"bias": ({0: length, 1: length},), "padding": ({0: batch},), "packed": ({},), "terms": ({},)}
         return {0: batch, 2: queries}, {0: batch, 2: length}, {0: batch, 2: length}, *of_extra.get(self.option, ())
 
 
@@ -91,6 +106,8 @@ def extra_of(option, batch, length):
         yield torch.randn(length, length)
     if option == "padding":
         yield torch.arange(batch) % 3
+    if option == "terms":
+        yield torch.randn(4)
     if option == "packed":
         yield torch.tensor([0, length // 3, length])
 
@@ -179,7 +196,7 @@ def exported(module):
 
 @pytest.mark.parametrize(
     ("layout", "option", "backend"),
-    CASES if ALL else [("levels", "bias", "blocked")],
+    CASES if ALL else [("levels", "bias", "blocked"), ("none", "terms", "blocked")],
 )
 def test_compiled_op_takes_other_lengths_as_one_program(layout, option, backend) -> None:
     module = Op(layout, option, backend)
@@ -189,7 +206,7 @@ def test_compiled_op_takes_other_lengths_as_one_program(layout, option, backend)
 
 @pytest.mark.parametrize(
     ("layout", "option", "backend"),
-    CASES if ALL else [("none", "plain", "auto"), ("levels", "bias", "auto")],
+    CASES if ALL else [("none", "plain", "auto"), ("levels", "bias", "auto"), ("levels", "terms", "auto")],
 )
 def test_exported_op(layout, option, backend) -> None:
     module = Op(layout, option, backend)

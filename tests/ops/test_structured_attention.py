@@ -41,6 +41,8 @@ def loops(
     mask=None,
     offset=None,
     value_ranks=None,
+    softcap=None,
+    sinks=None,
 ):
     """One head after another, one pair after another. q (B,H,T,D), k, v (B,G,S,·). Returns out, lse.
 
@@ -79,17 +81,19 @@ def loops(
                     else:
                         s = sum(dot / rank for dot, rank in dots)
                         s = s / len(dots) if scaling == "paper" else s
+                    if softcap is not None:
+                        s = torch.tanh(s / softcap) * softcap
                     row.append(s + (0 if bias is None else bias[b, h, t, j]))
                     cols.append(j)
                     seen = v.shape[-1] if value_ranks is None else sum(value_ranks[: len(dots)])
                     shares.append((torch.arange(v.shape[-1]) < seen).to(v.dtype))
                 if row:
-                    scores = torch.stack(row)
-                    outs.append(torch.softmax(scores, 0) @ (v[b, g, cols] * torch.stack(shares)))
+                    scores = torch.stack(row if sinks is None else [*row, sinks[h]])
+                    outs.append(torch.softmax(scores, 0)[: len(row)] @ (v[b, g, cols] * torch.stack(shares)))
                     lses.append(torch.logsumexp(scores, 0))
                 else:
                     outs.append(torch.zeros(v.shape[-1], dtype=v.dtype))
-                    lses.append(torch.tensor(-torch.inf, dtype=v.dtype))
+                    lses.append(torch.tensor(-torch.inf, dtype=v.dtype) if sinks is None else sinks[h])
     return torch.stack(outs).reshape(B, H, T, -1), torch.stack(lses).reshape(B, H, T)
 
 
@@ -119,11 +123,27 @@ nested = st.integers(1, 3).flatmap(
     with_bias=st.booleans(),
     masked=st.none() | st.tuples(*[st.booleans()] * 4),
     with_value_ranks=st.booleans(),
+    softcap=st.sampled_from([None, None, 0.8]),
+    with_sinks=st.booleans(),
     cuts=st.none() | st.lists(st.lists(st.integers(1, 6), max_size=2), min_size=6, max_size=6),
     backend=st.sampled_from(["auto", "reference", "blocked"]),
 )
 def test_outputs_and_all_gradients_equal_the_definition(
-    structure, scaling, T, S, heads, is_causal, window, scale, with_bias, masked, with_value_ranks, cuts, backend
+    structure,
+    scaling,
+    T,
+    S,
+    heads,
+    is_causal,
+    window,
+    scale,
+    with_bias,
+    masked,
+    with_value_ranks,
+    softcap,
+    with_sinks,
+    cuts,
+    backend,
 ) -> None:
     ranks, steps = structure
     value_ranks = tuple(reversed(ranks)) if with_value_ranks else None
@@ -142,7 +162,8 @@ def test_outputs_and_all_gradients_equal_the_definition(
     H, G = heads
     q, k, v = make(2, H, G, T, S, sum(ranks), sum(ranks) if with_value_ranks else 3)
     bias = torch.randn(2, H, T, S, dtype=torch.float64).requires_grad_() if with_bias else None
-    inputs = [q, k, v] + ([bias] if with_bias else [])
+    sinks = torch.randn(H, dtype=torch.float64).requires_grad_() if with_sinks else None
+    inputs = [q, k, v, *(x for x in (bias, sinks) if x is not None)]
     mask = whole_mask = None
     if masked is not None:  # which of the four dimensions it has
         mask = torch.rand([n if own else 1 for n, own in zip((2, H, T, S), masked, strict=True)]) < 0.7
@@ -160,6 +181,8 @@ def test_outputs_and_all_gradients_equal_the_definition(
         bias=bias,
         mask=whole_mask,
         value_ranks=value_ranks,
+        softcap=softcap,
+        sinks=sinks,
     )
     weight, lse_weight = torch.randn_like(expected), torch.randn_like(expected_lse)
     seen = expected_lse.isfinite()
@@ -175,6 +198,8 @@ def test_outputs_and_all_gradients_equal_the_definition(
             window=window,
             attn_bias=bias,
             attn_mask=mask,
+            softcap=softcap,
+            sinks=sinks,
             return_lse=return_lse,
             backend=backend,
         )

@@ -78,6 +78,7 @@ class Case:
     is_causal: bool = True
     window: int | None = None
     scale: float | None = None
+    softcap: float | None = None
     ends: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
     config: KernelConfig | None = None
@@ -87,7 +88,8 @@ class Case:
     @property
     def call(self) -> Call:
         cu_seqlens = None if self.ends is None else torch.tensor((0, *self.ends), dtype=torch.int32, device=DEVICE)
-        return _call(self.layout, is_causal=self.is_causal, window=self.window, scale=self.scale, cu_seqlens=cu_seqlens)
+        options = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        return _call(self.layout, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **options)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         torch.manual_seed(0)
@@ -122,6 +124,7 @@ def _expected(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
         dropout_p=0.0,
         cu_seqlens=call.cu_seqlens,
         left_padding=None,
+        softcap=call.softcap,
     )
 
 
@@ -184,6 +187,8 @@ CASES = {
     "beyond the context": Case(layout=LevelLayout((16, 16), (32, 16)), lengths=(71, 71)),
     "one level": Case(layout=LevelLayout((24,), (64,)), lengths=(53, 53), heads=(2, 2)),
     "a number as scale": Case(layout=FREE, lengths=(37, 37), scale=0.3),
+    "soft cap": Case(layout=FREE, lengths=(37, 37), softcap=0.7),
+    "large soft cap, not causal": Case(layout=VALUES, lengths=(37, 37), scale=30.0, softcap=50.0, is_causal=False),
     "packed": Case(layout=HALVING, lengths=(60, 60), ends=(3, 40, 60)),
     "packed, not causal": Case(layout=WIDE, lengths=(80, 80), ends=(1, 50, 80), is_causal=False),
     "packed, free sizes, window": Case(layout=FREE, lengths=(53, 53), ends=(17, 53), window=11),
@@ -219,6 +224,7 @@ DECODING = {
     "queries on both sides of a boundary": Case(layout=WIDE, lengths=(5, 66), heads=(2, 1)),
     "window": Case(layout=FREE, lengths=(3, 80), window=20),
     "not causal, values": Case(layout=VALUES, lengths=(4, 75), is_causal=False, heads=(4, 1)),
+    "soft cap": Case(layout=HALVING, lengths=(2, 60), softcap=0.5),
     "float16": Case(layout=EQUAL, lengths=(2, 70), dtype=torch.float16),
 }
 
@@ -268,17 +274,19 @@ def test_large_negative_scores_do_not_overflow() -> None:
 def test_through_the_public_function() -> None:
     """The same operator as ``blocked``: autograd, and a clear error for what the kernels lack."""
     case = Case(layout=HALVING, lengths=(40, 40), heads=(2, 1))
-    leaves = [x.requires_grad_() for x in case.tensors()]
+    leaves = [x.requires_grad_() for x in (*case.tensors(), torch.tensor([0.5, 2.0], device=DEVICE))]
     results = []
     for backend in ("triton", "reference"):
-        out, lse = sa.structured_attention(*leaves, case.layout, backend=backend, return_lse=True)
+        out, lse = sa.structured_attention(
+            *leaves[:3], case.layout, backend=backend, return_lse=True, softcap=1.5, sinks=leaves[3]
+        )
         results.append((out, lse, *torch.autograd.grad((out.square().sum() + lse.sum()), leaves)))
     for actual, expected in zip(*results, strict=True):
         assert relative_error(actual, expected) <= GRADIENT[case.dtype]
     with pytest.raises(
         BackendUnavailableError, match="'triton' cannot run this call: the Triton kernels have no dropout"
     ):
-        sa.structured_attention(*leaves, case.layout, backend="triton", dropout_p=0.1)
+        sa.structured_attention(*leaves[:3], case.layout, backend="triton", dropout_p=0.1)
 
 
 def test_says_what_it_lacks() -> None:
@@ -334,7 +342,7 @@ def shared(kernel, tiles, pointers, constants):
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
 
-def check(layout, value_dim, dtype, name, is_causal, packed):
+def check(layout, value_dim, dtype, name, is_causal, packed, softcap):
     config = default_config(layout, dtype, value_dim)
     call = Call(
         layout=layout, is_causal=is_causal, scale=None, window=None, attn_bias=None, dropout_p=0.0, left_padding=None,
@@ -344,7 +352,7 @@ def check(layout, value_dim, dtype, name, is_causal, packed):
     maps = {"cu_seqlens": "*i32", "tile_map": "*i32"}
     absent = {} if packed else {"cu_seqlens": None, "tile_map": None}
     def constants(tiles, **more):
-        plan = make_plan(layout, None, value_dim, tiles)
+        plan = make_plan(layout, None, value_dim, tiles, softcap=softcap)
         return host._constants(plan, call) | {"OWN": tiles.own, "WALK": tiles.walk} | absent | more
     forward = {n: x for n in ("q", "k", "v", "out")} | {"lse": y} | maps
     yield shared(forward_kernel, config.forward, forward, constants(config.forward))
@@ -353,7 +361,7 @@ def check(layout, value_dim, dtype, name, is_causal, packed):
     for tiles, own_is_key in ((config.grad_queries, False), (config.grad_keys, True)):
         yield shared(gradient_kernel, tiles, gradient, constants(tiles, OWN_IS_KEY=own_is_key))
     tiles = config.decode
-    plan = make_plan(layout, None, value_dim, tiles, layout.num_levels)
+    plan = make_plan(layout, None, value_dim, tiles, layout.num_levels, softcap)
     decode = {"q": x, "k": x, "v": x, "partial": y, "partial_lse": y}
     fixed = {"PLAN": plan.constants, "OWN": tiles.own, "WALK": tiles.walk, "IS_CAUSAL": is_causal, "HAS_WINDOW": False}
     yield shared(decode_kernel, tiles, decode, fixed)
@@ -361,8 +369,8 @@ def check(layout, value_dim, dtype, name, is_causal, packed):
 levels = LevelLayout.halving((8,) * 4, 512)
 sliced = LevelLayout.halving((64, 32, 32), 4096, value_ranks=(64, 32, 32))
 print(max(itertools.chain(
-    check(levels, 64, torch.bfloat16, "bf16", True, True),
-    check(sliced, 128, torch.float16, "fp16", False, False),
+    check(levels, 64, torch.bfloat16, "bf16", True, True, None),
+    check(sliced, 128, torch.float16, "fp16", False, False, 50.0),
 )))
 """
 

@@ -71,6 +71,7 @@ class Case:
     value_dim: int = 16
     window: int | None = None
     scale: float | None = None
+    softcap: float | None = None
     rings: tuple[bool, ...] | None = None  # default: none
     capacities: tuple[int, ...] | None = None  # default: the largest count
     dtype: torch.dtype = torch.float32
@@ -138,6 +139,7 @@ class Case:
             cache.counts,
             self.rings or (False,) * self.layout.num_levels,
             self.layout.score_factors(self.scale),
+            softcap=self.softcap,
             multiples=self.multiples,
             tiles=self.tiles,
             num_splits=num_splits,
@@ -167,6 +169,7 @@ class Case:
                 dropout_p=0.0,
                 cu_seqlens=None,
                 left_padding=None,
+                softcap=self.softcap,
             )
         return out, lse
 
@@ -201,6 +204,7 @@ CASES = {
     "only empty rows": Case(layout=VALUES, lengths=(0, 0)),
     "first token": Case(layout=WIDE, lengths=(1,), heads=(1, 1, 1), value_dim=1),
     "a number as scale": Case(layout=ODD, scale=0.3),
+    "soft cap": Case(layout=VALUES, softcap=0.4, lengths=(70, 41)),
     "grouped heads": Case(layout=WIDE, heads=(6, 2, 2)),
     "more heads than rows of a tile": Case(layout=TWO, heads=(20, 1, 1), lengths=(45,)),
     "one key head, several value heads": Case(layout=WIDE, heads=(4, 1, 2)),
@@ -294,13 +298,13 @@ import triton
 from structattn.ops.triton import cached_attention as host
 from structattn.ops.triton.cached_decode import cached_kernel as kernel
 
-def shared(ranks, value_ranks, name, itemsize, rows, ring):
+def shared(ranks, value_ranks, name, itemsize, rows, ring, softcap):
     tiles = host._tiles(ranks, value_ranks, itemsize, rows)
     levels, x, strides = len(ranks), "*" + name, ("i32",) * 3
     constants = {
         "RANKS": ranks, "VALUE_RANKS": value_ranks, "SCALES": (1 / 3,) * levels, "FACTORS": (0.5,) * levels,
         "ALIGNS": (16,) * levels, "MULTIPLES": (16,) * levels, "RINGS": (ring,) * levels,
-        "OWN": tiles.own, "WALK": tiles.walk,
+        "OWN": tiles.own, "WALK": tiles.walk, "SOFTCAP": softcap,
     }
     types = {
         "q": x, "keys": (x,) * levels, "values": (x,) * len(value_ranks), "starts": "*i32", "counts": "*i64",
@@ -326,9 +330,9 @@ def shared(ranks, value_ranks, name, itemsize, rows, ring):
     return compiled.metadata.shared
 
 print(max(
-    shared((8,) * 8, (64,), "bf16", 2, 1, False),
-    shared((64, 32, 32), (64, 32, 32), "fp16", 2, 32, True),
-    shared((1, 5, 122), (128,), "fp32", 4, 1, False),
+    shared((8,) * 8, (64,), "bf16", 2, 1, False, 0.0),
+    shared((64, 32, 32), (64, 32, 32), "fp16", 2, 32, True, 50.0),
+    shared((1, 5, 122), (128,), "fp32", 4, 1, False, 0.0),
 ))
 """
 

@@ -77,6 +77,11 @@ WRONG = {
     "left_padding": [*LENGTHS, torch.tensor([0, 7]), torch.tensor([-1, 0]), torch.tensor([0]), torch.tensor([0, 0, 0])],
     "backend": ["cuda", "fast", "Blocked", "", None, True, 3, ["blocked"], torch.tensor(1), "sdpa"],
     "return_lse": [1, "yes", None, torch.tensor(True)],
+    "softcap": [0, 0.0, -1.0, math.nan, math.inf, 1e-30, 1e30, "1", True, [1.0], torch.tensor(1.0), 1j],
+    "sinks": [
+        *(*NOT_TENSORS[1:], *NOT_DENSE, Q[0, :, 0, 0].long(), Q[0, :, 0, 0] > 0, 1.0, [0.0] * 4),
+        *(torch.zeros(2), torch.zeros(4, 1), torch.zeros(()), torch.zeros(1, 4), torch.zeros(4, device="meta")),
+    ],
 }
 PAIRS = [
     *({**ONE, "cu_seqlens": lengths} for lengths in LENGTHS),

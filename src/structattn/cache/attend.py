@@ -10,26 +10,27 @@ from torch import Tensor
 from structattn.cache import decode
 from structattn.cache.append import append
 from structattn.cache.contents import Contents
-from structattn.cache.decode import KeyValueView
+from structattn.cache.decode import KeyValueView, ScoreOptions
 from structattn.errors import BackendUnavailableError
 from structattn.ops import Backend, structured_attention
 from structattn.ops.backends import why_not as why_not_backend
 from structattn.ops.checks import autocasted, check_tensors, without_autocast
+from structattn.ops.reference import with_sinks
 
 # Up to this many new tokens are decoded from the pages, run by run; more are computed as queries of the whole sequence.
 _FEW_TOKENS = 16
 
 
-def attend(contents: Contents, q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: Backend) -> Tensor:
+def attend(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, backend: Backend) -> Tensor:
     """Appends new tokens and computes their attention; see ``LevelCache.attend``."""
     q, k, v = autocasted(q, k, v)
     kept_k, kept_v = k.detach(), v.detach()
     if q.shape[0] == 0 or q.shape[2] == 0:
         append(contents, kept_k, kept_v)
         return q.new_zeros((*q.shape[:3], v.shape[3]))
-    if contents.length == 0 or not _is_direct(contents, q, k, v, backend):
+    if contents.length == 0 or not _is_direct(contents, q, k, v, options.sinks, backend):
         state, values = (k, v) if contents.length == 0 else contents.dense(k, v)
-        out = _dense(contents, q, _made_keys(contents, state), values, scale, backend)
+        out = _dense(contents, q, _made_keys(contents, state), values, options, backend)
         append(contents, kept_k, kept_v)
         return out
     outs = []
@@ -38,13 +39,13 @@ def attend(contents: Contents, q: Tensor, k: Tensor, v: Tensor, scale: float | N
         query, view = q[:, :, first:end], contents.view()
         is_fused = backend == "triton" or (q.is_cuda and why_not_fused(query, view) is None)
         with without_autocast(q):  # it would turn the products here into 16-bit ones
-            outs.append((fused_attention if is_fused else decode.attention)(query, view, scale))
+            outs.append((fused_attention if is_fused else decode.attention)(query, view, options))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
-def _is_direct(contents: Contents, q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> bool:
+def _is_direct(contents: Contents, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, backend: Backend) -> bool:
     """Whether new tokens are decoded straight from what is kept: few ones, past the padding, without a gradient."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
         return False
     makes_keys = contents.latent is not None and not contents.latent.can_absorb
     is_past_padding = contents.length >= contents.most_padding
@@ -61,7 +62,7 @@ def _made_keys(contents: Contents, state: Tensor) -> Tensor:
     return contents.latent.keys(state[:, 0], positions)
 
 
-def _dense(contents: Contents, q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: Backend) -> Tensor:
+def _dense(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, backend: Backend) -> Tensor:
     """Attention over dense keys and values."""
     heads = math.lcm(k.shape[1], v.shape[1])  # divides the query heads, as both do
     k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
@@ -70,7 +71,16 @@ def _dense(contents: Contents, q: Tensor, k: Tensor, v: Tensor, scale: float | N
     if contents.padding is not None and any(contents.padding):  # a row may still be in its padding
         padding = torch.tensor(contents.padding, device=q.device).clamp(max=k.shape[2])
     return structured_attention(
-        q, k, v, contents.layout, scale=scale, window=contents.window, left_padding=padding, backend=backend
+        q,
+        k,
+        v,
+        contents.layout,
+        scale=options.scale,
+        window=contents.window,
+        left_padding=padding,
+        backend=backend,
+        softcap=options.softcap,
+        sinks=options.sinks,
     )
 
 
@@ -97,7 +107,7 @@ def why_not_fused(q: Tensor, view: KeyValueView) -> str | None:
     )
 
 
-def fused_attention(q: Tensor, view: KeyValueView, scale: float | None) -> Tensor:
+def fused_attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
     """As ``decode.attention``, by the fused Triton kernel; raises ``BackendUnavailableError`` where it cannot run."""
     reason = why_not_fused(q, view)
     if reason is not None:
@@ -109,15 +119,16 @@ def fused_attention(q: Tensor, view: KeyValueView, scale: float | None) -> Tenso
     starts = torch.tensor([[level.first_needed(at, row) for row, at in positions] for level in softmax.levels])
     counts = torch.tensor([at for _, at in positions]) + 1 - starts
     sizes = softmax.layout.block_sizes
-    out, _ = triton_cached.decode(
+    out, lse = triton_cached.decode(
         q,
         [store.pages[0] for store in view.keys],
         [store.pages[0] for store, _ in view.values],
         starts.to(q.device, non_blocking=True),
         counts.to(q.device, non_blocking=True),
         [store.ring is not None for store in view.keys],
-        softmax.layout.score_factors(scale),
+        softmax.layout.score_factors(options.scale),
+        softcap=options.softcap,
         multiples=(0, *sizes[1:]) if sizes and softmax.window is None else None,
         max_count=int(counts[0].max()),
     )
-    return out
+    return out if options.sinks is None else with_sinks(out, lse, options.sinks.detach())[0]

@@ -11,6 +11,39 @@ from torch import Tensor
 from structattn.cache.latent import Latent
 from structattn.cache.levels import Level, Softmax
 from structattn.cache.store import Store
+from structattn.checks import check_scale
+from structattn.ops.checks import check_sinks, check_softcap
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """What makes a score of a product of a query and a key, besides the layout; see ``structured_attention``."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def check(self, q: Tensor) -> None:
+        """Raises what ``structured_attention`` would raise for them."""
+        if self.scale is not None:
+            check_scale("scale", self.scale)
+        if self.softcap is not None:
+            check_softcap(self.softcap)
+        if self.sinks is not None:
+            check_sinks(q, self.sinks)
+
+    def cap(self, scores: Tensor) -> None:
+        """Caps scores in place."""
+        if self.softcap is not None:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def softmax(self, scores: Tensor, of_queries: Sequence[int]) -> Tensor:
+        """The weights of scores (..., N), whose other dimensions are those of the queries, (B, H, T), in this order."""
+        weights = torch.softmax(scores, dim=-1)
+        if self.sinks is None:
+            return weights
+        sinks = self.sinks.detach().to(scores.dtype)[:, None].expand(*of_queries).reshape(*scores.shape[:-1], 1)
+        return weights.mul_(torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,15 +265,16 @@ def _latent_scores(
 
 
 def _weights(
-    q: Tensor, view: KeyValueView, softmax: Softmax, stores: Sequence[Store], scale: float | None
+    q: Tensor, view: KeyValueView, softmax: Softmax, stores: Sequence[Store], options: ScoreOptions
 ) -> tuple[Tensor, _Columns]:
     """The weights (B, H, T, N) of one softmax."""
     columns = _Columns(view, softmax, q.device)
-    factors = softmax.layout.score_factors(scale)
+    factors = softmax.layout.score_factors(options.scale)
     if view.latent is None:
         score = _feature_scores(q[..., softmax.dims], softmax, stores, columns, factors)
     else:
         score = _latent_scores(q, softmax, stores, view.latent, columns, factors)
+    options.cap(score)
     tokens = q.shape[2]
     if tokens > 1:
         steps = torch.arange(tokens, device=q.device)
@@ -248,15 +282,15 @@ def _weights(
     hidden = columns.hidden()
     if hidden is not None:
         score = score.masked_fill(hidden, -torch.inf)
-    return torch.softmax(score, dim=-1), columns
+    return options.softmax(score, q.shape[:3]), columns
 
 
-def _alike(q: Tensor, view: KeyValueView, scale: float | None) -> Tensor:
+def _alike(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
     """``attention`` where all rows are at one position and keys are kept as features: as few operations as possible."""
     batch, heads, tokens = q.shape[:3]
     row, at = view.positions[0]
     key_heads, value_heads = view.keys[0].heads, view.values[0][0].heads
-    query = (q * view.factors(scale, q)).reshape(batch * key_heads, heads // key_heads * tokens, q.shape[3])
+    query = (q * view.factors(options.scale, q)).reshape(batch * key_heads, heads // key_heads * tokens, q.shape[3])
     queries = iter(query.split([store.dim for store in view.keys], dim=2))
     stores, sums = iter(view.keys), []
     for softmax in view.softmaxes:
@@ -265,7 +299,7 @@ def _alike(q: Tensor, view: KeyValueView, scale: float | None) -> Tensor:
         low, end = starts[0], at + 1
         score: Tensor | None = None
         previous = 1.0
-        for first, block, of_count in zip(starts, blocks, softmax.layout.score_factors(scale)[1], strict=True):
+        for first, block, of_count in zip(starts, blocks, softmax.layout.score_factors(options.scale)[1], strict=True):
             own, spans = next(queries), next(stores).spans(first, end, block)
             if score is None:
                 score = _joined([torch.bmm(own, span.numbers(q.dtype)) for span in spans])
@@ -277,11 +311,12 @@ def _alike(q: Tensor, view: KeyValueView, scale: float | None) -> Tensor:
                     torch.add(found, columns, alpha=of_count / previous if previous else 1.0, out=columns)
             previous = of_count
         assert score is not None
+        options.cap(score)
         if tokens > 1:
             steps = torch.arange(tokens, device=q.device)
             by_token = score.view(query.shape[0], -1, tokens, score.shape[2])
             by_token[..., -tokens:].masked_fill_(steps[None, :] > steps[:, None], -torch.inf)
-        weight = torch.softmax(score, dim=-1).view(batch * value_heads, heads // value_heads * tokens, -1)
+        weight = options.softmax(score, q.shape[:3]).view(batch * value_heads, heads // value_heads * tokens, -1)
         parts = []
         for number, (store, level) in enumerate(view.values):
             # Hierarchical values have the levels of the keys; others are all that the softmax sees.
@@ -302,13 +337,13 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def attention(q: Tensor, view: KeyValueView, scale: float | None) -> Tensor:
+def attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
     """Attention of the last T tokens, whose keys and values are held already.
 
     Args:
         q: (B, H, T, D). With T > 1 all T lie in one block of every level of every row, and there is no window.
         view: what the cache keeps.
-        scale: replaces the layouts' scaling.
+        options: scale, soft cap and sinks.
 
     Returns:
         (B, H, T, V) in q's dtype; computed in float32 at least.
@@ -319,12 +354,12 @@ def attention(q: Tensor, view: KeyValueView, scale: float | None) -> Tensor:
     kind = q.dtype
     q = q if kind == torch.float64 else q.float()
     if len(view.positions) == 1 and view.latent is None:
-        return _alike(q, view, scale).to(kind)
+        return _alike(q, view, options).to(kind)
     value_heads = view.values[0][0].pages[0].shape[1]
     stores, out = iter(view.keys), None
     for softmax in view.softmaxes:
         own = view.keys if view.latent is not None else [next(stores) for _ in softmax.levels]
-        weight, columns = _weights(q, view, softmax, own, scale)
+        weight, columns = _weights(q, view, softmax, own, options)
         weight = weight.view(batch, value_heads, -1, columns.count)
         sums = []
         for store, level in view.values:

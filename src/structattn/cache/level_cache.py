@@ -15,20 +15,12 @@ from structattn.cache import files
 from structattn.cache.append import append
 from structattn.cache.attend import attend
 from structattn.cache.contents import Contents, TokenShape
+from structattn.cache.decode import ScoreOptions
 from structattn.cache.latent import Latent, alike
 from structattn.cache.rows import CacheRows
 from structattn.cache.store import PAGE_SIZE
 from structattn.cache.tokens import check_layout_of_call, checked_padding, checked_shape
-from structattn.checks import (
-    MAX_LENGTH,
-    check_choice,
-    check_scale,
-    check_size,
-    check_tensor,
-    check_type,
-    describe,
-    is_int,
-)
+from structattn.checks import MAX_LENGTH, check_choice, check_size, check_tensor, check_type, describe, is_int
 from structattn.errors import CacheError, ConfigError, ShapeError
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
@@ -166,6 +158,8 @@ class LevelCache(CacheRows):
         scale: float | None = None,
         backend: Backend = "auto",
         layout: LevelLayout | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Appends new tokens and returns the attention of their queries over all tokens so far.
 
@@ -177,7 +171,7 @@ class LevelCache(CacheRows):
             k: keys of the new tokens, (B, Gk, T, D), Gk dividing H, after rotary embedding; with ``latent`` the hidden states,
                 (B, 1, T, E).
             v: (B, Gv, T, V), Gv dividing H.
-            scale: as of ``structured_attention``; the same at every call.
+            scale, softcap, sinks: as of ``structured_attention``; the same at every call.
             backend: ``"auto"`` decodes few tokens straight from what is kept (where no gradient is asked for), on a GPU by a
                 fused kernel if ``max_length`` was given; so does ``"triton"``, or raises. Any other is given all keys as a
                 dense tensor.
@@ -195,10 +189,10 @@ class LevelCache(CacheRows):
         self._mark()
         try:
             check_choice("backend", backend, get_args(Backend))
-            if scale is not None:
-                check_scale("scale", scale)
             check_tensor("q", q)
-            return attend(self._checked(q, k, v, layout), q, k, v, scale, backend)
+            contents, options = self._checked(q, k, v, layout), ScoreOptions(scale=scale, softcap=softcap, sinks=sinks)
+            options.check(q)
+            return attend(contents, q, k, v, options, backend)
         except BaseException:
             self.undo()
             raise

@@ -16,7 +16,7 @@ from structattn.checks import check_choice
 from structattn.errors import BackendUnavailableError, StructAttnDeprecationWarning
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
-from structattn.ops import backends, operators
+from structattn.ops import backends, operators, reference
 from structattn.ops.backends import Backend
 from structattn.ops.call import Call
 from structattn.ops.checks import (
@@ -24,6 +24,7 @@ from structattn.ops.checks import (
     check_bias,
     check_layout,
     check_options,
+    check_sinks,
     check_tensors,
     checked_mask,
     checked_sequences,
@@ -71,6 +72,8 @@ def explain(
     left_padding: Tensor | None = None,
     return_lse: bool = False,
     attn_mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> str:
     """Which code ``backend="auto"`` runs for a call, and why, in one line: ``"blocked: 8 levels in memory linear in ... (...)"``.
 
@@ -78,9 +81,24 @@ def explain(
         ``torch.empty(..., device="meta")`` is enough.
     """
     v, calls = _read(
-        q, k, v, layout, is_causal, scale, window, attn_bias, dropout_p, cu_seqlens, left_padding, return_lse, attn_mask
+        q,
+        k,
+        v,
+        layout,
+        is_causal,
+        scale,
+        window,
+        attn_bias,
+        dropout_p,
+        cu_seqlens,
+        left_padding,
+        return_lse,
+        attn_mask,
+        softcap,
+        sinks,
     )
-    choices = [backends.choose(query, key, v, call, return_lse) for query, key, call in calls]
+    needs_lse = return_lse or sinks is not None
+    choices = [backends.choose(query, key, v, call, needs_lse) for query, key, call in calls]
     lines = [f"{choice}: {reason()}" for choice, reason in choices]
     return lines[0] if len(lines) == 1 else "two softmaxes, added: " + "; ".join(lines)
 
@@ -99,14 +117,18 @@ def _read(
     left_padding: Tensor | None,
     return_lse: bool,
     attn_mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Call]]]:
     """The arguments, checked: v, and the calls whose outputs are added, each with its queries and keys."""
-    check_options(layout, is_causal, scale, window, dropout_p, return_lse)
+    check_options(layout, is_causal, scale, window, softcap, dropout_p, return_lse)
     check_tensors(q, k, v)
     if attn_mask is not None:
         attn_bias, attn_mask = checked_mask(q, k, attn_bias, attn_mask)
     if attn_bias is not None:
         check_bias(q, k, attn_bias)
+    if sinks is not None:
+        check_sinks(q, sinks)
     if cu_seqlens is not None or left_padding is not None:
         cu_seqlens, left_padding = checked_sequences(q, k, cu_seqlens, left_padding)
     if layout is not None:
@@ -120,6 +142,7 @@ def _read(
         scale=float(scale) if isinstance(scale, int) else scale,  # an int may be larger than any that a tensor takes
         window=window,
         attn_bias=attn_bias,
+        softcap=float(softcap) if isinstance(softcap, int) else softcap,
         dropout_p=dropout_p,
         cu_seqlens=cu_seqlens,
         left_padding=left_padding,
@@ -163,6 +186,8 @@ def structured_attention(
     backend: Backend = "auto",
     return_lse: Literal[False] = False,
     attn_mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def structured_attention(
@@ -181,6 +206,8 @@ def structured_attention(
     backend: Backend = "auto",
     return_lse: Literal[True],
     attn_mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def structured_attention(
@@ -199,6 +226,8 @@ def structured_attention(
     backend: Backend = "auto",
     return_lse: bool = False,
     attn_mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @_options_by_name
 def structured_attention(
@@ -217,10 +246,15 @@ def structured_attention(
     backend: Backend = "auto",
     return_lse: bool = False,
     attn_mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention whose score matrix has the structure of a layout.
 
         out_i = sum_j softmax_j(score(i, j) + bias(i, j)) v_j, with score(i, j) as ``LevelLayout`` defines it.
+
+    With a soft cap c a score s is c tanh(s / c), before bias and masks. With sinks the denominator of a row of head h has one
+    term more, exp(sink_h), which has no value: weights then sum to less than 1.
 
     Options after ``layout`` are given by name.
 
@@ -242,14 +276,17 @@ def structured_attention(
         left_padding: (B,) int32 or int64, the number of leading padding positions of each row: their keys and queries are
             hidden, and blocks are counted from the first real token. Queries before the first key are not padding.
         backend: ``"auto"`` chooses (see ``explain``); a named backend runs or raises.
-        return_lse: also return the log-sum-exp of each row's scores, with its gradient. Default ``False``.
+        return_lse: also return the log-sum-exp of each row's scores, with its gradient; sinks are in it. Default ``False``.
         attn_mask: bool, ``True`` where a query may attend to a key, broadcastable to (B, H, T, S) and never expanded; with every
             other option a pair must be visible to both. (B, 1, 1, S) is a padding mask, on any side; it moves no block, which
             ``left_padding`` does. A floating point mask is an ``attn_bias``, as in PyTorch.
+        softcap: c > 0, caps the scaled scores softly to (-c, c), as Gemma 2 does. Default ``None``.
+        sinks: (H,), floating point: a learned logit of each query head, as gpt-oss has it; gradients reach it. A global-window
+            layout has it in both softmaxes. Default ``None``.
 
     Returns:
         out (B, H, T, V) in q's dtype; with ``return_lse`` also lse (B, H, T), base e, float32 for 16-bit inputs. A query
-        that sees no key has output 0 and lse -inf. Under autocast q, k and v are cast first, as
+        that sees no key has output 0 and lse -inf (the sink, where there are sinks). Under autocast q, k and v are cast first, as
         ``torch.nn.functional.scaled_dot_product_attention`` does: all but float64 have autocast's dtype then.
         Padding and other packed sequences reach no output or gradient, even as NaN; what causality, a window, a mask or a bias
         of -inf hides can, as 0 times NaN, as in PyTorch's kernels.
@@ -260,25 +297,45 @@ def structured_attention(
         BackendUnavailableError: the named backend cannot run here; the message says why.
 
     Cost: ``layout.score_flops(T)`` + 2 V (visible pairs) FLOPs per head are needed; the ``reference`` backend spends
-    2 T S (D + V) per head and memory for T x S scores.
+    2 T S (D + V) per head and memory for T x S scores. A soft cap costs a tanh per pair, sinks one more pass over the output;
+    PyTorch's own kernels, the fastest with one level, have neither.
 
-    Source: Kuang et al. 2025, section 5. Windows, ragged lengths, grouped heads and the variance scaling are ours.
+    Source: Kuang et al. 2025, section 5. Soft cap: Gemma Team 2024 (Gemma 2). Sinks: OpenAI 2025 (gpt-oss), after Xiao et al.
+    2023 (StreamingLLM). Windows, ragged lengths, grouped heads and the variance scaling are ours.
     """
     check_choice("backend", backend, backends.NAMED)
     if backend != "auto" and (reason := backends.why_not(backend)) is not None:
         raise BackendUnavailableError(f"backend {backend!r} cannot run: {reason}")
     v, calls = _read(
-        q, k, v, layout, is_causal, scale, window, attn_bias, dropout_p, cu_seqlens, left_padding, return_lse, attn_mask
+        q,
+        k,
+        v,
+        layout,
+        is_causal,
+        scale,
+        window,
+        attn_bias,
+        dropout_p,
+        cu_seqlens,
+        left_padding,
+        return_lse,
+        attn_mask,
+        softcap,
+        sinks,
     )
+    needs_lse = return_lse or sinks is not None
     out: Tensor | None = None
     for query, key, call in calls:
         if dropout_p > 0:  # from torch's global generator, so that torch.manual_seed governs every backend
             call = replace(call, seed=torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         if backend == "auto":
-            name = backends.choose(query, key, v, call, return_lse)[0]
+            name = backends.choose(query, key, v, call, needs_lse)[0]
         else:
             name = backends.named(backend, query, key, v, call)
         found, lse = operators.attention(query, key, v, call, name)
+        if sinks is not None:
+            assert lse is not None
+            found, lse = reference.with_sinks(found, lse, sinks)
         if return_lse:
             assert lse is not None
             return found, lse

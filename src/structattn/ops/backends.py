@@ -69,8 +69,8 @@ def _triton() -> ModuleType:
 
 TABLE: dict[str, BackendRow] = {
     "reference": BackendRow(forward=derivatives.definition),
-    "scaled_dot_product_attention": BackendRow(forward=sdpa.forward),
-    "small": BackendRow(forward=small.forward),
+    "scaled_dot_product_attention": BackendRow(forward=sdpa.forward, why_not=sdpa.why_not),
+    "small": BackendRow(forward=small.forward, why_not=small.why_not),
     "blocked": BackendRow(forward=blocked.forward, backward=blocked.backward),
     "triton": BackendRow(
         forward=lambda *arguments: _triton().forward(*arguments),
@@ -138,4 +138,5 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
 
 def _levels(call: Call) -> str:
     count = len(call.layout.ranks)
-    return f"{count} levels" if count > 1 else "one level"
+    found = f"{count} levels" if count > 1 else "one level"
+    return found if call.softcap is None else f"{found} with a soft cap"

@@ -27,6 +27,7 @@ class Call:
     dropout_p: float
     cu_seqlens: Tensor | None
     left_padding: Tensor | None
+    softcap: float | None = None
     seed: Tensor | None = None
     attn_mask: Tensor | None = None
 

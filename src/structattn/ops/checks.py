@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from structattn.checks import (
     MAX_LENGTH,
+    MAX_SCALE,
     check_bool,
     check_number,
     check_scale,
@@ -217,7 +218,9 @@ def check_layout(
         )
 
 
-def check_options(layout: Any, is_causal: Any, scale: Any, window: Any, dropout_p: Any, return_lse: Any) -> None:
+def check_options(
+    layout: Any, is_causal: Any, scale: Any, window: Any, softcap: Any, dropout_p: Any, return_lse: Any
+) -> None:
     """Raises ``ConfigError`` unless everything but the tensors is of its type and in its range."""
     if isinstance(layout, Tensor):
         raise ConfigError(
@@ -238,6 +241,8 @@ def check_options(layout: Any, is_causal: Any, scale: Any, window: Any, dropout_
         check_scale("scale", scale)
     if window is not None:
         check_size("window", window, MAX_LENGTH)
+    if softcap is not None:
+        check_softcap(softcap)
     if type(dropout_p) is not float or dropout_p != 0.0:
         check_number("dropout_p", dropout_p, minimum=0, below=1)
     if isinstance(layout, GlobalWindowLayout):
@@ -287,3 +292,20 @@ def _check_per_pair(q: Tensor, k: Tensor, name: str, x: Tensor) -> None:
     fits = len(shape) <= 4 and all(a == 1 or a == b for a, b in zip(reversed(shape), reversed(target), strict=False))
     if not fits:
         raise ShapeError(f"{name} of shape {shape} does not broadcast to (B, H, T, S) = {target}")
+
+
+def check_softcap(softcap: Any) -> None:
+    """Raises ``ConfigError`` unless scores can be divided by the cap, and multiplied by it, in float32."""
+    check_number("softcap", softcap, minimum=1 / MAX_SCALE, maximum=MAX_SCALE)
+
+
+def check_sinks(q: Tensor, sinks: Any) -> None:
+    """Raises ``ShapeError`` unless there is one logit per query head."""
+    check_tensor("sinks", sinks)
+    if sinks.dtype not in _DTYPES or sinks.dim() != 1 or sinks.shape[0] != q.shape[1]:
+        raise ShapeError(
+            f"sinks must have one floating-point logit per query head, shape ({q.shape[1]},), got {sinks.dtype} of shape "
+            f"{tuple(sinks.shape)}"
+        )
+    if sinks.device != q.device:
+        raise ShapeError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")

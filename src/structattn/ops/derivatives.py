@@ -40,6 +40,7 @@ def definition(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Ten
             scale=call.scale,
             window=call.window,
             attn_bias=call.attn_bias,
+            softcap=call.softcap,
             dropout_p=dropout_p,
             cu_seqlens=call.cu_seqlens,
             left_padding=call.left_padding,

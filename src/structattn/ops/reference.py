@@ -131,6 +131,7 @@ def attention(
     left_padding: Tensor | None,
     dropped: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Structured attention by its definition; the meaning of the arguments is that of ``structured_attention``.
 
@@ -159,7 +160,18 @@ def attention(
         own_query, own_key, own_value = (x[:, :, own] for x in (query, key, value))
         own_bias, own_dropped, own_shown = (None if x is None else x[:, :, own, own] for x in (bias, dropped, shown))
         out, lse = _dense(
-            own_query, own_key, own_value, position, layout, is_causal, scale, window, own_bias, own_dropped, own_shown
+            own_query,
+            own_key,
+            own_value,
+            position,
+            layout,
+            is_causal,
+            scale,
+            window,
+            own_bias,
+            own_dropped,
+            own_shown,
+            softcap,
         )
         return (out if dropped is None else out / (1 - dropout_p)).to(q.dtype), lse
 
@@ -193,6 +205,7 @@ def _dense(
     bias: Tensor | None,
     dropped: Tensor | None,
     shown: Tensor | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of tensors with equal numbers of heads, of one dtype; weights that are kept keep their size."""
     num_shared = position.shared_levels(layout)[:, None]
@@ -203,6 +216,8 @@ def _dense(
         query = query.masked_fill(unused_query, 0.0)
         key, value = (x.masked_fill(unused_key, 0.0) for x in (key, value))
     score = scores(query, key, layout, scale, num_shared)
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
     if bias is not None:
         score = score + bias
     if shown is not None:
@@ -225,3 +240,26 @@ def _dense(
         ]
         out = torch.cat(outs, dim=-1)
     return out.masked_fill(empty, 0.0), lse.masked_fill(empty, -torch.inf).squeeze(-1)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax of each row with one key more, of a logit that belongs to its head and of value 0.
+
+        out exp(lse) / (exp(lse) + exp(sink)),   log(exp(lse) + exp(sink))
+
+    So a sink needs no backend of its own: each computes output and log-sum-exp without it, with their gradients.
+
+    Args:
+        out, lse: (B, H, T, V) and (B, H, T), of the keys alone.
+        sinks: (H,), floating point.
+
+    Returns:
+        The same with the sinks. A row without a visible key has output 0 and the sink as its log-sum-exp.
+
+    Cost: one product with a number per row, and the memory of another output.
+    """
+    sinks = sinks.to(lse.dtype)[:, None]
+    empty = lse == -torch.inf
+    known = lse.masked_fill(empty, 0.0)  # infinity would make NaN of second derivatives
+    both = torch.where(empty, sinks, torch.logaddexp(known, sinks))
+    return (out * torch.sigmoid(known - sinks)[..., None]).to(out.dtype), both

@@ -40,12 +40,17 @@ DTYPES = (torch.float32, torch.float64)
 Levels = tuple[tuple[slice, Tensor], ...]
 
 
+def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
+    """The reason why this file cannot run a call, or ``None``; it has no log-sum-exp either, so no sinks."""
+    return None if call.softcap is None else "the weights alone do not give the slope of a soft cap"
+
+
 def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool:
     """Whether this file computes a call with few scores per head, and faster than anything else here.
 
     Gradients, dtype and device count; on other devices than a CPU nothing was measured.
     """
-    if return_lse or not q.is_cpu or q.dtype not in DTYPES:
+    if return_lse or why_not(q, k, v, call) is not None or not q.is_cpu or q.dtype not in DTYPES:
         return False
     (batch, heads, num_queries, dim), num_keys, layout = q.shape, k.shape[2], call.layout
     if len(layout.ranks) == 1:

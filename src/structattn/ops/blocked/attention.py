@@ -289,7 +289,13 @@ def _parameters(call: Call, group: _Group, q: Tensor, k: Tensor, bias: Tensor | 
     is_cpu = q.device.type == "cpu"
     budget = _SCORES_PER_THREAD * torch.get_num_threads() if is_cpu else _SCORES_ON_DEVICE
     return ScoreParameters(
-        layout=call.layout, scale=call.scale, bias=bias, dropout=dropped, budget=budget, mask=_mask(call)
+        layout=call.layout,
+        scale=call.scale,
+        softcap=call.softcap,
+        bias=bias,
+        dropout=dropped,
+        budget=budget,
+        mask=_mask(call),
     )
 
 

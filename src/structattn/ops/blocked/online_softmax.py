@@ -177,8 +177,8 @@ def forward(
         dropped = _Dropped(parameters.dropout, tile)
         for grid in _grid(tile, width, parameters.budget):
             batch = grid[0][0].batch
-            # As a column of the product, unless the copy of the keys that this takes would be used once.
-            in_product = shift is not None and len(grid) > 1
+            # As a column of the product, unless the copy of the keys that this takes would be used once, or a cap comes between.
+            in_product = shift is not None and len(grid) > 1 and parameters.softcap is None
             dense_key = _with_column(key[batch], 1.0)[0] if in_product else _dense_rows(key[batch], len(grid))
             dense_value = _dense_rows(value[batch], len(grid))
             keys = [dense_key[:, chunk.cols].mT for chunk in grid[0]]
@@ -194,9 +194,8 @@ def forward(
                         continue
                     scores = scratch(here.shape[0], here.shape[1], some_keys.shape[2])
                     torch.bmm(here, some_keys, out=scores)
-                    if shift is not None and not in_product:
-                        scores.sub_(shift[batch, rows, None])
-                    parameters.add_terms(scores, tile, batch, rows, chunk.cols, hidden)
+                    offset_here = None if shift is None or in_product else shift[batch, rows, None]
+                    parameters.add_terms(scores, tile, batch, rows, chunk.cols, hidden, offset_here)
                     scores.exp2_()
                     row_total.add_(scores.sum(-1, keepdim=True))
                     without = dropped.of(chunk)
@@ -240,14 +239,14 @@ def backward(
     Returns:
         dq, dk, dv, shaped as q, k, v.
 
-    Cost: one exponential and 2 (3 R + 2 V) FLOPs per pair; memory for 2 ``budget`` scores and copies of some rows.
+    Cost: one exponential and 2 (3 R + 2 V) FLOPs per pair; memory for 2 ``budget`` scores (3 with a soft cap) and copies of some rows.
     """
     grad_q, grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     # A row that sees nothing, or is not there, has weights 0 whatever its columns are; infinity itself would make NaN.
     offset = lse.masked_fill(lse == -torch.inf, torch.finfo(lse.dtype).max / 4)[..., None] * LOG2_E
     if parameters.dropout is not None:
         grad_out = grad_out / parameters.dropout.kept  # of the weights that are kept
-    weights, others, width = _Scratch(q), _Scratch(q), q.shape[-1] + v.shape[-1]
+    weights, others, slopes, width = _Scratch(q), _Scratch(q), _Scratch(q), q.shape[-1] + v.shape[-1]
     for tile in tiles:
         rank, value_rank = parameters.rank(tile.level), parameters.value_rank(tile.level, v.shape[-1])
         factor = parameters.factor(tile.level, q)
@@ -274,8 +273,14 @@ def backward(
                         continue
                     shape = tuple(s.stop - s.start for s in (batch, rows, cols))
                     weight, change = weights(*shape), others(*shape)
-                    torch.bmm(query_1[:, rows], key_1[:, cols].mT, out=weight)
-                    parameters.add_terms(weight, tile, batch, rows, cols, hidden)
+                    slope: Tensor | None = None
+                    if parameters.softcap is None:
+                        torch.bmm(query_1[:, rows], key_1[:, cols].mT, out=weight)
+                        parameters.add_terms(weight, tile, batch, rows, cols, hidden)
+                    else:
+                        slope = slopes(*shape)
+                        torch.bmm(query[:, rows], key[:, cols].mT, out=weight)
+                        parameters.add_terms(weight, tile, batch, rows, cols, hidden, -query_1[:, rows, -1:], slope)
                     weight.exp2_()
                     without = dropped.of(chunk)
                     kept = weight if without is None else change.copy_(weight).masked_fill_(without, 0.0)
@@ -288,6 +293,8 @@ def backward(
                     change.mul_(weight)
                     if grad_bias is not None:
                         tile.add_bias(grad_bias, batch, rows, cols, change)
+                    if slope is not None:
+                        change.mul_(slope)
                     row_grad[batch, rows].add_(_product(change, key[:, cols], None).mul_(factor))
                     key_done = _product(change.mT, query[:, rows], key_done)
                 if key_done is not None and value_done is not None:

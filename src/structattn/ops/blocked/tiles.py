@@ -67,6 +67,7 @@ class ScoreParameters:
     Attributes:
         layout: its ranks, scaling and value ranks are used here; its blocks by the geometry.
         scale: replaces the layout's scaling.
+        softcap: c, makes a scaled score s to c tanh(s / c); ``None`` without.
         bias: added to the scaled scores, what the tiles take theirs from; ``None`` without.
         mask: bool, true where a pair is visible, shaped as the bias; ``None`` without.
         dropout: of the weights; ``None`` without.
@@ -75,6 +76,7 @@ class ScoreParameters:
 
     layout: LevelLayout
     scale: float | None
+    softcap: float | None
     bias: Tensor | None
     dropout: Dropout | None
     budget: int
@@ -103,9 +105,30 @@ class ScoreParameters:
         return self._factors[key]
 
     def add_terms(
-        self, scores: Tensor, tile: Tile, batch: slice, rows: slice, cols: slice, hidden: Tensor | bool
+        self,
+        scores: Tensor,
+        tile: Tile,
+        batch: slice,
+        rows: slice,
+        cols: slice,
+        hidden: Tensor | bool,
+        offset: Tensor | None = None,
+        slope: Tensor | None = None,
     ) -> None:
-        """Makes scaled products of some rows and columns of a tile, in units of log 2, its scores; -inf where they are hidden."""
+        """Makes scaled products of some rows and columns of a tile, in units of log 2, its scores; -inf where they are hidden.
+
+        Args:
+            offset: (batch, rows, 1), subtracted from the scores. With a soft cap the products must be without it.
+            slope: shaped as the scores; the soft cap's derivative is written to it. Default: not needed.
+        """
+        if self.softcap is not None:
+            cap = self.softcap * LOG2_E
+            scores.div_(cap).tanh_()
+            if slope is not None:
+                torch.mul(scores, scores, out=slope).neg_().add_(1.0)
+            scores.mul_(cap)
+        if offset is not None:
+            scores.sub_(offset)
         if self.bias is not None:
             scores.add_(tile.bias_of(self.bias, batch, rows, cols), alpha=LOG2_E)
         if self.mask is not None:
@@ -148,6 +171,8 @@ class ScoreParameters:
         """
         per_level, per_count = self.layout.score_factors(self.scale)
         most = self._most(v)
+        if self.softcap is not None and self.softcap * LOG2_E <= most:
+            return True
         # Squares of numbers below 2^-63 vanish in float32: so much may be missing from a norm.
         missing = math.sqrt(q.shape[-1]) * 2.0**-62
         norms = [float(torch.linalg.vector_norm(x, dim=-1).amax()) + missing for x in (q, k)]

@@ -119,7 +119,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Cal
     num_coarse = 1 + sum(first // size == last // size for size in call.layout.block_sizes[1:])
     while True:
         tiles = replace(config.decode, own=own)
-        plan = make_plan(call.layout, call.scale, value_dim, tiles, num_coarse)
+        plan = make_plan(call.layout, call.scale, value_dim, tiles, num_coarse, call.softcap)
         if own <= config.decode.own or shared_memory(plan, tiles, q.itemsize, is_gradient=False) <= SHARED_MEMORY:
             break
         own //= 2
@@ -172,7 +172,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: KernelConfig | 
         if few and num_keys >= config.decode_keys and cu_seqlens is None:
             _decode(q, k, v, out, lse, call, config)
             return out, lse
-        plan = make_plan(call.layout, call.scale, value_dim, config.forward)
+        plan = make_plan(call.layout, call.scale, value_dim, config.forward, softcap=call.softcap)
         num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, cu_seqlens)
         forward_kernel[(num_tiles * batch * num_heads,)](
             q, k, v, out, lse, cu_seqlens, tile_map,
@@ -232,7 +232,7 @@ def backward(
             *_strides(grad_out), *_strides(out), num_queries, row_tiles, num_heads, value_dim,
             OWN=64, WIDTH=32, HAS_GRAD_LSE=grad_lse is not None,
         )  # fmt: skip
-        plan = make_plan(call.layout, call.scale, value_dim, config.grad_queries)
+        plan = make_plan(call.layout, call.scale, value_dim, config.grad_queries, softcap=call.softcap)
         num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, cu_seqlens)
         gradient_kernel[(num_tiles * batch * num_heads,)](
             q, grad_out, k, v, grad_q, grad_q, base, delta, cu_seqlens, tile_map,
@@ -240,7 +240,7 @@ def backward(
             num_queries, num_keys, first_block, num_tiles, *options, num_heads, num_heads // num_groups,
             OWN_IS_KEY=False, **_constants(plan, call), **_launch(config.grad_queries),
         )  # fmt: skip
-        plan = make_plan(call.layout, call.scale, value_dim, config.grad_keys)
+        plan = make_plan(call.layout, call.scale, value_dim, config.grad_keys, softcap=call.softcap)
         num_tiles, first_block, tile_map = _grid(plan, 0, num_keys, cu_seqlens)
         gradient_kernel[(num_tiles * batch * num_groups,)](
             k, v, q, grad_out, grad_k, grad_v, base, delta, cu_seqlens, tile_map,

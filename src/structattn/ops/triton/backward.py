@@ -28,6 +28,7 @@ from structattn.ops.triton.plan import (
     num_coarse_subtiles,
     num_groups_of,
     scales_of,
+    softcap_of,
     start_of,
     value_ends_of,
     value_subtiles_of,
@@ -48,6 +49,7 @@ from structattn.ops.triton.primitives import (
     pick,
     product_of,
     reach,
+    soft_tanh,
     store_subtiles,
     visible_pairs,
     zero_subtiles,
@@ -115,14 +117,19 @@ def accumulate(
             score = product_of(own, keys, NUM_KEY)
             scale = factor
             grad = product_of(other, values, NUM_VALUE)
+        score = score * scale
+        if softcap_of(PLAN) > 0:
+            bent = soft_tanh(score, softcap_of(PLAN))
+            score = bent * softcap_of(PLAN)
+            scale = scale * (1 - bent * bent)
         if OWN_IS_KEY:
             # +inf makes the weight of rows that are not walked 0.
             base = tl.load(walk_base + row, mask=valid, other=float("inf"))
             delta = tl.load(walk_delta + row, mask=valid, other=0.0)
-            weight = tl.exp2(score * scale - base[None, :])
+            weight = tl.exp2(score - base[None, :])
             grad = grad - delta[None, :]
         else:
-            weight = tl.exp2(score * scale - own_base[:, None])
+            weight = tl.exp2(score - own_base[:, None])
             grad = grad - own_delta[:, None]
         if MASKED:
             shown = visible_pairs(position, place, stop, window, OWN_IS_KEY, IS_CAUSAL, HAS_WINDOW)

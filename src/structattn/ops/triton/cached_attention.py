@@ -83,6 +83,7 @@ def decode(
     rings: Sequence[bool],
     factors: tuple[tuple[float, ...], tuple[float, ...]],
     *,
+    softcap: float | None = None,
     multiples: Sequence[int] | None = None,
     max_count: int | None = None,
     tiles: Tiles | None = None,
@@ -105,6 +106,7 @@ def decode(
         counts: positions from there to p, likewise; 0 at level 1 for a row without any. Position x is in slot x - start.
         rings: per level, whether position x is in slot x mod C_l instead.
         factors: (a_1 ... a_L) and (c_1 ... c_L), see ``LevelLayout.score_factors``.
+        softcap: c, makes a score s to c tanh(s / c). Default ``None``.
         multiples: per level a number that divides its starts in all rows, 0 where they are 0: the block sizes, without a
             window. Multiples of 16 make loads wide. A wrong one reads wrong addresses. Default: nothing is known.
         max_count: an upper bound of the counts, by which positions are split among programs; default C_1.
@@ -152,7 +154,8 @@ def decode(
             RANKS=ranks, VALUE_RANKS=value_ranks, SCALES=tuple(per_level),
             FACTORS=tuple(factor / math.log(2) for factor in per_count),
             ALIGNS=tuple(_ALIGNMENT if slots % _ALIGNMENT == 0 else 1 for slots in capacities), MULTIPLES=known,
-            RINGS=tuple(rings), OWN=tiles.own, WALK=tiles.walk, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            RINGS=tuple(rings), OWN=tiles.own, WALK=tiles.walk,
+            SOFTCAP=0.0 if softcap is None else softcap / math.log(2), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
         merge(partial, partial_lse, out, lse)
     return out, lse

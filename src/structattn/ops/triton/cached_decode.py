@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from structattn.ops.triton.plan import count, item
+from structattn.ops.triton.primitives import soft_tanh
 
 
 @triton.constexpr_function
@@ -57,7 +58,7 @@ def attend(
     sums, top, total, queries, keys, key_strides, values, value_strides, capacities, starts, bases, last, limit, first,
     LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr, MASKED: tl.constexpr,
     RANKS: tl.constexpr, VALUE_RANKS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr,
-    ALIGNS: tl.constexpr, RINGS: tl.constexpr, WALK: tl.constexpr,
+    ALIGNS: tl.constexpr, RINGS: tl.constexpr, WALK: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Adds positions first ... first + WALK - 1 to the running softmax: its sums of values, maximum (base 2), denominator.
 
@@ -80,6 +81,8 @@ def attend(
             score += tl.where(shared[None, :], scores, 0.0)
             factor = tl.where(shared, item(FACTORS, n), factor)
     score = score * factor[None, :]
+    if SOFTCAP > 0:
+        score = soft_tanh(score, SOFTCAP) * SOFTCAP
     if MASKED:
         shown = (position >= starts[0])[None, :] & (position[None, :] <= limit[:, None])
         score = tl.where(shown, score, float("-inf"))
@@ -109,6 +112,7 @@ def cached_kernel(
     batch_size, num_splits, num_rows, num_units, num_tiles, unit, heads_per_key, heads_per_value, num_queries, value_dim,
     RANKS: tl.constexpr, VALUE_RANKS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr,
     ALIGNS: tl.constexpr, MULTIPLES: tl.constexpr, RINGS: tl.constexpr, OWN: tl.constexpr, WALK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp (base 2) of the queries of one unit of heads over one of ``num_splits`` chunks of positions.
 
@@ -170,7 +174,7 @@ def cached_kernel(
         sums, top, total = attend(
             sums, top, total, queries, key_places, key_rows, value_places, value_rows, capacities, begins, bases,
             last, limit, origin + walk * WALK, 1, 1, False,
-            RANKS, VALUE_RANKS, SCALES, FACTORS, ALIGNS, RINGS, WALK,
+            RANKS, VALUE_RANKS, SCALES, FACTORS, ALIGNS, RINGS, WALK, SOFTCAP,
         )  # fmt: skip
     passed = far_low - low  # the first tile, where a window cuts it
     for near in range(0, passed + high - far_high):
@@ -178,7 +182,7 @@ def cached_kernel(
         sums, top, total = attend(
             sums, top, total, queries, key_places, key_rows, value_places, value_rows, capacities, begins, bases,
             last, limit, origin + walk * WALK, count(RANKS), count(VALUE_RANKS), True,
-            RANKS, VALUE_RANKS, SCALES, FACTORS, ALIGNS, RINGS, WALK,
+            RANKS, VALUE_RANKS, SCALES, FACTORS, ALIGNS, RINGS, WALK, SOFTCAP,
         )  # fmt: skip
 
     empty = total == 0.0

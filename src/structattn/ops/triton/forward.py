@@ -20,6 +20,7 @@ from structattn.ops.triton.plan import (
     num_coarse_subtiles,
     num_groups_of,
     scales_of,
+    softcap_of,
     value_ends_of,
     value_subtiles_of,
 )
@@ -37,6 +38,7 @@ from structattn.ops.triton.primitives import (
     pick,
     product_of,
     reach,
+    soft_tanh,
     store_subtiles,
     visible_pairs,
     zero_subtiles,
@@ -75,6 +77,8 @@ def attend(
             score = score * fine_factor(factor, position, place, PLAN)
         else:
             score = product_of(query, keys, NUM_KEY) * factor
+        if softcap_of(PLAN) > 0:
+            score = soft_tanh(score, softcap_of(PLAN)) * softcap_of(PLAN)
         if MASKED:
             shown = visible_pairs(position, place, stop, window, False, IS_CAUSAL, HAS_WINDOW)
             score = tl.where(shown, score, float("-inf"))

@@ -62,7 +62,7 @@ class KernelPlan:
         constants: nested tuples for the kernel: block sizes; factors c_n times log2(e); ends of the ranks; ends of the value
             ranks; (end, a_l) per level, last level first, empty when all a_l are equal; key subtiles; value subtiles;
             groups of coarse levels that use the same subtiles, as (first level, last level, number of key subtiles, number of
-            value subtiles); number of coarse levels; whether value slices exist.
+            value subtiles); number of coarse levels; whether value slices exist; the soft cap times log2(e), 0 without.
         anchor: own tiles start anew at multiples of this many positions.
         per_anchor: own tiles from one such position to the next.
         aligned: whether the coarse blocks are whole tiles of the walk.
@@ -109,7 +109,12 @@ def _used(subtiles: tuple[Subtile, ...], end: int) -> int:
 
 @lru_cache(maxsize=1024)
 def make_plan(
-    layout: LevelLayout, scale: float | None, value_dim: int, tiles: Tiles, num_coarse: int | None = None
+    layout: LevelLayout,
+    scale: float | None,
+    value_dim: int,
+    tiles: Tiles,
+    num_coarse: int | None = None,
+    softcap: float | None = None,
 ) -> KernelPlan:
     """The constants of a kernel for a layout.
 
@@ -119,6 +124,7 @@ def make_plan(
         value_dim: dimension V of the values.
         tiles: the sizes of the tiles.
         num_coarse: how many levels of the layout all own rows share, where that is known otherwise.
+        softcap: as in ``structured_attention``.
     """
     per_level, per_count = layout.score_factors(scale)
     largest = max(per_level)
@@ -162,6 +168,7 @@ def make_plan(
             tuple(groups),
             num_coarse,
             sliced,
+            0.0 if softcap is None else softcap / math.log(2),
         ),
         anchor=anchor,
         per_anchor=math.ceil(anchor / tiles.own),
@@ -233,6 +240,11 @@ def has_fine(plan):
 @triton.constexpr_function
 def is_sliced(plan):
     return plan[9]
+
+
+@triton.constexpr_function
+def softcap_of(plan):
+    return plan[10]
 
 
 @triton.constexpr_function

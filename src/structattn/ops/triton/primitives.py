@@ -235,6 +235,15 @@ def fine_factor(factor, own_position, walk_position, PLAN: tl.constexpr):
 
 
 @triton.jit
+def soft_tanh(score, CAP: tl.constexpr):
+    """tanh(score / CAP), to float32's precision for small scores too."""
+    x = score / CAP
+    square = x * x
+    near = x * (1 - square * (0.33333333333333333 - square * (0.13333333333333333 - square * 0.05396825396825397)))
+    return tl.where(square < 0.01, near, 1 - 2 / (1 + tl.exp2(x * 2.8853900817779268)))
+
+
+@triton.jit
 def add_weighted(total, weight, walk, own_position, walk_position, SUBTILES: tl.constexpr, NUM: tl.constexpr, FINE: tl.constexpr, PLAN: tl.constexpr):  # fmt: skip
     """Adds weight @ walk to the first NUM subtiles, and with FINE to all: fine subtiles by pairs in one block of their level."""
     added = ()

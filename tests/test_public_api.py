@@ -13,6 +13,7 @@ import structattn as sa
 def test_public_names() -> None:
     assert set(sa.__all__) == {
         "Attention",
+        "AttentionFunction",
         "AttentionSpec",
         "GlobalWindowLayout",
         "LanguageModel",
@@ -26,6 +27,7 @@ def test_public_names() -> None:
         "TextLayout",
         "TextUnits",
         "__version__",
+        "attention_function",
         "cache",
         "errors",
         "matrices",
@@ -33,6 +35,7 @@ def test_public_names() -> None:
         "ops",
         "parse_spec",
         "replace_linears",
+        "rotary_order",
         "scoring",
         "structured_attention",
     }

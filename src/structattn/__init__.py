@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from structattn.cache import LayerCaches, LevelCache
     from structattn.layers import scoring
     from structattn.layers.attention import Attention
+    from structattn.layers.attention_function import AttentionFunction, attention_function
     from structattn.layers.linear import StructuredLinear, replace_linears
     from structattn.layers.rotary import Rotary, RotaryScaling
+    from structattn.layers.rotary_order import rotary_order
     from structattn.layout import GlobalWindowLayout, LevelLayout, TextLayout, TextUnits
     from structattn.models.language_model import LanguageModel
     from structattn.models.sampling import Sampling
@@ -40,6 +42,7 @@ text_forms.fill_with(lambda: importlib.import_module(f"{__name__}.spec"))
 # The module that defines each public name, and the modules that are public themselves.
 _HOMES = {
     "Attention": "layers.attention",
+    "AttentionFunction": "layers.attention_function",
     "AttentionSpec": "spec",
     "GlobalWindowLayout": "layout",
     "LanguageModel": "models.language_model",
@@ -52,8 +55,10 @@ _HOMES = {
     "StructuredLinear": "layers.linear",
     "TextLayout": "layout",
     "TextUnits": "layout",
+    "attention_function": "layers.attention_function",
     "parse_spec": "spec",
     "replace_linears": "layers.linear",
+    "rotary_order": "layers.rotary_order",
     "structured_attention": "ops",
 }
 _MODULES = {name: name for name in ("cache", "errors", "layers", "layout", "matrices", "models", "mup", "ops", "spec")}
@@ -77,6 +82,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Attention",
+    "AttentionFunction",
     "AttentionSpec",
     "GlobalWindowLayout",
     "LanguageModel",
@@ -90,6 +96,7 @@ __all__ = [
     "TextLayout",
     "TextUnits",
     "__version__",
+    "attention_function",
     "cache",
     "errors",
     "matrices",
@@ -97,6 +104,7 @@ __all__ = [
     "ops",
     "parse_spec",
     "replace_linears",
+    "rotary_order",
     "scoring",
     "structured_attention",
 ]

@@ -26,9 +26,8 @@ from hf_models import (
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers import level_cache, structurize
 from structattn.integrations.transformers.attention import StructuredAttention
-from structattn.integrations.transformers.rotary_order import dimension_order, level_pairs
-from structattn.integrations.transformers.rotation import Rotation
 from structattn.layers.rotary import Rotary
+from structattn.layers.rotary_order import Rotation, dimension_order, level_pairs
 from structattn.layout.levels import LevelLayout
 from structattn.testing.tolerances import assert_close
 

@@ -69,3 +69,13 @@ def _has_levels_of(cache: LevelCache, other: Layout | TextLayout | None) -> bool
     if isinstance(layout, LevelLayout) and isinstance(other, LevelLayout) and layout.num_rows is not None:
         return replace(layout, boundaries=other.boundaries) == other if other.boundaries else False
     return layout == other
+
+
+def check_fits(layout: Layout | None, head_dim: int, value_dim: int) -> None:
+    """Raises ``ConfigError`` unless the ranks of a layout sum to the dimensions of a model's heads."""
+    if layout is None:
+        return
+    check_sum("the ranks", layout.ranks, head_dim, "the head dimension of the model")
+    values = layout.value_ranks if isinstance(layout, LevelLayout) else None
+    if values is not None:
+        check_sum("the values= ranks", values, value_dim, "the value dimension of the model")

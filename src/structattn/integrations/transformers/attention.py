@@ -16,9 +16,8 @@ from structattn.integrations.transformers.cache import level_cache_layer
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.interface import attend
 from structattn.integrations.transformers.mask_functions import structured_mask
-from structattn.integrations.transformers.rotary_order import RotarySplit, dimension_order, runs_of
-from structattn.integrations.transformers.rotation import Rotation
 from structattn.integrations.transformers.variant import Variant
+from structattn.layers.rotary_order import RotarySplit, Rotation, dimension_order, runs_of
 
 # The attn_implementation of structurized models: it makes transformers build our masks.
 IMPLEMENTATION = "structurized"

@@ -23,7 +23,8 @@ from structattn.integrations.transformers.cache import is_plain
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.interface import check_arguments
 from structattn.integrations.transformers.mask_functions import structured_mask
-from structattn.integrations.transformers.rotation import LATENT, Rotation
+from structattn.integrations.transformers.rotation import LATENT
+from structattn.layers.rotary_order import Rotation
 
 _NAME = "structattn_discovery"
 _ROWS, _TOKENS = 2, 32

@@ -27,9 +27,9 @@ from structattn.integrations.transformers.auto_map import AUTO_MODELS, SelfLoadi
 from structattn.integrations.transformers.config import OwnErrors
 from structattn.integrations.transformers.inputs import checked
 from structattn.integrations.transformers.loading import StructuredModelMixin, structure_entry
-from structattn.integrations.transformers.rotary_order import RotarySplit, check_fits, check_split
-from structattn.integrations.transformers.rotation import Rotation
 from structattn.integrations.transformers.variant import Variant, trained_spec
+from structattn.layers.checks import check_fits
+from structattn.layers.rotary_order import RotarySplit, Rotation, check_split
 from structattn.spec.attention import parse_spec
 
 # Version 0.1 did not record these two: its models were of these attention classes, and rotated all pairs (i, i + D / 2) or none.

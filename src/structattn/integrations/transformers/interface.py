@@ -14,18 +14,19 @@ from structattn.integrations.transformers.cache import PendingStates
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.integrations.transformers.masks import StructuredMask
-from structattn.integrations.transformers.rotary_order import (
+from structattn.integrations.transformers.rotation import read_rotation
+from structattn.integrations.transformers.variant import Variant, trained_spec
+from structattn.layers.attention_spec import AttentionSpec
+from structattn.layers.checks import check_fits
+from structattn.layers.rotary_order import (
     RotarySplit,
-    check_fits,
+    Rotation,
     check_split,
     dimension_order,
     level_pairs,
     reordered,
     runs_of,
 )
-from structattn.integrations.transformers.rotation import Rotation, read_rotation
-from structattn.integrations.transformers.variant import Variant, trained_spec
-from structattn.layers.attention_spec import AttentionSpec
 from structattn.layout.halving import Halving
 from structattn.ops import Backend
 

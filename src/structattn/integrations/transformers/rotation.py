@@ -1,70 +1,20 @@
-"""Which dimensions of a head the rotary positions of a model of transformers turn together."""
+"""Finds which dimensions of a head the rotary positions of a model of transformers rotate together."""
 
 from __future__ import annotations
 
-import re
 import sys
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from structattn.checks import quoted
 from structattn.errors import ConfigError
-
-Pairing = Literal["halves", "adjacent"]
+from structattn.layers.rotary_order import Pairing, Rotation
 
 # Names for the number of rotated dimensions in attention modules of transformers and their configs.
 _ROTATED_DIMS = ("qk_rope_head_dim", "rope_head_dim", "rotary_ndims", "rotary_dim")
 # The projection to keys and values of multi-head latent attention, which rotates only some dimensions of each key.
 LATENT = ("kv_a_proj", "kv_b_proj")
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """The rotary pairs of a head.
-
-    Attributes:
-        pairing: ``"halves"``: dimension i with i + dims / 2; ``"adjacent"``: 2 i with 2 i + 1.
-        dims: rotated dimensions, the first ones of the head. The others keep their values at every position.
-    """
-
-    pairing: Pairing
-    dims: int
-
-    def __post_init__(self) -> None:
-        if self.pairing not in get_args(Pairing) or self.dims < 2 or self.dims % 2:
-            raise ConfigError(
-                f"a rotation is of 'halves' or 'adjacent' pairs in an even number of dimensions, got {self}"
-            )
-
-    def __str__(self) -> str:
-        return f"{self.pairing}:{self.dims}"
-
-    @classmethod
-    def parse(cls, text: str) -> Rotation:
-        """The rotation of a text such as ``"halves:64"``, which ``str`` writes.
-
-        Raises:
-            ConfigError: it is another text.
-        """
-        found = re.fullmatch(r"(halves|adjacent):(\d{1,6})", text)
-        if found is None:
-            raise ConfigError(f"a rotation is written 'halves:64' or 'adjacent:64', got {quoted(text)}")
-        return cls(found[1], int(found[2]))  # type: ignore[arg-type]
-
-    def pairs(self, head_dim: int) -> tuple[tuple[int, int], ...]:
-        """The D / 2 pairs of a head, from the fastest to the slowest; dimensions that are not rotated come last.
-
-        Raises:
-            ConfigError: the head has fewer dimensions than are rotated, or an odd number.
-        """
-        if head_dim < self.dims or head_dim % 2:
-            raise ConfigError(f"{self.dims} dimensions are rotated in pairs, and the head has {head_dim}")
-        half = self.dims // 2
-        rotated = [(i, i + half) if self.pairing == "halves" else (2 * i, 2 * i + 1) for i in range(half)]
-        return (*rotated, *((i, i + 1) for i in range(self.dims, head_dim, 2)))
 
 
 def read_rotation(module: nn.Module, head_dim: int) -> Rotation | None:

@@ -22,8 +22,9 @@ from structattn.integrations.transformers.families import (
     structurized_class,
     structurized_config,
 )
-from structattn.integrations.transformers.rotary_order import RotarySplit, check_fits, check_split
 from structattn.integrations.transformers.variant import trained_spec
+from structattn.layers.checks import check_fits
+from structattn.layers.rotary_order import RotarySplit, check_split
 from structattn.spec.attention import AttentionSpec
 from structattn.spec.layers import LayerSpecs
 

@@ -117,3 +117,10 @@ def test_refused_by_name_with_the_reason(family) -> None:
         structurize(model, f"mlr:{HEAD_DIM}")
     assert model.config._attn_implementation == before
     model(IDS)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi", "cohere", "gpt2"])
+def test_on_the_meta_device_the_rotation_is_read(family) -> None:
+    expected = structurize(make(family)[0], **LEVELS)
+    found = structurize(copy.deepcopy(_page["tiny"](family)).to("meta"), **LEVELS)
+    assert found.config.structattn == expected.config.structattn

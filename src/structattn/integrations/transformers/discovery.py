@@ -23,7 +23,7 @@ from structattn.integrations.transformers.cache import is_plain
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.interface import check_arguments
 from structattn.integrations.transformers.mask_functions import structured_mask
-from structattn.integrations.transformers.rotation import LATENT
+from structattn.integrations.transformers.rotation import LATENT, read_rotation
 from structattn.layers.rotary_order import Rotation
 
 _NAME = "structattn_discovery"
@@ -126,26 +126,21 @@ def find_attention(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     """The attention layers of a decoder, in order.
 
     Args:
-        model: any that runs through transformers' ``AttentionInterface``, with its weights.
+        model: any that runs through transformers' ``AttentionInterface``.
 
     Raises:
-        ConfigError: it has no weights, or its attention is one that levels cannot replace; the message says why.
+        ConfigError: its attention is one that levels cannot replace; the message says why.
 
     Cost: three forward passes of 64 tokens.
     """
     name = type(model).__name__
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ConfigError(
-            f"structurize needs the weights of {name}, which is on the meta device: load it with from_pretrained"
-        )
     latent = [child for module in model.modules() for child, _ in module.named_children() if child.startswith(LATENT)]
     if latent:
         raise ConfigError(
             f"{name} has multi-head latent attention ({latent[0]}), whose cache holds one compressed vector for all heads already"
         )
-    generator = torch.Generator().manual_seed(0)
-    size = model.get_input_embeddings().num_embeddings
-    ids = torch.randint(0, size, (_ROWS, _TOKENS), generator=generator).to(model.device)
+    inputs = _inputs(model)
+    positions = torch.zeros(_ROWS, _TOKENS, dtype=torch.int64, device=next(iter(inputs.values())).device)
     passes: list[list[_Call]] = []
     with _observed(model):
         for position in _POSITIONS:
@@ -155,7 +150,7 @@ def find_attention(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
             if cache.layer_class_to_replicate is DynamicLayer:
                 cache.layer_class_to_replicate = _Seen
             try:
-                model(input_ids=ids, position_ids=torch.full_like(ids, position), past_key_values=cache, use_cache=True)
+                model(**inputs, position_ids=positions + position, past_key_values=cache, use_cache=True)
             except StructAttnError:
                 raise
             except Exception as error:
@@ -163,6 +158,18 @@ def find_attention(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
             _check_calls(model, cache)
             passes.append(list(_calls))
     return tuple(_layer(calls) for calls in zip(*passes, strict=True))
+
+
+def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Random tokens; on the meta device, where tokens cannot be looked at, hidden states."""
+    table: Any = model.get_input_embeddings()
+    # Where parts are offloaded to the meta device, hooks move the tokens.
+    if model.device.type == "meta" and not hasattr(model, "hf_device_map"):
+        dims = table.weight.shape[1]
+        return {"inputs_embeds": torch.empty(_ROWS, _TOKENS, dims, dtype=model.dtype, device="meta")}
+    device = "cpu" if model.device.type == "meta" else model.device
+    ids = torch.randint(0, table.num_embeddings, (_ROWS, _TOKENS), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids.to(device)}
 
 
 def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
@@ -199,22 +206,31 @@ def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
 def _layer(calls: tuple[_Call, ...]) -> AttentionLayer:
     """What the calls of one layer, one per position, show."""
     module, first = calls[0].module, calls[0]
-    head_dim = first.key.shape[-1]
-    found = [_rotated_pairs(_rows(first.query), _rows(call.query)) for call in calls[1:]]
-    pairs = set().union(*(each for each in found if each is not None))
-    rotation = None
-    if pairs and None not in found:
-        low, high = min(pairs)
-        distance = high - low
-        rotation = Rotation("adjacent", head_dim) if distance == 1 < head_dim // 2 else Rotation("halves", 2 * distance)
-        if not pairs <= set(rotation.pairs(head_dim)):
-            raise ConfigError(
-                f"{type(module).__name__} rotates dimensions {sorted(pairs)} of a head together, and only halves and neighbours are known"
-            )
+    head_dim, value_dim = first.key.shape[-1], first.value.shape[-1]
     index: int = module.layer_idx  # type: ignore[assignment]
-    return AttentionLayer(
-        module, index, rotation, head_dim, first.value.shape[-1], first.arguments.get("sliding_window")
-    )
+    window = first.arguments.get("sliding_window")
+    return AttentionLayer(module, index, _rotation(calls, head_dim), head_dim, value_dim, window)
+
+
+def _rotation(calls: tuple[_Call, ...], head_dim: int) -> Rotation | None:
+    """The rotation that the queries of a layer show; where they cannot, on the meta device or with positions in the hidden state, the one read."""
+    module, first = calls[0].module, calls[0].query
+    if first.is_meta:
+        return read_rotation(module, head_dim)
+    found = [_rotated_pairs(_rows(first), _rows(call.query)) for call in calls[1:]]
+    if None in found:
+        return read_rotation(module, head_dim)
+    pairs: set[tuple[int, int]] = set().union(*(each for each in found if each is not None))
+    if not pairs:
+        return None
+    low, high = min(pairs)
+    distance = high - low
+    rotation = Rotation("adjacent", head_dim) if distance == 1 < head_dim // 2 else Rotation("halves", 2 * distance)
+    if not pairs <= set(rotation.pairs(head_dim)):
+        raise ConfigError(
+            f"{type(module).__name__} rotates dimensions {sorted(pairs)} of a head together, and only halves and neighbors are known"
+        )
+    return rotation
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def rotary_order(layout: Layout, rotary: str | Rotation = "halves", split: Rotar
     """The order of a head's dimensions in which each level of a layout has whole rotary pairs.
 
     For code that rotates queries and keys itself: a level is a slice of the dimensions, and a slice that cuts a rotary pair scores by
-    positions in place of distances. Queries and keys in this order, after or before the rotation of whole pairs, have no cut pair:
+    positions in place of distances. Rotated queries and keys in this order have no cut pair:
 
         q, k = q[..., order], k[..., order]
 

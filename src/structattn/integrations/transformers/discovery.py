@@ -23,6 +23,7 @@ from structattn.integrations.transformers.cache import is_plain
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.interface import check_arguments
 from structattn.integrations.transformers.mask_functions import structured_mask
+from structattn.integrations.transformers.masks import StructuredMask
 from structattn.integrations.transformers.rotation import LATENT, read_rotation
 from structattn.layers.rotary_order import Rotation
 
@@ -88,6 +89,13 @@ def _record(
 ) -> tuple[Tensor, None]:
     """An attention in which every token sees itself alone, so that positions change queries and keys and nothing else."""
     check_arguments(arguments)
+    if arguments.get("is_causal") is False or (
+        isinstance(attention_mask, StructuredMask) and not attention_mask.is_causal
+    ):
+        raise ConfigError(
+            f"{type(module).__name__} attends in both directions and keeps no cache, so that there is nothing for structurize to make smaller: "
+            "use register_attention(), which works for encoders"
+        )
     _calls.append(_Call(module, query, key, value, arguments))
     out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     return out.transpose(1, 2).contiguous(), None

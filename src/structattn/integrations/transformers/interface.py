@@ -65,28 +65,57 @@ def check_arguments(arguments: dict[str, Any]) -> None:
                 "position bias, returned attention weights and paged caches are not supported): leaving it out would change the "
                 "result silently"
             )
-    if arguments.get("is_causal") is False:
-        raise ConfigError("structured attention in transformers is causal, and this call asks for is_causal=False")
 
 
-def checked_mask(attention_mask: object) -> StructuredMask:
-    """The mask of an attention call, if it came from ``structured_mask``.
+def checked_mask(
+    attention_mask: object, module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None
+) -> StructuredMask:
+    """The mask of an attention call, which came from ``structured_mask`` or is that of an encoder that hides nothing.
+
+    Args:
+        attention_mask: what the module got.
+        module: the attention module that calls.
+        query, key: (B, H, T, D) and (B, G, S, D); the keys without those of a cache.
+        is_causal: what the call or else the module says; ``None`` where neither does.
 
     Raises:
-        ConfigError: it was lost on the way, or is a dense one.
+        ConfigError: it was lost on the way, is a dense one, contradicts the call, or is one of cross attention.
     """
-    if isinstance(attention_mask, StructuredMask):
-        return attention_mask
-    if attention_mask is None:
+    name = type(module).__name__
+    mask = attention_mask
+    if mask is None and is_causal is False:
+        mask = StructuredMask(num_queries=query.shape[2], num_keys=key.shape[2], attention_mask=None, is_causal=False)
+        if mask.num_past != 0:
+            raise ConfigError(
+                f"{name} has {query.shape[2]} queries and {key.shape[2]} keys, so that they are not of the same tokens: cross attention "
+                "is not supported"
+            )
+    if isinstance(mask, StructuredMask):
+        if is_causal not in (None, mask.is_causal):
+            raise ConfigError(
+                f"{name} says is_causal={is_causal}, and its mask is {'' if mask.is_causal else 'not '}causal: they must agree"
+            )
+        if not mask.is_causal and _is_cross_attention(module):
+            raise ConfigError(
+                f"{name} is cross attention, whose queries and keys are of different tokens: it is not supported"
+            )
+        return mask
+    if mask is None:
         raise ConfigError(
             "no mask reached structured attention, and without one padding and causality are unknown: this model or call does "
             "not build its masks through transformers' AttentionMaskInterface, or its attn_implementation was changed to another"
         )
-    shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     raise ConfigError(
         f"an attention mask of {shape} reached structured attention: custom 4-dimensional masks are not supported. Give the "
         "2-dimensional padding mask (batch, tokens), or pack sequences by position_ids"
     )
+
+
+def _is_cross_attention(module: nn.Module) -> bool:
+    """Whether a module that is not causal has keys of other tokens. transformers marks it by an attribute, or by the class."""
+    marks = (getattr(module, name, None) is True for name in ("is_cross_attention", "is_decoder"))
+    return any(marks) or "CrossAttention" in type(module).__name__
 
 
 def attend(
@@ -122,19 +151,18 @@ def attend(
         CacheError: the cache and the mask count different tokens.
     """
     check_arguments(arguments)
-    if not getattr(module, "is_causal", True):
-        raise ConfigError(
-            f"{type(module).__name__} attends in both directions, and structured attention here is causal"
-        )
-    mask = checked_mask(attention_mask)
+    layer = key.layer if isinstance(key, PendingStates) else None
+    k, v = (x.states if isinstance(x, PendingStates) else x for x in (key, value))
+    is_causal = arguments.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", None)
+    mask = checked_mask(attention_mask, module, query, k, is_causal)
     window = arguments.get("sliding_window")
     if window is not None and window != mask.window:
         raise ConfigError(
             f"{type(module).__name__} has a sliding window of {window}, but its mask one of {mask.window}: they must agree"
         )
     variant = variant.within(mask.window)
-    layer = key.layer if isinstance(key, PendingStates) else None
-    k, v = (x.states if isinstance(x, PendingStates) else x for x in (key, value))
     check_fits(variant.layout, query.shape[-1], v.shape[-1])
     _check_lengths(query, k, mask, is_new=layer is not None)
     # Under autocast rotary embedding and norms give float32, projections 16 bits.
@@ -143,10 +171,23 @@ def attend(
     sequences = mask.sequences(arguments.get("position_ids"), arguments.get("cu_seq_lens_q"), has_cache=has_cache)
 
     def whole() -> Tensor:
-        return variant.attend(q, k, v, scaling=scaling, dropout=dropout, sequences=sequences)
+        return variant.attend(
+            q,
+            k,
+            v,
+            scaling=scaling,
+            dropout=dropout,
+            sequences=sequences,
+            is_causal=mask.is_causal,
+            attn_bias=mask.key_bias(q),
+        )
 
     if layer is None:
         out = whole()
+    elif not mask.is_causal:
+        raise ConfigError(
+            f"{type(module).__name__} attends in both directions here, and a level cache only has earlier tokens: pass use_cache=False"
+        )
     else:
         if dropout > 0 and layer.get_seq_length() > 0:
             raise ConfigError(

@@ -17,6 +17,7 @@ from structattn.integrations.transformers.masks import StructuredMask
 _one = torch.zeros(1, 1, dtype=torch.int64)
 _AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
 _SLIDING = masking_utils.sliding_window_overlay(1).__code__
+_SYMMETRIC = masking_utils.sliding_window_bidirectional_overlay(1).__code__
 _PACKED = masking_utils.packed_sequence_mask_function(_one).__code__
 _CHUNKED = masking_utils.chunked_overlay(1, _one).__code__
 _remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # later than 5.17
@@ -25,10 +26,17 @@ _REMAPPED = None if _remap is None else _remap(masking_utils.causal_mask_functio
 
 @dataclass(frozen=True, kw_only=True)
 class _Pattern:
-    """What a mask function means."""
+    """What a mask function means.
+
+    Attributes:
+        is_causal: whether later keys are hidden.
+        window: keys at this distance or farther are hidden; with ``is_past``, only those before the query.
+        packed: see ``StructuredMask``.
+    """
 
     is_causal: bool = False
     window: int | None = None
+    is_past: bool = False
     packed: Tensor | None = None
 
 
@@ -37,10 +45,7 @@ def _read(function: Callable[..., Any]) -> _Pattern:
     if function is masking_utils.causal_mask_function:
         return _Pattern(is_causal=True)
     if function is masking_utils.bidirectional_mask_function:
-        raise ConfigError(
-            "this model attends in both directions, and structured attention in transformers is causal: use "
-            "structattn.Attention(is_causal=False) in your module"
-        )
+        return _Pattern()
     code = getattr(function, "__code__", None)
     cells = {} if code is None else _cells(function)
     if code is _AND:
@@ -50,10 +55,13 @@ def _read(function: Callable[..., Any]) -> _Pattern:
         return _Pattern(
             is_causal=any(part.is_causal for part in parts),
             window=min(windows, default=None),
+            is_past=any(part.is_past for part in parts),
             packed=packed[0] if packed else None,
         )
     if code is _SLIDING:
-        return _Pattern(window=cells["sliding_window"])
+        return _Pattern(window=cells["sliding_window"], is_past=True)
+    if code is _SYMMETRIC:  # it shows the distance that it names
+        return _Pattern(window=cells["sliding_window"] + 1)
     if code is _PACKED:
         return _Pattern(packed=cells["packed_sequence_mask"])
     if code is not None and code is _REMAPPED:
@@ -61,7 +69,7 @@ def _read(function: Callable[..., Any]) -> _Pattern:
     name = "chunked attention" if code is _CHUNKED else repr(getattr(function, "__qualname__", function))
     raise ConfigError(
         f"this model masks attention by {name}, which structured attention does not know, and a mask that is left out would leak: "
-        "known are causal masks, sliding windows, padding and packed sequences"
+        "known are masks of all pairs, causal masks, sliding windows, padding and packed sequences"
     )
 
 
@@ -71,30 +79,35 @@ def _assert_pattern(
     num_queries: int,
     num_keys: int,
     window: int | None,
+    *,
+    is_causal: bool,
     is_custom: bool,
     device: torch.device | str,
 ) -> _Pattern:
     """The meaning of a mask function that torch.compile traces, which cannot look into closures.
 
-    It is taken for a causal one with that window, and the compiled code asserts, over all pairs, that it is: transformers wraps the
-    mask of every uncompiled batch that could be packed, and that this one is not packed is known at run time only.
+    It is taken for one with that window and causality, and the compiled code asserts, over all pairs, that it is: transformers wraps
+    the mask of every uncompiled batch that could be packed, and that this one is not packed is known at run time only.
     """
-    if is_custom or function is masking_utils.bidirectional_mask_function:
+    if is_custom:
         raise ConfigError(
-            "structured attention in transformers knows causal masks and sliding windows, and this is another"
+            "structured attention in transformers knows masks of all pairs, causal masks and sliding windows, and this is another"
         )
     queries = torch.arange(num_keys - num_queries, num_keys, device=device)[None, None, :, None]
     keys = torch.arange(num_keys, device=device)[None, None, None, :]
     rows = torch.arange(batch, device=device)[:, None, None, None]
-    expected = keys <= queries
+    if window is not None and not is_causal:
+        window += 1  # see _read
+    distance = queries - keys
+    expected = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
-        expected = expected & (keys > queries - window)
+        expected = expected & (distance.abs() < window)
     torch._assert_async(
         (function(rows, torch.zeros_like(rows), queries, keys) == expected).all(),
-        "the mask of this batch is not causal: sequences packed by position_ids and masks of other kinds cannot be compiled: leave this "
-        "batch uncompiled",
+        f"the mask of this batch is not {'causal' if is_causal else 'of all pairs or a window'}: sequences packed by position_ids and masks "
+        "of other kinds cannot be compiled: leave this batch uncompiled",
     )
-    return _Pattern(is_causal=True, window=window)
+    return _Pattern(is_causal=is_causal, window=window)
 
 
 def _cells(function: Callable[..., Any]) -> dict[str, Any]:
@@ -114,7 +127,7 @@ def structured_mask(
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    **_: Any,
+    **options: Any,
 ) -> StructuredMask:
     """The mask function of structured attention, for ``transformers.AttentionMaskInterface``.
 
@@ -128,26 +141,44 @@ def structured_mask(
         local_size: sliding window that the mask function has.
         use_vmap: whether the mask function is custom.
         device: of the model's inputs.
+        **options: of other mask functions; ``allow_is_bidirectional_skip`` is only given with masks that are not causal.
 
     Raises:
         ConfigError: the mask is one that structured attention does not know; see ``read_padding``.
     """
-    if torch.compiler.is_compiling() and mask_function is not masking_utils.causal_mask_function:
-        pattern = _assert_pattern(mask_function, batch_size, q_length, kv_length, local_size, use_vmap, device)
+    plain = (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
+    if torch.compiler.is_compiling() and mask_function not in plain:
+        pattern = _assert_pattern(
+            mask_function,
+            batch_size,
+            q_length,
+            kv_length,
+            local_size,
+            is_causal="allow_is_bidirectional_skip" not in options,
+            is_custom=use_vmap,
+            device=device,
+        )
     else:
         pattern = _read(mask_function)
-    if not pattern.is_causal:
-        raise ConfigError("structured attention in transformers is causal, and this mask function is not")
+    if pattern.is_past and not pattern.is_causal:
+        raise ConfigError(
+            "this model masks attention by a window that hides keys before a query and none after it, which structured attention does "
+            "not know"
+        )
     if isinstance(q_offset, Tensor) or kv_offset != 0 or kv_length != q_offset + q_length:
         raise ConfigError(
             f"structured attention needs all keys in order, and this cache returns {kv_length} keys from position {kv_offset} on for "
             f"{q_length} queries: a static cache, or a sliding-window cache that dropped keys. Pass "
             "past_key_values=level_cache(model) (structattn.integrations.transformers)"
+            if pattern.is_causal
+            else f"structured attention needs queries and keys of the same tokens, and this mask is for {q_length} queries and {kv_length} "
+            "keys: cross attention and prefixes are not supported"
         )
     return StructuredMask(
         num_queries=q_length,
         num_keys=kv_length,
         attention_mask=attention_mask,
+        is_causal=pattern.is_causal,
         window=pattern.window,
         packed=pattern.packed,
     )

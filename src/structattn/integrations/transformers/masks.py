@@ -25,12 +25,19 @@ class Sequences:
     cu_seqlens: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class LeftPadding:
-    """Padding in front of each row, (B,) int64, and the same as ints of the host, ``None`` in code that torch.compile traces."""
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """What a padding mask hides.
 
-    tensor: Tensor
+    Attributes:
+        left: leading padding of each row, (B,) int64.
+        ints: the same as ints of the host, ``None`` in code that torch.compile traces.
+        hidden: (B, S) bool, keys after the first real one that are hidden; only without causality, ``None`` where there are none.
+    """
+
+    left: Tensor
     ints: tuple[int, ...] | None
+    hidden: Tensor | None = None
 
 
 _HOLES = (
@@ -42,24 +49,25 @@ _HOLES = (
 _EMPTY = "the attention mask is zero everywhere, which hides every token: it is 1 where a token is real"
 
 
-def read_padding(attention_mask: Tensor | None, num_queries: int, num_keys: int) -> LeftPadding | None:
-    """The left padding that a padding mask describes.
+def read_padding(
+    attention_mask: Tensor | None, num_queries: int, num_keys: int, *, is_causal: bool = True
+) -> Padding | None:
+    """What a padding mask hides.
 
-    Padding on the right is allowed where nothing follows it: in a whole batch without cached tokens. No real token sees it, since
-    attention is causal.
+    Causal attention allows padding on the right where nothing follows it: in a whole batch without cached tokens. No real token
+    sees it. Without causality every real token sees it, and so it is hidden.
 
     Args:
         attention_mask: (B, S) bool or int, nonzero where a token is real; it covers the cached tokens too.
         num_queries, num_keys: T new tokens, the last of S tokens.
+        is_causal: whether tokens see only earlier ones.
 
     Returns:
-        ``None`` when no row is padded on the left.
+        ``None`` when nothing has to be hidden.
 
     Raises:
-        ConfigError: the mask is not 2-dimensional, does not cover all tokens, or hides a token between real ones; or the padding
-            is on the right and tokens follow it.
-
-    Cost: the device is waited for once.
+        ConfigError: the mask is not 2-dimensional, does not cover all tokens, or hides all; or, with causality, it hides a token
+            between real ones.
     """
     if attention_mask is None:
         return None
@@ -77,21 +85,29 @@ def read_padding(attention_mask: Tensor | None, num_queries: int, num_keys: int)
     real = attention_mask != 0
     is_empty = ~real.any()
     left = (real.cumsum(dim=1) == 0).sum(dim=1)
-    end = left + real.sum(dim=1)
     steps = torch.arange(num_keys, device=real.device)
-    whole = (real == (steps >= left[:, None]) & (steps < end[:, None])).all(dim=1)
-    if num_queries != num_keys:
-        whole = whole & (end == num_keys)
+    hidden = None
+    if is_causal:
+        end = left + real.sum(dim=1)
+        whole = (real == (steps >= left[:, None]) & (steps < end[:, None])).all(dim=1)
+        if num_queries != num_keys:
+            whole = whole & (end == num_keys)
+    else:
+        hidden = ~real & (steps >= left[:, None])
+        whole = ~hidden.any(dim=1)
     if torch.compiler.is_compiling():
-        torch._assert_async(whole.all(), _HOLES)
+        if is_causal:
+            torch._assert_async(whole.all(), _HOLES)
         torch._assert_async(~is_empty, _EMPTY)
-        return LeftPadding(left, None)
+        return Padding(left=left, ints=None, hidden=hidden)
     counts, fine, empty = torch.stack([left, whole.long(), is_empty.long().expand_as(left)]).tolist()
     if any(empty):
         raise ConfigError(_EMPTY)
-    if not all(fine):
+    if all(fine):
+        hidden = None
+    elif is_causal:
         raise ConfigError(_HOLES)
-    return LeftPadding(left, tuple(counts)) if any(counts) else None
+    return Padding(left=left, ints=tuple(counts), hidden=hidden) if any(counts) or hidden is not None else None
 
 
 def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num_past: int) -> Tensor | None:
@@ -175,6 +191,7 @@ class StructuredMask(Placeholder):
     Attributes:
         num_queries, num_keys: T and S.
         attention_mask: (B, S) bool, as given; ``None`` when all tokens are real.
+        is_causal: whether tokens see only earlier ones.
         window: sliding window of these layers, ``None`` for none.
         packed: (B, T) int64, equal numbers are one sequence, where transformers found packed sequences.
 
@@ -185,11 +202,12 @@ class StructuredMask(Placeholder):
     num_queries: int
     num_keys: int
     attention_mask: Tensor | None
+    is_causal: bool = True
     window: int | None = None
     packed: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self._padding = read_padding(self.attention_mask, self.num_queries, self.num_keys)
+        self._padding = read_padding(self.attention_mask, self.num_queries, self.num_keys, is_causal=self.is_causal)
         self._sequences: Sequences | None = None
 
     @classmethod
@@ -218,10 +236,12 @@ class StructuredMask(Placeholder):
         if self._sequences is None:
             if self.packed is not None and not torch.compiler.is_compiling():
                 position_ids = _positions(self.packed)
+            elif not self.is_causal:  # transformers separates packed sequences in causal masks only
+                position_ids = None
             offsets = read_packing(position_ids, self.attention_mask, self.num_past)
             if cu_seqlens is not None:
                 offsets = self._given(cu_seqlens, offsets)
-            left = None if self._padding is None or offsets is not None else self._padding.tensor
+            left = None if self._padding is None or offsets is not None else self._padding.left
             self._sequences = Sequences(left_padding=left, cu_seqlens=offsets)
         if self._sequences.cu_seqlens is not None and has_cache:
             raise ConfigError(
@@ -245,7 +265,14 @@ class StructuredMask(Placeholder):
         """The padding of each row as ints."""
         if self._padding is None:
             return None
-        return tuple(self._padding.tensor.tolist()) if self._padding.ints is None else self._padding.ints
+        return tuple(self._padding.left.tolist()) if self._padding.ints is None else self._padding.ints
+
+    def key_bias(self, q: Tensor) -> Tensor | None:
+        """-inf at the keys that padding hides after the first real one, (B, 1, 1, S) as q; ``None`` where there are none."""
+        if self._padding is None or self._padding.hidden is None:
+            return None
+        hidden = self._padding.hidden.to(q.device)[:, None, None, :]
+        return torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -torch.inf)
 
 
 def _positions(packed: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from hf_models import (
     by_definition,
     drafting,
     generate,
-    gpt2,
     llama,
     padded,
     qwen2,
@@ -208,27 +207,6 @@ def test_a_lost_mask() -> None:
     mask = create_causal_mask(model.config, x[:, :4], None, None)
     with pytest.raises(ConfigError, match="4 queries and 4 keys, and the attention got 5 and 5"):
         attention(x, angles, attention_mask=mask)
-
-
-def test_other_directions() -> None:
-    sizes = {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-    }
-    bert = transformers.BertModel(transformers.BertConfig(**sizes))
-    bert.set_attn_implementation(PLAIN)
-    with pytest.raises(ConfigError, match="attends in both directions"):
-        bert(IDS)
-    model = on(trained(llama), PLAIN)
-    with pytest.raises(ConfigError, match="attends in both directions"):
-        model(IDS, is_causal=False)
-    crossed = gpt2(add_cross_attention=True)
-    crossed.set_attn_implementation(PLAIN)
-    with pytest.raises(ConfigError, match="attends in both directions"):
-        crossed(IDS, encoder_hidden_states=torch.randn(2, 5, 32))
 
 
 def test_terms_that_are_not_supported() -> None:

@@ -179,7 +179,7 @@ def attend(
             dropout=dropout,
             sequences=sequences,
             is_causal=mask.is_causal,
-            attn_bias=mask.key_bias(q),
+            attn_mask=mask.real_keys,
         )
 
     if layer is None:

@@ -267,12 +267,12 @@ class StructuredMask(Placeholder):
             return None
         return tuple(self._padding.left.tolist()) if self._padding.ints is None else self._padding.ints
 
-    def key_bias(self, q: Tensor) -> Tensor | None:
-        """-inf at the keys that padding hides after the first real one, (B, 1, 1, S) as q; ``None`` where there are none."""
+    @property
+    def real_keys(self) -> Tensor | None:
+        """Keys that are not hidden, (B, 1, 1, S) bool; ``None`` where padding hides none after the first real one."""
         if self._padding is None or self._padding.hidden is None:
             return None
-        hidden = self._padding.hidden.to(q.device)[:, None, None, :]
-        return torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -torch.inf)
+        return ~self._padding.hidden[:, None, None, :]
 
 
 def _positions(packed: Tensor) -> Tensor:

@@ -101,16 +101,18 @@ class Variant:
         sequences: Sequences,
         is_causal: bool = True,
         attn_bias: Tensor | None = None,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
         """Attention without a cache: (B, H, T, D) and (B, G, S, D or V) to (B, H, T, V).
 
         Args:
             attn_bias: added to the scores as it is, independent of the score scale.
+            attn_mask: bool, broadcastable to (B, H, T, S); false hides a pair.
         """
         q, scale = self.scaled(q, scaling)
         # A model may be spread over devices, and the mask is made on that of its inputs.
-        offsets, padding = (
-            None if x is None else x.to(q.device) for x in (sequences.cu_seqlens, sequences.left_padding)
+        offsets, padding, attn_mask = (
+            None if x is None else x.to(q.device) for x in (sequences.cu_seqlens, sequences.left_padding, attn_mask)
         )
         out: Tensor = structured_attention(
             q,
@@ -121,6 +123,7 @@ class Variant:
             scale=scale,
             window=self.window,
             attn_bias=attn_bias,
+            attn_mask=attn_mask,
             dropout_p=dropout,
             cu_seqlens=offsets,
             left_padding=padding,

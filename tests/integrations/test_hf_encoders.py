@@ -170,9 +170,12 @@ def test_flags_of_transformers() -> None:
     with pytest.raises(ConfigError, match="5 queries and 4 keys.*cross attention"):
         checked_mask(None, module, query, query[:, :, 1:], False)
     # a decoder that is told in one call to see all tokens
-    model = llama().double().eval()
+    model = exact(llama().double().eval())
     found = on(model, PLAIN)(IDS, attention_mask=MASK, is_causal=False, use_cache=False).logits
     assert_close(found[MASK.bool()], on(model, "sdpa")(IDS, attention_mask=MASK, is_causal=False).logits[MASK.bool()])
+    # positions that start again pack nothing there, as in transformers
+    options = {"position_ids": torch.arange(17)[None] % 9, "is_causal": False, "use_cache": False}
+    assert_close(on(model, PLAIN)(IDS[:1], **options).logits, on(model, "sdpa")(IDS[:1], **options).logits)
     with pytest.raises(ConfigError, match="in both directions here, and a level cache"):
         on(model, PLAIN)(IDS, is_causal=False, past_key_values=level_cache(model))
 

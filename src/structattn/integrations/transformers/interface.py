@@ -1,4 +1,4 @@
-"""``register_attention``: structured attention as an ``attn_implementation`` of any decoder of transformers, weights untouched."""
+"""``register_attention``: structured attention as an ``attn_implementation`` of any decoder or encoder of transformers, weights untouched."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def attend(
         runs: of consecutive dimensions, in the order of the levels; empty if the order is unchanged.
         query: (B, H, T, D), rotated.
         key, value: (B, G, S, D or V), or what a ``LevelCacheLayer`` returned: then only the new ones.
-        attention_mask: what ``structured_mask`` returned.
+        attention_mask: what ``structured_mask`` returned; ``None`` of an encoder that hides nothing.
         dropout, scaling: of the model.
         arguments: what else the model passed.
 
@@ -282,7 +282,7 @@ def register_attention(
     rotary_split: RotarySplit | None = "low_far",
     backend: Backend = "auto",
 ) -> str:
-    """Registers structured attention, for ``model.set_attn_implementation(name)`` on any causal decoder of transformers.
+    """Registers structured attention, for ``model.set_attn_implementation(name)`` on any decoder or encoder of transformers.
 
     No weight is touched and nothing is saved: a reloaded model is a plain one until the implementation is set again.
 

@@ -40,6 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": _HEADS,
     "exaone4": _HEADS | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma": _HEADS,
+    "gemma2": _HEADS
+    | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": 0.5},
     "gemma3_text": _HEADS | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
     "glm": _HEADS,
     "glm4": _HEADS,
@@ -47,6 +49,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_bigcode": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_neox": {"rotary_pct": 0.25},
+    "gpt_oss": _HEADS
+    | _EXPERTS
+    | {
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
     "granite": _GROUPS | {"attention_multiplier": 0.1},
     "granitemoe": _GROUPS | _EXPERTS,
@@ -76,8 +90,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-# These know no other attention implementation.
-EAGER = ("gptj",)
+# These do not run on PyTorch's kernels in transformers.
+EAGER = ("gemma2", "gpt_oss", "gptj")
 
 
 def tiny(family: str) -> PreTrainedModel:

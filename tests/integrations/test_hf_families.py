@@ -23,8 +23,8 @@ IDS = torch.randint(3, VOCAB, (2, 14), generator=torch.Generator().manual_seed(1
 MASK = torch.ones_like(IDS)
 MASK[0, :5] = 0
 REAL = MASK.bool()
-# Grouped matrix products of experts know no float64, and GPT-J scores in float32.
-SINGLE = {"gptj", "glm4_moe", "granitemoe", "mixtral", "phimoe", "qwen2_moe", "qwen3_moe"}
+# Grouped matrix products of experts know no float64, and Gemma 2 and GPT-J score in float32.
+SINGLE = {"gemma2", "gpt_oss", "gptj", "glm4_moe", "granitemoe", "mixtral", "phimoe", "qwen2_moe", "qwen3_moe"}
 LEARNED = {"biogpt", "gpt2", "gpt_bigcode", "opt"}  # learned positions
 NORM_AFTER = {"hunyuan_v1_dense"}  # queries and keys are normed after they are rotated, which changes with the position
 
@@ -102,7 +102,6 @@ REFUSED = {
     "bloom": ({"n_layer": 2, "n_head": 4}, "would have no effect"),
     "mamba": ({}, "would have no effect"),
     "diffllama": ({}, "more than once"),
-    "gemma2": ({"head_dim": HEAD_DIM}, "softcap"),
     "jetmoe": ({"num_key_value_heads": 4, "kv_channels": HEAD_DIM, "num_local_experts": 2}, "changes its keys after"),
 }  # fmt: skip
 

@@ -133,6 +133,8 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         *,
         module: object = None,
         scaling: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
         left_padding: tuple[int, ...] | None = None,
         first: Callable[[], Tensor] | None = None,
     ) -> Tensor:
@@ -143,6 +145,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             variant: layout, window and backend; the same at every call, as are ``module`` and ``left_padding``.
             module: the attention module that calls. Default ``None``: not known.
             scaling: of the model; see ``Variant.scaled``.
+            softcap, sinks: of the model, as in ``LevelCache.attend``.
             left_padding: padding of each row.
             first: computes the attention while the cache is empty. Default ``None``: the cache computes it.
 
@@ -180,7 +183,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             append(cache, k.shape[2])
             return out
         q, scale = variant.scaled(q, scaling)
-        return cache.attend(q, k, v, scale=scale, backend=variant.backend)
+        return cache.attend(q, k, v, scale=scale, backend=variant.backend, softcap=softcap, sinks=sinks)
 
     def ready(
         self, new: Callable[[], LevelCache], append: Append, left_padding: tuple[int, ...] | None, count: int

@@ -30,6 +30,8 @@ from structattn.layers.rotary_order import (
 from structattn.layout.halving import Halving
 from structattn.ops import Backend
 
+# Terms of the score that we have too: transformers' names, and ours.
+_TERMS = {"softcap": "softcap", "s_aux": "sinks"}
 # Arguments that do not change scores. `is_causal` and `sliding_window` are checked.
 _HARMLESS = frozenset(
     {
@@ -59,10 +61,10 @@ def check_arguments(arguments: dict[str, Any]) -> None:
         arguments: what a model of transformers passed besides queries, keys, values, mask, dropout and scaling.
     """
     for name, value in arguments.items():
-        if name not in _HARMLESS and value is not None and value is not False:
+        if name not in _HARMLESS and name not in _TERMS and value is not None and value is not False:
             raise ConfigError(
-                f"structured attention does not know the argument {quoted(name)} of this model's attention (attention sinks, a soft cap, a "
-                "position bias, returned attention weights and paged caches are not supported): leaving it out would change the "
+                f"structured attention does not know the argument {quoted(name)} of this model's attention (a position "
+                "bias, returned attention weights and paged caches are not supported): leaving it out would change the "
                 "result silently"
             )
 
@@ -169,6 +171,7 @@ def attend(
     q, k = (reordered(x, runs).to(v.dtype) for x in (query, k))
     has_cache = layer is not None or bool(arguments.get("use_cache"))
     sequences = mask.sequences(arguments.get("position_ids"), arguments.get("cu_seq_lens_q"), has_cache=has_cache)
+    terms = {own: arguments[name] for name, own in _TERMS.items() if arguments.get(name) is not None}
 
     def whole() -> Tensor:
         return variant.attend(
@@ -180,6 +183,7 @@ def attend(
             sequences=sequences,
             is_causal=mask.is_causal,
             attn_mask=mask.real_keys,
+            **terms,
         )
 
     if layer is None:
@@ -199,7 +203,7 @@ def attend(
                 "call of the model broke off, or a layer was used without the others; reset() the cache and give all tokens again"
             )
         out = layer.attend(
-            q, k, v, variant, module=module, scaling=scaling, left_padding=mask.padding_counts, first=whole
+            q, k, v, variant, module=module, scaling=scaling, left_padding=mask.padding_counts, first=whole, **terms
         )
     return out.transpose(1, 2).contiguous(), None
 

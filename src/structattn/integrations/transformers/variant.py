@@ -102,12 +102,15 @@ class Variant:
         is_causal: bool = True,
         attn_bias: Tensor | None = None,
         attn_mask: Tensor | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention without a cache: (B, H, T, D) and (B, G, S, D or V) to (B, H, T, V).
 
         Args:
             attn_bias: added to the scores as it is, independent of the score scale.
             attn_mask: bool, broadcastable to (B, H, T, S); false hides a pair.
+            softcap, sinks: of the model, as in ``structured_attention``.
         """
         q, scale = self.scaled(q, scaling)
         # A model may be spread over devices, and the mask is made on that of its inputs.
@@ -128,5 +131,7 @@ class Variant:
             cu_seqlens=offsets,
             left_padding=padding,
             backend=self.backend,
+            softcap=softcap,
+            sinks=sinks,
         )
         return out

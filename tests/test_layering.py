@@ -28,6 +28,7 @@ FLOORS = {
     "models": 8,
     "integrations": 9,
     "studies": 10,
+    "serve": 10,
     "cli": 11,
 }
 OUTSIDE = {"", "testing"}  # the package's own front door, and helpers that nothing may import

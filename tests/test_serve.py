@@ -1,0 +1,138 @@
+"""A saved structurized model behind transformers' own server."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from importlib.util import find_spec
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from structattn import serve
+from structattn.errors import MissingDependencyError
+from structattn.integrations.transformers import structurize
+
+VOCAB = 50
+NEEDS = [name for name in serve._LIBRARIES if find_spec(name) is None]
+
+
+def save(path):
+    """A tiny model whose words are its tokens, w0 to w49: equal texts are equal tokens."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,  # so that the largest logit is largest by far
+        eos_token_id=None,
+    )
+    model = structurize(transformers.LlamaForCausalLM(config).eval(), "mlr:4|2|2")
+    model.save_pretrained(path)
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, model_input_names=["input_ids", "attention_mask"]
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(path)
+    return model
+
+
+def text(tokens):
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def test_what_is_missing_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(serve, "_LIBRARIES", ("json", "no_such_library"))
+    with pytest.raises(
+        SystemExit, match=r"transformers, which needs no_such_library: pip install 'structattn\[serve\]'"
+    ):
+        serve.main(["model"])
+    monkeypatch.setattr(serve, "_LIBRARIES", ())
+    with pytest.raises(SystemExit, match="structattn.serve: --continuous-batching keeps keys in pages without levels"):
+        serve.main(["model", "--continuous-batching"])
+    monkeypatch.delattr("transformers.cli.serve.Serve")
+    with pytest.raises(MissingDependencyError, match=r"5.17 to 5.23 have, and transformers .* has not"):
+        serve.server()
+
+
+@pytest.mark.skipif(
+    bool(NEEDS), reason=f"transformers' server needs {', '.join(NEEDS)}: pip install 'structattn[serve]'"
+)
+def test_an_openai_client_gets_the_tokens_of_generate(tmp_path) -> None:
+    import openai
+
+    model = save(tmp_path / "model")
+    prompts = [torch.randint(VOCAB, (length,)).tolist() for length in (3, 17, 40)]
+    expected = [
+        text(model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24)[0, len(prompt) :].tolist())
+        for prompt in prompts
+    ]
+    assert len({*expected}) == 3
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    base = f"http://localhost:{port}"
+    command = [sys.executable, "-m", "structattn.serve", str(tmp_path / "model"), f"--port={port}", "--device=cpu"]
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+        try:
+            deadline = time.monotonic() + 120
+            while True:
+                try:
+                    with urllib.request.urlopen(f"{base}/health", timeout=5) as answer:
+                        assert json.load(answer) == {"status": "ok"}
+                    break
+                except OSError:
+                    assert server.poll() is None, (tmp_path / "log").read_text()
+                    assert time.monotonic() < deadline
+                    time.sleep(0.2)
+
+            async def ask(client, prompt, count, chunks):
+                """The streamed text; the request is cancelled after so many chunks."""
+                stream = await client.chat.completions.create(
+                    model=str(tmp_path / "model"),
+                    messages=[{"role": "user", "content": text(prompt)}],
+                    max_tokens=count,
+                    temperature=0,
+                    stream=True,
+                )
+                pieces = []
+                async for chunk in stream:
+                    pieces.append(chunk.choices[0].delta.content or "" if chunk.choices else "")
+                    if len(pieces) == chunks:
+                        await stream.close()
+                        break
+                return "".join(pieces)
+
+            async def ask_all():
+                async with openai.AsyncOpenAI(
+                    base_url=f"{base}/v1", api_key="none", timeout=60, max_retries=0
+                ) as client:
+                    # This one would take hours if it were not cancelled, and the others wait behind it.
+                    cancelled = asyncio.create_task(ask(client, prompts[0], 1_000_000, 5))
+                    await asyncio.sleep(0.2)
+                    answers = await asyncio.gather(*(ask(client, prompt, 24, None) for prompt in prompts))
+                    return await cancelled, answers
+
+            cancelled, answers = asyncio.run(ask_all())
+            assert answers == expected
+            assert cancelled
+            assert expected[0].startswith(cancelled.rstrip())
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(timeout=60)
+    assert server.returncode in (0, -signal.SIGTERM)  # uvicorn ends in order and then passes the signal on
+    written = (tmp_path / "log").read_text()
+    assert "Finished server process" in written
+    assert "Traceback" not in written

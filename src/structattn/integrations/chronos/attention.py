@@ -12,8 +12,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from structattn.errors import ConfigError
+from structattn.integrations.transformers.arguments import check_arguments
 from structattn.integrations.transformers.effect import register
-from structattn.integrations.transformers.interface import check_arguments
 from structattn.integrations.transformers.masks import Sequences
 from structattn.integrations.transformers.variant import Variant
 
@@ -130,7 +130,7 @@ def t5_attention(
         attention_mask: what ``t5_mask`` returned.
         position_bias: (1 or B, H, T, S), added to the scores as it is.
     """
-    check_arguments(kwargs)
+    check_arguments(module, kwargs)
     mask = _checked(attention_mask, query, key)
     variant: Variant | None = getattr(module, VARIANT, None)
     if variant is None:

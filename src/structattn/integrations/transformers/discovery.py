@@ -19,9 +19,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.transformers.adapters import adapted_class
+from structattn.integrations.transformers.arguments import TERMS, check_arguments
 from structattn.integrations.transformers.cache import is_plain
 from structattn.integrations.transformers.effect import register
-from structattn.integrations.transformers.interface import check_arguments
 from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.integrations.transformers.masks import StructuredMask
 from structattn.integrations.transformers.rotation import LATENT, read_rotation
@@ -88,7 +88,7 @@ def _record(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """An attention in which every token sees itself alone, so that positions change queries and keys and nothing else."""
-    check_arguments(arguments)
+    check_arguments(module, arguments, TERMS, strict=True)
     if arguments.get("is_causal") is False or (
         isinstance(attention_mask, StructuredMask) and not attention_mask.is_causal
     ):

@@ -29,9 +29,8 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
             _check_as_weights(given["inputs_embeds"], self.get_input_embeddings().weight)
         if "logits_to_keep" in names:  # a causal language model
             check_keep(given.get("logits_to_keep", 0))
-            if given.get("labels") is not None:
-                tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-                check_labels(given["labels"], tokens, self.config.vocab_size)
+            tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+            check_loss(given, tokens, self.config.vocab_size)
         return forward(self, *args, **kwargs)
 
     return checked_forward
@@ -96,13 +95,24 @@ def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
         check_bool("use_cache", given["use_cache"])
 
 
-def check_labels(labels: Any, tokens: Tensor, vocab_size: int) -> None:
-    """Raises ``ShapeError`` or ``ConfigError`` unless labels are tokens, or -100, one for each position."""
-    _check_ints("labels", labels, (torch.int64,))
-    _check_numbers("labels", labels, tokens)
-    if labels.shape != tokens.shape[:2]:
-        raise ShapeError(f"labels must be of shape {tuple(tokens.shape[:2])}, got {tuple(labels.shape)}")
-    _check_range("labels", labels.where(labels != -100, 0), 0, vocab_size)
+def check_loss(given: Mapping[str, Any], tokens: Tensor, vocab_size: int) -> None:
+    """Checks the inputs of a loss by name; missing ones are ``None``.
+
+    Raises:
+        ConfigError, ShapeError: ``labels`` or ``shift_labels`` are not one token, or ``ignore_index``, for each position; or
+            ``ignore_index`` is no int.
+    """
+    ignored = given.get("ignore_index", -100)
+    check_int("ignore_index", ignored)
+    for name in ("labels", "shift_labels"):
+        labels = given.get(name)
+        if labels is None:
+            continue
+        _check_ints(name, labels, (torch.int64,))
+        _check_numbers(name, labels, tokens)
+        if labels.shape != tokens.shape[:2]:
+            raise ShapeError(f"{name} must be of shape {tuple(tokens.shape[:2])}, got {tuple(labels.shape)}")
+        _check_range(name, labels.where(labels != ignored, 0), 0, vocab_size)
 
 
 def check_keep(logits_to_keep: Any) -> None:

@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 
 from structattn.checks import check_choice, quoted
 from structattn.errors import CacheError, ConfigError
+from structattn.integrations.transformers.arguments import TERMS, check_arguments
 from structattn.integrations.transformers.cache import PendingStates
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.mask_functions import structured_mask
@@ -29,44 +30,6 @@ from structattn.layers.rotary_order import (
 )
 from structattn.layout.halving import Halving
 from structattn.ops import Backend
-
-# Terms of the score that we have too: transformers' names, and ours.
-_TERMS = {"softcap": "softcap", "s_aux": "sinks"}
-# Arguments that do not change scores. `is_causal` and `sliding_window` are checked.
-_HARMLESS = frozenset(
-    {
-        "cache_position",
-        "cu_seq_lens_k",
-        "cu_seq_lens_q",
-        "is_causal",
-        "logits_to_keep",
-        "max_length_k",
-        "max_length_q",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_ids",
-        "return_dict",
-        "sliding_window",
-        "token_type_ids",
-        "use_cache",
-    }
-)
-
-
-def check_arguments(arguments: dict[str, Any]) -> None:
-    """Raises ``ConfigError`` for an unknown argument of an attention call, which may change scores.
-
-    Args:
-        arguments: what a model of transformers passed besides queries, keys, values, mask, dropout and scaling.
-    """
-    for name, value in arguments.items():
-        if name not in _HARMLESS and name not in _TERMS and value is not None and value is not False:
-            raise ConfigError(
-                f"structured attention does not know the argument {quoted(name)} of this model's attention (a position "
-                "bias, returned attention weights and paged caches are not supported): leaving it out would change the "
-                "result silently"
-            )
 
 
 def checked_mask(
@@ -152,7 +115,7 @@ def attend(
             with a cache that holds tokens already.
         CacheError: the cache and the mask count different tokens.
     """
-    check_arguments(arguments)
+    check_arguments(module, arguments, TERMS)
     layer = key.layer if isinstance(key, PendingStates) else None
     k, v = (x.states if isinstance(x, PendingStates) else x for x in (key, value))
     is_causal = arguments.get("is_causal")
@@ -171,7 +134,7 @@ def attend(
     q, k = (reordered(x, runs).to(v.dtype) for x in (query, k))
     has_cache = layer is not None or bool(arguments.get("use_cache"))
     sequences = mask.sequences(arguments.get("position_ids"), arguments.get("cu_seq_lens_q"), has_cache=has_cache)
-    terms = {own: arguments[name] for name, own in _TERMS.items() if arguments.get(name) is not None}
+    terms = {own: arguments[name] for name, own in TERMS.items() if arguments.get(name) is not None}
 
     def whole() -> Tensor:
         return variant.attend(

@@ -15,9 +15,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from structattn.cache import LevelCache
 from structattn.checks import check_type
 from structattn.errors import CheckpointError, ConfigError, ShapeError
+from structattn.integrations.transformers.arguments import check_arguments
 from structattn.integrations.transformers.cache import LevelCacheLayer, level_cache_layer
 from structattn.integrations.transformers.config import StructAttnConfig
-from structattn.integrations.transformers.inputs import check_keep, check_labels, checked
+from structattn.integrations.transformers.inputs import check_keep, check_loss, checked
 from structattn.integrations.transformers.loading import StructuredModelMixin, first_keys
 from structattn.integrations.transformers.masks import Sequences, StructuredMask
 from structattn.layers.attention import Attention
@@ -190,7 +191,7 @@ class StructAttnModel(StructAttnPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
-        **_: Any,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Features of tokens.
 
@@ -205,19 +206,23 @@ class StructAttnModel(StructAttnPreTrainedModel):
             output_hidden_states: also return the input of each block and the output.
             output_attentions: weights are never formed: an error.
             return_dict: default ``True``; else a tuple.
+            **kwargs: ``cu_seq_lens_q`` as flash attention takes it; others are without effect, such as ``seq_idx``.
 
         Raises:
-            ConfigError: see ``read_padding`` and ``read_packing``; or weights are asked for.
+            ConfigError: see ``read_padding`` and ``read_packing``; weights are asked for; or an argument changes the score.
             ShapeError: a token lies beyond the learned positions.
         """
         if output_attentions:
             raise ConfigError("structured attention never forms the weights of all pairs: leave output_attentions away")
+        check_arguments(None, kwargs)
+        if kwargs.get("is_causal") is False:
+            raise ConfigError("this model is causal, and the call asks for is_causal=False")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         past_key_values = self._checked_cache(past_key_values, use_cache)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         length = x.shape[1]
         mask = StructuredMask(num_queries=length, num_keys=past + length, attention_mask=attention_mask)
-        sequences = mask.sequences(position_ids, has_cache=past_key_values is not None)
+        sequences = mask.sequences(position_ids, kwargs.get("cu_seq_lens_q"), has_cache=past_key_values is not None)
         padding = None if past_key_values is None else mask.padding_counts
         if self.position is not None:
             x = x + self._learned(self.position, past, length, sequences)
@@ -320,7 +325,7 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
             output_attentions, return_dict: see ``StructAttnModel.forward``.
             labels: (B, T) int, the tokens themselves (they are shifted here); -100 is left out.
             logits_to_keep: the number of last positions, or the positions themselves; 0 is all.
-            **kwargs: of the loss, such as ``num_items_in_batch``.
+            **kwargs: of the loss, such as ``num_items_in_batch``; others see ``StructAttnModel.forward``.
 
         Raises:
             ConfigError, ShapeError: see ``StructAttnModel.forward``.
@@ -336,13 +341,14 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
             return_dict=True,
+            **kwargs,
         )
         x = out.last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, keep])
+        check_loss({"labels": labels, **kwargs}, x, self.config.vocab_size)
         loss = None
         if labels is not None:
-            check_labels(labels, x, self.config.vocab_size)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         result = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states

@@ -1,0 +1,155 @@
+"""Arguments that are not the attention's pass through a model; those that change its score are refused."""
+
+import ast
+import copy
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+import torch.nn.functional as F
+import transformers
+from hf_models import VOCAB, generate, gpt2, llama, tokens
+from test_hf_saving import own
+
+from structattn.errors import ConfigError, ShapeError
+from structattn.integrations.transformers import arguments, register_attention, structurize
+from structattn.integrations.transformers.arguments import check_arguments
+
+IDS = tokens(2, 12)
+NAME = register_attention("mlr:4|2|2", name="test_arguments", context_length=16)
+
+
+def registered():
+    model = llama().double().eval()
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def changed(make=llama):
+    torch.manual_seed(0)
+    return structurize(make().double().eval(), "mlr:4|2|2", context_length=16)
+
+
+MODELS = {"own": own, "llama": changed, "gpt2": lambda: changed(gpt2), "registered": registered}
+
+
+def letters():
+    """A tokenizer with one letter for each token."""
+    names = [chr(97 + i) for i in range(26)] + [chr(65 + i) for i in range(VOCAB - 26)]
+    model = tokenizers.Tokenizer(tokenizers.models.BPE({name: i for i, name in enumerate(names)}, []))
+    model.decoder = tokenizers.decoders.BPEDecoder()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=model)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_passes_through(kind) -> None:
+    model = MODELS[kind]()
+    with torch.no_grad():
+        logits = model(IDS, use_cache=False).logits
+        given = {"seq_idx": torch.zeros_like(IDS, dtype=torch.int32), "tokenizer": letters(), "return_loss": True}
+        assert torch.equal(model(IDS, use_cache=False, num_items_in_batch=3, **given).logits, logits)
+        # losses as transformers defines them, in float32
+        x, labels = logits.float().flatten(0, 1), IDS.where(IDS > 8, -1)
+        found = model(
+            IDS, labels=labels, shift_labels=labels, ignore_index=-1, num_items_in_batch=7, use_cache=False
+        ).loss
+        expected = F.cross_entropy(x, labels.flatten(), ignore_index=-1, reduction="sum") / 7
+        torch.testing.assert_close(found, expected)
+    tokenizer = letters()
+    text = generate(model, IDS[:1], new=12)
+    stop = tokenizer.decode(text[0, 14])
+    end = 12 + next(i for i, token in enumerate(text[0, 12:].tolist()) if tokenizer.decode(token) == stop) + 1
+    assert torch.equal(generate(model, IDS[:1], tokenizer=tokenizer, stop_strings=[stop]), text[:, :end])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_changes_the_score_is_refused(kind) -> None:
+    model = MODELS[kind]()
+    for name, value in {
+        **({"softcap": 30.0, "s_aux": torch.zeros(4)} if kind == "own" else {}),
+        "position_bias": torch.zeros(1, 4, 12, 12),
+        "head_mask": torch.ones(4),
+        "cache": object(),
+    }.items():
+        with pytest.raises(ConfigError, match=f"does not know the argument '{name}'"):
+            model(IDS, use_cache=False, **{name: value})
+    with pytest.raises(ConfigError, match="is_causal=False|both directions"):
+        model(IDS, use_cache=False, is_causal=False)
+
+
+@pytest.mark.parametrize("kind", ["own", "llama"])
+def test_wrong_arguments_of_the_loss(kind) -> None:
+    model = MODELS[kind]()
+    for wrong in ("x", 1.5, None, True):
+        with pytest.raises(ConfigError, match="ignore_index"):
+            model(IDS, labels=IDS, ignore_index=wrong)
+    with pytest.raises(ShapeError, match="shift_labels"):
+        model(IDS, labels=IDS, shift_labels=IDS[:, 1:])
+    with pytest.raises(ConfigError, match="shift_labels must be from 0 to 49, got -1"):
+        model(IDS, labels=IDS, shift_labels=IDS * 0 - 1)
+
+
+def test_packing_by_offsets_alone() -> None:
+    model = own()
+    ids, offsets = IDS[:1], torch.tensor([0, 5, 12], dtype=torch.int32)
+    expected = torch.cat([model(ids[:, :5], use_cache=False).logits, model(ids[:, 5:], use_cache=False).logits], 1)
+    torch.testing.assert_close(model(ids, cu_seq_lens_q=offsets, use_cache=False).logits, expected)
+    with pytest.raises(ConfigError, match="use_cache=False"):
+        model(ids, cu_seq_lens_q=offsets)
+
+
+class Clipped(torch.nn.Module):
+    """An attention module with a score term that nobody knows."""
+
+    def forward(self, function, **kwargs):
+        return function(self, qk_clip=3.0, scaling=1.0, **kwargs)
+
+
+def test_an_unknown_argument_of_the_module_itself_is_refused() -> None:
+    check_arguments(torch.nn.Linear(1, 1), {"qk_clip": 3.0})
+    for module, options in ((Clipped(), {}), (torch.nn.Linear(1, 1), {"strict": True})):
+        with pytest.raises(ConfigError, match="qk_clip"):
+            check_arguments(module, {"qk_clip": 3.0}, **options)
+    check_arguments(Clipped(), {"seq_idx": torch.zeros(2), "qk_clip": None})
+    model = registered()
+    attention = type(model.model.layers[0].self_attn)
+
+    class WithClip(attention):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs | {"qk_clip": 3.0})
+
+    WithClip.__module__ = attention.__module__  # rotary pairs are read from the file of the forward
+    other = copy.deepcopy(model)
+    other.model.layers[1].self_attn.__class__ = WithClip
+    with pytest.raises(ConfigError, match="qk_clip"):
+        other(IDS)
+    plain = llama().eval()
+    plain.model.layers[1].self_attn.__class__ = WithClip
+    with pytest.raises(ConfigError, match="qk_clip"):
+        structurize(plain, "mlr:4|4")
+
+
+@pytest.mark.full
+def test_every_argument_that_transformers_passes_is_known_or_refused() -> None:
+    """A new version may add one: then this says which, and it is classified in arguments.py."""
+    known = arguments._KNOWN | arguments._CHANGES_SCORES
+    known |= {"query", "key", "value", "attention_mask", "dropout", "scaling"}
+    found = set()
+    for file in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        text = file.read_text()
+        if "attention_interface(" in text:
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "attention_interface":
+                    found |= {(word.arg, file.parent.name) for word in node.keywords if word.arg}
+    assert len(found) > 500
+    assert {entry for entry in found if entry[0] not in known} == set()
+
+
+@pytest.mark.full
+def test_compiled_whole() -> None:
+    model = changed()
+    expected = model(IDS, use_cache=False).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    mask = torch.ones_like(IDS)
+    torch.testing.assert_close(compiled(IDS, attention_mask=mask, seq_idx=IDS, use_cache=False).logits, expected)

@@ -18,19 +18,11 @@ from torch import nn
 from structattn.checks import quoted
 from structattn.errors import ConfigError
 
-# What attention functions of transformers read, and structured attention does not: score terms, choices of keys, paged caches.
+# Terms of the score that we have too: transformers' names, and ours.
+TERMS = {"softcap": "softcap", "s_aux": "sinks"}
+# What attention functions of transformers read, and not all of ours do: score terms, choices of keys, paged caches.
 _CHANGES_SCORES = frozenset(
-    {
-        "block_indices",
-        "cache",
-        "head_mask",
-        "indices",
-        "output_attentions",
-        "position_bias",
-        "s_aux",
-        "sinks",
-        "softcap",
-    }
+    {*TERMS, "block_indices", "cache", "head_mask", "indices", "output_attentions", "position_bias", "sinks"}
 )
 # What attention modules pass on, and structured attention reads or does not need; a module may name what its caller gives.
 _KNOWN = frozenset(
@@ -78,13 +70,13 @@ def check_arguments(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_named(kind: type[nn.Module], name: str) -> bool:
+def _is_named(kind: Any, name: str) -> bool:
     """Whether the code of an attention class contains this text, as it does where the class passes an argument of this name."""
     return name in _texts_of(kind)
 
 
 @functools.cache
-def _texts_of(kind: type) -> frozenset[str]:
+def _texts_of(kind: Any) -> frozenset[str]:
     methods = (
         inspect.unwrap(value)
         for base in kind.__mro__

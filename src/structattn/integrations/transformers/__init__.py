@@ -21,21 +21,35 @@ except ModuleNotFoundError as error:
 if not (5, 17) <= tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (6, 0):
     raise MissingDependencyError(f"{_NEEDED}, but {transformers.__version__} is installed: {_INSTALL}")
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from structattn.integrations.transformers.adapters import register_adapter, score  # noqa: E402
 from structattn.integrations.transformers.auto_map import publish  # noqa: E402
 from structattn.integrations.transformers.cache import LevelCacheLayer, LevelCaches, level_cache  # noqa: E402
 from structattn.integrations.transformers.config import StructAttnConfig  # noqa: E402
 from structattn.integrations.transformers.families import class_named  # noqa: E402
+from structattn.integrations.transformers.heads import (  # noqa: E402
+    StructAttnForSequenceClassification,
+    StructAttnForTokenClassification,
+)
 from structattn.integrations.transformers.interface import register_attention  # noqa: E402
 from structattn.integrations.transformers.model import StructAttnForCausalLM, StructAttnModel  # noqa: E402
 from structattn.integrations.transformers.structurize import load_structurized, structurize  # noqa: E402
 
 AutoConfig.register(StructAttnConfig.model_type, StructAttnConfig)
-AutoModel.register(StructAttnConfig, StructAttnModel)
-AutoModelForCausalLM.register(StructAttnConfig, StructAttnForCausalLM)
-for _kind in (StructAttnModel, StructAttnForCausalLM):
+for _auto, _kind in (
+    (AutoModel, StructAttnModel),
+    (AutoModelForCausalLM, StructAttnForCausalLM),
+    (AutoModelForSequenceClassification, StructAttnForSequenceClassification),
+    (AutoModelForTokenClassification, StructAttnForTokenClassification),
+):
+    _auto.register(StructAttnConfig, _kind)
     publish(_kind)
 
 if not TYPE_CHECKING:
@@ -52,6 +66,8 @@ __all__ = [
     "LevelCaches",
     "StructAttnConfig",
     "StructAttnForCausalLM",
+    "StructAttnForSequenceClassification",
+    "StructAttnForTokenClassification",
     "StructAttnModel",
     "level_cache",
     "load_structurized",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from structattn.checks import INT_DTYPES, check_bool, check_int, check_int_tensor, check_tensor, check_type, describe
 from structattn.errors import ConfigError, ShapeError
@@ -27,10 +28,19 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
         check_inputs(self.config, given)
         if given.get("inputs_embeds") is not None:
             _check_as_weights(given["inputs_embeds"], self.get_input_embeddings().weight)
+        tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
         if "logits_to_keep" in names:  # a causal language model
             check_keep(given.get("logits_to_keep", 0))
-            tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
             check_loss(given, tokens, self.config.vocab_size)
+        elif isinstance(self, GenericForTokenClassification):
+            check_loss(given, tokens, self.config.num_labels)
+        elif isinstance(self, GenericForSequenceClassification):
+            if self.config.pad_token_id is None and tokens.shape[0] > 1:
+                raise ConfigError(
+                    f"a batch of {tokens.shape[0]} rows needs config.pad_token_id, from which the last token of each row is found"
+                )
+            if given.get("labels") is not None:
+                check_classes(given["labels"], tokens.shape[0], self.config)
         return forward(self, *args, **kwargs)
 
     return checked_forward
@@ -113,6 +123,24 @@ def check_loss(given: Mapping[str, Any], tokens: Tensor, vocab_size: int) -> Non
         if labels.shape != tokens.shape[:2]:
             raise ShapeError(f"{name} must be of shape {tuple(tokens.shape[:2])}, got {tuple(labels.shape)}")
         _check_range(name, labels.where(labels != ignored, 0), 0, vocab_size)
+
+
+def check_classes(labels: Any, rows: int, config: PreTrainedConfig) -> None:
+    """Raises ``ShapeError`` or ``ConfigError`` unless labels are a class for each row, or floating point numbers for each row."""
+    check_tensor("labels", labels)
+    count, problem = config.num_labels, config.problem_type
+    is_class = problem == "single_label_classification" or (
+        problem is None and count > 1 and not labels.is_floating_point()
+    )
+    shapes = [(rows,)] if is_class else [(rows, count), *([(rows,)] if count == 1 else [])]
+    fits = labels.dtype == torch.int64 if is_class else labels.is_floating_point()
+    if not fits or tuple(labels.shape) not in shapes:
+        raise ShapeError(
+            f"labels of {problem or 'a classification'} with num_labels={count} must be {'int64' if is_class else 'floating point'} of shape "
+            f"{shapes[0]}, got {labels.dtype} of shape {tuple(labels.shape)}"
+        )
+    if is_class:
+        _check_range("labels", labels.where(labels != -100, 0), 0, count)
 
 
 def check_keep(logits_to_keep: Any) -> None:

@@ -79,6 +79,7 @@ class Case:
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    masked: str | None = None  # the dimensions of (B, H, T, S) that a mask has
     ends: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
     config: KernelConfig | None = None
@@ -89,6 +90,10 @@ class Case:
     def call(self) -> Call:
         cu_seqlens = None if self.ends is None else torch.tensor((0, *self.ends), dtype=torch.int32, device=DEVICE)
         options = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        if self.masked is not None:
+            shape = zip("BHTS", (self.batch, self.heads[0], *self.lengths), strict=True)
+            sizes = [n if name in self.masked else 1 for name, n in shape]
+            options["attn_mask"] = (torch.rand(sizes, generator=torch.Generator().manual_seed(1)) < 0.6).to(DEVICE)
         return _call(self.layout, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **options)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,6 +130,7 @@ def _expected(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
         cu_seqlens=call.cu_seqlens,
         left_padding=None,
         softcap=call.softcap,
+        attn_mask=call.attn_mask,
     )
 
 
@@ -187,6 +193,10 @@ CASES = {
     "beyond the context": Case(layout=LevelLayout((16, 16), (32, 16)), lengths=(71, 71)),
     "one level": Case(layout=LevelLayout((24,), (64,)), lengths=(53, 53), heads=(2, 2)),
     "a number as scale": Case(layout=FREE, lengths=(37, 37), scale=0.3),
+    "mask of pairs": Case(layout=FREE, lengths=(19, 23), heads=(2, 1), batch=2, masked="BHTS"),
+    "mask of keys, not causal": Case(layout=WIDE, lengths=(40, 40), batch=2, masked="BS", is_causal=False, window=30),
+    "mask of queries, packed": Case(layout=HALVING, lengths=(50, 50), ends=(17, 50), masked="HT", heads=(2, 1)),
+    "mask, more queries": Case(layout=FREE, lengths=(41, 23), masked="TS"),
     "soft cap": Case(layout=FREE, lengths=(37, 37), softcap=0.7),
     "large soft cap, not causal": Case(layout=VALUES, lengths=(37, 37), scale=30.0, softcap=50.0, is_causal=False),
     "packed": Case(layout=HALVING, lengths=(60, 60), ends=(3, 40, 60)),
@@ -225,6 +235,7 @@ DECODING = {
     "window": Case(layout=FREE, lengths=(3, 80), window=20),
     "not causal, values": Case(layout=VALUES, lengths=(4, 75), is_causal=False, heads=(4, 1)),
     "soft cap": Case(layout=HALVING, lengths=(2, 60), softcap=0.5),
+    "mask": Case(layout=WIDE, lengths=(3, 66), heads=(4, 2), batch=2, masked="BHTS"),
     "float16": Case(layout=EQUAL, lengths=(2, 70), dtype=torch.float16),
 }
 
@@ -342,15 +353,17 @@ def shared(kernel, tiles, pointers, constants):
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
 
-def check(layout, value_dim, dtype, name, is_causal, packed, softcap):
-    config = default_config(layout, dtype, value_dim)
+def check(layout, value_dim, dtype, name, is_causal, packed, softcap, masked):
+    config = default_config(layout, dtype, value_dim, masked)
     call = Call(
         layout=layout, is_causal=is_causal, scale=None, window=None, attn_bias=None, dropout_p=0.0, left_padding=None,
         cu_seqlens=torch.tensor([0, 1]) if packed else None,
     )
     x, y = "*" + name, "*fp32"
     maps = {"cu_seqlens": "*i32", "tile_map": "*i32"}
-    absent = {} if packed else {"cu_seqlens": None, "tile_map": None}
+    maps |= {"mask": "*u8"}
+    unmasked = {} if masked else {"mask": None}
+    absent = unmasked | ({} if packed else {"cu_seqlens": None, "tile_map": None})
     def constants(tiles, **more):
         plan = make_plan(layout, None, value_dim, tiles, softcap=softcap)
         return host._constants(plan, call) | {"OWN": tiles.own, "WALK": tiles.walk} | absent | more
@@ -362,15 +375,16 @@ def check(layout, value_dim, dtype, name, is_causal, packed, softcap):
         yield shared(gradient_kernel, tiles, gradient, constants(tiles, OWN_IS_KEY=own_is_key))
     tiles = config.decode
     plan = make_plan(layout, None, value_dim, tiles, layout.num_levels, softcap)
-    decode = {"q": x, "k": x, "v": x, "partial": y, "partial_lse": y}
+    decode = {"q": x, "k": x, "v": x, "partial": y, "partial_lse": y, "mask": "*u8"}
     fixed = {"PLAN": plan.constants, "OWN": tiles.own, "WALK": tiles.walk, "IS_CAUSAL": is_causal, "HAS_WINDOW": False}
+    fixed |= unmasked
     yield shared(decode_kernel, tiles, decode, fixed)
 
 levels = LevelLayout.halving((8,) * 4, 512)
 sliced = LevelLayout.halving((64, 32, 32), 4096, value_ranks=(64, 32, 32))
 print(max(itertools.chain(
-    check(levels, 64, torch.bfloat16, "bf16", True, True, None),
-    check(sliced, 128, torch.float16, "fp16", False, False, 50.0),
+    check(levels, 64, torch.bfloat16, "bf16", True, True, None, False),
+    check(sliced, 128, torch.float16, "fp16", False, False, 50.0, True),
 )))
 """
 

@@ -28,7 +28,7 @@ _DECODE_ROWS = 64  # rows of a tile, being the queries of all heads that share a
 
 
 def _config(q: Tensor, v: Tensor, call: Call, config: KernelConfig | None) -> KernelConfig:
-    config = config or default_config(call.layout, q.dtype, v.shape[3])
+    config = config or default_config(call.layout, q.dtype, v.shape[3], call.attn_mask is not None)
     if config is None:
         raise AssertionError("no tiles fit this call: why_not says so")
     return config
@@ -37,11 +37,11 @@ def _config(q: Tensor, v: Tensor, call: Call, config: KernelConfig | None) -> Ke
 def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     """The reason why these kernels cannot run a call, as a sentence for the user, or ``None`` when they can."""
     layout, value_dim, length = call.layout, v.shape[3], max(q.shape[2], k.shape[2])
+    masked = call.attn_mask is not None
     if (reason := why_not_on(q.device, q.dtype, layout.ranks, value_dim, length)) is not None:
         return reason
     for name, is_asked in (
         ("attn_bias", call.attn_bias is not None),
-        ("attn_mask", call.attn_mask is not None),
         ("dropout", call.dropout_p > 0),
         ("left_padding", call.left_padding is not None),
     ):
@@ -49,7 +49,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
             return f"the Triton kernels have no {name}"
     if layout.boundaries is not None:
         return "the Triton kernels have no free partitions (boundaries), only block sizes"
-    return no_room(layout.ranks) if default_config(layout, q.dtype, value_dim) is None else None
+    return no_room(layout.ranks) if default_config(layout, q.dtype, value_dim, masked) is None else None
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:
@@ -64,6 +64,14 @@ def _rows(x: Tensor) -> Tensor:
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
+
+
+def _mask(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor | None, int, int, int, int]:
+    """The mask as bytes, and its strides: 0 along dimensions that it does not have."""
+    if call.attn_mask is None:
+        return None, 0, 0, 0, 0
+    mask = call.attn_mask.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
+    return mask, *mask.stride()  # type: ignore[return-value]
 
 
 def _window(call: Call, num_queries: int, num_keys: int) -> int:
@@ -117,10 +125,14 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Cal
     own = max(config.decode.own, min(_DECODE_ROWS, triton.next_power_of_2(rows)))
     first, last = num_keys - num_queries, num_keys - 1
     num_coarse = 1 + sum(first // size == last // size for size in call.layout.block_sizes[1:])
+    mask, *mask_strides = _mask(q, k, call)
     while True:
         tiles = replace(config.decode, own=own)
         plan = make_plan(call.layout, call.scale, value_dim, tiles, num_coarse, call.softcap)
-        if own <= config.decode.own or shared_memory(plan, tiles, q.itemsize, is_gradient=False) <= SHARED_MEMORY:
+        if (
+            own <= config.decode.own
+            or shared_memory(plan, tiles, q.itemsize, is_gradient=False, masked=mask is not None) <= SHARED_MEMORY
+        ):
             break
         own //= 2
     num_tiles = math.ceil(rows / own)
@@ -131,7 +143,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Cal
     num_rows = batch * num_heads * num_queries
     partial, partial_lse = partial_results(num_splits, num_rows, value_dim, q.device)
     decode_kernel[(num_splits * programs,)](
-        q, k, v, partial, partial_lse, *_strides(q), *_strides(k), *_strides(v),
+        q, k, v, partial, partial_lse, mask, *_strides(q), *_strides(k), *_strides(v), *mask_strides,
         num_queries, num_keys, chunk, num_splits, _window(call, num_queries, num_keys), num_rows, value_dim, num_tiles,
         num_groups, heads_per_group,
         PLAN=plan.constants, IS_CAUSAL=call.is_causal, HAS_WINDOW=call.window is not None, **_launch(tiles),
@@ -172,11 +184,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: KernelConfig | 
         if few and num_keys >= config.decode_keys and cu_seqlens is None:
             _decode(q, k, v, out, lse, call, config)
             return out, lse
+        mask, *mask_strides = _mask(q, k, call)
         plan = make_plan(call.layout, call.scale, value_dim, config.forward, softcap=call.softcap)
         num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, cu_seqlens)
         forward_kernel[(num_tiles * batch * num_heads,)](
-            q, k, v, out, lse, cu_seqlens, tile_map,
-            *_strides(q), *_strides(k), *_strides(v), *_strides(out),
+            q, k, v, out, lse, cu_seqlens, tile_map, mask,
+            *_strides(q), *_strides(k), *_strides(v), *_strides(out), *mask_strides,
             num_queries, num_keys, first_block, num_tiles, _window(call, num_queries, num_keys),
             0 if cu_seqlens is None else len(cu_seqlens) - 1, num_heads, num_heads // k.shape[1],
             **_constants(plan, call), **_launch(config.forward),
@@ -221,6 +234,7 @@ def backward(
     if not q.numel() or not k.numel():
         return grad_q.zero_(), grad_k.zero_(), grad_v.zero_()
     delta, base = torch.empty_like(lse), torch.empty_like(lse)
+    mask, *mask_strides = _mask(q, k, call)
     options = (
         _window(call, num_queries, num_keys),
         0 if cu_seqlens is None else len(cu_seqlens) - 1,
@@ -235,16 +249,18 @@ def backward(
         plan = make_plan(call.layout, call.scale, value_dim, config.grad_queries, softcap=call.softcap)
         num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, cu_seqlens)
         gradient_kernel[(num_tiles * batch * num_heads,)](
-            q, grad_out, k, v, grad_q, grad_q, base, delta, cu_seqlens, tile_map,
+            q, grad_out, k, v, grad_q, grad_q, base, delta, cu_seqlens, tile_map, mask,
             *_strides(q), *_strides(grad_out), *_strides(k), *_strides(v), *_strides(grad_q), *_strides(grad_q),
+            *mask_strides,
             num_queries, num_keys, first_block, num_tiles, *options, num_heads, num_heads // num_groups,
             OWN_IS_KEY=False, **_constants(plan, call), **_launch(config.grad_queries),
         )  # fmt: skip
         plan = make_plan(call.layout, call.scale, value_dim, config.grad_keys, softcap=call.softcap)
         num_tiles, first_block, tile_map = _grid(plan, 0, num_keys, cu_seqlens)
         gradient_kernel[(num_tiles * batch * num_groups,)](
-            k, v, q, grad_out, grad_k, grad_v, base, delta, cu_seqlens, tile_map,
+            k, v, q, grad_out, grad_k, grad_v, base, delta, cu_seqlens, tile_map, mask,
             *_strides(k), *_strides(v), *_strides(q), *_strides(grad_out), *_strides(grad_k), *_strides(grad_v),
+            *mask_strides,
             num_queries, num_keys, first_block, num_tiles, *options, num_groups, num_heads // num_groups,
             OWN_IS_KEY=True, **_constants(plan, call), **_launch(config.grad_keys),
         )  # fmt: skip

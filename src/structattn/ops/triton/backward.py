@@ -49,6 +49,7 @@ from structattn.ops.triton.primitives import (
     pick,
     product_of,
     reach,
+    shown_pairs,
     soft_tanh,
     store_subtiles,
     visible_pairs,
@@ -89,7 +90,7 @@ def row_kernel(
 @triton.jit
 def accumulate(
     grad_key, grad_value, own, other, own_base, own_delta, position, walk_key, walk_value, walk_base, walk_delta,
-    key_stride, value_stride, start, stop, walk_first, factor, window,
+    key_stride, value_stride, start, stop, walk_first, factor, window, mask, mask_stride,
     PLAN: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr, WALK: tl.constexpr, OWN_IS_KEY: tl.constexpr,
     MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
@@ -134,6 +135,8 @@ def accumulate(
         if MASKED:
             shown = visible_pairs(position, place, stop, window, OWN_IS_KEY, IS_CAUSAL, HAS_WINDOW)
             weight = tl.where(shown, weight, 0.0)
+        if mask is not None:
+            weight = tl.where(shown_pairs(mask, row * mask_stride, valid), weight, 0.0)
         grad = (weight * grad * scale).to(keys[0].dtype)
         grad_key = add_weighted(grad_key, grad, keys, position, place, KEY_SUBTILES, NUM_KEY, FINE, PLAN)
         if OWN_IS_KEY:
@@ -158,10 +161,11 @@ def natural(subtiles, SUBTILES: tl.constexpr, SCALES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "first_block", "num_tiles", "window", "num_sequences"])
 def gradient_kernel(
-    own_key, own_value, walk_key, walk_value, grad_key, grad_value, base, delta, cu_seqlens, tile_map,
+    own_key, own_value, walk_key, walk_value, grad_key, grad_value, base, delta, cu_seqlens, tile_map, mask,
     own_key_batch, own_key_head, own_key_row, own_value_batch, own_value_head, own_value_row,
     walk_key_batch, walk_key_head, walk_key_row, walk_value_batch, walk_value_head, walk_value_row,
     grad_key_batch, grad_key_head, grad_key_row, grad_value_batch, grad_value_head, grad_value_row,
+    mask_batch, mask_head, mask_query, mask_key,
     num_queries, num_keys, first_block, num_tiles, window, num_sequences, num_heads, heads_per_group,
     PLAN: tl.constexpr, OWN: tl.constexpr, WALK: tl.constexpr, ANCHOR: tl.constexpr, PER_ANCHOR: tl.constexpr,
     ALIGNED: tl.constexpr, OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -223,6 +227,17 @@ def gradient_kernel(
         line = (batch * num_heads + head) * num_queries + row
         own_base = tl.load(base + line, mask=row_valid, other=float("inf"))
         own_delta = tl.load(delta + line, mask=row_valid, other=0.0)
+    if OWN_IS_KEY:
+        mask_own = mask_key
+        mask_walk = mask_query
+        mask_line = walk_head
+    else:
+        mask_own = mask_query
+        mask_walk = mask_key
+        mask_line = head
+    if mask is not None:
+        mask += batch * mask_batch + mask_line * mask_head + walk_offset * mask_walk
+        mask += tl.where(row_valid, row, 0) * mask_own
     sums = zero_subtiles(OWN, KEY_SUBTILES)
     if OWN_IS_KEY:
         value_sums = zero_subtiles(OWN, VALUE_SUBTILES)
@@ -244,12 +259,15 @@ def gradient_kernel(
                 step = tl.cast(walk, tl.int64)
                 key = walk_key + step * walk_key_head
                 value = walk_value + step * walk_value_head
+                walked_mask = mask
+                if mask is not None:
+                    walked_mask = mask + step * mask_head
                 if not (IS_CAUSAL and OWN_IS_KEY):
                     start, stop = before(level, first, middle_low, low, high, PLAN)
                     sums, value_sums = accumulate(
                         sums, value_sums, own, other, own_base, own_delta, position, key, value,
                         base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
-                        start, stop, walk_first, factor, window,
+                        start, stop, walk_first, factor, window, walked_mask, mask_walk,
                         PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, OWN_IS_KEY,
                         MASKED, False, HAS_WINDOW, False,
                     )  # fmt: skip
@@ -258,7 +276,7 @@ def gradient_kernel(
                     sums, value_sums = accumulate(
                         sums, value_sums, own, other, own_base, own_delta, position, key, value,
                         base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
-                        start, stop, walk_first, factor, window,
+                        start, stop, walk_first, factor, window, walked_mask, mask_walk,
                         PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, OWN_IS_KEY,
                         True, False, HAS_WINDOW, False,
                     )  # fmt: skip
@@ -281,11 +299,14 @@ def gradient_kernel(
     stop = tl.minimum(middle_high, high)
     for walk in range(0, num_walks):
         step = tl.cast(walk, tl.int64)
+        walked_mask = mask
+        if mask is not None:
+            walked_mask = mask + step * mask_head
         sums, value_sums = accumulate(
             sums, value_sums, own, other, own_base, own_delta, position,
             walk_key + step * walk_key_head, walk_value + step * walk_value_head,
             base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
-            start, stop, walk_first, item(factors_of(PLAN), LAST), window,
+            start, stop, walk_first, item(factors_of(PLAN), LAST), window, walked_mask, mask_walk,
             PLAN, count(KEY_SUBTILES), count(VALUE_SUBTILES), WALK, OWN_IS_KEY, True, IS_CAUSAL, HAS_WINDOW, FINE,
         )  # fmt: skip
     store_subtiles(

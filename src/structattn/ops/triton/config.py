@@ -87,19 +87,22 @@ def no_room(ranks: tuple[int, ...]) -> str:
     return f"the Triton kernels have no room for the many narrow levels {'|'.join(map(str, ranks))}"
 
 
-def shared_memory(plan: KernelPlan, tiles: Tiles, itemsize: int, *, is_gradient: bool) -> int:
+def shared_memory(plan: KernelPlan, tiles: Tiles, itemsize: int, *, is_gradient: bool, masked: bool = False) -> int:
     """Bytes of shared memory per block: own tiles and the buffers of the pipeline, as measured on compiled kernels."""
     walk = tiles.num_stages * tiles.walk * (plan.key_width + plan.value_width)
+    mask = tiles.num_stages * tiles.walk * tiles.own if masked else 0
     if is_gradient:
-        return itemsize * (tiles.own * (plan.key_width + plan.value_width) + walk) + 2**14
-    return itemsize * (tiles.own * plan.key_width + walk)
+        return itemsize * (tiles.own * (plan.key_width + plan.value_width) + walk) + 2**14 + mask
+    return itemsize * (tiles.own * plan.key_width + walk) + mask
 
 
-def _fitted(tiles: Tiles, layout: LevelLayout, value_dim: int, itemsize: int, *, is_gradient: bool) -> Tiles | None:
+def _fitted(
+    tiles: Tiles, layout: LevelLayout, value_dim: int, itemsize: int, *, is_gradient: bool, masked: bool
+) -> Tiles | None:
     """The tiles, made smaller until they fit; many narrow levels take more columns than the head dimension has."""
     while True:
         plan = make_plan(layout, None, value_dim, tiles)
-        if shared_memory(plan, tiles, itemsize, is_gradient=is_gradient) <= SHARED_MEMORY:
+        if shared_memory(plan, tiles, itemsize, is_gradient=is_gradient, masked=masked) <= SHARED_MEMORY:
             return tiles
         if tiles.num_stages > 1:
             tiles = replace(tiles, num_stages=tiles.num_stages - 1)
@@ -112,8 +115,10 @@ def _fitted(tiles: Tiles, layout: LevelLayout, value_dim: int, itemsize: int, *,
 
 
 @lru_cache(maxsize=1024)
-def default_config(layout: LevelLayout, dtype: torch.dtype, value_dim: int) -> KernelConfig | None:
-    """The tiles for a layout and a dtype, or ``None`` where none fit; the smallest ones in Triton's interpreter.
+def default_config(
+    layout: LevelLayout, dtype: torch.dtype, value_dim: int, masked: bool = False
+) -> KernelConfig | None:
+    """The tiles for a layout and a dtype, with a mask or without, or ``None`` where none fit; the smallest ones in Triton's interpreter.
 
     The interpreter has no use for large tiles, and small ones let it test boundaries on short sequences.
     """
@@ -123,7 +128,9 @@ def default_config(layout: LevelLayout, dtype: torch.dtype, value_dim: int) -> K
     for size, dim, config in _CONFIGS:
         if size == dtype.itemsize and max(layout.head_dim, value_dim) <= dim:
             fitted = {
-                name: _fitted(getattr(config, name), layout, value_dim, size, is_gradient=name.startswith("grad"))
+                name: _fitted(
+                    getattr(config, name), layout, value_dim, size, is_gradient=name.startswith("grad"), masked=masked
+                )
                 for name in ("forward", "grad_queries", "grad_keys", "decode")
             }
             found = {name: tiles for name, tiles in fitted.items() if tiles is not None}

@@ -40,8 +40,9 @@ def merge(partial: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> Non
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "chunk", "num_splits", "window"])
 def decode_kernel(
-    q, k, v, partial, partial_lse,
+    q, k, v, partial, partial_lse, mask,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    mask_batch, mask_head, mask_query, mask_key,
     num_queries, num_keys, chunk, num_splits, window, num_rows, value_dim, num_tiles, num_groups, heads_per_group,
     PLAN: tl.constexpr, OWN: tl.constexpr, WALK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -63,9 +64,12 @@ def decode_kernel(
     low, high = reach(first, num_keys - 1, num_keys * 0, num_keys, window, False, IS_CAUSAL, HAS_WINDOW, False, WALK)
     low = tl.maximum(low, split * chunk)
     high = tl.minimum(high, (split + 1) * chunk)
+    if mask is not None:
+        mask += batch * mask_batch + tl.where(row_valid, head * mask_head + query.to(tl.int64) * mask_query, 0)
     sums, top, total = walk_keys(
         q + batch * q_batch, head * q_head + query.to(tl.int64) * q_row, row_valid, first + query, first, num_keys - 1,
         low, high, k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head, k_row, v_row, window,
+        mask, mask_key,
         PLAN, OWN, WALK, IS_CAUSAL, HAS_WINDOW, False, False,
     )  # fmt: skip
     empty = total == 0.0

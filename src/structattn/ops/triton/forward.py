@@ -38,6 +38,7 @@ from structattn.ops.triton.primitives import (
     pick,
     product_of,
     reach,
+    shown_pairs,
     soft_tanh,
     store_subtiles,
     visible_pairs,
@@ -56,12 +57,13 @@ def scale_subtiles(subtiles, factor):
 @triton.jit
 def attend(
     sums, top, total, query, position, key, value, key_stride, value_stride, start, stop, factor, window,
+    mask, mask_stride,
     PLAN: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr, WALK: tl.constexpr,
     MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """Adds keys start ... stop to the running softmax: its sums of values, its maximum (base 2) and its denominator.
 
-    ``key`` and ``value`` point at position 0. ``factor`` is c_n log2(e) of the coarse levels that these keys share.
+    ``key`` and ``value`` point at position 0, ``mask``, if there is one, at that of each query. ``factor`` is c_n log2(e) of the coarse levels that these keys share.
     """
     KEY_SUBTILES: tl.constexpr = key_subtiles_of(PLAN)
     VALUE_SUBTILES: tl.constexpr = value_subtiles_of(PLAN)
@@ -82,6 +84,8 @@ def attend(
         if MASKED:
             shown = visible_pairs(position, place, stop, window, False, IS_CAUSAL, HAS_WINDOW)
             score = tl.where(shown, score, float("-inf"))
+        if mask is not None:
+            score = tl.where(shown_pairs(mask, row * mask_stride, valid), score, float("-inf"))
         highest = tl.maximum(top, tl.max(score, 1))
         weight = tl.exp2(score - highest[:, None])
         shrink = tl.exp2(top - highest)
@@ -98,6 +102,7 @@ def attend(
 @triton.jit
 def walk_keys(
     query, query_offset, row_valid, position, first, last, low, high, key, value, key_stride, value_stride, window,
+    mask, mask_stride,
     PLAN: tl.constexpr, OWN: tl.constexpr, WALK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
     ALIGNED: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
@@ -133,12 +138,13 @@ def walk_keys(
             factor = pick(factors_of(PLAN), level)
             sums, top, total = attend(
                 sums, top, total, own, position, key, value, key_stride, value_stride, start, stop, factor, window,
+                mask, mask_stride,
                 PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, MASKED, False, HAS_WINDOW, False,
             )  # fmt: skip
             if AFTER:
                 sums, top, total = attend(
                     sums, top, total, own, position, key, value, key_stride, value_stride, start_after, stop_after,
-                    factor, window,
+                    factor, window, mask, mask_stride,
                     PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, True, False, HAS_WINDOW, False,
                 )  # fmt: skip
             if is_sliced(PLAN):
@@ -151,15 +157,16 @@ def walk_keys(
     stop = tl.minimum(middle_high, high)
     return attend(
         sums, top, total, own, position, key, value, key_stride, value_stride, start, stop,
-        item(factors_of(PLAN), LAST), window,
+        item(factors_of(PLAN), LAST), window, mask, mask_stride,
         PLAN, count(KEY_SUBTILES), count(VALUE_SUBTILES), WALK, True, IS_CAUSAL, HAS_WINDOW, FINE,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "first_block", "num_tiles", "window", "num_sequences"])
 def forward_kernel(
-    q, k, v, out, lse, cu_seqlens, tile_map,
+    q, k, v, out, lse, cu_seqlens, tile_map, mask,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
+    mask_batch, mask_head, mask_query, mask_key,
     num_queries, num_keys, first_block, num_tiles, window, num_sequences, num_heads, heads_per_group,
     PLAN: tl.constexpr, OWN: tl.constexpr, WALK: tl.constexpr, ANCHOR: tl.constexpr, PER_ANCHOR: tl.constexpr,
     ALIGNED: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, PACKED: tl.constexpr,
@@ -185,9 +192,12 @@ def forward_kernel(
     group = head // heads_per_group
     key = k + batch * k_batch + group * k_head + offset.to(tl.int64) * k_row
     value = v + batch * v_batch + group * v_head + offset.to(tl.int64) * v_row
+    if mask is not None:
+        mask += batch * mask_batch + head * mask_head + offset.to(tl.int64) * mask_key
+        mask += tl.where(row_valid, row, 0) * mask_query
     sums, top, total = walk_keys(
         q + batch * q_batch + head * q_head, row * q_row, row_valid, position, first, end - 1, low, high,
-        key, value, k_row, v_row, window, PLAN, OWN, WALK, IS_CAUSAL, HAS_WINDOW, ALIGNED, not IS_CAUSAL,
+        key, value, k_row, v_row, window, mask, mask_key, PLAN, OWN, WALK, IS_CAUSAL, HAS_WINDOW, ALIGNED, not IS_CAUSAL,
     )  # fmt: skip
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)

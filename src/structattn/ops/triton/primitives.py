@@ -260,6 +260,12 @@ def add_weighted(total, weight, walk, own_position, walk_position, SUBTILES: tl.
 
 
 @triton.jit
+def shown_pairs(mask, offsets, valid):
+    """What a mask shows: ``mask`` has the place of each own row, ``offsets`` are those of the walked rows."""
+    return tl.load(mask[:, None] + offsets[None, :], mask=valid[None, :], other=0) != 0
+
+
+@triton.jit
 def visible_pairs(own, walk, stop, window, OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
     """The pairs that may attend, among walked positions below ``stop``."""
     shown = (walk < stop)[None, :]

@@ -364,6 +364,8 @@ def test_explain_names_what_runs() -> None:
     mask = torch.empty(1, 1, 1, 4096, dtype=torch.bool, device="meta")
     assert explain(*meta(4096), attn_mask=mask).startswith("blocked: one level")  # PyTorch would need T x S numbers
     assert explain(*meta(4096), attn_mask=mask, is_causal=False).startswith("scaled_dot_product_attention")
+    assert "PyTorch's kernels have no soft cap" in explain(*meta(4096), softcap=5.0)
+    assert "no log-sum-exp, which sinks need" in explain(*meta(4096), sinks=torch.empty(4, device="meta"))
     assert explain(*meta(4096), sa.GlobalWindowLayout((2, 2), 9)).startswith("two softmaxes, added: scaled_dot")
 
 

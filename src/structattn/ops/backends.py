@@ -129,6 +129,8 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
             return "triton", lambda: f"{_levels(call)} in one fused kernel"
     else:
         reason = "the tensors are not on a CUDA device"
+    if len(call.layout.ranks) == 1 and (lacking := sdpa.why_not(q, k, v, call, return_lse)) is not None:
+        reason = f"{reason}; {lacking}"
     per_row = scores if call.attn_bias is None and call.attn_mask is None else scores // max(batch, 1)
     # Packed sequences together make many hidden pairs, and one after another many small products.
     if call.cu_seqlens is None and holds(per_row <= DENSE_SCORES) and holds(scores <= DENSE_BATCH_SCORES):

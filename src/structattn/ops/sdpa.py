@@ -19,14 +19,16 @@ def _has_one_query(q: Tensor, call: Call) -> bool:
     return call.is_causal and holds(q.shape[2] == 1)  # the last position sees every key
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-    """The reason why PyTorch's kernels cannot run a call, or ``None``; they have no log-sum-exp either, so no sinks."""
-    return None if call.softcap is None else "PyTorch's kernels have no soft cap"
+def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool = False) -> str | None:
+    """The reason why PyTorch's kernels cannot run a call, or ``None``. Sinks are added by means of the log-sum-exp."""
+    if call.softcap is not None:
+        return "PyTorch's kernels have no soft cap"
+    return "PyTorch's kernels return no log-sum-exp, which sinks need too" if return_lse else None
 
 
 def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool:
     """Whether a call of one level is one that PyTorch's kernels run without T x S numbers that nobody asked for."""
-    if return_lse or why_not(q, k, v, call) is not None:
+    if why_not(q, k, v, call, return_lse) is not None:
         return False
     if call.window is not None or call.cu_seqlens is not None or call.left_padding is not None:
         return False  # only a T x S mask could say so

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from structattn.errors import ConfigError, DataError
+from structattn.errors import ConfigError, DataError, MissingDependencyError
 
 pd = pytest.importorskip("pandas")
 from structattn.integrations.neuralforecast.frames import check_frame  # noqa: E402
@@ -54,7 +54,7 @@ BAD = {
     "text times": (HOURLY.assign(ds=HOURLY.ds.astype(str)), "pandas.to_datetime"),
     "no column": (HOURLY.drop(columns="y"), "no column 'y'; it has 'ds', 'unique_id'"),
     "no rows": (HOURLY.iloc[:0], "no rows"),
-    "no frame": ({"y": [1]}, "expected a pandas.DataFrame, got dict"),
+    "no frame": ({"y": [1]}, "expected a pandas.DataFrame or a polars.DataFrame, got dict"),
 }
 
 
@@ -79,3 +79,66 @@ def test_all_problems_are_named_at_once() -> None:
     both = HOURLY.drop(index=[5]).assign(x=np.nan)
     with pytest.raises(DataError, match=r"(?s)'x' is not.*1 of 57 steps"):
         check_frame(both, "h")
+
+
+# Polars
+
+
+class PolarsFrame:
+    """What ``check_frame`` uses of a polars.DataFrame, with the pandas frame that pyarrow makes of it."""
+
+    def __init__(self, df):
+        self.df = df
+
+    def to_pandas(self):
+        if isinstance(self.df, Exception):
+            raise self.df
+        return self.df
+
+
+PolarsFrame.__module__ = "polars.dataframe.frame"
+
+
+def real_polars(df):
+    return pytest.importorskip("polars").from_pandas(df)
+
+
+@pytest.mark.parametrize("make", [PolarsFrame, real_polars])
+def test_polars(make) -> None:
+    offsets = {
+        "h": "1h",
+        "30min": "30m",
+        "D": "1d",
+        "W": "1w",
+        "ME": "1mo",
+        "MS": "1mo",
+        "QS": "1q",
+        "YE": "1y",
+        "36h": "1d12h",
+    }
+    for pandas_freq, freq in (offsets | {"250ms": "250ms", "7us": "7us"}).items():
+        df = frame(freq=pandas_freq)
+        check_frame(make(df), freq)
+        with pytest.raises(DataError, match=f"1 of 57 steps are not '{freq}'"):
+            check_frame(make(df.drop(index=[5])), freq)
+    check_frame(make(HOURLY.assign(ds=HOURLY.groupby("unique_id").cumcount() * 3)), 3)
+    check_frame(make(HOURLY.rename(columns={"y": "OT"})), "1h", target_col="OT")
+    for freq in ("h", "MS", "hourly", "0h", "1", "1x", "", 1, None):
+        with pytest.raises(ConfigError, match="must be a polars offset, such as '1h'"):
+            check_frame(make(HOURLY), freq)
+    for name in ("gap", "same time", "infinite", "no time", "no column", "no rows"):
+        df, message = BAD[name]
+        with pytest.raises(DataError, match=message.replace("'h'", "'1h'")):
+            check_frame(make(df), "1h")
+    with pytest.raises(DataError, match=r"polars' str\.to_datetime"):
+        check_frame(make(HOURLY.assign(ds=HOURLY.ds.astype(str))), "1h")
+
+
+def test_what_is_no_polars_frame() -> None:
+    lazy = type("LazyFrame", (), {"__module__": "polars.lazyframe.frame", "collect": None})
+    with pytest.raises(DataError, match="got LazyFrame: call collect"):
+        check_frame(lazy(), "1h")
+    with pytest.raises(DataError, match="got a polars PolarsFrame"):
+        check_frame(PolarsFrame(HOURLY.y), "1h")
+    with pytest.raises(MissingDependencyError, match="pip install pyarrow"):
+        check_frame(PolarsFrame(ModuleNotFoundError("pyarrow is required")), "1h")

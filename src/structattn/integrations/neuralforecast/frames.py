@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from collections import Counter
 from typing import Any
 
 import pandas as pd
 
-from structattn.errors import ConfigError, DataError
+from structattn.errors import ConfigError, DataError, MissingDependencyError
+
+# The units of polars offsets, as arguments of a pandas.DateOffset.
+_POLARS_UNITS = {
+    "ns": ("nanoseconds", 1),
+    "us": ("microseconds", 1),
+    "ms": ("microseconds", 1000),
+    "s": ("seconds", 1),
+    "m": ("minutes", 1),
+    "h": ("hours", 1),
+    "d": ("days", 1),
+    "w": ("days", 7),
+    "mo": ("months", 1),
+    "q": ("months", 3),
+    "y": ("months", 12),
+}
 
 
 def check_frame(
@@ -20,18 +37,22 @@ def check_frame(
     ends of series, and rows in any order, are fine.
 
     Args:
-        df: pandas, one row per series and time; a column ``available_mask`` of 0 and 1 may mark rows that are only there to fill.
-        freq: pandas offset (``"h"``, ``"MS"``), or an int where times are ints.
+        df: a pandas or polars DataFrame, one row per series and time; a column ``available_mask`` of 0 and 1 may mark rows that are only
+            there to fill. One of polars is copied to pandas.
+        freq: pandas offset (``"h"``, ``"MS"``) or, for a polars frame, polars offset (``"1h"``, ``"1mo"``), as neuralforecast takes it; an int
+            where times are ints.
         id_col, time_col, target_col: names of the columns.
 
     Raises:
         DataError: lists every problem, its first position and what to do.
         ConfigError: ``freq`` is not a frequency, or does not fit the type of the times.
+        MissingDependencyError: polars needs pyarrow to copy the frame to pandas.
 
     Cost: one sort of the frame.
     """
-    if not isinstance(df, pd.DataFrame):
-        raise DataError(f"expected a pandas.DataFrame, got {type(df).__name__}: of polars take df.to_pandas()")
+    is_polars = not isinstance(df, pd.DataFrame)
+    if is_polars:
+        df = _from_polars(df)
     missing = [name for name in (id_col, time_col, target_col) if name not in df.columns]
     if missing:
         raise DataError(
@@ -40,7 +61,7 @@ def check_frame(
         )
     if df.empty:
         raise DataError("the frame has no rows")
-    offset = _offset(df[time_col], freq, time_col)
+    offset = _offset(df[time_col], freq, time_col, is_polars=is_polars)
     problems = _values(df, [name for name in df.columns if name not in (id_col, time_col)])
     unnamed = df[id_col].isna() | df[time_col].isna()
     if unnamed.any():
@@ -50,7 +71,39 @@ def check_frame(
         raise DataError("the frame does not hold series as neuralforecast reads them:\n- " + "\n- ".join(problems))
 
 
-def _offset(times: pd.Series, freq: str | int, time_col: str) -> Any:
+def _from_polars(df: Any) -> pd.DataFrame:
+    """A polars frame as one of pandas."""
+    is_polars = type(df).__module__.split(".")[0] == "polars"
+    if not is_polars or not hasattr(df, "to_pandas"):
+        remedy = ": call collect() first" if is_polars and hasattr(df, "collect") else ""
+        raise DataError(f"expected a pandas.DataFrame or a polars.DataFrame, got {type(df).__name__}{remedy}")
+    try:
+        found = df.to_pandas()
+    except ImportError as error:
+        raise MissingDependencyError("a polars frame is copied to pandas by pyarrow: pip install pyarrow") from error
+    if not isinstance(found, pd.DataFrame):  # a column has to_pandas too
+        raise DataError(f"expected a pandas.DataFrame or a polars.DataFrame, got a polars {type(df).__name__}")
+    return found
+
+
+def _polars_offset(times: pd.Series, freq: str) -> Any:
+    """The pandas offset of one of polars, ``None`` for other text. Where all times end a month, so do the next ones."""
+    if not re.fullmatch(r"(\d{1,9}[a-z]+)+", freq):
+        return None
+    steps: Counter[str] = Counter()
+    for count, unit in re.findall(r"(\d+)([a-z]+)", freq):
+        if unit not in _POLARS_UNITS:
+            return None
+        name, factor = _POLARS_UNITS[unit]
+        steps[name] += factor * int(count)
+    if not any(steps.values()):
+        return None
+    if set(steps) == {"months"} and times.dropna().dt.is_month_end.all():
+        return pd.offsets.MonthEnd(steps["months"])
+    return pd.DateOffset(**steps)
+
+
+def _offset(times: pd.Series, freq: str | int, time_col: str, *, is_polars: bool) -> Any:
     """The offset from one time to the next."""
     if pd.api.types.is_integer_dtype(times):
         if isinstance(freq, bool) or not isinstance(freq, int) or freq < 1:
@@ -58,7 +111,14 @@ def _offset(times: pd.Series, freq: str | int, time_col: str) -> Any:
         return freq
     if not pd.api.types.is_datetime64_any_dtype(times):
         raise DataError(
-            f"{time_col} must hold timestamps or ints, got {times.dtype}: convert it with pandas.to_datetime"
+            f"{time_col} must hold timestamps or ints, got {times.dtype}: convert it with "
+            + ("polars' str.to_datetime" if is_polars else "pandas.to_datetime")
+        )
+    if is_polars:
+        if isinstance(freq, str) and (offset := _polars_offset(times, freq)) is not None:
+            return offset
+        raise ConfigError(
+            f"{time_col} holds timestamps of polars, so freq must be a polars offset, such as '1h', '1d' or '1mo': got {freq!r}"
         )
     if isinstance(freq, str):
         with contextlib.suppress(ValueError):
@@ -94,7 +154,7 @@ def _steps(df: pd.DataFrame, offset: Any, freq: str | int, id_col: str, time_col
     if (again := df.duplicated([id_col, time_col])).any():
         problems.append(
             f"{again.sum()} rows have the {id_col} and {time_col} of another, first {_where(df[again].iloc[0], id_col, time_col)}: keep one, "
-            "df.drop_duplicates, or their mean"
+            "df.drop_duplicates (polars: unique), or their mean"
         )
         df = df[~again]
     follows = (df[id_col] == df[id_col].shift(-1)).to_numpy()[:-1]

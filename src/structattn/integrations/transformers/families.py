@@ -190,9 +190,10 @@ def install(model: PreTrainedModel, modules: Sequence[torch.nn.Module], record: 
         if not isinstance(module, StructuredAttention):
             module.__class__ = structured_class(type(module))
         module.set_structure(structure)  # type: ignore[operator]
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel) and not isinstance(part, StructurizedModel):
-            part.__class__ = structurized_class(type(part))
+    config = type(model.config)
+    for part in model.modules():  # those of images or sound have another config
+        if isinstance(part, PreTrainedModel) and not isinstance(part, StructurizedModel) and type(part.config) is config:
+            part.__class__ = structurized_class(type(part), config)
 
 
 def check_frequencies(model: torch.nn.Module) -> None:
@@ -202,7 +203,7 @@ def check_frequencies(model: torch.nn.Module) -> None:
         for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
             if kind is not None and kind not in _STATIC_ROPE:
                 raise ConfigError(
-                    f"rope_type {quoted(kind)} changes the frequencies with the length of the text, and cached keys would keep the old ones; "
+                    f"rope_type {quoted(kind)} of {type(model).__name__} changes the frequencies with the length of the text, and cached keys would keep the old ones; "
                     f"supported: {', '.join(_STATIC_ROPE)}"
                 )
 
@@ -210,7 +211,7 @@ def check_frequencies(model: torch.nn.Module) -> None:
 _PREFIX = "structattn_"  # of model types
 _CLASS_PREFIX = "StructAttn"
 _CONFIGS: dict[type[PreTrainedConfig], type[PreTrainedConfig]] = {}
-_MODELS: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+_MODELS: dict[tuple[type[PreTrainedModel], type[PreTrainedConfig]], type[PreTrainedModel]] = {}
 
 
 def structurized_config(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
@@ -222,28 +223,40 @@ def structurized_config(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         AutoConfig.register(made.model_type, made, exist_ok=True)  # type: ignore[attr-defined]
         for auto, mapping in AUTO_MODELS.items():
             if kind in mapping:
-                auto.register(made, structurized_class(mapping[kind]))
+                auto.register(made, structurized_class(mapping[kind], kind))
     return _CONFIGS[kind]
 
 
-def structurized_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Our class for a model class of transformers, made once."""
-    config = structurized_config(kind.config_class)
-    if kind not in _MODELS:
-        names = {"config_class": config, "__module__": __name__, "forward": checked(kind.forward)}
-        made = _MODELS[kind] = type(f"{_CLASS_PREFIX}{kind.__name__}", (StructurizedModel, kind), names)
+def structurized_class(kind: type[PreTrainedModel], config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    """Our class for a model class of transformers with a config class, made once: some families only have a config of their own.
+
+    Args:
+        kind: the model class.
+        config: the config class, of transformers or ours.
+    """
+    plain = config.__bases__[1] if issubclass(config, StructurizedConfig) else config
+    own = structurized_config(plain)
+    if (kind, plain) not in _MODELS:
+        family = "" if plain is kind.config_class else plain.__name__.removesuffix("Config")
+        names = {"config_class": own, "__module__": __name__, "forward": checked(kind.forward)}
+        made = _MODELS[kind, plain] = type(f"{_CLASS_PREFIX}{family}{kind.__name__}", (StructurizedModel, kind), names)
         globals()[made.__name__] = made
         publish(made)
-    return _MODELS[kind]
+    return _MODELS[kind, plain]
 
 
 def class_named(name: str) -> type | None:
     """Our config or model class of a name such as ``StructAttnLlamaForCausalLM``, if that without ``StructAttn`` is one of transformers."""
-    plain = getattr(transformers, name.removeprefix(_CLASS_PREFIX), None) if name.startswith(_CLASS_PREFIX) else None
+    rest = name.removeprefix(_CLASS_PREFIX)
+    plain = getattr(transformers, rest, None) if rest != name else None
     if isinstance(plain, type) and issubclass(plain, PreTrainedConfig):
         return structurized_config(plain)
     if isinstance(plain, type) and issubclass(plain, PreTrainedModel):
-        return structurized_class(plain)
+        return structurized_class(plain, plain.config_class)
+    for family in (config.removesuffix("Config") for config in CONFIG_MAPPING_NAMES.values()):
+        kind = getattr(transformers, rest.removeprefix(family), None) if rest.startswith(family) else None
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+            return structurized_class(kind, getattr(transformers, f"{family}Config"))
     return None
 
 

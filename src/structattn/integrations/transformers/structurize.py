@@ -74,8 +74,18 @@ def structurize(
         )
     old = model.config
     split = check_split(rotary_split)
+    if old.get_text_config(decoder=True) is not old:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be structurized: its decoder is one of several parts (with an encoder, images or sound) that have a config "
+            "each; load a decoder alone"
+        )
     check_frequencies(model)
+    length = getattr(old, "max_position_embeddings", None) if context_length is None else context_length
     found = {layer.index: layer for layer in find_attention(model)}
+    if length is None:
+        raise ConfigError(
+            f"the config of {type(model).__name__} has no max_position_embeddings to halve blocks from: give structurize a context_length"
+        )
     chosen = _chosen(layers, list(found))
     given: list[Any]
     if isinstance(spec, str):
@@ -95,7 +105,7 @@ def structurize(
     config.__class__ = structurized_config(type(old))
     config.structattn = {
         "specs": specs,
-        "context_length": old.max_position_embeddings if context_length is None else context_length,
+        "context_length": length,
         "rotary_split": split if any(rotations) else None,
         "attention": type(next(iter(found.values())).module).__name__,
         "rotations": rotations,
@@ -103,7 +113,7 @@ def structurize(
     record = StructureRecord.read(config)
     for number in chosen:
         _check_fits(record, number, found[number])
-    structurized_class(type(model))
+    structurized_class(type(model), type(old))
     install(model, [layer.module for layer in found.values()], record)
     config._attn_implementation = IMPLEMENTATION
     for module in model.modules():

@@ -28,11 +28,11 @@ from structattn.integrations.transformers.rotation import LATENT, read_rotation
 from structattn.layers.rotary_order import Rotation
 
 _NAME = "structattn_discovery"
-_ROWS, _TOKENS = 2, 32
-# The fastest pair of most models turns by 1 per position; with frequencies divided by up to 16, by more than 0.3 within 8.
-_POSITIONS = (0, 1, 8)
-_SEEN = 0.3  # of a map's entry that counts as rotation, far above the rounding of bfloat16
-_LINEAR = 0.05  # relative difference up to which queries are a linear map of those at position 0
+_TOKENS = 64  # in one row: classifiers without a padding token know no batch
+_POSITIONS = (1, 2, 9)  # recurrent layers may start anew at 0
+_FAR = 2**17  # the next position of rotary models: all pairs have turned, also with frequencies that are divided for long texts
+_MOVED = 1e-3  # share of a dimension's squares that counts as rotated away, far above the rounding of bfloat16
+_LEFT = 0.1  # of that share, what may be left when its partner is known
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ register(_NAME, _record, structured_mask)
 @contextmanager
 def _observed(model: PreTrainedModel) -> Iterator[None]:
     """A context in which the model's attention is ``_record``, in eval mode; afterwards everything is as before."""
-    training = [module for module in model.modules() if module.training]
+    # Some models keep tensors of a call in their modules, such as recurrent states.
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     classes = {module: type(module) for module in model.modules() if adapted_class(type(module)) is not type(module)}
     configs = {id(m.config): (m.config, m.config._attn_implementation) for m in model.modules() if hasattr(m, "config")}
     try:
@@ -139,7 +140,7 @@ def find_attention(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     Raises:
         ConfigError: its attention is one that levels cannot replace; the message says why.
 
-    Cost: three forward passes of 64 tokens.
+    Cost: three or four forward passes of 64 tokens.
     """
     name = type(model).__name__
     latent = [child for module in model.modules() for child, _ in module.named_children() if child.startswith(LATENT)]
@@ -147,22 +148,27 @@ def find_attention(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
         raise ConfigError(
             f"{name} has multi-head latent attention ({latent[0]}), whose cache holds one compressed vector for all heads already"
         )
+    try:
+        return _found(model)
+    except StructAttnError as error:
+        raise ConfigError(str(error) if name in str(error) else f"{name} cannot be structurized: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{name} cannot be structurized: a call on random tokens fails: {error!r}") from error
+
+
+def _found(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
+    """See ``find_attention``; an error of the model itself is raised as it is."""
     inputs = _inputs(model)
-    positions = torch.zeros(_ROWS, _TOKENS, dtype=torch.int64, device=next(iter(inputs.values())).device)
+    positions = torch.zeros(1, _TOKENS, dtype=torch.int64, device=next(iter(inputs.values())).device)
+    is_rotary = any(name.endswith("inv_freq") for name, _ in model.named_buffers())
     passes: list[list[_Call]] = []
-    with _observed(model):
-        for position in _POSITIONS:
-            _calls.clear()
-            cache = DynamicCache(config=model.config)  # hybrid models have layers of other kinds in it
-            cache.layers = [_Seen() if is_plain(x) else x for x in cache.layers]
-            if cache.layer_class_to_replicate is DynamicLayer:
-                cache.layer_class_to_replicate = _Seen
-            try:
-                model(**inputs, position_ids=positions + position, past_key_values=cache, use_cache=True)
-            except StructAttnError:
-                raise
-            except Exception as error:
-                raise ConfigError(f"{name} cannot be structurized: a call on random tokens fails: {error!r}") from error
+    for position in (*_POSITIONS, _FAR) if is_rotary else _POSITIONS:
+        cache = DynamicCache(config=model.config)  # hybrid models have layers of other kinds in it
+        cache.layers = [_Seen() if is_plain(x) else x for x in cache.layers]
+        if cache.layer_class_to_replicate is DynamicLayer:
+            cache.layer_class_to_replicate = _Seen
+        with _observed(model):
+            model(**inputs, position_ids=positions + position, past_key_values=cache, use_cache=True)
             _check_calls(model, cache)
             passes.append(list(_calls))
     return tuple(_layer(calls) for calls in zip(*passes, strict=True))
@@ -174,41 +180,45 @@ def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     # Where parts are offloaded to the meta device, hooks move the tokens.
     if model.device.type == "meta" and not hasattr(model, "hf_device_map"):
         dims = table.weight.shape[1]
-        return {"inputs_embeds": torch.empty(_ROWS, _TOKENS, dims, dtype=model.dtype, device="meta")}
+        return {"inputs_embeds": torch.empty(1, _TOKENS, dims, dtype=model.dtype, device="meta")}
     device = "cpu" if model.device.type == "meta" else model.device
-    ids = torch.randint(0, table.num_embeddings, (_ROWS, _TOKENS), generator=torch.Generator().manual_seed(0))
+    size = min(table.num_embeddings, model.config.vocab_size)
+    ids = torch.randint(0, size, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids.to(device)}
 
 
 def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
     """Raises ``ConfigError`` unless each attention layer was called once, is causal, and scores the keys that it caches."""
-    name = type(model).__name__
     if not _calls:
-        raise ConfigError(
-            f"{name} has no attention that runs through transformers' AttentionInterface: nothing can be structurized"
-        )
+        raise ConfigError("it has no attention that runs through transformers' AttentionInterface")
     called = [call.module for call in _calls]
     kinds = {type(module) for module in called}
-    if any(type(module) in kinds and module not in called for module in model.modules()):
-        raise ConfigError(
-            f"{name} has attention modules that are used in some calls only, such as cross attention, which cannot be structurized: load the "
-            "model with add_cross_attention=False"
-        )
-    seen: set[int] = set()
+    for module in model.modules():
+        is_attention = type(module) in kinds or "CrossAttention" in type(module).__name__
+        if is_attention and not any(module is other for other in called):
+            raise ConfigError(
+                "it has attention modules that are used in some calls only, such as cross attention: load it with add_cross_attention=False if "
+                "its config knows that"
+            )
+    layers: dict[int, _Call] = {}
     for call in _calls:
         kind, index = type(call.module).__name__, getattr(call.module, "layer_idx", None)
         if not getattr(call.module, "is_causal", True):
-            raise ConfigError(f"a {kind} that is not causal cannot be structurized")
-        if not isinstance(index, int) or index in seen:
+            raise ConfigError(f"its {kind} is not causal")
+        if not isinstance(index, int) or index in layers:
+            raise ConfigError(f"it scores layer {index} more than once ({kind}), which structured attention does not know")
+        layer = cache.layers[index] if index < len(cache.layers) else None
+        if any(call.key is other.key for other in layers.values()):
+            raise ConfigError(f"layer {index} scores the keys of another layer ({kind}), and a compressed cache knows only one reader")
+        if layer is not None and not isinstance(layer, _Seen):
             raise ConfigError(
-                f"{name} scores layer {index} more than once ({kind}), which structured attention does not know"
+                f"the cache of layer {index} holds more than keys and values ({type(layer).__name__}), and a compressed cache only these"
             )
-        seen.add(index)
-        given = getattr(cache.layers[index], "given", None) if index < len(cache.layers) else None
-        if given is not call.key:
+        if getattr(layer, "given", None) is not call.key:
             raise ConfigError(
-                f"{kind} changes its keys after it has cached them, or does not cache them, so that a compressed cache cannot hold them"
+                f"its {kind} changes its keys after it has cached them, or does not cache them, so that a compressed cache cannot hold them"
             )
+        layers[index] = call
 
 
 def _layer(calls: tuple[_Call, ...]) -> AttentionLayer:
@@ -236,23 +246,34 @@ def _rotation(calls: tuple[_Call, ...], head_dim: int) -> Rotation | None:
     rotation = Rotation("adjacent", head_dim) if distance == 1 < head_dim // 2 else Rotation("halves", 2 * distance)
     if not pairs <= set(rotation.pairs(head_dim)):
         raise ConfigError(
-            f"{type(module).__name__} rotates dimensions {sorted(pairs)} of a head together, and only halves and neighbors are known"
+            f"its {type(module).__name__} rotates dimensions {sorted(pairs)} of a head together, and only halves and neighbors are known"
         )
     return rotation
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(B, H, T, D) as (B H T, D), in float64 on the host."""
-    return x.flatten(0, 2).double().cpu()
+    """(B, H, T, D) as (B H T, D), in float64 on the host; the mean of each head is subtracted, since large biases hide the rest."""
+    rows = x.double().cpu()
+    return (rows - rows.mean(dim=2, keepdim=True)).flatten(0, 2)
 
 
 def _rotated_pairs(still: Tensor, moved: Tensor) -> set[tuple[int, int]] | None:
-    """The pairs of dimensions that are rotated together; ``None`` if the queries are no linear map of those at position 0.
+    """The pairs of dimensions that are rotated together; ``None`` if a dimension is no linear map of two of those at the first position.
 
-    They are none where positions are added to the hidden state.
+    They are none where positions are added to the hidden state. Each dimension is regressed on itself, and on itself and any other.
     """
-    rotation = torch.linalg.lstsq(still, moved, driver="gelsd").solution
-    if bool((still @ rotation - moved).norm() > _LINEAR * moved.norm()):
+    products, targets = still.T @ still, still.T @ moved
+    square = products.diagonal()
+    total = moved.square().sum(dim=0).clamp(min=1e-300)
+    own = targets.diagonal()
+    alone = 1 - own.square() / (square.clamp(min=1e-300) * total)
+    # Row i, column j: of dimension i, regressed on i and j.
+    determinant = square[:, None] * square - products.square()
+    fitted = own[:, None].square() * square - 2 * own[:, None] * targets.T * products + targets.T.square() * square[:, None]
+    is_singular = determinant <= 1e-9 * square[:, None] * square
+    left = (1 - fitted / determinant.clamp(min=1e-300) / total[:, None]).masked_fill(is_singular, torch.inf)
+    least, partner = left.min(dim=1)
+    rotated = (alone > _MOVED).nonzero().flatten().tolist()
+    if any(least[i] > _LEFT * alone[i] for i in rotated):
         return None
-    big = (rotation.abs() > _SEEN * rotation.abs().amax()).fill_diagonal_(False)
-    return {(min(i, j), max(i, j)) for i, j in big.nonzero().tolist()}
+    return {(min(i, j), max(i, j)) for i in rotated for j in (int(partner[i]),)}

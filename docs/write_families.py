@@ -29,78 +29,20 @@ _GROUPS = {"num_key_value_heads": 2}
 _HEADS = _GROUPS | {"head_dim": HEAD_DIM}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
-_WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-_ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-_DECODER = {"is_decoder": True}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_groups": 1}
-_LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-
 # Options of each family beside the sizes: what makes it differ from Llama must be present in its tiny model.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "afmoe": _HEADS | _EXPERTS | {"sliding_window": 6, "num_dense_layers": 1},
     "apertus": _GROUPS,
     "arcee": _HEADS,
-    "aria_text": _HEADS
-    | _EXPERTS
-    | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "intermediate_size": 16},
-    "bamba": _HEADS | _MAMBA | {"attn_layer_indices": [1]},
-    "beam": _HEADS | _EXPERTS | _WINDOWS | {"n_group": 1, "topk_group": 1},
-    "bert": _DECODER,
-    "bert-generation": _DECODER,
     "biogpt": {},
     "bitnet": _GROUPS,
-    "camembert": _DECODER,
     "cohere": _GROUPS,
-    "cohere2": _GROUPS | _WINDOWS,
-    "cohere2_moe": _HEADS | _EXPERTS | _WINDOWS,
-    "cwm": _HEADS | _WINDOWS,
-    "data2vec-text": _DECODER,
-    "dbrx": {
-        "d_model": 64,
-        "n_heads": 4,
-        "n_layers": 2,
-        "max_seq_len": 64,
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
-    },
-    "dots1": _HEADS | _EXPERTS | _ROUTED,
-    "electra": _DECODER | {"embedding_size": 64},
-    "ernie": _DECODER,
+    "cohere2": _GROUPS | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
     "ernie4_5": _HEADS,
-    "ernie4_5_moe": _HEADS | _EXPERTS | {"moe_num_experts": 4, "moe_k": 2},
-    "exaone4": _HEADS | _WINDOWS,
-    "exaone_moe": _HEADS
-    | _EXPERTS
-    | _WINDOWS
-    | {"mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1},
-    "flex_olmo": _GROUPS | _EXPERTS,
+    "exaone4": _HEADS | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma": _HEADS,
-<<<<<<< Updated upstream
     "gemma2": _HEADS
     | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": 0.5},
     "gemma3_text": _HEADS | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
-=======
-    "gemma3_text": _HEADS | _WINDOWS,
-    "gemma3n_text": _HEADS
-    | _WINDOWS
-    | {
-        "num_kv_shared_layers": 0,
-        "intermediate_size": [64, 64],
-        "activation_sparsity_pattern": [0.0, 0.0],
-        "vocab_size_per_layer_input": VOCAB,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 8,
-    },
-    "gemma4_text": _HEADS
-    | _WINDOWS
-    | {"global_head_dim": 16, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
->>>>>>> Stashed changes
     "glm": _HEADS,
     "glm4": _HEADS,
     "glm4_moe": _HEADS | _EXPERTS | {"n_routed_experts": 4},
@@ -122,13 +64,114 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
     "granite": _GROUPS | {"attention_multiplier": 0.1},
     "granitemoe": _GROUPS | _EXPERTS,
+    "helium": _HEADS,
+    "hunyuan_v1_dense": _HEADS,
+    "lfm2": _GROUPS | {"layer_types": ["conv", "full_attention"]},
+    "llama": _GROUPS,
+    "mistral": _HEADS | {"sliding_window": 6},
+    "mixtral": _HEADS | _EXPERTS,
+    "nemotron": _HEADS,
+    "olmo": _GROUPS,
+    "olmo2": _GROUPS,
+    "olmo3": _GROUPS | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 64},
+    "persimmon": {},
+    "phi": _GROUPS,
+    "phi3": _GROUPS | {"sliding_window": 6},
+    "phimoe": _GROUPS | _EXPERTS,
+    "qwen2": _GROUPS | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen2_moe": _GROUPS | _EXPERTS | {"shared_expert_intermediate_size": 16},
+    "qwen3": _HEADS,
+    "qwen3_moe": _HEADS | _EXPERTS,
+    "seed_oss": _HEADS,
+    "smollm3": _GROUPS | {"no_rope_layers": [1, 0]},
+    "stablelm": _GROUPS,
+    "starcoder2": _GROUPS | {"sliding_window": 6},
+}
+
+_WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+_ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_DECODER = {"is_decoder": True}
+_ENCODER = {
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_groups": 1}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_LATENT = (
+    _EXPERTS
+    | _ROUTED
+    | {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "num_layers": 1,
+    }
+)
+
+# More families, that have nothing which those above have not; their tests run with --full.
+RARE: dict[str, dict[str, Any]] = {
+    "afmoe": _HEADS | _EXPERTS | {"sliding_window": 6, "num_dense_layers": 1},
+    "aria_text": _HEADS
+    | _EXPERTS
+    | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "intermediate_size": 16},
+    "bamba": _HEADS | _MAMBA | {"attn_layer_indices": [1]},
+    "beam": _HEADS | _EXPERTS | _WINDOWS | {"n_group": 1, "topk_group": 1},
+    "bert": _DECODER,
+    "bert-generation": _DECODER,
+    "camembert": _DECODER,
+    "cohere2_moe": _HEADS | _EXPERTS | _WINDOWS,
+    "cwm": _HEADS | _WINDOWS,
+    "data2vec-text": _DECODER,
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 64,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": _HEADS | _EXPERTS | _ROUTED,
+    "electra": _DECODER | {"embedding_size": 64},
+    "ernie": _DECODER,
+    "ernie4_5_moe": _HEADS | _EXPERTS | {"moe_num_experts": 4, "moe_k": 2},
+    "exaone_moe": _HEADS
+    | _EXPERTS
+    | _WINDOWS
+    | {"mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1},
+    "flex_olmo": _GROUPS | _EXPERTS,
+    "flint": _HEADS | _WINDOWS,
+    "gemma3n_text": _HEADS
+    | _WINDOWS
+    | {
+        "num_kv_shared_layers": 0,
+        "intermediate_size": [64, 64],
+        "activation_sparsity_pattern": [0.0, 0.0],
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+    },
+    "gemma4_text": _HEADS
+    | _WINDOWS
+    | {"global_head_dim": 16, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+    "granite_swa": _GROUPS | _WINDOWS,
+    "granitemoe_swa": _GROUPS | _EXPERTS | _WINDOWS,
     "granitemoehybrid": _GROUPS
     | _EXPERTS
     | _MAMBA
     | {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 16},
     "granitemoeshared": _GROUPS | _EXPERTS | {"shared_intermediate_size": 16},
-    "helium": _HEADS,
-    "hunyuan_v1_dense": _HEADS,
     "hunyuan_v1_moe": _HEADS | _EXPERTS | {"moe_topk": 2},
     "hy_v3": _HEADS | _EXPERTS | {"first_k_dense_replace": 1},
     "hyperclovax": _HEADS,
@@ -152,15 +195,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
         "shared_expert_intermediate_size": 16,
     },
-    "lfm2": _GROUPS | {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": _GROUPS | _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "llama": _GROUPS,
     "mellum": _HEADS | _EXPERTS,
+    "mimo_v2_flash": _HEADS | _EXPERTS | _ROUTED | _WINDOWS | {"mlp_layer_types": ["dense", "sparse"], "v_head_dim": 8},
     "minimax_m2": _HEADS | _EXPERTS,
     "ministral": _HEADS | _WINDOWS,
     "ministral3": _HEADS,
-    "mistral": _HEADS | {"sliding_window": 6},
-    "mixtral": _HEADS | _EXPERTS,
     "modernbert-decoder": {
         "layer_types": ["full_attention", "sliding_attention"],
         "local_attention": 6,
@@ -169,7 +209,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "moshi": _HEADS | {"sliding_window": 64, "ffn_dim": 64},
     "nanochat": _GROUPS,
-    "nemotron": _HEADS,
     "nemotron_h": _HEADS
     | _EXPERTS
     | _ROUTED
@@ -181,48 +220,146 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_groups": 1,
         "chunk_size": 8,
     },
-    "olmo": _GROUPS,
-    "olmo2": _GROUPS,
-    "olmo3": _GROUPS | _WINDOWS,
     "olmo_hybrid": _GROUPS | _LINEAR,
     "olmoe": _GROUPS | _EXPERTS,
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 64},
-    "persimmon": {},
-    "phi": _GROUPS,
-    "phi3": _GROUPS | {"sliding_window": 6},
-    "phimoe": _GROUPS | _EXPERTS,
-    "qwen2": _GROUPS | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    "qwen2_moe": _GROUPS | _EXPERTS | {"shared_expert_intermediate_size": 16},
-    "qwen3": _HEADS,
     "qwen3_5_moe_text": _HEADS | _EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 16},
     "qwen3_5_text": _HEADS | _LINEAR,
-    "qwen3_moe": _HEADS | _EXPERTS,
     "qwen3_next": _HEADS | _EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 16},
     "recurrent_gemma": _HEADS
     | {"block_types": ["recurrent", "attention"], "lru_width": 64, "attention_window_size": 6},
     "roberta": _DECODER,
     "roberta-prelayernorm": _DECODER,
-    "seed_oss": _HEADS,
-    "smollm3": _GROUPS | {"no_rope_layers": [1, 0]},
     "solar_open": _HEADS | _EXPERTS | _ROUTED,
-    "stablelm": _GROUPS,
-    "starcoder2": _GROUPS | {"sliding_window": 6},
+    "vaultgemma": _HEADS | _WINDOWS | {"attn_logit_softcapping": 0.5},
     "xlm-roberta": _DECODER,
     "xlm-roberta-xl": _DECODER,
     "xmod": _DECODER | {"default_language": "en_XX"},
 }
 
+# What the error of each refused family says, in the words of the page, and options of the families.
+REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "multi-head latent attention": (
+        "multi-head latent attention: the cache holds one compressed vector for all heads already",
+        {
+            family: _LATENT | options
+            for family, options in {
+                "axk1": {},
+                "axk2": {},
+                "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+                "deepseek_v2": {},
+                "deepseek_v3": {},
+                "deepseek_v32": {},
+                "glm4_moe_lite": {},
+                "glm_moe_dsa": {},
+                "hy_v4": {},
+                "kimi_linear": {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 16},
+                "longcat_flash": {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "moe_topk": 2},
+                "minicpm3": {"dim_model_base": 16},
+                "youtu": {},
+            }.items()
+        },
+    ),
+    "would have no effect": (
+        "no softmax attention, or one that does not run through transformers' `AttentionInterface`",
+        {
+            "big_bird": _DECODER,
+            "bloom": {"n_layer": 2, "n_head": 4},
+            "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+            "cpmant": {"dim_head": 16, "dim_ff": 64, "prompt_types": 2, "prompt_length": 4},
+            "falcon": {},
+            "falcon_mamba": {"state_size": 8},
+            "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+            "gpt_neox_japanese": {},
+            "mamba": {"state_size": 8},
+            "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 8},
+            "megatron-bert": _DECODER,
+            "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 4},
+            "openai-gpt": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
+            "rembert": _DECODER,
+            "roformer": _DECODER,
+            "rwkv": {},
+            "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
+            "xlm": {"emb_dim": 64, "n_layers": 2, "n_heads": 4},
+            "xlstm": {"num_heads": 2},
+        },
+    ),
+    "more than once": ("two scores in a layer, or one layer that is used twice", {"diffllama": {}, "hrm_text": {}}),
+    "scores the keys of another layer": (
+        "layers that use the keys of another layer",
+        {
+            "gemma3n_text": RARE["gemma3n_text"]
+            | {
+                "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "num_kv_shared_layers": 2,
+                "intermediate_size": [64] * 4,
+                "activation_sparsity_pattern": [0.0] * 4,
+            }
+        },
+    ),
+    "holds more than keys and values": (
+        "attention and a recurrence or a convolution in one layer, with one cache",
+        {
+            "falcon_h1": _HEADS | _MAMBA | {"mamba_d_ssm": 128},
+            "zamba2": {
+                "num_hidden_layers": 3,
+                "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+                "mamba_d_state": 8,
+                "n_mamba_heads": 8,
+                "mamba_ngroups": 1,
+                "adapter_rank": 8,
+                "chunk_size": 8,
+            },
+            "zaya": _HEADS | {"num_experts": 4, "num_experts_per_tok": 1, "router_hidden_size": 16},
+        },
+    ),
+    "changes its keys after": (
+        "keys that are changed after they are cached",
+        {"jetmoe": {"num_key_value_heads": 4, "kv_channels": HEAD_DIM, "num_local_experts": 2}},
+    ),
+    "chunked attention": (
+        "chunked attention",
+        {"llama4_text": _HEADS | _EXPERTS | {"intermediate_size_mlp": 64}},
+    ),
+    "position_bias": (
+        "a bias of the scores by position",
+        {
+            "inkling_text": _HEADS
+            | _ROUTED
+            | {
+                "swa_num_attention_heads": 4,
+                "swa_num_key_value_heads": 2,
+                "swa_head_dim": 16,
+                "d_rel": 8,
+                "rel_extent": 16,
+                "sliding_window_size": 6,
+                "moe_intermediate_size": 16,
+                "num_experts_per_tok": 2,
+            }
+        },
+    ),
+    "computes with the attention mask": ("a mask that is computed from the keys", {"doge": _HEADS}),
+    "own cache|of its own": (
+        "a cache of its own",
+        {"minimax": _HEADS | _EXPERTS | {"layer_types": ["linear_attention", "full_attention"]}},
+    ),
+    "some calls only": (
+        "cross attention",
+        {"whisper": _ENCODER, "bart": _ENCODER, "mbart": _ENCODER, "pegasus": _ENCODER},
+    ),
+}
+
 
 # These do not run on PyTorch's kernels in transformers.
-EAGER = ("gemma2", "gpt_oss", "gptj")
+EAGER = ("flint", "gemma2", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma")
 
 
-def tiny(family: str) -> PreTrainedModel:
-    """A tiny model of a family whose every parameter is far from its initial value."""
+def tiny(family: str, options: dict[str, Any] | None = None) -> PreTrainedModel:
+    """A tiny model of a family whose every parameter is far from its initial value; ``options``: others than those above."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](**_SIZES | FAMILIES[family])
+    config = CONFIG_MAPPING[family](**_SIZES | ((FAMILIES | RARE)[family] if options is None else options))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager" if family in EAGER else "sdpa"
+        config, attn_implementation="eager" if family in EAGER or options is not None else "sdpa"
     ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -250,8 +387,22 @@ def table(rows: list[str]) -> str:
     return "\n".join(["| `model_type` | model | rotated pairs of its tiny model |", "|---|---|---|", *rows])
 
 
+def refused() -> str:
+    """The table of what is refused."""
+    rows = [
+        f"| {', '.join(f'`{family}`' for family in sorted(families))} | {words} |"
+        for words, families in REFUSED.values()
+    ]
+    return "\n".join(["| refused `model_type` | reason |", "|---|---|", *rows])
+
+
+def replaced(text: str, new: str) -> str:
+    """A page with another table in place of that with the same head."""
+    start = text.index(new.splitlines()[0])
+    return text[:start] + new + text[(text + "\n\n").index("\n\n", start) :].rstrip() + "\n"
+
+
 if __name__ == "__main__":
-    lines = [row(family, structurize(copy.deepcopy(tiny(family)), f"mlr:{HEAD_DIM}")) for family in sorted(FAMILIES)]
-    text = PAGE.read_text()
-    start, end = text.index("| `model_type`"), text.index("\n\n", text.index("| `model_type`"))
-    PAGE.write_text(text[:start] + table(lines) + text[end:])
+    families = sorted(FAMILIES | RARE)
+    lines = [row(family, structurize(copy.deepcopy(tiny(family)), f"mlr:{HEAD_DIM}")) for family in families]
+    PAGE.write_text(replaced(replaced(PAGE.read_text(), table(lines)), refused()))

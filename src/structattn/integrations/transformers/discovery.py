@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from structattn.checks import shortened
 from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.transformers.adapters import adapted_class
 from structattn.integrations.transformers.arguments import TERMS, check_arguments
@@ -30,7 +31,9 @@ from structattn.layers.rotary_order import Rotation
 _NAME = "structattn_discovery"
 _TOKENS = 64  # in one row: classifiers without a padding token know no batch
 _POSITIONS = (1, 2, 9)  # recurrent layers may start anew at 0
-_FAR = 2**17  # the next position of rotary models: all pairs have turned, also with frequencies that are divided for long texts
+_FAR = (
+    2**17
+)  # the next position of rotary models: all pairs have turned, also with frequencies that are divided for long texts
 _MOVED = 1e-3  # share of a dimension's squares that counts as rotated away, far above the rounding of bfloat16
 _LEFT = 0.1  # of that share, what may be left when its partner is known
 
@@ -104,14 +107,23 @@ def _record(
 register(_NAME, _record, structured_mask)
 
 
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs of a model's modules, and their parts, which may be of no module."""
+    own = [module.config for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)]
+    parts = [getattr(config, name, None) for config in own for name in config.sub_configs]
+    return [*own, *(part for part in parts if isinstance(part, PreTrainedConfig))]
+
+
 @contextmanager
 def _observed(model: PreTrainedModel) -> Iterator[None]:
     """A context in which the model's attention is ``_record``, in eval mode; afterwards everything is as before."""
     # Some models keep tensors of a call in their modules, such as recurrent states.
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     classes = {module: type(module) for module in model.modules() if adapted_class(type(module)) is not type(module)}
-    configs = {id(m.config): (m.config, m.config._attn_implementation) for m in model.modules() if hasattr(m, "config")}
+    configs = [(config, config._attn_implementation) for config in _configs(model)]
     try:
+        for module, _, _ in before:
+            module.training = False
         if classes:
             model.config._attn_implementation = _NAME
         else:
@@ -123,11 +135,13 @@ def _observed(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, kind in classes.items():
             module.__class__ = kind
-        for config, before in configs.values():
-            config._attn_implementation = before
-        model.train(False)
-        for module in training:
-            module.training = True
+        for config, implementation in configs:
+            config._attn_implementation = implementation
+        for module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
         _calls.clear()
 
 
@@ -153,7 +167,9 @@ def find_attention(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     except StructAttnError as error:
         raise ConfigError(str(error) if name in str(error) else f"{name} cannot be structurized: {error}") from error
     except Exception as error:
-        raise ConfigError(f"{name} cannot be structurized: a call on random tokens fails: {error!r}") from error
+        raise ConfigError(
+            f"{name} cannot be structurized: a call on random tokens fails: {shortened(repr(error))}"
+        ) from error
 
 
 def _found(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
@@ -206,10 +222,14 @@ def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
         if not getattr(call.module, "is_causal", True):
             raise ConfigError(f"its {kind} is not causal")
         if not isinstance(index, int) or index in layers:
-            raise ConfigError(f"it scores layer {index} more than once ({kind}), which structured attention does not know")
+            raise ConfigError(
+                f"it scores layer {index} more than once ({kind}), which structured attention does not know"
+            )
         layer = cache.layers[index] if index < len(cache.layers) else None
         if any(call.key is other.key for other in layers.values()):
-            raise ConfigError(f"layer {index} scores the keys of another layer ({kind}), and a compressed cache knows only one reader")
+            raise ConfigError(
+                f"layer {index} scores the keys of another layer ({kind}), and a compressed cache knows only one reader"
+            )
         if layer is not None and not isinstance(layer, _Seen):
             raise ConfigError(
                 f"the cache of layer {index} holds more than keys and values ({type(layer).__name__}), and a compressed cache only these"
@@ -269,7 +289,9 @@ def _rotated_pairs(still: Tensor, moved: Tensor) -> set[tuple[int, int]] | None:
     alone = 1 - own.square() / (square.clamp(min=1e-300) * total)
     # Row i, column j: of dimension i, regressed on i and j.
     determinant = square[:, None] * square - products.square()
-    fitted = own[:, None].square() * square - 2 * own[:, None] * targets.T * products + targets.T.square() * square[:, None]
+    fitted = (
+        own[:, None].square() * square - 2 * own[:, None] * targets.T * products + targets.T.square() * square[:, None]
+    )
     is_singular = determinant <= 1e-9 * square[:, None] * square
     left = (1 - fitted / determinant.clamp(min=1e-300) / total[:, None]).masked_fill(is_singular, torch.inf)
     least, partner = left.min(dim=1)

@@ -192,7 +192,11 @@ def install(model: PreTrainedModel, modules: Sequence[torch.nn.Module], record: 
         module.set_structure(structure)  # type: ignore[operator]
     config = type(model.config)
     for part in model.modules():  # those of images or sound have another config
-        if isinstance(part, PreTrainedModel) and not isinstance(part, StructurizedModel) and type(part.config) is config:
+        if (
+            isinstance(part, PreTrainedModel)
+            and not isinstance(part, StructurizedModel)
+            and type(part.config) is config
+        ):
             part.__class__ = structurized_class(type(part), config)
 
 

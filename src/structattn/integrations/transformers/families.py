@@ -256,7 +256,7 @@ def class_named(name: str) -> type | None:
     if isinstance(plain, type) and issubclass(plain, PreTrainedConfig):
         return structurized_config(plain)
     if isinstance(plain, type) and issubclass(plain, PreTrainedModel):
-        return structurized_class(plain, plain.config_class)
+        return structurized_class(plain, plain.config_class)  # type: ignore[attr-defined]
     for family in (config.removesuffix("Config") for config in CONFIG_MAPPING_NAMES.values()):
         kind = getattr(transformers, rest.removeprefix(family), None) if rest.startswith(family) else None
         if isinstance(kind, type) and issubclass(kind, PreTrainedModel):

@@ -214,6 +214,17 @@ def test_rotary_gets_positions_and_both_sides() -> None:
     assert seen == [(8, [5, 6, 7]), (8, list(range(8)))]
 
 
+def test_padding_on_the_right_is_a_mask_of_keys() -> None:
+    module = sa.Attention(32, 4, layout=sa.LevelLayout((4, 4), (8, 4)), is_causal=False).double()
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    is_padding = torch.arange(9) >= torch.tensor([9, 6])[:, None]
+    out = module(x, attn_mask=~is_padding[:, None, None])
+    assert_close(out[:1], module(x[:1]))
+    assert_close(out[1:, :6], module(x[1:, :6]))
+    with pytest.raises(ConfigError, match="attn_mask"):
+        module(x, attn_mask=~is_padding[:, None, None], cache=sa.Attention(32, 4).double().new_cache())
+
+
 def test_padding_and_packing_pass_through() -> None:
     attn = layer("mlr:4|2|2")
     x = torch.randn(1, 8, 32, dtype=torch.float64)

@@ -92,6 +92,7 @@ TABLE = {
             "x": STATES,
             "context": (*STATES[1:], torch.randn(3, 6, 16)),
             "attn_bias": (torch.ones(7, 7), torch.ones(6, 6).bool()),
+            "attn_mask": (torch.ones(7, 7).bool(), torch.ones(6, 6).long()),
             "cu_seqlens": (3, [0, 6], torch.tensor([0.0, 6.0]), torch.tensor([0, 6])),
             "left_padding": (3, [0, 1], torch.tensor([0, 1, 2]), torch.tensor([0.0, 1.0]), torch.tensor([0, 9])),
             "layout": (LEVELS, "mlr:4|4", THING),

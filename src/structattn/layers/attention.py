@@ -230,12 +230,13 @@ class Attention(nn.Module):
         left_padding: Tensor | None = None,
         cache: LevelCache | None = None,
         layout: LevelLayout | None = None,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
         """Attends: (B, T, E) to (B, T, E).
 
         Args:
             context: (B, S, E), where keys and values come from; the queries are its last T positions. Default: x.
-            attn_bias, cu_seqlens, left_padding: see ``structured_attention``.
+            attn_bias, attn_mask, cu_seqlens, left_padding: see ``structured_attention``.
             cache: from ``new_cache``; x are the tokens that follow those in it, and are added to it unless anything fails. Without
                 dropout, and without a gradient through what it holds. ``reset`` it after a change of the weights.
             layout: of the text of this batch (``TextLayout.at``), where the module has a ``TextLayout``. Otherwise ``None``.
@@ -246,9 +247,9 @@ class Attention(nn.Module):
         """
         known = self._layout_of_call(layout)
         if cache is not None:
-            if any(option is not None for option in (context, attn_bias, cu_seqlens, left_padding)):
+            if any(option is not None for option in (context, attn_bias, cu_seqlens, left_padding, attn_mask)):
                 raise ConfigError(
-                    "with a cache, leave context, attn_bias, cu_seqlens and left_padding at None; padding belongs to new_cache()"
+                    "with a cache, leave context, attn_bias, cu_seqlens and left_padding at None, and attn_mask; padding belongs to new_cache()"
                 )
             return self._decode(x, cache, layout)
         positions = None
@@ -267,6 +268,7 @@ class Attention(nn.Module):
             scale=scale,
             window=self.window,
             attn_bias=attn_bias,
+            attn_mask=attn_mask,
             dropout_p=self.dropout if self.training else 0.0,
             cu_seqlens=cu_seqlens,
             left_padding=left_padding,

@@ -38,7 +38,7 @@ AUTO_MODELS = {
 def publish(kind: type) -> None:
     """Makes a class of ours an attribute of ``transformers``: programs look there for the name that ``config.architectures`` holds.
 
-    Pipelines do, and ``transformers serve``, and trainers that take the name of a folder. transformers makes its module twice, and the
+    Pipelines do, and the server that ``structattn.serve`` starts, and trainers that take the name of a folder. transformers makes its module twice, and the
     second is the one that an import gives from then on.
     """
     setattr(sys.modules[transformers.__name__], kind.__name__, kind)

@@ -323,12 +323,35 @@ def test_a_padding_mask_on_the_right_equals_shorter_rows(layout, is_causal: bool
     assert_close(sa.structured_attention(*leaves, layout, attn_mask=bias, **options), out)
 
 
+@BACKENDS
+def test_soft_cap_and_sinks_of_packed_and_padded_rows_and_in_lower_precision(backend) -> None:
+    layout = sa.LevelLayout((4, 2, 2), (8, 4, 2))
+    q, k, v = make(1, 4, 2, 11, 11, 8, 3, grad=False)
+    sinks = torch.tensor([0.0, 2.0, -torch.inf, -1.0], dtype=torch.float64)
+    terms = {"softcap": 0.6, "sinks": sinks, "backend": backend}
+    first, second = (
+        loops(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], (4, 2, 2), (8, 4, 2), "variance", softcap=0.6, sinks=sinks)[0]
+        for a, b in ((0, 4), (4, 11))
+    )
+    packed = sa.structured_attention(q, k, v, layout, cu_seqlens=torch.tensor([0, 4, 11]), **terms)
+    assert_close(packed, torch.cat((first, second), dim=2))
+    padded, lse = sa.structured_attention(q, k, v, layout, left_padding=torch.tensor([4]), return_lse=True, **terms)
+    assert_close(padded[:, :, 4:], second)
+    assert not padded[:, :, :4].any()
+    assert torch.equal(lse[0, :, 0], sinks)
+    narrow = sa.structured_attention(*(x.bfloat16() for x in (q, k, v)), layout, **terms)
+    exact = sa.structured_attention(*(x.bfloat16().double() for x in (q, k, v)), layout, **terms)
+    assert narrow.dtype == torch.bfloat16
+    assert_close(narrow, exact)
+
+
 @pytest.mark.parametrize("scaling", ["variance", "mup"])
 def test_global_window_adds_two_softmaxes(scaling) -> None:
     q, k, v = make(2, 2, 2, 9, 9, 8, 3, grad=False)
-    far, _ = loops(q[..., :5], k[..., :5], v, [5], [99], scaling)
-    near, _ = loops(q[..., 5:], k[..., 5:], v, [3], [99], scaling, window=2)
-    assert_close(sa.structured_attention(q, k, v, sa.GlobalWindowLayout((5, 3), 2, scaling)), far + near)
+    for terms in ({}, {"softcap": 0.5, "sinks": torch.tensor([1.0, -1.0], dtype=torch.float64)}):
+        far, _ = loops(q[..., :5], k[..., :5], v, [5], [99], scaling, **terms)
+        near, _ = loops(q[..., 5:], k[..., 5:], v, [3], [99], scaling, window=2, **terms)
+        assert_close(sa.structured_attention(q, k, v, sa.GlobalWindowLayout((5, 3), 2, scaling), **terms), far + near)
 
 
 @BACKENDS

@@ -128,6 +128,7 @@ class StructurizedConfig(OwnErrors, SelfLoadingConfig):
     """A mixin that precedes the config class of a family: the config is only valid with its record."""
 
     has_no_defaults_at_init = True  # otherwise transformers up to 5.17 makes one without arguments, to compare with
+    base_model_pp_plan = None  # see StructuredModelMixin
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -198,6 +199,7 @@ def install(model: PreTrainedModel, modules: Sequence[torch.nn.Module], record: 
             and type(part.config) is config
         ):
             part.__class__ = structurized_class(type(part), config)
+            part.pp_plan = None  # see StructuredModelMixin
 
 
 def check_frequencies(model: torch.nn.Module) -> None:

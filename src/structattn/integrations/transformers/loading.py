@@ -69,7 +69,16 @@ def _check_index(index: Path) -> None:
 
 
 class StructuredModelMixin(NotCopied):
-    """What our models have in common: a mixin that precedes the class of transformers."""
+    """What our models have in common: a mixin that precedes the class of transformers.
+
+    The flags say what holds, not what the plain model can do. Tensor parallelism does hold where the plain model has a plan: it splits heads.
+    """
+
+    # The attention is given by the config, so no other implementation takes its place; context parallelism would cut the levels.
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = False
+    _supports_context_parallel = False
+    _can_compile_fullgraph = False  # with a static cache, which has no levels
+    _pp_plan = None  # stages would send each other masks that are no tensors
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

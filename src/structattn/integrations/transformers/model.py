@@ -126,7 +126,7 @@ class StructAttnPreTrainedModel(StructuredModelMixin, PreTrainedModel):  # type:
     supports_gradient_checkpointing = True
     _no_split_modules = ["StructAttnLayer"]  # noqa: RUF012 - transformers' own form
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _supports_sdpa = True  # transformers reads these; the config determines the attention
+    _supports_sdpa = True  # what programs ask for by default may be asked for, and changes nothing
 
     def _init_weights(self, module: nn.Module) -> None:
         # Parameters were initialised by the modules that own them, and loading is strict. What is not in the state dict has to

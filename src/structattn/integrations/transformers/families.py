@@ -130,6 +130,11 @@ class StructurizedConfig(OwnErrors, SelfLoadingConfig):
     has_no_defaults_at_init = True  # otherwise transformers up to 5.17 makes one without arguments, to compare with
     base_model_pp_plan = None  # see StructuredModelMixin
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """False: the fields are those of transformers' own config, which 5.17 would rename in the configs of other packages."""
+        return False
+
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         StructureRecord.read(self)

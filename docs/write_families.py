@@ -338,7 +338,23 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             }
         },
     ),
-    "computes with the attention mask": ("a mask that is computed from the keys", {"doge": _HEADS}),
+    "computes with the attention mask": (
+        "a mask that is computed from the tokens",
+        {
+            "doge": _HEADS,
+            "qwen4_exp_text": _HEADS
+            | _EXPERTS
+            | _LINEAR
+            | {
+                "shared_expert_intermediate_size": 16,
+                "indexer_n_heads": 2,
+                "indexer_kv_heads": 1,
+                "indexer_head_dim": 16,
+                "indexer_budget": 8,
+                "indexer_compress_ratio": 4,
+            },
+        },
+    ),
     "own cache|of its own": (
         "a cache of its own",
         {"minimax": _HEADS | _EXPERTS | {"layer_types": ["linear_attention", "full_attention"]}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -199,9 +200,11 @@ class RegisteredAttention:
                     "the config of this model has no max_position_embeddings to halve blocks from: give register_attention a "
                     "context_length"
                 )
-        if length not in self._variants:
-            self._variants[length] = Variant.of(self.spec, length or 1, self.backend)
-        return self._variants[length]
+        if (found := self._variants.get(length)) is None:
+            found = Variant.of(self.spec, length or 1, self.backend)
+            if not torch.compiler.is_compiling():  # a compiled program cannot keep objects for later calls
+                self._variants[length] = found
+        return found
 
     def _runs(self, module: nn.Module, head_dim: int) -> tuple[slice, ...]:
         """The dimensions of a layer in the order of the levels, as runs; empty if the order is unchanged."""
@@ -209,9 +212,11 @@ class RegisteredAttention:
         if self.rotary_split is None or layout is None or len(layout.ranks) == 1:
             return ()
         rotation = read_rotation(module, head_dim) or Rotation("halves", head_dim)
-        if rotation not in self._orders:
-            self._orders[rotation] = runs_of(dimension_order(layout.ranks, self.rotary_split, rotation))
-        return self._orders[rotation]
+        if (found := self._orders.get(rotation)) is None:
+            found = runs_of(dimension_order(layout.ranks, self.rotary_split, rotation))
+            if not torch.compiler.is_compiling():
+                self._orders[rotation] = found
+        return found
 
     def __call__(
         self,

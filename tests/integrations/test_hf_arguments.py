@@ -100,6 +100,34 @@ def test_packing_by_offsets_alone() -> None:
         model(ids, cu_seq_lens_q=offsets)
 
 
+def test_hidden_states_and_weights_are_returned(tmp_path) -> None:
+    torch.manual_seed(0)
+    plain = llama().double().eval()
+    plain.set_attn_implementation("eager")
+    expected = plain(IDS, output_attentions=True, output_hidden_states=True)
+    one = structurize(llama().double().eval(), "mlr:8")
+    one.load_state_dict(plain.state_dict())
+    one.save_pretrained(tmp_path)
+    for model in (one, type(one).from_pretrained(tmp_path)):
+        found = model(IDS, output_attentions=True, output_hidden_states=True)
+        assert (len(found.attentions), len(found.hidden_states)) == (2, 3)
+        for x, y in zip(found.attentions, expected.attentions, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-6)  # transformers' softmax is in float32
+        for x, y in zip(found.hidden_states, expected.hidden_states, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
+    for model in (changed(), registered()):  # with levels: the weights give the output
+        outs = []
+        model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args, to=outs: to.append(args[0]))
+        values = []
+        model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda _, args, out, to=values: to.append(out))
+        weights = model(IDS, output_attentions=True, use_cache=False).attentions[0]
+        v = values[0].unflatten(-1, (2, -1)).transpose(1, 2).repeat_interleave(2, dim=1)
+        torch.testing.assert_close((weights @ v).transpose(1, 2).flatten(2), outs[0])
+        assert weights.triu(1).count_nonzero() == 0
+        with pytest.raises(ConfigError, match="whole text"):
+            generate(model, IDS, output_attentions=True, return_dict_in_generate=True)
+
+
 class Clipped(torch.nn.Module):
     """An attention module with a score term that nobody knows."""
 

@@ -218,8 +218,6 @@ def test_terms_that_are_not_supported() -> None:
         model.set_attn_implementation(PLAIN)
         with pytest.raises(ConfigError, match=message):
             model(IDS)
-    with pytest.raises(ConfigError, match="output_attentions"):
-        on(trained(llama), PLAIN)(IDS, output_attentions=True)
     with pytest.raises(ConfigError, match="position_bias"):
         on(trained(llama), PLAIN)(IDS, position_bias=torch.zeros(1, 4, 17, 17))
 

@@ -149,7 +149,7 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The attention function of structurized models; arguments as transformers' ``AttentionInterface`` gives them.
 
     Raises:

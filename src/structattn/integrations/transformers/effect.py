@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from structattn.checks import quoted
 from structattn.errors import ConfigError
@@ -30,6 +31,15 @@ def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any])
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     _NAMES.add(name)
+
+
+def record_outputs(model: PreTrainedModel) -> None:
+    """Notes what ``output_hidden_states`` and ``output_attentions`` collect, for the class of a model that was changed after it was made.
+
+    transformers notes it by class, when a model is made; up to 5.17 by the text of the class.
+    """
+    key = str(type(model)) if type(_CAN_RECORD_REGISTRY) is dict else model
+    _CAN_RECORD_REGISTRY[key] = model._can_record_outputs
 
 
 def _refuse(model: PreTrainedModel, name: str) -> None:

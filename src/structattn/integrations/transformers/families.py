@@ -25,6 +25,7 @@ from structattn.integrations.transformers.attention import (
 )
 from structattn.integrations.transformers.auto_map import AUTO_MODELS, SelfLoadingConfig, publish
 from structattn.integrations.transformers.config import OwnErrors
+from structattn.integrations.transformers.effect import record_outputs
 from structattn.integrations.transformers.inputs import checked
 from structattn.integrations.transformers.loading import StructuredModelMixin, structure_entry
 from structattn.integrations.transformers.variant import Variant, trained_spec
@@ -205,6 +206,7 @@ def install(model: PreTrainedModel, modules: Sequence[torch.nn.Module], record: 
         ):
             part.__class__ = structurized_class(type(part), config)
             part.pp_plan = None  # see StructuredModelMixin
+            record_outputs(part)
 
 
 def check_frequencies(model: torch.nn.Module) -> None:

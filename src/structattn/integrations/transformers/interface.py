@@ -95,7 +95,7 @@ def attend(
     dropout: float,
     scaling: float | None,
     arguments: dict[str, Any],
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer as transformers' ``AttentionInterface`` defines it, with its cache if it has one.
 
     Args:
@@ -109,14 +109,14 @@ def attend(
         arguments: what else the model passed.
 
     Returns:
-        (B, T, H, V) and ``None`` in place of weights.
+        (B, T, H, V), and the weights before dropout, (B, H, T, S), where ``output_attentions`` asks for them.
 
     Raises:
         ConfigError: the model's attention is one that structured attention does not know; packed sequences that are not supported; or dropout
             with a cache that holds tokens already.
         CacheError: the cache and the mask count different tokens.
     """
-    check_arguments(module, arguments, TERMS)
+    check_arguments(module, arguments, (*TERMS, "output_attentions"))
     layer = key.layer if isinstance(key, PendingStates) else None
     k, v = (x.states if isinstance(x, PendingStates) else x for x in (key, value))
     is_causal = arguments.get("is_causal")
@@ -137,18 +137,24 @@ def attend(
     sequences = mask.sequences(arguments.get("position_ids"), arguments.get("cu_seq_lens_q"), has_cache=has_cache)
     terms = {own: arguments[name] for name, own in TERMS.items() if arguments.get(name) is not None}
 
+    options = {
+        "scaling": scaling,
+        "sequences": sequences,
+        "is_causal": mask.is_causal,
+        "attn_mask": mask.real_keys,
+        **terms,
+    }
+    weights = None
+    if arguments.get("output_attentions"):
+        if mask.num_past > 0:
+            raise ConfigError(
+                "output_attentions=True gives the weights of a whole text: a cache with levels has dropped keys that they need. Give all tokens "
+                "in one call, or pass use_cache=False"
+            )
+        weights = variant.weights(q, k, **options)
+
     def whole() -> Tensor:
-        return variant.attend(
-            q,
-            k,
-            v,
-            scaling=scaling,
-            dropout=dropout,
-            sequences=sequences,
-            is_causal=mask.is_causal,
-            attn_mask=mask.real_keys,
-            **terms,
-        )
+        return variant.attend(q, k, v, dropout=dropout, **options)
 
     if layer is None:
         out = whole()
@@ -169,7 +175,7 @@ def attend(
         out = layer.attend(
             q, k, v, variant, module=module, scaling=scaling, left_padding=mask.padding_counts, first=whole, **terms
         )
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous(), weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +234,7 @@ class RegisteredAttention:
         dropout: float = 0.0,
         scaling: float | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """See ``attend``."""
         variant = self.variant(module)
         check_fits(variant.layout, query.shape[-1], query.shape[-1])

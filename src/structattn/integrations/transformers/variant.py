@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from structattn.checks import quoted
@@ -12,6 +14,7 @@ from structattn.errors import ConfigError
 from structattn.integrations.transformers.masks import Sequences
 from structattn.layers.scoring import LowRank
 from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.ops import Backend, structured_attention
 from structattn.spec.attention import AttentionSpec, parse_spec
@@ -135,3 +138,12 @@ class Variant:
             sinks=sinks,
         )
         return out
+
+    def weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
+        """The attention weights, (B, H, T, S), of all levels; arguments as ``attend``, without dropout.
+
+        Cost: the values of ``attend`` are the S unit vectors: T S^2 multiply-adds for each head.
+        """
+        layout = replace(self.layout, value_ranks=None) if isinstance(self.layout, LevelLayout) else self.layout
+        each = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
+        return replace(self, layout=layout, backend="reference").attend(q, k, each, dropout=0.0, **options)

@@ -435,8 +435,7 @@ def test_another_implementation_is_refused() -> None:
     model = structurize(trained(llama), "mlr:4|4")
     with pytest.raises(ConfigError, match="given by its config"):
         model.set_attn_implementation("sdpa")
-    with pytest.raises(ConfigError, match="weights|attention weights"):
-        model(IDS, output_attentions=True)
+    assert len(model(IDS, output_attentions=True).attentions) == LAYERS
     plain = trained(llama)
     plain.set_attn_implementation("structurized")
     with pytest.raises(ConfigError, match="LlamaAttention is of none"):

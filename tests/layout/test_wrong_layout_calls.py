@@ -44,6 +44,12 @@ ROLE = mup.Role(kind="hidden", fan_in=4)
 SCORES = {"scaling": (None, *NAME), "rms_cap": (None, *FLAG)}
 COUNTED = {"num_positions": (None, *COUNT), "is_causal": (None, *FLAG)}
 ROW = {"row": (None, *COUNT)}
+FUNCTION = {
+    "window": SIZE,
+    "rotary_split": (None, *NAME),
+    "tensor_layout": (None, "BDHT", *NAME),
+    "backend": (None, *NAME),
+}
 
 
 # What is called, arguments that are right, and wrong values of each argument.
@@ -54,6 +60,30 @@ TABLE = {
         {
             "layers": (None, "x", 3, [], [None], torch.zeros(2), [3, sa.LevelCache()]),
             "text": (3, "x", [], torch.zeros(2)),
+        },
+    ),
+    "AttentionFunction": (
+        sa.AttentionFunction,
+        {"layout": LEVELS},
+        FUNCTION | {"layout": ("mlr:4|4", (4, 4), 3, THING), "rotary": ("halves", 3, THING)},
+    ),
+    "attention_function": (
+        sa.attention_function,
+        {"layout": "mlr:4|4", "context_length": 8},
+        FUNCTION
+        | {
+            "layout": (3, "nope", "bilinear-btt:1", THING),
+            "context_length": SIZE,
+            "rotary": ("nope", "halves:3", 3, THING),
+        },
+    ),
+    "rotary_order": (
+        sa.rotary_order,
+        {"layout": LEVELS, "rotary": "halves", "split": "low_far"},
+        {
+            "layout": (None, "mlr:4|4", (4, 4), THING),
+            "rotary": (None, "nope", "halves:3", "halves:16", 3),
+            "split": NAME,
         },
     ),
     "AttentionSpec": (

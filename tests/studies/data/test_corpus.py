@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import gzip
 import json
 import os
@@ -391,11 +392,14 @@ def test_time_and_memory_of_a_document_do_not_depend_on_their_number(tmp_path) -
         seconds[count] = min(taken)
     assert seconds[16000] < 20 * seconds[2000]  # 8 times the documents; all pairs of them are 64 times as many
     config = PrepareConfig(source=Source(path=str(tmp_path / "2000.jsonl")))
-    tracemalloc.start()
-    prepare(config, tmp_path / "corpus", show_progress=False)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2000 * 19 * 8  # 19 characters a document; an array for each would be 200 bytes
+    peaks = []
+    for i in range(2):  # what other tests have left, and what is made once, is not of the documents
+        gc.collect()
+        tracemalloc.start()
+        prepare(config, tmp_path / f"corpus-{i}", show_progress=False)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert min(peaks) < 2000 * 19 * 8  # 19 characters a document; an array for each would be 200 bytes
 
 
 def test_small_files_take_few_calls_each(tmp_path) -> None:

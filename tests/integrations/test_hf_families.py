@@ -10,9 +10,16 @@ import pytest
 import torch
 import transformers
 from hf_models import generate
+from transformers.models.gptj.modeling_gptj import GPTJAttention
 
 from structattn.errors import ConfigError
-from structattn.integrations.transformers import level_cache, load_structurized, structurize
+from structattn.integrations.transformers import (
+    call_attention,
+    level_cache,
+    load_structurized,
+    register_adapter,
+    structurize,
+)
 from structattn.testing.tolerances import SIX_DIGITS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -210,3 +217,42 @@ def test_on_the_meta_device_the_rotation_is_read(family) -> None:
     expected = structurize(make(family)[0], **LEVELS)
     found = structurize(copy.deepcopy(_page["tiny"](family)).to("meta"), **LEVELS)
     assert found.config.structattn == expected.config.structattn
+
+
+class OutsideAttention(GPTJAttention):
+    """An attention class of another package, which scores in a method of its own."""
+
+    def _attn(self, query, key, value, attention_mask=None):
+        return self.weigh(query, key, value, attention_mask), None
+
+    def weigh(self, query, key, value, mask):
+        scores = query @ key.transpose(-1, -2) / self.scale_attn
+        return (scores if mask is None else scores + mask).softmax(-1) @ value
+
+
+class OutsideAdapter(torch.nn.Module):
+    is_causal = True
+
+    def weigh(self, query, key, value, mask):
+        return call_attention(self, query, key, value, mask, scaling=1 / float(self.scale_attn), dropout=0.0)
+
+
+def test_an_adapter_from_outside() -> None:
+    model = _page["tiny"]("gptj").double()
+    for block in model.transformer.h:
+        block.attn.__class__ = OutsideAttention
+    plain = logits(model)
+    with pytest.raises(ConfigError, match="would have no effect"):
+        structurize(model, f"mlr:{HEAD_DIM}")
+    for wrong in (3, int):
+        with pytest.raises(ConfigError, match="adapter must be a class of modules"):
+            register_adapter(OutsideAttention, wrong)
+    register_adapter(OutsideAttention, OutsideAdapter)
+    with pytest.raises(ConfigError, match="has the adapter OutsideAdapter already"):
+        register_adapter(OutsideAttention, torch.nn.Identity)
+    one = structurize(copy.deepcopy(model), f"mlr:{HEAD_DIM}")
+    assert (logits(one) - plain).abs().max() <= 1e-10 * plain.abs().max()
+    structurize(model, **LEVELS)
+    assert (logits(model) - plain).abs().max() > 1e-3 * plain.abs().max()
+    uncached = generate(model, IDS, MASK, new=6, use_cache=False)
+    assert torch.equal(generate(model, IDS, MASK, new=6), uncached)

@@ -202,6 +202,10 @@ def attention_function(
     Raises:
         ConfigError: the layout is of another kind, or an option does not fit it.
 
+    Cost: of a call, that of ``structured_attention``; with ``rotary`` and several levels one more copy of queries and keys.
+
+    Source: ours; the arguments of a call are those of PyTorch's function.
+
     Example:
         >>> attend = attention_function("mlr:4|4", context_length=64)
         >>> q = torch.randn(1, 2, 10, 8)

@@ -165,6 +165,10 @@ def rotary_order(layout: Layout, rotary: str | Rotation = "halves", split: Rotar
     Raises:
         ConfigError: a rank is odd, or the rotation does not fit the head.
 
+    Cost: O(D) on the host; indexing with it copies queries and keys once.
+
+    Source: ours; rotary positions are those of Su et al. 2021.
+
     Example:
         >>> rotary_order(LevelLayout((4, 4), (64, 16)), "adjacent")
         (4, 6, 5, 7, 0, 2, 1, 3)

@@ -29,7 +29,7 @@ from transformers import (  # noqa: E402
     AutoModelForTokenClassification,
 )
 
-from structattn.integrations.transformers.adapters import register_adapter, score  # noqa: E402
+from structattn.integrations.transformers.adapters import call_attention, register_adapter  # noqa: E402
 from structattn.integrations.transformers.auto_map import publish  # noqa: E402
 from structattn.integrations.transformers.cache import LevelCacheLayer, LevelCaches, level_cache  # noqa: E402
 from structattn.integrations.transformers.config import StructAttnConfig  # noqa: E402
@@ -69,10 +69,10 @@ __all__ = [
     "StructAttnForSequenceClassification",
     "StructAttnForTokenClassification",
     "StructAttnModel",
+    "call_attention",
     "level_cache",
     "load_structurized",
     "register_adapter",
     "register_attention",
-    "score",
     "structurize",
 ]

@@ -24,10 +24,14 @@ def register_adapter(attention: type[nn.Module], adapter: type[nn.Module]) -> No
 
     Args:
         attention: the attention class of a model. Its modules have ``config`` and ``layer_idx``.
-        adapter: a class that precedes it. It overrides the method that scores, and calls ``score`` with what reaches that method.
+        adapter: a class that precedes it. It overrides the method that scores, and calls ``call_attention`` with what reaches that method.
 
     Raises:
         ConfigError: one of them is no module class, or the class has another adapter.
+
+    Cost: none; the adapted class is made once, when ``structurize`` meets it.
+
+    Source: ours. GPT-J has an adapter of this kind, in this file.
     """
     for name, kind in (("attention", attention), ("adapter", adapter)):
         check_type(name, kind, type, "a class of modules")
@@ -55,10 +59,10 @@ def has_adapter(model: type[PreTrainedModel]) -> bool:
     return any(kind.__module__ in files for kind in _ADAPTERS)
 
 
-def score(
+def call_attention(
     module: nn.Module, query: Tensor, key: Any, value: Any, mask: object, *, scaling: float | None, dropout: float
 ) -> Tensor:
-    """What the adapter's method returns: the attention that ``module.config`` names, (B, H, T, V).
+    """The attention that ``module.config`` names, for the method of an adapter.
 
     Args:
         module: the attention module.
@@ -67,6 +71,14 @@ def score(
         mask: as it reached the module.
         scaling: factor of the scores; ``None``: 1 / sqrt(D).
         dropout: probability, 0 outside training.
+
+    Returns:
+        (B, H, T, V), in the dtype of the values.
+
+    Raises:
+        ConfigError, CacheError: see ``structurize`` and ``LevelCacheLayer``.
+
+    Cost: that of the attention; nothing is copied.
     """
     function = AttentionInterface()[module.config._attn_implementation]  # type: ignore[union-attr]
     out, _ = function(module, query, key, value, mask, dropout=dropout, scaling=scaling)
@@ -80,7 +92,7 @@ class _GPTJAdapter(nn.Module):
     def _attn(self, query: Tensor, key: Any, value: Any, attention_mask: object = None) -> tuple[Tensor, None]:
         dropout = self.attn_dropout.p if self.training else 0.0  # type: ignore[union-attr]
         scaling = 1 / float(self.scale_attn)  # type: ignore[arg-type]
-        return score(self, query, key, value, attention_mask, scaling=scaling, dropout=dropout), None  # type: ignore[arg-type]
+        return call_attention(self, query, key, value, attention_mask, scaling=scaling, dropout=dropout), None  # type: ignore[arg-type]
 
 
 register_adapter(GPTJAttention, _GPTJAdapter)

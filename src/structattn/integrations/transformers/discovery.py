@@ -31,9 +31,8 @@ from structattn.layers.rotary_order import Rotation
 _NAME = "structattn_discovery"
 _TOKENS = 64  # in one row: classifiers without a padding token know no batch
 _POSITIONS = (1, 2, 9)  # recurrent layers may start anew at 0
-_FAR = (
-    2**17
-)  # the next position of rotary models: all pairs have turned, also with frequencies that are divided for long texts
+# The next position of rotary models: all pairs have turned, also with frequencies that are divided for long texts.
+_FAR = 2**17
 _MOVED = 1e-3  # share of a dimension's squares that counts as rotated away, far above the rounding of bfloat16
 _LEFT = 0.1  # of that share, what may be left when its partner is known
 

@@ -154,9 +154,8 @@ class StructurizedModel(StructuredModelMixin):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.claim(config, IMPLEMENTATION)
-        if has_adapter(
-            type(self)
-        ):  # transformers makes their attention modules by the name of an implementation of its own
+        # transformers makes the attention modules of these by the name of an implementation of its own.
+        if has_adapter(type(self)):
             config._attn_implementation = "eager"
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         config._attn_implementation = IMPLEMENTATION

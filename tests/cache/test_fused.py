@@ -43,8 +43,16 @@ def test_fused_steps_are_the_definition(monkeypatch, layout, window, padding) ->
     q, k, v = (torch.randn(2, heads, 40, 8, device=DEVICE) for heads in (4, 2, 2))
     left = None if padding is None else torch.tensor(padding, device=DEVICE)
     terms = {"softcap": 0.9, "sinks": torch.tensor([0.0, 1.0, 2.0, -1.0], device=DEVICE)} if padding is None else {}
+    shown = torch.rand(2, 1, 40, 40, device=DEVICE) > 0.3
+    mask = None if padding is None else (shown if window is None else shown[:, :, :1])
     expected = sa.structured_attention(
-        *(x.double() for x in (q, k, v)), form, window=window, left_padding=left, backend="reference", **terms
+        *(x.double() for x in (q, k, v)),
+        form,
+        window=window,
+        left_padding=left,
+        backend="reference",
+        attn_mask=mask,
+        **terms,
     )
     calls = []
     real = attend.fused_attention
@@ -54,7 +62,9 @@ def test_fused_steps_are_the_definition(monkeypatch, layout, window, padding) ->
     sizes, first, outs = [1, 1, 5, 3], 30, []
     for size in sizes:
         part = slice(first, first + size)
-        outs.append(cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], backend="triton", **terms))
+        own = None if mask is None else mask[:, :, part if mask.shape[2] > 1 else slice(None), : part.stop]
+        new = (x[:, :, part] for x in (q, k, v))
+        outs.append(cache.attend(*new, backend="triton", attn_mask=own, **terms))
         first += size
     assert len(calls) >= len(sizes)
     assert relative_error(torch.cat(outs, dim=2), expected[:, :, 30:]) <= FORWARD[torch.float32]
@@ -70,6 +80,10 @@ def test_what_the_kernel_cannot_do_is_said() -> None:
         cache.append(x, x)
         with pytest.raises(BackendUnavailableError, match=message):
             cache.attend(*(x[:, :, :1],) * 3, backend="triton")
+    cache = sa.LevelCache(max_length=30)
+    cache.append(x, x)
+    with pytest.raises(BackendUnavailableError, match="takes a bool mask"):
+        cache.attend(*(x[:, :, :1],) * 3, backend="triton", attn_mask=torch.zeros(21, device=DEVICE))
     hidden = sa.Attention(8, 2, scoring=sa.scoring.BTT(rank=1), backend="triton").to(DEVICE).requires_grad_(False)
     cache = hidden.new_cache(keys="hidden", max_length=30)
     cache.append(x[:, :1], x[..., :4])

@@ -43,11 +43,24 @@ def dense(q, k, v, layout, **options):
     return sa.structured_attention(q, k, v, layout, backend="reference", **options)
 
 
-def through(cache, q, k, v, sizes, **options):
+def masked(kind, batch, heads, length):
+    """A mask that hides about a third of the pairs, and rows that see nothing: of keys, of pairs, of heads, or added to the scores."""
+    shape = {"keys": (batch, 1, 1, length), "pairs": (batch, 1, length, length), "heads": (heads, 1, length)}
+    draws = torch.rand(shape.get(kind, (batch, 1, 1, length)), generator=torch.Generator().manual_seed(length))
+    shown = (draws > 0.3) & (torch.arange(length) != 0)
+    return shown if kind in shape else draws.double().masked_fill(~shown, -torch.inf)
+
+
+MASKS = [None, None, "keys", "pairs", "heads", "added"]
+
+
+def through(cache, q, k, v, sizes, attn_mask=None, **options):
     outs, first = [], 0
     for size in sizes:
-        part = slice(first, first + size)
-        outs.append(cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], **options))
+        part, own = slice(first, first + size), None
+        if attn_mask is not None:
+            own = attn_mask[..., part if attn_mask.shape[-2] > 1 else slice(None), : first + size]
+        outs.append(cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], attn_mask=own, **options))
         first += size
     assert first == q.shape[2]
     return torch.cat(outs, dim=2)
@@ -75,9 +88,10 @@ def cut(total, sizes):
     max_length=st.sampled_from([None, 7, 61]),
     softcap=st.sampled_from([None, 0.4]),
     with_sinks=st.booleans(),
+    mask=st.sampled_from(MASKS),
 )
 def test_any_chunking_is_one_forward_pass(
-    layout, window, heads, length, sizes, padding, scale, page_size, max_length, softcap, with_sinks
+    layout, window, heads, length, sizes, padding, scale, page_size, max_length, softcap, with_sinks, mask
 ) -> None:
     form = LAYOUTS[layout]
     if isinstance(form, sa.GlobalWindowLayout):
@@ -86,7 +100,8 @@ def test_any_chunking_is_one_forward_pass(
         padding = torch.tensor(padding).clamp(max=length)
     q, k, v = draw(3, *heads, length, seed=length)
     sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64) if with_sinks else None
-    options = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    mask = None if mask is None else masked(mask, 3, heads[0], length)
+    options = {"scale": scale, "softcap": softcap, "sinks": sinks, "attn_mask": mask}
     expected = dense(q, k, v, form, window=window, left_padding=padding, **options)
     cache = sa.LevelCache(form, window=window, left_padding=padding, page_size=page_size, max_length=max_length)
     assert_close(through(cache, q, k, v, cut(length, sizes), **options), expected)
@@ -95,6 +110,65 @@ def test_any_chunking_is_one_forward_pass(
     assert_close(through(cache, q, k, v, [length], **options), expected)
     cache.reset()
     assert_close(through(cache, q, k, v, [1] * length, **options), expected)
+
+
+@given(
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    window=st.sampled_from([None, 9]),
+    past=st.integers(0, 40),
+    new=st.integers(1, 9),
+    padding=st.sampled_from([None, (0, 3, 1)]),
+    mask=st.sampled_from(MASKS),
+    with_sinks=st.booleans(),
+)
+def test_weights_are_those_of_one_forward_pass(layout, window, past, new, padding, mask, with_sinks) -> None:
+    form, length = LAYOUTS[layout], past + new
+    window = None if isinstance(form, sa.GlobalWindowLayout) else window
+    padding = None if padding is None else torch.tensor(padding).clamp(max=length)
+    q, k, v = draw(3, 4, 2, 2, length)
+    sinks = torch.linspace(-1, 2, 4, dtype=torch.float64) if with_sinks else None
+    mask = None if mask is None else masked(mask, 3, 4, length)
+    options = {"softcap": 0.4, "sinks": sinks}
+    each = torch.eye(length, dtype=torch.float64).expand(3, 4, -1, -1)
+    scores = (
+        sa.LevelLayout(form.ranks, form.block_sizes, form.scaling, boundaries=form.boundaries)
+        if isinstance(form, sa.LevelLayout)
+        else form
+    )
+    expected = dense(q, k, each, scores, window=window, left_padding=padding, attn_mask=mask, **options)
+    cache = sa.LevelCache(form, window=window, left_padding=padding)
+    cache.append(k[:, :, :past], v[:, :, :past])
+    own = mask if mask is None or mask.shape[-2] == 1 else mask[..., past:, :]
+    found = cache.weights(q[:, :, past:], k[:, :, past:], v[:, :, past:], attn_mask=own, **options)
+    assert_close(found, expected[:, :, past:])
+    assert cache.length == past
+
+
+def test_a_mask_needs_a_column_for_every_token() -> None:
+    q, k, v = draw(2, 4, 2, 2, 6)
+    cache = sa.LevelCache()
+    cache.append(k[:, :, :4], v[:, :, :4])
+    for mask, message in (
+        (torch.ones(2, 1, 1, 2, dtype=torch.bool), r"does not broadcast to \(B, H, T, S\) = \(2, 4, 2, 6\)"),
+        (torch.ones(2, 1, 1, 6, dtype=torch.int64), "attn_mask must be bool"),
+        ([True] * 6, "attn_mask must be a torch.Tensor"),
+    ):
+        for call in (cache.attend, cache.weights):
+            with pytest.raises(ShapeError, match=message):
+                call(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], attn_mask=mask)
+        assert cache.length == 4
+
+
+def test_a_gradient_reaches_a_mask_that_is_added() -> None:
+    q, k, v = draw(1, 2, 2, 2, 9)
+    cache = sa.LevelCache(LAYOUTS["levels"])
+    cache.append(k[:, :, :8], v[:, :, :8])
+    bias = torch.zeros(9, dtype=torch.float64, requires_grad=True)
+    cache.attend(q[:, :, 8:], k[:, :, 8:], v[:, :, 8:], attn_mask=bias).sum().backward()
+    other = torch.zeros(9, dtype=torch.float64, requires_grad=True)
+    dense(q[:, :, 8:], k, v, LAYOUTS["levels"], attn_mask=other).sum().backward()
+    assert bias.grad.any()
+    assert_close(bias.grad, other.grad, gradient=True)
 
 
 @pytest.mark.parametrize("backend", ["reference", "blocked"])

@@ -221,8 +221,6 @@ def test_padding_on_the_right_is_a_mask_of_keys() -> None:
     out = module(x, attn_mask=~is_padding[:, None, None])
     assert_close(out[:1], module(x[:1]))
     assert_close(out[1:, :6], module(x[1:, :6]))
-    with pytest.raises(ConfigError, match="attn_mask"):
-        module(x, attn_mask=~is_padding[:, None, None], cache=sa.Attention(32, 4).double().new_cache())
 
 
 def test_padding_and_packing_pass_through() -> None:

@@ -69,9 +69,10 @@ def cut(total, sizes):
     sizes=st.lists(st.sampled_from([1, 1, 2, 5, 17, 40]), min_size=1, max_size=4),
     padding=st.one_of(st.none(), st.tuples(*[st.integers(0, 20)] * 2)),
     keys=st.sampled_from(["smaller", "features", "hidden"]),
+    with_mask=st.booleans(),
 )
 def test_cached_is_uncached(
-    scoring, layout, groups, window, split, qk_norm, bias, length, sizes, padding, keys
+    scoring, layout, groups, window, split, qk_norm, bias, length, sizes, padding, keys, with_mask
 ) -> None:
     window = None if layout == "global window" else window
     rotary = None if split is None else sa.Rotary(split=split)
@@ -81,13 +82,15 @@ def test_cached_is_uncached(
     padding = None if padding is None else torch.tensor(padding).clamp(max=length)
     x = torch.randn(2, length, E, dtype=torch.float64)
     attention.backend = "reference"
-    expected = attention(x, left_padding=padding)
+    mask = torch.rand(2, 1, 1, length) > 0.3 if with_mask else None
+    expected = attention(x, left_padding=padding, attn_mask=mask)
     attention.backend = "auto"
     cache = attention.new_cache(left_padding=padding, keys=keys, page_size=8)
     for _ in range(2):
         outs, first = [], 0
         for size in cut(length, sizes):
-            outs.append(attention(x[:, first : first + size], cache=cache))
+            own = None if mask is None else mask[..., : first + size]
+            outs.append(attention(x[:, first : first + size], cache=cache, attn_mask=own))
             first += size
         assert_close(torch.cat(outs, dim=1), expected)
         cache.reset()

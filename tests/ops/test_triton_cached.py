@@ -78,6 +78,7 @@ class Case:
     multiples: tuple[int, ...] | None = None
     integers: torch.dtype = torch.int32
     surrounded: bool = False  # by NaN in memory, which must not be read
+    mask: tuple[int, int, int, int] | None = None  # its shape, that of (B, H, T, S) or 1
     tiles: Tiles | None = None
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,6 +94,13 @@ class Case:
         )
         q, k, v = (torch.randn(shape).to(self.dtype).to(DEVICE) for shape in shapes)
         return q, k, v
+
+    def shown(self) -> Tensor | None:
+        """The mask: its last column is that of the last token in every row."""
+        if self.mask is None:
+            return None
+        generator = torch.Generator().manual_seed(1)
+        return (torch.rand(self.mask, generator=generator) > 0.3).to(DEVICE)
 
     def start(self, level: int, length: int) -> int:
         last = length - 1
@@ -140,6 +148,7 @@ class Case:
             self.rings or (False,) * self.layout.num_levels,
             self.layout.score_factors(self.scale),
             softcap=self.softcap,
+            mask=self.shown(),
             multiples=self.multiples,
             tiles=self.tiles,
             num_splits=num_splits,
@@ -150,13 +159,16 @@ class Case:
         q, k, v = self.tensors()
         heads = q.shape[1]
         k, v = (x.double().repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+        shown = self.shown()
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64, device=DEVICE)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float64, device=DEVICE)
         for row, length in enumerate(self.lengths):
             new = min(self.queries, length)
             if new == 0:
                 continue
-            one = slice(row, row + 1)
+            one, mask = slice(row, row + 1), None
+            if shown is not None:
+                mask = shown.expand(*q.shape[:3], -1)[one, :, self.queries - new :, -length:]
             out[one, :, self.queries - new :], lse[one, :, self.queries - new :] = reference.attention(
                 q[one, :, self.queries - new :].double(),
                 k[one, :, :length],
@@ -170,6 +182,7 @@ class Case:
                 cu_seqlens=None,
                 left_padding=None,
                 softcap=self.softcap,
+                attn_mask=mask,
             )
         return out, lse
 
@@ -225,6 +238,8 @@ CASES = {
     "several tokens, one level": Case(layout=ONE, queries=4, lengths=(80, 66)),
     "several tokens, values": Case(layout=VALUES, queries=3, lengths=(84, 23), heads=(4, 1, 2)),
     "several tokens after padding": Case(layout=TWO, queries=8, lengths=(74, 3, 0), heads=(4, 2, 2)),
+    "a mask of keys, window": Case(layout=WIDE, window=20, lengths=(75, 12), mask=(2, 1, 1, 80)),
+    "a mask of pairs and heads": Case(layout=VALUES, lengths=(75, 3, 52), queries=2, mask=(1, 2, 2, 75)),
     "wider tiles": Case(layout=WIDE, queries=2, lengths=(93, 66), tiles=Tiles(own=16, walk=32)),
     "float16": Case(layout=HALVING, dtype=torch.float16, capacities=(80, 64, 32, 16), surrounded=True),
     "float16, odd ranks, window": Case(
@@ -298,18 +313,21 @@ import triton
 from structattn.ops.triton import cached_attention as host
 from structattn.ops.triton.cached_decode import cached_kernel as kernel
 
-def shared(ranks, value_ranks, name, itemsize, rows, ring, softcap):
-    tiles = host._tiles(ranks, value_ranks, itemsize, rows)
+def shared(ranks, value_ranks, name, itemsize, rows, ring, softcap, masked):
+    tiles = host._tiles(ranks, value_ranks, itemsize, rows, masked)
     levels, x, strides = len(ranks), "*" + name, ("i32",) * 3
     constants = {
         "RANKS": ranks, "VALUE_RANKS": value_ranks, "SCALES": (1 / 3,) * levels, "FACTORS": (0.5,) * levels,
         "ALIGNS": (16,) * levels, "MULTIPLES": (16,) * levels, "RINGS": (ring,) * levels,
         "OWN": tiles.own, "WALK": tiles.walk, "SOFTCAP": softcap,
     }
+    if not masked:
+        constants["mask"] = None
     types = {
         "q": x, "keys": (x,) * levels, "values": (x,) * len(value_ranks), "starts": "*i32", "counts": "*i64",
         "partial": "*fp32", "partial_lse": "*fp32", "key_strides": (strides,) * levels,
         "value_strides": (strides,) * len(value_ranks), "capacities": ("i32",) * levels,
+        "mask": "*u8",
     }
     signature, attributes = {}, {}
     def aligned(kind, path):
@@ -330,9 +348,9 @@ def shared(ranks, value_ranks, name, itemsize, rows, ring, softcap):
     return compiled.metadata.shared
 
 print(max(
-    shared((8,) * 8, (64,), "bf16", 2, 1, False, 0.0),
-    shared((64, 32, 32), (64, 32, 32), "fp16", 2, 32, True, 50.0),
-    shared((1, 5, 122), (128,), "fp32", 4, 1, False, 0.0),
+    shared((8,) * 8, (64,), "bf16", 2, 1, False, 0.0, False),
+    shared((64, 32, 32), (64, 32, 32), "fp16", 2, 32, True, 50.0, True),
+    shared((1, 5, 122), (128,), "fp32", 4, 1, False, 0.0, False),
 ))
 """
 

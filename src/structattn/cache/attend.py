@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,8 +11,11 @@ from torch import Tensor
 from structattn.cache import decode
 from structattn.cache.append import append
 from structattn.cache.contents import Contents
-from structattn.cache.decode import KeyValueView, ScoreOptions
+from structattn.cache.decode import KeyValueView
+from structattn.cache.options import ScoreOptions
 from structattn.errors import BackendUnavailableError
+from structattn.layout.global_window import Layout
+from structattn.layout.levels import LevelLayout
 from structattn.ops import Backend, structured_attention
 from structattn.ops.backends import why_not as why_not_backend
 from structattn.ops.checks import autocasted, check_tensors, without_autocast
@@ -28,32 +32,42 @@ def attend(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOp
     if q.shape[0] == 0 or q.shape[2] == 0:
         append(contents, kept_k, kept_v)
         return q.new_zeros((*q.shape[:3], v.shape[3]))
-    if contents.length == 0 or not _is_direct(contents, q, k, v, options.sinks, backend):
-        state, values = (k, v) if contents.length == 0 else contents.dense(k, v)
-        out = _dense(contents, q, _made_keys(contents, state), values, options, backend)
+    if contents.length == 0 or not _is_direct(contents, q, k, v, options, backend):
+        values = v if contents.length == 0 else contents.dense_values(v)
+        out = _dense(contents, q, _all_keys(contents, k), values, contents.layout, options, backend)
         append(contents, kept_k, kept_v)
         return out
-    outs = []
+    outs, num_keys = [], contents.length + q.shape[2]
     for first, end in contents.runs(q.shape[2]):
         append(contents, kept_k[:, :, first:end], kept_v[:, :, first:end])
-        query, view = q[:, :, first:end], contents.view()
-        is_fused = backend == "triton" or (q.is_cuda and why_not_fused(query, view) is None)
+        query, view, own = q[:, :, first:end], contents.view(), options.of_queries(first, end, q.shape[2], num_keys)
+        is_fused = backend == "triton" or (q.is_cuda and why_not_fused(query, view, own) is None)
         with without_autocast(q):  # it would turn the products here into 16-bit ones
-            outs.append((fused_attention if is_fused else decode.attention)(query, view, options))
+            outs.append((fused_attention if is_fused else decode.attention)(query, view, own))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
-def _is_direct(contents: Contents, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, backend: Backend) -> bool:
+def weights(contents: Contents, q: Tensor, k: Tensor, options: ScoreOptions) -> Tensor:
+    """The weights of new tokens, which are not appended; see ``LevelCache.weights``."""
+    q, k = autocasted(q, k)
+    keys, layout = _all_keys(contents, k), contents.layout
+    each = torch.eye(keys.shape[2], dtype=keys.dtype, device=keys.device).expand(*keys.shape[:2], -1, -1)
+    layout = replace(layout, value_ranks=None) if isinstance(layout, LevelLayout) else layout
+    return _dense(contents, q, keys, each, layout, options, "reference")
+
+
+def _is_direct(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, backend: Backend) -> bool:
     """Whether new tokens are decoded straight from what is kept: few ones, past the padding, without a gradient."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
+    if torch.is_grad_enabled() and (options.needs_gradient or any(x.requires_grad for x in (q, k, v))):
         return False
     makes_keys = contents.latent is not None and not contents.latent.can_absorb
     is_past_padding = contents.length >= contents.most_padding
     return backend in ("auto", "triton") and q.shape[2] <= _FEW_TOKENS and is_past_padding and not makes_keys
 
 
-def _made_keys(contents: Contents, state: Tensor) -> Tensor:
-    """The keys of all tokens, from keys or from hidden states."""
+def _all_keys(contents: Contents, k: Tensor) -> Tensor:
+    """The keys of all tokens, with the new ones at the end: from keys, or made from hidden states."""
+    state = k if contents.length == 0 else contents.dense_keys(k)
     if contents.latent is None:
         return state
     positions = torch.arange(state.shape[2], device=state.device)
@@ -62,7 +76,15 @@ def _made_keys(contents: Contents, state: Tensor) -> Tensor:
     return contents.latent.keys(state[:, 0], positions)
 
 
-def _dense(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, backend: Backend) -> Tensor:
+def _dense(
+    contents: Contents,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout | None,
+    options: ScoreOptions,
+    backend: Backend,
+) -> Tensor:
     """Attention over dense keys and values."""
     heads = math.lcm(k.shape[1], v.shape[1])  # divides the query heads, as both do
     k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
@@ -74,20 +96,23 @@ def _dense(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOp
         q,
         k,
         v,
-        contents.layout,
+        layout,
         scale=options.scale,
         window=contents.window,
         left_padding=padding,
         backend=backend,
         softcap=options.softcap,
         sinks=options.sinks,
+        attn_mask=options.attn_mask,
     )
 
 
-def why_not_fused(q: Tensor, view: KeyValueView) -> str | None:
+def why_not_fused(q: Tensor, view: KeyValueView, options: ScoreOptions) -> str | None:
     """The reason why the fused Triton kernel cannot run a step, as a sentence for the user, or ``None`` when it can."""
     if view.latent is not None:
         return "the fused kernel reads keys, and the cache keeps hidden states"
+    if options.attn_mask is not None and options.attn_mask.dtype != torch.bool:
+        return "the fused kernel takes a bool mask, and this one is added to the scores"
     if len(view.softmaxes) > 1:
         return "the fused kernel computes one softmax, and a global-window layout has two"
     if any(len(store.pages) > 1 for store in (*view.keys, *(store for store, _ in view.values))):
@@ -104,12 +129,13 @@ def why_not_fused(q: Tensor, view: KeyValueView) -> str | None:
         value_ranks=tuple(store.dim for store, _ in view.values),
         num_queries=q.shape[2],
         capacity=max(store.capacity for store in view.keys),
+        masked=options.attn_mask is not None,
     )
 
 
 def fused_attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
     """As ``decode.attention``, by the fused Triton kernel; raises ``BackendUnavailableError`` where it cannot run."""
-    reason = why_not_fused(q, view)
+    reason = why_not_fused(q, view, options)
     if reason is not None:
         raise BackendUnavailableError(f"backend 'triton' cannot decode this cache: {reason}")
     from structattn.ops.triton import cached_attention as triton_cached
@@ -128,6 +154,7 @@ def fused_attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Ten
         [store.ring is not None for store in view.keys],
         softmax.layout.score_factors(options.scale),
         softcap=options.softcap,
+        mask=options.attn_mask,
         multiples=(0, *sizes[1:]) if sizes and softmax.window is None else None,
         max_count=int(counts[0].max()),
     )

@@ -285,28 +285,29 @@ class Contents:
             factors_by_scale=self._factors,
         )
 
-    def dense(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys (or states) and values as dense tensors, zero where nothing is kept, with the new ones at the end."""
-        count = self.length
-        past = [
-            k.new_zeros((k.shape[0], k.shape[1], count, k.shape[3])),
-            v.new_zeros((v.shape[0], v.shape[1], count, v.shape[3])),
-        ]
-        for x, stores in zip(past, (self.keys[: 1 if self.latent else None], self.values), strict=True):
-            levels = self.key_levels if x is past[0] else self.value_levels
-            dim = 0
-            for store, level in zip(stores, levels, strict=False):
-                for row, batch, pad in self.rows:
-                    last = count - 1 - pad
-                    if last < 0:
-                        continue
-                    start = level.start(last, row)
-                    first = max(store.oldest[row], 0)
-                    if first <= last:
-                        found = store.read(batch, first, last + 1, start)
-                        x[batch, :, first + pad : count, dim : dim + store.dim] = found.transpose(2, 3)
-                dim += store.dim
-        return torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+    def dense_keys(self, k: Tensor) -> Tensor:
+        """All keys (or states) as a dense tensor, zero where nothing is kept, with the new ones at the end."""
+        return self._dense(k, self.keys[: 1 if self.latent else None], self.key_levels)
+
+    def dense_values(self, v: Tensor) -> Tensor:
+        """As ``dense_keys``, of the values."""
+        return self._dense(v, self.values, self.value_levels)
+
+    def _dense(self, new: Tensor, stores: list[Store], levels: tuple[Level, ...]) -> Tensor:
+        count, dim = self.length, 0
+        past = new.new_zeros((new.shape[0], new.shape[1], count, new.shape[3]))
+        for store, level in zip(stores, levels, strict=False):
+            for row, batch, pad in self.rows:
+                last = count - 1 - pad
+                if last < 0:
+                    continue
+                start = level.start(last, row)
+                first = max(store.oldest[row], 0)
+                if first <= last:
+                    found = store.read(batch, first, last + 1, start)
+                    past[batch, :, first + pad : count, dim : dim + store.dim] = found.transpose(2, 3)
+            dim += store.dim
+        return torch.cat([past, new], dim=2)
 
     def select(self, indices: Tensor) -> None:
         """Row b becomes row ``indices[b]``."""

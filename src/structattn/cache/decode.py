@@ -10,40 +10,8 @@ from torch import Tensor
 
 from structattn.cache.latent import Latent
 from structattn.cache.levels import Level, Softmax
+from structattn.cache.options import ScoreOptions
 from structattn.cache.store import Store
-from structattn.checks import check_scale
-from structattn.ops.checks import check_sinks, check_softcap
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreOptions:
-    """What makes a score of a product of a query and a key, besides the layout; see ``structured_attention``."""
-
-    scale: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-    def check(self, q: Tensor) -> None:
-        """Raises what ``structured_attention`` would raise for them."""
-        if self.scale is not None:
-            check_scale("scale", self.scale)
-        if self.softcap is not None:
-            check_softcap(self.softcap)
-        if self.sinks is not None:
-            check_sinks(q, self.sinks)
-
-    def cap(self, scores: Tensor) -> None:
-        """Caps scores in place."""
-        if self.softcap is not None:
-            scores.div_(self.softcap).tanh_().mul_(self.softcap)
-
-    def softmax(self, scores: Tensor, of_queries: Sequence[int]) -> Tensor:
-        """The weights of scores (..., N), whose other dimensions are those of the queries, (B, H, T), in this order."""
-        weights = torch.softmax(scores, dim=-1)
-        if self.sinks is None:
-            return weights
-        sinks = self.sinks.detach().to(scores.dtype)[:, None].expand(*of_queries).reshape(*scores.shape[:-1], 1)
-        return weights.mul_(torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +250,7 @@ def _weights(
     hidden = columns.hidden()
     if hidden is not None:
         score = score.masked_fill(hidden, -torch.inf)
+    options.hide(score, q.shape[:3])
     return options.softmax(score, q.shape[:3]), columns
 
 
@@ -316,6 +285,7 @@ def _alike(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
             steps = torch.arange(tokens, device=q.device)
             by_token = score.view(query.shape[0], -1, tokens, score.shape[2])
             by_token[..., -tokens:].masked_fill_(steps[None, :] > steps[:, None], -torch.inf)
+        options.hide(score, q.shape[:3])
         weight = options.softmax(score, q.shape[:3]).view(batch * value_heads, heads // value_heads * tokens, -1)
         parts = []
         for number, (store, level) in enumerate(view.values):
@@ -343,7 +313,7 @@ def attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
     Args:
         q: (B, H, T, D). With T > 1 all T lie in one block of every level of every row, and there is no window.
         view: what the cache keeps.
-        options: scale, soft cap and sinks.
+        options: scale, soft cap, mask of these queries, and sinks.
 
     Returns:
         (B, H, T, V) in q's dtype; computed in float32 at least.

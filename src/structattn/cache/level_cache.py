@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, get_args
@@ -13,10 +12,11 @@ from torch import Tensor
 
 from structattn.cache import files
 from structattn.cache.append import append
-from structattn.cache.attend import attend
+from structattn.cache.attend import attend, weights
 from structattn.cache.contents import Contents, TokenShape
-from structattn.cache.decode import ScoreOptions
-from structattn.cache.latent import Latent, alike
+from structattn.cache.latent import Latent
+from structattn.cache.options import ScoreOptions
+from structattn.cache.owner import OfOneLayer
 from structattn.cache.rows import CacheRows
 from structattn.cache.store import PAGE_SIZE
 from structattn.cache.tokens import check_layout_of_call, checked_padding, checked_shape
@@ -31,7 +31,7 @@ from structattn.ops.checks import autocasted
 _SAVED = ("window", "max_length", "page_size", "left_padding")  # options that a file holds
 
 
-class LevelCache(CacheRows):
+class LevelCache(CacheRows, OfOneLayer):
     """Keys and values of one causal attention layer while it decodes, without what no later query can share.
 
     A pair of positions shares level l only inside one block of that level, so level l keeps the slices of the keys (and, with
@@ -97,7 +97,6 @@ class LevelCache(CacheRows):
         self._padding = None if left_padding is None else checked_padding(left_padding)
         self._contents: Contents | None = None  # from the first tokens on
         self._before: tuple[Contents | None, Layout | None] | None = None  # the last new tokens; None: not known
-        self._layer: weakref.ref[object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy may continue with a copy of the layer.
@@ -160,6 +159,7 @@ class LevelCache(CacheRows):
         layout: LevelLayout | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
         """Appends new tokens and returns the attention of their queries over all tokens so far.
 
@@ -177,6 +177,10 @@ class LevelCache(CacheRows):
                 dense tensor.
             layout: of a cache with a ``TextLayout``: its levels with the segments that the new tokens see (``TextHistory.step``),
                 for every batch row.
+            attn_mask: as of ``structured_attention``, broadcastable to (B, H, T, S), bool or floating point. S counts all tokens: those so far,
+                padding included, and the new ones; nothing of it is remembered, so that each call needs the columns of what an
+                earlier one hid. It moves no block. At positions that a level has dropped it changes nothing there, since no later
+                query shares them at this level; the levels that still keep them are hidden as the mask says.
 
         Returns:
             (B, H, T, V). Under autocast q, k and v are cast first, as in ``structured_attention``, and so kept.
@@ -190,12 +194,42 @@ class LevelCache(CacheRows):
         try:
             check_choice("backend", backend, get_args(Backend))
             check_tensor("q", q)
-            contents, options = self._checked(q, k, v, layout), ScoreOptions(scale=scale, softcap=softcap, sinks=sinks)
-            options.check(q)
+            contents = self._checked(q, k, v, layout)
+            options = ScoreOptions(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask)
+            options.check(q, contents.length + q.shape[2])
             return attend(contents, q, k, v, options, backend)
         except BaseException:
             self.undo()
             raise
+
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        layout: LevelLayout | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The weights that ``attend`` would give the tokens so far and the new ones, (B, H, T, S); nothing is appended.
+
+        Arguments and errors are those of ``attend``. A global-window layout has the sum of its two softmaxes. Keys that a window has
+        dropped have weight 0, as they have without a cache.
+
+        Cost: that of ``reference`` with S values per key: 2 B H T S (D + S) FLOPs.
+        """
+        self._mark()
+        try:
+            check_tensor("q", q)
+            contents = self._checked(q, k, v, layout)
+            options = ScoreOptions(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask)
+            options.check(q, contents.length + q.shape[2])
+            return weights(contents, q, k, options)
+        finally:
+            self.undo()
 
     def append(self, k: Tensor, v: Tensor, *, layout: LevelLayout | None = None) -> None:
         """Appends tokens without attending, all or (with an error) none; arguments as ``attend``."""
@@ -229,37 +263,10 @@ class LevelCache(CacheRows):
             contents.take_back()
         self._contents, self.layout, self._before = contents, layout, None
 
-    def bind(self, layer: object) -> None:
-        """Makes this the cache of one layer, from its first use on; a copy, or a cache that was loaded, has no layer yet.
-
-        The layer is not kept alive. Where the cache keeps hidden states, keys are made by its attribute ``latent``: a copy of the
-        cache still uses the weights of the original.
-
-        Raises:
-            ConfigError: it is the cache of another layer.
-        """
-        check_type("layer", layer, torch.nn.Module, "the module that the cache is for")
-        self.check_layer(layer)
-        if self._layer is not None:
-            return
-        if self.latent is not None:
-            self.latent = layer.latent  # type: ignore[attr-defined]
-            if self._contents is not None:
-                self._contents.latent = self.latent
-        self._layer = weakref.ref(layer)
-
-    def check_layer(self, layer: object) -> None:
-        """Raises what ``bind`` would raise, and changes nothing."""
-        if self._layer is not None:
-            if self._layer() is not layer:
-                raise ConfigError(
-                    f"the cache is of another layer: it was made or filled by another {type(layer).__name__}, whose keys this one "
-                    "cannot use; make one with new_cache(), and give each layer its own"
-                )
-        elif self.latent is not None and not alike(self.latent, getattr(layer, "latent", None)):
-            raise ConfigError(
-                "the cache is of another layer: it keeps hidden states, from which this one makes other keys; make it with new_cache()"
-            )
+    def _set_latent(self, latent: Latent) -> None:
+        self.latent = latent
+        if self._contents is not None:
+            self._contents.latent = latent
 
     def _checked(self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None) -> Contents:
         """The contents, if the tokens fit them, made for the first ones."""

@@ -236,7 +236,7 @@ class Attention(nn.Module):
 
         Args:
             context: (B, S, E), where keys and values come from; the queries are its last T positions. Default: x.
-            attn_bias, attn_mask, cu_seqlens, left_padding: see ``structured_attention``.
+            attn_bias, attn_mask, cu_seqlens, left_padding: see ``structured_attention``; with a cache a mask is that of ``LevelCache.attend``.
             cache: from ``new_cache``; x are the tokens that follow those in it, and are added to it unless anything fails. Without
                 dropout, and without a gradient through what it holds. ``reset`` it after a change of the weights.
             layout: of the text of this batch (``TextLayout.at``), where the module has a ``TextLayout``. Otherwise ``None``.
@@ -247,11 +247,11 @@ class Attention(nn.Module):
         """
         known = self._layout_of_call(layout)
         if cache is not None:
-            if any(option is not None for option in (context, attn_bias, cu_seqlens, left_padding, attn_mask)):
+            if any(option is not None for option in (context, attn_bias, cu_seqlens, left_padding)):
                 raise ConfigError(
-                    "with a cache, leave context, attn_bias, cu_seqlens and left_padding at None, and attn_mask; padding belongs to new_cache()"
+                    "with a cache, leave context, attn_bias, cu_seqlens and left_padding at None; padding belongs to new_cache()"
                 )
-            return self._decode(x, cache, layout)
+            return self._decode(x, cache, layout, attn_mask)
         positions = None
         if left_padding is not None or cu_seqlens is not None:
             self._check_states("x", x)
@@ -312,7 +312,7 @@ class Attention(nn.Module):
         """The layout, of a text without segments where it depends on the text."""
         return self.layout.bound if isinstance(self.layout, TextLayout) else self.layout
 
-    def _decode(self, x: Tensor, cache: LevelCache, layout: LevelLayout | None) -> Tensor:
+    def _decode(self, x: Tensor, cache: LevelCache, layout: LevelLayout | None, mask: Tensor | None) -> Tensor:
         """The next tokens against a cache."""
         self._check_states("x", x)
         check_cache(cache, self, self.layout, self.window)
@@ -331,7 +331,8 @@ class Attention(nn.Module):
         if self.layout is None:
             q, scale = self.scoring.scaled(q)
         with all_or_nothing((cache,)):
-            out = cache.attend(q.to(v.dtype), k.to(v.dtype), v, scale=scale, backend=self.backend, layout=layout)
+            q, k = q.to(v.dtype), k.to(v.dtype)
+            out = cache.attend(q, k, v, scale=scale, backend=self.backend, layout=layout, attn_mask=mask)
             return self._merged(out)
 
     @property

@@ -124,7 +124,7 @@ def _read(
     check_options(layout, is_causal, scale, window, softcap, dropout_p, return_lse)
     check_tensors(q, k, v)
     if attn_mask is not None:
-        attn_bias, attn_mask = checked_mask(q, k, attn_bias, attn_mask)
+        attn_bias, attn_mask = checked_mask(q, k.shape[2], attn_bias, attn_mask)
     if attn_bias is not None:
         check_bias(q, k, attn_bias)
     if sinks is not None:

@@ -260,10 +260,12 @@ def check_bias(q: Tensor, k: Tensor, attn_bias: Any) -> None:
             f"attn_bias is added to the scores and must be floating point, got {attn_bias.dtype}; a bool mask is "
             "attn_mask=..."
         )
-    _check_per_pair(q, k, "attn_bias", attn_bias)
+    _check_per_pair(q, k.shape[2], "attn_bias", attn_bias)
 
 
-def checked_mask(q: Tensor, k: Tensor, attn_bias: Tensor | None, attn_mask: Any) -> tuple[Tensor | None, Tensor | None]:
+def checked_mask(
+    q: Tensor, num_keys: int, attn_bias: Tensor | None, attn_mask: Any
+) -> tuple[Tensor | None, Tensor | None]:
     """The bias, and the mask where it is bool: a floating point mask is a bias.
 
     Raises:
@@ -276,7 +278,7 @@ def checked_mask(q: Tensor, k: Tensor, attn_bias: Tensor | None, attn_mask: Any)
             f"attn_mask must be bool, True where a pair may attend, or floating point, added to the scores, got {attn_mask.dtype}; "
             "a mask of 0 and 1 is mask != 0"
         )
-    _check_per_pair(q, k, "attn_mask", attn_mask)
+    _check_per_pair(q, num_keys, "attn_mask", attn_mask)
     if attn_mask.dtype == torch.bool:
         return attn_bias, attn_mask
     if attn_bias is not None:
@@ -284,10 +286,10 @@ def checked_mask(q: Tensor, k: Tensor, attn_bias: Tensor | None, attn_mask: Any)
     return attn_mask, None
 
 
-def _check_per_pair(q: Tensor, k: Tensor, name: str, x: Tensor) -> None:
+def _check_per_pair(q: Tensor, num_keys: int, name: str, x: Tensor) -> None:
     if x.device != q.device:
         raise ShapeError(f"{name} must be on the device of q, {q.device}, got {x.device}")
-    target = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    target = (q.shape[0], q.shape[1], q.shape[2], num_keys)
     shape = tuple(x.shape)
     fits = len(shape) <= 4 and all(a == 1 or a == b for a, b in zip(reversed(shape), reversed(target), strict=False))
     if not fits:

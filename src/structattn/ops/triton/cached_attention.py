@@ -33,8 +33,10 @@ def _padded(size: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _tiles(ranks: tuple[int, ...], value_ranks: tuple[int, ...], itemsize: int, rows: int) -> Tiles | None:
-    """The tiles for queries of ``rows`` rows that fit in shared memory; the smallest ones in Triton's interpreter."""
+def _tiles(
+    ranks: tuple[int, ...], value_ranks: tuple[int, ...], itemsize: int, rows: int, masked: bool
+) -> Tiles | None:
+    """The tiles for queries of ``rows`` rows, with a mask or without, that fit in shared memory; the smallest ones in Triton's interpreter."""
     if INTERPRETED:
         return Tiles(own=16, walk=16)
     key_width, value_width = sum(map(_padded, ranks)), sum(map(_padded, value_ranks))
@@ -42,7 +44,8 @@ def _tiles(ranks: tuple[int, ...], value_ranks: tuple[int, ...], itemsize: int, 
     while own >= 16:
         for walk, num_stages in _WALKS:
             pipeline = num_stages * walk * (key_width + value_width)
-            if itemsize * (pipeline + own * key_width) + 4 * own * walk <= SHARED_MEMORY:
+            scores = own * walk * (4 + (num_stages if masked else 0))
+            if itemsize * (pipeline + own * key_width) + scores <= SHARED_MEMORY:
                 num_warps = 8 if itemsize == 4 or own * (key_width + value_width) > 2**13 else 4
                 return Tiles(own=own, walk=walk, num_warps=num_warps, num_stages=num_stages)
         own //= 2
@@ -57,6 +60,7 @@ def why_not(
     value_ranks: tuple[int, ...],
     num_queries: int,
     capacity: int,
+    masked: bool = False,
 ) -> str | None:
     """The reason why ``decode`` cannot run a call, as a sentence for the user, or ``None`` when it can.
 
@@ -66,12 +70,13 @@ def why_not(
         value_ranks: v_1 ... v_L, or (V,) without hierarchical values.
         num_queries: new tokens per batch row, T.
         capacity: slots of the largest buffer.
+        masked: whether there is a mask.
     """
     if (reason := why_not_on(device, dtype, ranks, sum(value_ranks), capacity)) is not None:
         return reason
     if num_queries > MAX_QUERIES:
         return f"the Triton kernel over a cache decodes up to {MAX_QUERIES} tokens at once, not {num_queries}"
-    return no_room(ranks) if _tiles(ranks, value_ranks, dtype.itemsize, 1) is None else None
+    return no_room(ranks) if _tiles(ranks, value_ranks, dtype.itemsize, 1, masked) is None else None
 
 
 def decode(
@@ -84,6 +89,7 @@ def decode(
     factors: tuple[tuple[float, ...], tuple[float, ...]],
     *,
     softcap: float | None = None,
+    mask: Tensor | None = None,
     multiples: Sequence[int] | None = None,
     max_count: int | None = None,
     tiles: Tiles | None = None,
@@ -107,6 +113,8 @@ def decode(
         rings: per level, whether position x is in slot x mod C_l instead.
         factors: (a_1 ... a_L) and (c_1 ... c_L), see ``LevelLayout.score_factors``.
         softcap: c, makes a score s to c tanh(s / c). Default ``None``.
+        mask: bool, True where a query may attend, broadcastable to (B, H, T, S) with S >= all p + 1: the last column is that of the newest
+            token in every row. Default ``None``.
         multiples: per level a number that divides its starts in all rows, 0 where they are 0: the block sizes, without a
             window. Multiples of 16 make loads wide. A wrong one reads wrong addresses. Default: nothing is known.
         max_count: an upper bound of the counts, by which positions are split among programs; default C_1.
@@ -131,7 +139,7 @@ def decode(
     heads_per_key, heads_per_value = num_heads // keys[0].shape[1], num_heads // values[0].shape[1]
     unit = math.gcd(heads_per_key, heads_per_value)
     num_units = num_heads // unit
-    tiles = tiles or _tiles(ranks, value_ranks, q.itemsize, unit * num_queries)
+    tiles = tiles or _tiles(ranks, value_ranks, q.itemsize, unit * num_queries, mask is not None)
     if tiles is None:
         raise AssertionError("no tiles fit this call: why_not says so")
     num_tiles = math.ceil(unit * num_queries / tiles.own)
@@ -145,10 +153,12 @@ def decode(
     out = torch.empty((batch, num_heads, num_queries, value_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, num_heads, num_queries), dtype=torch.float32, device=q.device)
     partial, partial_lse = partial_results(num_splits, num_rows, value_dim, q.device)
+    shown = None if mask is None else mask.expand(batch, num_heads, num_queries, -1).view(torch.uint8)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         cached_kernel[(num_splits * programs,)](
-            q, tuple(keys), tuple(values), starts.contiguous(), counts.contiguous(), partial, partial_lse,
+            q, tuple(keys), tuple(values), starts.contiguous(), counts.contiguous(), partial, partial_lse, shown,
             *q.stride()[:3], tuple(k.stride()[:3] for k in keys), tuple(v.stride()[:3] for v in values), capacities,
+            *((0,) * 5 if shown is None else (*shown.stride(), shown.shape[3])),
             batch, num_splits, num_rows, num_units, num_tiles, unit, heads_per_key, heads_per_value, num_queries,
             value_dim,
             RANKS=ranks, VALUE_RANKS=value_ranks, SCALES=tuple(per_level),

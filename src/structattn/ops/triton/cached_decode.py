@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from structattn.ops.triton.plan import count, item
-from structattn.ops.triton.primitives import soft_tanh
+from structattn.ops.triton.primitives import shown_pairs, soft_tanh
 
 
 @triton.constexpr_function
@@ -56,13 +56,15 @@ def load_slots(
 @triton.jit
 def attend(
     sums, top, total, queries, keys, key_strides, values, value_strides, capacities, starts, bases, last, limit, first,
+    mask, mask_key,
     LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr, MASKED: tl.constexpr,
     RANKS: tl.constexpr, VALUE_RANKS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr,
     ALIGNS: tl.constexpr, RINGS: tl.constexpr, WALK: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Adds positions first ... first + WALK - 1 to the running softmax: its sums of values, maximum (base 2), denominator.
 
-    They have the first LEVELS levels of keys and VALUE_LEVELS of values. Without MASKED all rows see all of them.
+    They have the first LEVELS levels of keys and VALUE_LEVELS of values. Without MASKED all rows see all of them, but for what
+    ``mask`` hides, which points at position 0 of each row.
     """
     position = first + tl.arange(0, WALK)
     factor = tl.full((WALK,), item(FACTORS, 0), tl.float32)
@@ -86,6 +88,10 @@ def attend(
     if MASKED:
         shown = (position >= starts[0])[None, :] & (position[None, :] <= limit[:, None])
         score = tl.where(shown, score, float("-inf"))
+    if mask is not None:
+        inside = (position >= starts[0]) & (position <= last)
+        shown = shown_pairs(mask, position.to(tl.int64) * mask_key, inside)
+        score = tl.where(shown, score, float("-inf"))
     highest = tl.maximum(top, tl.max(score, 1))
     weight = tl.exp2(score - highest[:, None])
     shrink = tl.exp2(top - highest)
@@ -105,10 +111,11 @@ def attend(
     return added, highest, total
 
 
-@triton.jit(do_not_specialize=["batch_size", "num_splits", "num_rows"])
+@triton.jit(do_not_specialize=["batch_size", "num_splits", "num_rows", "num_keys"])
 def cached_kernel(
-    q, keys, values, starts, counts, partial, partial_lse,
+    q, keys, values, starts, counts, partial, partial_lse, mask,
     q_batch, q_head, q_row, key_strides, value_strides, capacities,
+    mask_batch, mask_head, mask_query, mask_key, num_keys,
     batch_size, num_splits, num_rows, num_units, num_tiles, unit, heads_per_key, heads_per_value, num_queries, value_dim,
     RANKS: tl.constexpr, VALUE_RANKS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr,
     ALIGNS: tl.constexpr, MULTIPLES: tl.constexpr, RINGS: tl.constexpr, OWN: tl.constexpr, WALK: tl.constexpr,
@@ -156,6 +163,9 @@ def cached_kernel(
 
     last = begins[0] + tl.load(counts + batch).to(tl.int32) - 1
     limit = last - (num_queries - 1) + query
+    if mask is not None:  # its last column is the last position of every row
+        mask += batch * mask_batch + (num_keys - 1 - last).to(tl.int64) * mask_key
+        mask += tl.where(row_valid, head * mask_head + query.to(tl.int64) * mask_query, 0)
     far_stop = last - num_queries + 2  # all queries see the positions before it
     if count(RANKS) > 1:
         far_stop = tl.minimum(far_stop, begins[1])
@@ -173,7 +183,7 @@ def cached_kernel(
     for walk in range(far_low, far_high):
         sums, top, total = attend(
             sums, top, total, queries, key_places, key_rows, value_places, value_rows, capacities, begins, bases,
-            last, limit, origin + walk * WALK, 1, 1, False,
+            last, limit, origin + walk * WALK, mask, mask_key, 1, 1, False,
             RANKS, VALUE_RANKS, SCALES, FACTORS, ALIGNS, RINGS, WALK, SOFTCAP,
         )  # fmt: skip
     passed = far_low - low  # the first tile, where a window cuts it
@@ -181,7 +191,7 @@ def cached_kernel(
         walk = tl.where(near < passed, low + near, far_high + near - passed)
         sums, top, total = attend(
             sums, top, total, queries, key_places, key_rows, value_places, value_rows, capacities, begins, bases,
-            last, limit, origin + walk * WALK, count(RANKS), count(VALUE_RANKS), True,
+            last, limit, origin + walk * WALK, mask, mask_key, count(RANKS), count(VALUE_RANKS), True,
             RANKS, VALUE_RANKS, SCALES, FACTORS, ALIGNS, RINGS, WALK, SOFTCAP,
         )  # fmt: skip
 

@@ -2,8 +2,6 @@
 
 import inspect
 import pydoc
-import subprocess
-import sys
 
 from typed_calls import calls_with_plain_values, with_lists_and_tuples
 
@@ -96,19 +94,6 @@ def test_signatures() -> None:
 def test_help_of_attention_fits_two_screens() -> None:
     lines = pydoc.render_doc(sa.Attention, renderer=pydoc.plaintext).split("\n")
     assert next(number for number, line in enumerate(lines) if "inherited from" in line) <= 105
-
-
-def test_import_needs_torch_alone() -> None:
-    code = (
-        "import sys, structattn;"
-        "bad = {'accelerate', 'matplotlib', 'pandas', 'tyro', 'tensorboard', 'transformers'} & set(sys.modules);"
-        "assert not bad, bad;"
-        # The lower floors read text without importing its parsers before they are needed.
-        "from structattn.matrices.structure import Structure;"
-        "assert 'structattn.spec' not in sys.modules;"
-        "assert str(Structure.parse('btt:2')) == 'btt:2'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_lists_are_kept_as_tuples() -> None:

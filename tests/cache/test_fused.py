@@ -59,7 +59,7 @@ def test_fused_steps_are_the_definition(monkeypatch, layout, window, padding) ->
     monkeypatch.setattr(attend, "fused_attention", lambda *args: calls.append(1) or real(*args))
     cache = sa.LevelCache(form, window=window, left_padding=padding, max_length=40)
     cache.append(k[:, :, :30], v[:, :, :30])
-    sizes, first, outs = [1, 1, 5, 3], 30, []
+    sizes, first, outs = [1, 5], 30, []
     for size in sizes:
         part = slice(first, first + size)
         own = None if mask is None else mask[:, :, part if mask.shape[2] > 1 else slice(None), : part.stop]
@@ -67,7 +67,7 @@ def test_fused_steps_are_the_definition(monkeypatch, layout, window, padding) ->
         outs.append(cache.attend(*new, backend="triton", attn_mask=own, **terms))
         first += size
     assert len(calls) >= len(sizes)
-    assert relative_error(torch.cat(outs, dim=2), expected[:, :, 30:]) <= FORWARD[torch.float32]
+    assert relative_error(torch.cat(outs, dim=2), expected[:, :, 30:36]) <= FORWARD[torch.float32]
 
 
 @runs

@@ -55,8 +55,11 @@ def make(family):
     return (model, 1e-5) if family in SINGLE or has_experts else (model.double(), 1e-10)
 
 
-QUICK = {"bert", "gemma4_text", "internlm3", "jamba", "qwen3_next", "recurrent_gemma"}  # each the first of its kind
-QUICK |= {"bloom", "diffllama", "falcon_h1", "gemma3n_text", "jetmoe", "whisper"}  # and of refusals
+# In `make test`: the first of each kind of layer and of refusal; all others are in `make test-full`.
+QUICK = {"bitnet", "cohere", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "lfm2"}
+QUICK |= {"hunyuan_v1_dense", "llama", "mixtral", "opt", "phi", "phi3", "smollm3"}
+QUICK |= {"bert", "gemma4_text", "internlm3", "jamba", "qwen3_next", "recurrent_gemma"}
+QUICK |= {"bloom", "diffllama", "falcon_h1", "gemma3n_text", "jetmoe", "whisper"}
 
 
 def marks(family):
@@ -66,7 +69,7 @@ def marks(family):
     later = (
         [pytest.mark.skip(reason=f"this transformers does not know {family}, or not its layers")] if is_missing else []
     )
-    return later if family in QUICK or family in FAMILIES else [*later, pytest.mark.full]
+    return later if family in QUICK else [*later, pytest.mark.full]
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=marks(family)) for family in [*FAMILIES, *RARE]])
@@ -103,6 +106,7 @@ def test_the_page_has_a_row_for_each_family_and_no_other() -> None:
     assert _page["refused"]() in (DOCS / "families.md").read_text(), "run python docs/write_families.py"
 
 
+@pytest.mark.full  # test_hf_auto_map.py reloads others in a new process
 def test_reloaded_in_a_new_process_by_the_auto_classes(tmp_path) -> None:
     expected = {}
     for family in ("phi3", "cohere", "gemma3_text"):

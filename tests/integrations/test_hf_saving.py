@@ -53,6 +53,7 @@ def python(script, *arguments):
     return done.stdout
 
 
+@pytest.mark.full  # test_hf_auto_map.py reloads two of them in a new process
 def test_reloaded_in_a_new_process(tmp_path) -> None:
     models = {family: changed(make) for family, make in FAMILIES.items()}
     models["mixed"] = structurize(

@@ -327,15 +327,3 @@ def test_the_example_of_the_page_runs(capsys) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(compile(code, PAGE.name, "exec"), {})
     assert "'StructTransformer-median', 'StructTransformer-lo-80'" in capsys.readouterr().out
-
-
-def test_it_is_imported_on_demand_alone() -> None:
-    code = (
-        "import sys, structattn, structattn.integrations\n"
-        "assert not {'neuralforecast', 'ray', 'pandas'} & set(sys.modules)\n"
-        "sys.modules['neuralforecast'] = None\n"
-        "import structattn.integrations.neuralforecast\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "MissingDependencyError" in run.stderr
-    assert "pip install 'structattn[forecast]'" in run.stderr

@@ -188,6 +188,7 @@ def test_sizes_and_boundaries_exclude_each_other() -> None:
         sa.LevelLayout((2, 2), (4, 2), value_ranks=(3,))
 
 
+@pytest.mark.full  # Inductor's first program takes a quarter of a minute
 def test_compiled_blocks_are_whole() -> None:
     layout = sa.LevelLayout((4, 4), (64, 32))
     lengths = (20, 57, 80, 96, 100)  # Inductor once left the entries behind the last whole block as they were in memory

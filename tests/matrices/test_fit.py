@@ -70,14 +70,24 @@ def relative(m, dense):
     return float((m.to_dense().detach() - dense).norm() / dense.norm())
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("shape", [(16, 16), (12, 8), (8, 20)], ids=str)
+DESCENTS = ("mlr", "mlbtc", "kaleidoscope")  # have no solver that is exact
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        pytest.param(text, shape, marks=pytest.mark.full if text.startswith(DESCENTS) and shape != (12, 8) else [])
+        for text in TEXTS
+        for shape in ((16, 16), (12, 8), (8, 20))
+    ],
+    ids=str,
+)
 def test_what_is_of_the_structure_is_found(text, shape) -> None:
     """A matrix of the structure is its own nearest one: exactly for the solvers that are exact, nearly for the descents."""
     torch.manual_seed(1)
     truth = Structure.parse(text).build(*shape).double().to_dense().detach()
     found = fit(truth, text)
-    exact = not text.startswith(("mlr", "mlbtc", "kaleidoscope"))
+    exact = not text.startswith(DESCENTS)
     assert found.relative_error < (COMPUTED if exact else 0.5)
     assert found.relative_error == pytest.approx(relative(found.matrix, truth), rel=SIX_DIGITS, abs=ROUNDING)
     assert found.relative_error <= found.initial_error + ROUNDING
@@ -93,10 +103,10 @@ def test_never_worse_than_where_it_starts(text) -> None:
             for p in like.parameters():
                 p.mul_(scale)
         before = {name: value.clone() for name, value in like.state_dict().items()}
-        errors = [fit(dense, like, refine=refine).relative_error for refine in (0, 30)]
+        errors = [fit(dense, like, refine=refine).relative_error for refine in (0, 10)]
         assert errors[1] <= errors[0] <= relative(like, dense)
         assert all(torch.equal(value, before[name]) for name, value in like.state_dict().items())
-    near = fit(dense, like, refine=60).matrix
+    near = fit(dense, like, refine=20).matrix
     assert fit(dense, near, refine=0).relative_error <= relative(near, dense) * (1 + COMPUTED)
 
 
@@ -351,7 +361,7 @@ def test_a_structure_of_ones_own_is_fitted_by_descent() -> None:
 def test_the_scale_of_the_matrix_does_not_matter(text) -> None:
     """Same relative error whatever the unit of the numbers; powers of two, so that rounding is the same as well."""
     dense = gaussian()
-    expected, *others = (fit(dense * 2.0**e, text, refine=20) for e in (0, -660, -40, 40, 660))
+    expected, *others = (fit(dense * 2.0**e, text, refine=20) for e in (0, -660, 660))
     for found in others:
         assert found.relative_error == pytest.approx(expected.relative_error, rel=SIX_DIGITS, abs=COMPUTED)
         assert bool(found.matrix.to_dense().isfinite().all())
@@ -368,7 +378,7 @@ def test_the_scale_does_not_matter_to_rank_allocation(scale) -> None:
 
 def test_a_batch_of_very_different_scales_is_fitted_matrix_by_matrix() -> None:
     dense = torch.stack([gaussian(), gaussian() * 1e-150])
-    for text in ("mlr:2|1|1", "kaleidoscope", "lowrank:3"):
+    for text in ("mlr:2|1", "lowrank:3"):
         big, small = fit(dense, text).matrix.to_dense().detach()
         one = fit(dense[0], text)
         assert float((small * 1e150 - dense[0]).norm() / dense[0].norm()) == pytest.approx(
@@ -387,7 +397,16 @@ def test_never_worse_than_no_matrix_at_all(text) -> None:
     assert fit(dense, text, refine=0).relative_error <= 1 + COMPUTED
 
 
-@pytest.mark.parametrize("text", ["lowrank:2", "kronecker", "monarch", "btt:2", "mlr:2|1", "butterfly:2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lowrank:2",
+        "kronecker",
+        "btt:2",
+        "butterfly:2",
+        *(pytest.param(x, marks=pytest.mark.full) for x in ("monarch", "mlr:2|1")),
+    ],
+)
 def test_an_mlbtc_starts_from_any_other_fit(text) -> None:
     """The embedded fit is the start; refinement with free α and factors only improves it."""
     dense = gaussian()

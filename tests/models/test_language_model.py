@@ -62,10 +62,11 @@ def alone(model: LanguageModel, prompt: list[int], count: int) -> list[int]:
 
 
 INTERLEAVED = Rotary(split="interleaved", base=100.0)
-# `make test-full` has every spec with every kind of positions.
-GENERATING = [(spec, rotary) for spec in SPECS for rotary in (None, Rotary())] + [
-    pytest.param(spec, INTERLEAVED, marks=[] if place in (1, 3, 5) else pytest.mark.full)
+# Each spec with one kind of positions; `make test-full` has every spec with every kind.
+GENERATING = [
+    pytest.param(spec, rotary, marks=[] if place % 3 == kind else pytest.mark.full)
     for place, spec in enumerate(SPECS)
+    for kind, rotary in enumerate((Rotary(), None, INTERLEAVED))
 ]
 
 

@@ -38,7 +38,7 @@ SPECS = [  # in the order of make.py, which numbers the caches by it and gives e
 TASKS = ("nearest-neighbor", "text", "forecast", "icl-regression", "chronos")
 
 
-@pytest.fixture(scope="module", params=["0.1.0", "0.2.0.dev0"])
+@pytest.fixture(scope="module", params=["0.1.0", pytest.param("0.2.0.dev0", marks=pytest.mark.full)])
 def old(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("old")
     with zipfile.ZipFile(HERE / f"{request.param}.zip") as archive:

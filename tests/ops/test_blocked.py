@@ -136,7 +136,8 @@ def test_long_enough_for_every_kind_of_tile(repeats: int, T: int) -> None:
         pytest.param({"attn_bias": True, "dropout_p": 0.3}, marks=pytest.mark.full),
     ],
 )
-def test_gradcheck(options) -> None:
+@pytest.mark.parametrize("fast_mode", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_gradcheck(options, fast_mode) -> None:
     layout = sa.LevelLayout((2, 1, 1), (8, 4, 2), value_ranks=(1, 1, 1))
     batch = 2 if "left_padding" in options else 1
     leaves = tensors(batch, 2, 1, 9, 9, 4, 3)
@@ -149,7 +150,7 @@ def test_gradcheck(options) -> None:
         out, lse = sa.structured_attention(q, k, v, layout, backend="blocked", return_lse=True, **settings)
         return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
-    assert torch.autograd.gradcheck(run, leaves)
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=fast_mode)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -328,6 +329,7 @@ for layout in (sa.LevelLayout.halving((8,) * 8, 8192), sa.LevelLayout.from_bound
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX processes")
 def test_memory_does_not_grow_with_the_square() -> None:
     result = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)

@@ -163,7 +163,15 @@ def test_when_auto_takes_it() -> None:
         assert chosen(2, 8, 8, 24, 24, 2, 2) == "scaled_dot_product_attention"
 
 
-@pytest.mark.parametrize("spec", ["standard", "standard:1", "bilinear-btt:1", "bilinear-btt:2", "bilinear-mlr:1|1|1"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "standard",
+        "bilinear-btt:1",
+        "bilinear-mlr:1|1|1",
+        *(pytest.param(x, marks=pytest.mark.full) for x in ("standard:1", "bilinear-btt:2")),
+    ],
+)
 def test_a_model_is_one_graph_and_stays_it(spec) -> None:
     torch.manual_seed(0)
     model = ICLRegressor(spec, dim=3, num_points=6, embed_dim=16, num_layers=2, num_heads=4).double()

@@ -217,8 +217,31 @@ if not INTERPRETED:  # the interpreter computes bfloat16 wrongly
     CASES["bfloat16, values"] = Case(layout=VALUES, lengths=(70, 70), dtype=torch.bfloat16, is_causal=False)
 
 
-# What others prove by parts: no causal mask, free sizes, float16.
-FULL = ("the same, not causal", "float16, free sizes")
+# In `make test-full` alone: others have each of their options, in another combination.
+FULL = {
+    "halving, not causal",
+    "free sizes",
+    "large blocks, not causal",
+    "the same, not causal",
+    "tiles that walk in larger steps",
+    "window, not causal",
+    "huge window",
+    "fewer queries, not causal, window",
+    "more queries",
+    "more queries, not causal, one level",
+    "a number as scale",
+    "mask of keys, not causal",
+    "mask, more queries",
+    "large soft cap, not causal",
+    "packed",
+    "packed, not causal",
+    "values",
+    "values, large blocks",
+    "surrounded by NaN, not causal",
+    "float16, free sizes",
+    "float16, values",
+}
+assert set(CASES) > FULL
 
 
 @runs
@@ -241,7 +264,7 @@ DECODING = {
 
 
 @runs
-@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("splits", [1, pytest.param(2, marks=pytest.mark.full), 5])
 @pytest.mark.parametrize("name", DECODING)
 def test_decoding_agrees_with_the_definition(name: str, splits: int) -> None:
     case = DECODING[name]
@@ -389,6 +412,7 @@ print(max(itertools.chain(
 """
 
 
+@pytest.mark.full
 def test_compiles_for_a_gpu_within_the_shared_memory_of_small_ones() -> None:
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     if not ptxas.exists():

@@ -355,6 +355,7 @@ print(max(
 """
 
 
+@pytest.mark.full
 def test_compiles_for_a_gpu_within_the_shared_memory_of_small_ones() -> None:
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     if not ptxas.exists():

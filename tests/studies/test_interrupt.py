@@ -74,6 +74,7 @@ def test_a_run_is_saved_at_the_next_step(number: int, tmp_path: Path, capsys, mo
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs POSIX signals")
 def test_several_processes_end_soon_after_ctrl_c_and_nothing_begins(tmp_path: Path) -> None:
     command = ["compare", "nearest-neighbor", "--attention", "standard:1", "--seeds", "4", "--jobs", "2"]

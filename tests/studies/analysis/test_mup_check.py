@@ -47,11 +47,11 @@ def one_thread():
     "structure",
     [
         "bilinear-btt:1",
-        "mlr:4|2|1|1",
         *(
             pytest.param(spec, marks=pytest.mark.full)
             for spec in (
                 "standard",
+                "mlr:4|2|1|1",
                 "bilinear-btt:2",
                 "bilinear-mlr:4|2|1|1",
                 "bilinear-kronecker",

@@ -12,6 +12,7 @@ from made_records import made_comparison, made_row
 
 from structattn.cli import main
 from structattn.errors import ConfigError
+from structattn.studies.analysis import scaling_law
 from structattn.studies.analysis.scaling_law import scaling_laws
 from structattn.studies.budgets import affordable_steps, training_of
 from structattn.studies.data.corpus import Characters
@@ -26,6 +27,13 @@ from structattn.studies.tasks.registry import presets_of, recipe_for
 from structattn.studies.training.build import spec_for
 
 BUDGETS = (1e12, 2e12, 4e12, 8e12, 16e12)
+
+
+@pytest.fixture(autouse=True)
+def _few_replicates(monkeypatch) -> None:
+    """Intervals of 100 replicates: test_scaling_law.py has those of 1,000."""
+    for interval in (scaling_law.law_intervals, scaling_law.compute_multiplier):
+        monkeypatch.setitem(interval.__kwdefaults__, "replicates", 100)
 
 
 def grid(*changes: str):

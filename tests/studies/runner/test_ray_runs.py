@@ -78,6 +78,7 @@ def test_a_cluster_gives_the_numbers_of_this_machine(ray, tmp_path: Path, capsys
                 assert b == (pytest.approx(a, rel=SAME_MODEL) if numbers and a is not None else a)
 
 
+@pytest.mark.full
 def test_failed_jobs_are_named(ray, tmp_path: Path) -> None:
     job = Job(
         task_name="nearest-neighbor",

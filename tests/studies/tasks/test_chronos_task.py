@@ -1,8 +1,6 @@
 """The Chronos task: synthetic series, scores against their definition, data that do not leak, training that resumes and reloads."""
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -226,29 +224,3 @@ def test_a_checkpoint_is_restructured_and_fine_tuned(tmp_path):
 def test_settings_out_of_range(change, message):
     with pytest.raises(ConfigError, match=message):
         replace(TINY, **change)
-
-
-def test_without_chronos_the_table_works_and_the_task_names_the_extra():
-    code = """
-import sys
-sys.modules["chronos"] = None
-import importlib.metadata
-real = importlib.metadata.version
-def version(name):
-    if name == "chronos-forecasting":
-        raise importlib.metadata.PackageNotFoundError(name)
-    return real(name)
-importlib.metadata.version = version
-from structattn.errors import MissingDependencyError
-from structattn.studies.listings import presets
-from structattn.studies.tasks.registry import recipe_for, task_class
-assert "chronos" in presets()
-assert "transformers" not in sys.modules
-try:
-    task_class("chronos")(recipe_for("chronos", "small").task)
-except MissingDependencyError as error:
-    assert "structattn[chronos]" in str(error), error
-else:
-    raise SystemExit("no error")
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

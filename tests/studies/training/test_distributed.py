@@ -258,6 +258,7 @@ def ended(processes: list[int], seconds: float) -> bool:
     return not any(map(running, processes))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes as Linux lists them")
 def test_a_stopped_process_is_named_and_all_end_with_the_launcher(tmp_path) -> None:
     run = tmp_path / "run"

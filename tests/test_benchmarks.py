@@ -468,10 +468,12 @@ def test_a_run_of_decoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(decode, "MEMORY_LENGTHS", (256,))
     bench = replace(
         BENCHMARKS["decode"],
-        groups=lambda device, dtype: decode.decode_groups(device, dtype, lengths=(128, 256), batches=(1, 2), heads=1),
+        groups=lambda device, dtype: decode.decode_groups(
+            device, dtype, lengths=(128, 256, 512), batches=(1, 2), heads=1
+        ),
     )
     result = run.run(bench, device="cpu", dtype="float32", repeats=1, patience_s=0)
-    assert len(result["rows"]) == 2 * 2 * 7
+    assert len(result["rows"]) == 2 * 3 * 7
     for row in result["rows"]:
         cached = row["sizes"]["B"] * row["sizes"]["S"]
         assert row["tokens_per_s"] == pytest.approx(1e3 * row["sizes"]["B"] / row["median_ms"])

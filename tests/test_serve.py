@@ -60,17 +60,26 @@ def test_what_is_missing_is_named(monkeypatch) -> None:
     ):
         serve.main(["model"])
     monkeypatch.setattr(serve, "_LIBRARIES", ())
-    with pytest.raises(SystemExit, match="structattn.serve: --continuous-batching keeps keys in pages without levels"):
-        serve.main(["model", "--continuous-batching"])
     monkeypatch.delattr("transformers.cli.serve.Serve")
     with pytest.raises(MissingDependencyError, match=r"5.17 to 5.23 have, and transformers .* has not"):
         serve.server()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="one by one"),
+        pytest.param(
+            ["--continuous-batching", "--cb-num-blocks=20", "--cb-max-batch-tokens=64"],
+            id="together",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
 @pytest.mark.skipif(
     bool(NEEDS), reason=f"transformers' server needs {', '.join(NEEDS)}: pip install 'structattn[serve]'"
 )
-def test_an_openai_client_gets_the_tokens_of_generate(tmp_path) -> None:
+def test_an_openai_client_gets_the_tokens_of_generate(tmp_path, options) -> None:
     import openai
 
     model = save(tmp_path / "model")
@@ -85,6 +94,7 @@ def test_an_openai_client_gets_the_tokens_of_generate(tmp_path) -> None:
         port = free.getsockname()[1]
     base = f"http://localhost:{port}"
     command = [sys.executable, "-m", "structattn.serve", str(tmp_path / "model"), f"--port={port}", "--device=cpu"]
+    command += options
     with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:
             deadline = time.monotonic() + 120

@@ -7,13 +7,11 @@ starts it in a process where our classes are registered and have their names the
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any
 
-from structattn.errors import ConfigError, MissingDependencyError, StructAttnError
+from structattn.errors import MissingDependencyError, StructAttnError
 
 _LIBRARIES = ("accelerate", "fastapi", "openai", "pydantic", "uvicorn")  # what transformers' server imports
 
@@ -42,16 +40,7 @@ def server() -> Callable[..., None]:
             f"{transformers.__version__} has not ({error}): pip install 'structattn[serve]'"
         ) from error
 
-    def serve(**options: Any) -> None:
-        if options.get("continuous_batching"):
-            raise ConfigError(
-                "--continuous-batching keeps keys in pages without levels: leave it away, and requests are computed one after the other"
-            )
-        Serve(**options)
-
-    serve.__signature__ = inspect.signature(Serve)  # type: ignore[attr-defined]
-    serve.__doc__ = Serve.__doc__
-    return serve
+    return Serve
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -85,21 +85,38 @@ def _dense(
     options: ScoreOptions,
     backend: Backend,
 ) -> Tensor:
-    """Attention over dense keys and values."""
-    heads = math.lcm(k.shape[1], v.shape[1])  # divides the query heads, as both do
-    k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-    check_tensors(q, k, v)
+    """Attention over the dense keys and values of a cache."""
     padding = None
     if contents.padding is not None and any(contents.padding):  # a row may still be in its padding
         padding = torch.tensor(contents.padding, device=q.device).clamp(max=k.shape[2])
+    return over_dense(q, k, v, options, layout=layout, window=contents.window, left_padding=padding, backend=backend)
+
+
+def over_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: ScoreOptions,
+    *,
+    layout: Layout | None,
+    window: int | None,
+    left_padding: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """``structured_attention`` for keys and values that may have different numbers of heads."""
+    heads = math.lcm(k.shape[1], v.shape[1])  # divides the query heads, as both do
+    k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    check_tensors(q, k, v)
     return structured_attention(
         q,
         k,
         v,
         layout,
         scale=options.scale,
-        window=contents.window,
-        left_padding=padding,
+        window=window,
+        left_padding=left_padding,
+        cu_seqlens=cu_seqlens,
         backend=backend,
         softcap=options.softcap,
         sinks=options.sinks,

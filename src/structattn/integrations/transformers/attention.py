@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from structattn.cache.paged import PackedCache
 from structattn.checks import quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.adapters import adapted_class
 from structattn.integrations.transformers.cache import level_cache_layer
 from structattn.integrations.transformers.effect import register
-from structattn.integrations.transformers.interface import attend
+from structattn.integrations.transformers.interface import attend, attend_packed
 from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.integrations.transformers.variant import Variant
 from structattn.layers.rotary_order import RotarySplit, Rotation, dimension_order, runs_of
@@ -160,7 +162,9 @@ def _attention(
             f"attn_implementation={IMPLEMENTATION!r} belongs to models that structurize() changed, and {type(module).__name__} is of "
             "none: use register_attention() and its name"
         )
-    return attend(
+    cache = kwargs.get("cache")
+    own = partial(attend_packed, cache=kwargs.pop("cache")) if isinstance(cache, PackedCache) else attend
+    return own(
         module, module.structure.variant, module.runs, query, key, value, attention_mask, dropout, scaling, kwargs
     )
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from structattn.cache.options import ScoreOptions
+from structattn.cache.paged import PackedCache
 from structattn.checks import check_choice, quoted
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers.arguments import TERMS, check_arguments
@@ -176,6 +178,42 @@ def attend(
             q, k, v, variant, module=module, scaling=scaling, left_padding=mask.padding_counts, first=whole, **terms
         )
     return out.transpose(1, 2).contiguous(), weights
+
+
+def attend_packed(
+    module: nn.Module,
+    variant: Variant,
+    runs: tuple[slice, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    dropout: float,
+    scaling: float | None,
+    arguments: dict[str, Any],
+    *,
+    cache: PackedCache,
+) -> tuple[Tensor, None]:
+    """As ``attend``, where a cache of many requests was given, which are concatenated in one row.
+
+    Raises:
+        ConfigError: see ``attend``; or there is dropout.
+        CacheError: see ``PagedCache.attend``.
+    """
+    check_arguments(module, arguments, TERMS)
+    mask = checked_mask(attention_mask, module, query, key, arguments.get("is_causal"))
+    if not mask.is_causal or dropout > 0:
+        raise ConfigError(
+            f"a paged cache is for causal attention without dropout: {type(module).__name__} has is_causal={mask.is_causal} and dropout {dropout}"
+        )
+    variant = variant.within(mask.window)
+    check_fits(variant.layout, query.shape[-1], value.shape[-1])
+    q, k = (reordered(x, runs).to(value.dtype) for x in (query, key))
+    q, scale = variant.scaled(q, scaling)
+    options = ScoreOptions(scale=scale, softcap=arguments.get("softcap"), sinks=arguments.get("s_aux"))
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    out = cache.attend(layer, q, k, value, options, layout=variant.layout, window=variant.window)
+    return out.transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -172,15 +172,20 @@ class StructuredModelMixin(NotCopied):
         if attn_implementation != own:
             raise ConfigError(_given_by_config(type(self), attn_implementation))
 
-    def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ``ConfigError``: continuous batching keeps keys in other pages, which have no levels."""
-        raise ConfigError(
-            f"{type(self).__name__} cannot generate with continuous batching (generate_batch), whose paged cache knows no levels: give generate() "
-            "the prompts as one batch, padded on the left, with their attention_mask"
-        )
+    def init_continuous_batching(
+        self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+    ) -> Any:
+        """As in transformers: a manager that computes many requests together, here with a paged cache that has levels.
 
-    # The one entry of transformers above, and what is built on it.
-    generate_batch = continuous_batching_context_manager = init_continuous_batching
+        ``generate_batch``, ``continuous_batching_context_manager`` and transformers' server are built on it. See ``docs/serving.md``.
+
+        Raises:
+            MissingDependencyError: this needs transformers 5.20 or later.
+            ConfigError: an option that a cache with levels does not have, or a model with layers that are no attention.
+        """
+        from structattn.integrations.transformers.continuous_batching import manager
+
+        return manager(self, generation_config, continuous_batching_config, workload_hints)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any

@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from structattn.cache import LevelCache
+from structattn.cache.paged import PackedCache
 from structattn.checks import check_type
 from structattn.errors import CheckpointError, ConfigError, ShapeError
 from structattn.integrations.transformers.arguments import check_arguments
@@ -22,6 +23,7 @@ from structattn.integrations.transformers.inputs import check_keep, check_loss, 
 from structattn.integrations.transformers.loading import StructuredModelMixin, first_keys
 from structattn.integrations.transformers.masks import Sequences, StructuredMask
 from structattn.layers.attention import Attention
+from structattn.layers.packed import attend_packed
 from structattn.layers.rotary import Rotary, RotaryEmbedding
 from structattn.memory import check_memory
 from structattn.optim.roles import Role, linear_roles
@@ -99,9 +101,15 @@ class StructAttnLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             out = self.attention(normed, left_padding=sequences.left_padding, cu_seqlens=sequences.cu_seqlens)
         else:
             out = self.attention(normed, cache=self._cache(past_key_values, normed, padding))
+        return self._and_mlp(x, out)
+
+    def packed(self, x: Tensor, cache: PackedCache, positions: Tensor) -> Tensor:
+        """As ``forward``, for the tokens of many requests in one row, with their positions (T,)."""
+        return self._and_mlp(x, attend_packed(self.attention, cache, self.index, self.attention_norm(x), positions))
+
+    def _and_mlp(self, x: Tensor, out: Tensor) -> Tensor:
         x = x + self.dropout(out)
-        out = self.dropout(self.mlp(self.mlp_norm(x)))
-        return x + out
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
     def _cache(self, caches: Cache, normed: Tensor, padding: tuple[int, ...] | None) -> LevelCache:
         layer: LevelCacheLayer = level_cache_layer(caches, self.index)
@@ -214,6 +222,9 @@ class StructAttnModel(StructAttnPreTrainedModel):
         """
         if output_attentions:
             raise ConfigError("structured attention never forms the weights of all pairs: leave output_attentions away")
+        packed = kwargs.get("cache")
+        if isinstance(packed, PackedCache):
+            return self._packed(kwargs.pop("cache"), input_ids, position_ids)
         check_arguments(None, kwargs)
         if kwargs.get("is_causal") is False:
             raise ConfigError("this model is causal, and the call asks for is_causal=False")
@@ -237,6 +248,19 @@ class StructAttnModel(StructAttnPreTrainedModel):
         )
         return out if return_dict is not False else out.to_tuple()
 
+    def _packed(self, cache: PackedCache, tokens: Tensor | None, positions: Tensor | None) -> BaseModelOutputWithPast:
+        """Features of the tokens of many requests, (1, T), at positions of the same shape."""
+        if tokens is None or positions is None:
+            raise ConfigError("a paged cache needs input_ids and position_ids, the positions of each request")
+        x, own = self.embed_tokens(tokens), positions[0].long()
+        if self.position is not None:
+            if int(own.max()) >= self.config.max_position_embeddings:
+                raise _too_long(int(own.max()) + 1, self.config.max_position_embeddings)
+            x = x + self.position[own]
+        for layer in self.layers:
+            x = layer.packed(x, cache, own)  # type: ignore[operator]
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+
     def _checked_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
         """The cache to fill: the one given, a new one, or none."""
         wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
@@ -257,16 +281,19 @@ class StructAttnModel(StructAttnPreTrainedModel):
         """Embeddings of learned positions, (T, E) or (B, T, E); of padding, those of position 0."""
         steps = torch.arange(past, past + length, device=table.device)
         if past + length > self.config.max_position_embeddings:
-            raise ShapeError(
-                f"{past + length} tokens are more than the {self.config.max_position_embeddings} positions learned: train a model with "
-                "rotary positions for longer texts"
-            )
+            raise _too_long(past + length, self.config.max_position_embeddings)
         if sequences.cu_seqlens is not None:
             offsets = sequences.cu_seqlens.to(table.device)
             steps = steps - offsets[torch.bucketize(steps, offsets, right=True) - 1]
         if sequences.left_padding is not None:
             steps = (steps - sequences.left_padding.to(table.device)[:, None]).clamp(min=0)
         return table[steps]
+
+
+def _too_long(length: int, most: int) -> ShapeError:
+    return ShapeError(
+        f"{length} tokens are more than the {most} positions learned: train a model with rotary positions for longer texts"
+    )
 
 
 class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type: ignore[misc]

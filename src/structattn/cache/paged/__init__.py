@@ -1,0 +1,8 @@
+"""The cache of a server: the keys and values of many requests, by level, in pages of one pool."""
+
+from structattn.cache.paged.batch import Tokens
+from structattn.cache.paged.cache import PackedCache, PagedCache, ShapeProbe
+from structattn.cache.paged.geometry import LayerShape
+from structattn.cache.paged.pages import PagePool
+
+__all__ = ["LayerShape", "PackedCache", "PagePool", "PagedCache", "ShapeProbe", "Tokens"]

@@ -1,0 +1,222 @@
+"""``PagedCache``: attention of the new tokens of many requests, over pages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from structattn.cache import decode
+from structattn.cache.attend import over_dense
+from structattn.cache.decode import KeyValueView
+from structattn.cache.options import ScoreOptions
+from structattn.cache.paged.batch import Batch, Chunk, Singles, Tokens
+from structattn.cache.paged.geometry import LayerShape
+from structattn.cache.paged.pages import PagePool
+from structattn.cache.store import Store
+from structattn.errors import CacheError
+from structattn.layout.global_window import Layout
+
+
+class PackedCache(ABC):
+    """What a model calls for the attention of the tokens of many requests that are concatenated in one row."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: ScoreOptions,
+        *,
+        layout: Layout | None,
+        window: int | None,
+    ) -> Tensor:
+        """Keeps the new tokens and returns the attention of their queries over all tokens of their requests.
+
+        Args:
+            layer: number of the attention layer.
+            q, k, v: (1, H, T, D), (1, G, T, D) and (1, Gv, T, V).
+            options: of the scores.
+            layout, window: of the layer.
+
+        Returns:
+            (1, H, T, V).
+        """
+
+
+class ShapeProbe(PackedCache):
+    """Finds out what a ``PagedCache`` of a model must keep: call the model with one token and this.
+
+    Attributes:
+        layers: what was found, by the number of the layer.
+        places: dtype and device of the keys and values.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+        self.places: set[tuple[torch.dtype, torch.device]] = set()
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: ScoreOptions,
+        *,
+        layout: Layout | None,
+        window: int | None,
+    ) -> Tensor:
+        """See ``PackedCache``: of the one token, over itself."""
+        self.layers[layer] = LayerShape(layout, window, (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3]))
+        self.places |= {(x.dtype, x.device) for x in (k, v)}
+        return over_dense(q, k, v, options, layout=layout, window=window)
+
+
+class PagedCache(PackedCache):
+    """Keys and values of the attention layers of a model, for many requests that come and go.
+
+    The pool gives pages (``pages.reserve``); ``step`` says which tokens the next call of the model has, and within it every layer calls
+    ``attend`` once. As in ``LevelCache``, a level keeps the block that a request is in.
+
+    Args:
+        layers: what each layer keeps.
+        pages: a pool for the same layers.
+
+    Cost: a decoding step copies what is kept of each request together, by level (one gather), and reads it once.
+
+    Source: pages and tables as in vLLM (Kwon et al. 2023, PagedAttention); a lifetime for each level is ours.
+    """
+
+    def __init__(self, layers: Sequence[LayerShape], pages: PagePool) -> None:
+        self.layers, self.pages = tuple(layers), pages
+        self._views = [pages.views(layer) for layer in range(len(self.layers))]
+        self._batch: Batch | None = None
+        self._done: set[int] = set()
+        self._factors: dict[LayerShape, dict[tuple[object, ...], Tensor]] = {}
+
+    @contextmanager
+    def step(self, requests: Sequence[Tokens]) -> Iterator[None]:
+        """A context for one call of the model with these tokens. After it the pages of blocks that have ended are free.
+
+        Raises:
+            CacheError: a request has no pages for its tokens; or a layer was left out, whose tokens would be missing later.
+        """
+        self._batch, self._done = Batch(self.pages, requests), set()
+        try:
+            yield
+            if len(self._done) != len(self.layers):
+                missed = sorted(set(range(len(self.layers))) - self._done)
+                raise CacheError(
+                    f"the model left out the attention layers {missed} of {len(self.layers)}, and a paged cache keeps them all"
+                )
+        finally:
+            self._batch = None
+        for one in requests:
+            self.pages.trim(one.request, one.past + one.count)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: ScoreOptions,
+        *,
+        layout: Layout | None,
+        window: int | None,
+    ) -> Tensor:
+        """See ``PackedCache``.
+
+        Raises:
+            CacheError: there is no ``step``, the layer has had its tokens, or it is not of the layers that this cache was made for.
+        """
+        found = LayerShape(layout, window, (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3]))
+        self._check(layer, found, q.shape)
+        shape, batch = self.layers[layer], self._batch
+        assert batch is not None
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        if (wholes := batch.wholes) is not None:
+            own_q, own_k, own_v = (x[:, :, wholes.tokens] for x in (q, k, v))
+            offsets = wholes.cu_seqlens
+            out[:, :, wholes.tokens] = over_dense(
+                own_q, own_k, own_v, options, layout=shape.layout, window=shape.window, cu_seqlens=offsets
+            )
+        for chunk in batch.chunks:  # before anything is written: its block may end within the chunk
+            out[:, :, chunk.tokens] = self._over_past(layer, chunk, q, k, v, options)
+        self._write(layer, k, v, batch)
+        if batch.singles is not None:
+            out[:, :, batch.singles.tokens] = self._decoded(layer, batch.singles, q, options)
+        return out
+
+    def _check(self, layer: int, found: LayerShape, shape: Sequence[int]) -> None:
+        """Raises ``CacheError`` unless a layer may be given its tokens now."""
+        if self._batch is None:
+            raise CacheError(
+                "a paged cache must be told which requests the tokens are of: call the model within step()"
+            )
+        if layer in self._done or not 0 <= layer < len(self.layers):
+            raise CacheError(f"attention layer {layer} was called twice, or is not one of {len(self.layers)}")
+        if found != self.layers[layer]:
+            raise CacheError(f"attention layer {layer} keeps {found}, and this cache was made for {self.layers[layer]}")
+        if (shape[0], shape[2]) != (1, self._batch.length):
+            raise CacheError(f"the step has {self._batch.length} tokens in one row, and the model {tuple(shape)}")
+        self._done.add(layer)
+
+    def _write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
+        shape = self.layers[layer]
+        parts = [
+            part
+            for x, levels in ((k, shape.key_levels), (v, shape.value_levels))
+            for part in x[0].split([level.rank for level in levels], dim=2)
+        ]
+        for (group, view), numbers in zip(self._views[layer], parts, strict=True):
+            where = batch.writes[group]
+            heads = torch.arange(len(numbers), device=numbers.device)[:, None]
+            view[where.pages, heads, where.slots] = numbers[:, where.tokens].to(view.dtype)
+
+    def _over_past(self, layer: int, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions) -> Tensor:
+        """Attention of several tokens that follow others, over dense keys and values: zero where nothing is kept."""
+        shape = self.layers[layer]
+        q, k, v = (x[:, :, chunk.tokens] for x in (q, k, v))
+        dense = [torch.cat([x.new_zeros((*x.shape[:2], chunk.past, x.shape[3])), x], dim=2) for x in (k, v)]
+        views = iter(self._views[layer])
+        for x, levels in zip(dense, (shape.key_levels, shape.value_levels), strict=True):
+            first = 0
+            for level in levels:
+                group, view = next(views)
+                where, count = chunk.kept[group]
+                if count:
+                    heads = torch.arange(x.shape[1], device=x.device)[:, None]
+                    found = view[where.pages, heads, where.slots]
+                    x[0, :, chunk.past - count : chunk.past, first : first + level.rank] = found.to(x.dtype)
+                first += level.rank
+        return over_dense(q, dense[0], dense[1], options, layout=shape.layout, window=shape.window)
+
+    def _decoded(self, layer: int, singles: Singles, q: Tensor, options: ScoreOptions) -> Tensor:
+        """Attention of one token of each of several requests, whose keys and values are in the pages."""
+        shape = self.layers[layer]
+        stores = []
+        for (_, level), (group, view) in zip(shape.levels(), self._views[layer], strict=True):
+            pages = singles.pages[group]
+            heads = torch.arange(view.shape[1], device=view.device)[None, :, None]
+            found = view[pages[:, None], heads].flatten(2, 3)  # (B, heads, slots, dim)
+            store = Store(level.rank, ring=level.ring, longest=level.longest, page_size=found.shape[2])
+            store.pages = [found.transpose(2, 3)]
+            stores.append(store)
+        count = len(shape.key_levels)
+        kept = KeyValueView(
+            softmaxes=shape.softmaxes,
+            keys=stores[:count],
+            values=list(zip(stores[count:], shape.value_levels, strict=True)),
+            latent=None,
+            positions=[(0, at) for at in singles.positions],
+            factors_by_scale=self._factors.setdefault(shape, {}),
+        )
+        query = q[0][:, singles.tokens].transpose(0, 1)[:, :, None]
+        return decode.attention(query, kept, options)[:, :, 0].transpose(0, 1)[None]

@@ -1,0 +1,159 @@
+"""What pages hold: the levels of all layers that keep a position equally long share one page table for each request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from structattn.cache.levels import Level, Softmax, softmaxes_of, value_levels
+from structattn.errors import ConfigError
+from structattn.layout.global_window import Layout
+from structattn.layout.levels import LevelLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lifetime:
+    """How long a level keeps a position: always, until its block ends, or until it is as far back as the window.
+
+    Attributes:
+        block: positions of a block; ``None`` at level 1.
+        ring: positions of a ring, where a window is shorter than the block.
+    """
+
+    block: int | None
+    ring: int | None
+
+    @classmethod
+    def of(cls, level: Level) -> Lifetime:
+        """That of a level."""
+        return cls(block=None if level.ring is not None else level.longest, ring=level.ring)
+
+    @property
+    def period(self) -> int | None:
+        """Position x is in slot x mod this; ``None``: in slot x."""
+        return self.block if self.ring is None else self.ring
+
+    def slots(self, position: int) -> int:
+        """Slots in use when ``position`` is the last one that is held; 0 for -1."""
+        if self.ring is not None:
+            return min(position + 1, self.ring)
+        return position + 1 if self.block is None or position < 0 else position % self.block + 1
+
+    def kept(self, length: int) -> int:
+        """Slots that the token after ``length`` tokens may need: none of a block that has ended."""
+        return 0 if self.block is not None and length % self.block == 0 else self.slots(length - 1)
+
+    def first_held(self, last: int) -> int:
+        """The first position that is held when ``last`` is the last one."""
+        return last + 1 - self.slots(last)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a cache keeps of one attention layer.
+
+    Attributes:
+        layout, window: as of ``structured_attention``.
+        keys, values: (heads, dimension).
+
+    Raises:
+        ConfigError: the layout has segments, whose ends are not known in advance.
+    """
+
+    layout: Layout | None
+    window: int | None
+    keys: tuple[int, int]
+    values: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.layout, LevelLayout) and self.layout.boundaries is not None:
+            raise ConfigError(f"a paged cache needs equal blocks, and the layout has segments: {self.layout}")
+
+    @cached_property
+    def softmaxes(self) -> tuple[Softmax, ...]:
+        """Those of the layout."""
+        return softmaxes_of(self.layout, self.window, self.keys[1])
+
+    @cached_property
+    def key_levels(self) -> tuple[Level, ...]:
+        """The levels of the keys, of all softmaxes."""
+        return tuple(level for softmax in self.softmaxes for level in softmax.levels)
+
+    @cached_property
+    def value_levels(self) -> tuple[Level, ...]:
+        """The levels of the values: one without ``value_ranks``."""
+        return value_levels(self.softmaxes, self.layout, self.values[1])
+
+    def levels(self) -> Iterator[tuple[int, Level]]:
+        """(heads, level) of all that is kept, keys first."""
+        for level in self.key_levels:
+            yield self.keys[0], level
+        for level in self.value_levels:
+            yield self.values[0], level
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One level of the keys or values of one layer, as it lies in the pages of its group.
+
+    Attributes:
+        heads, dim: numbers of a token.
+        offset: numbers per slot before it, in a page of one slot; times the slots of a page, its place in a page.
+    """
+
+    heads: int
+    dim: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The parts of all layers with one lifetime.
+
+    Attributes:
+        lifetime: theirs.
+        parts: by (layer, number of the level within the layer, values after keys).
+        width: numbers of a token.
+    """
+
+    lifetime: Lifetime
+    parts: dict[tuple[int, int], Part]
+    width: int
+
+
+def groups_of(layers: Sequence[LayerShape]) -> tuple[Group, ...]:
+    """The groups of the layers of a model; the one that keeps every position, if there is one, first."""
+    widths: dict[Lifetime, int] = {}
+    parts: dict[Lifetime, dict[tuple[int, int], Part]] = {}
+    for index, layer in enumerate(layers):
+        for number, (heads, level) in enumerate(layer.levels()):
+            lifetime = Lifetime.of(level)
+            offset = widths.get(lifetime, 0)
+            parts.setdefault(lifetime, {})[index, number] = Part(heads=heads, dim=level.rank, offset=offset)
+            widths[lifetime] = offset + heads * level.rank
+    ordered = sorted(widths, key=lambda lifetime: lifetime.period is not None)
+    return tuple(Group(lifetime=lifetime, parts=parts[lifetime], width=widths[lifetime]) for lifetime in ordered)
+
+
+def page_numbers(groups: Sequence[Group], most_slots: int, length: int) -> int:
+    """Numbers of a page, for all groups the same: few enough that pages which are not full cost little.
+
+    A group has as many slots of a page as fit. Of all sizes with at most ``most_slots`` slots in every group, this is the largest with which
+    requests take within a twentieth of the fewest pages' worth of numbers.
+
+    Args:
+        groups: of a model.
+        most_slots: of a page of the first group.
+        length: of a long request; shorter ones are looked at too.
+    """
+    lengths = [max(1, length * eighths // 8 - 1) for eighths in (1, 3, 5, 8)]
+    widest = max(group.width for group in groups)
+    sizes = {slots * group.width for group in groups for slots in range(1, most_slots + 1)}
+    sizes = {size for size in sizes if widest <= size <= most_slots * groups[0].width} or {widest}
+    costs = {
+        size: size * sum(-(-group.lifetime.slots(n - 1) // (size // group.width)) for group in groups for n in lengths)
+        for size in sizes
+    }
+    fewest = min(costs.values())
+    return max(size for size, cost in costs.items() if 20 * cost <= 21 * fewest)

@@ -1,0 +1,130 @@
+"""A pool of pages of equal size, and which request has which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from structattn.cache.paged.geometry import Group, LayerShape, groups_of, page_numbers
+from structattn.checks import check_size
+from structattn.errors import ConfigError
+
+
+class PagePool:
+    """Memory for the cache of many requests, in pages that any level of any request can have.
+
+    A level keeps the positions of the block that a request is in, so that its pages go back to the pool when the block ends. A page holds
+    some positions of all layers whose level has that block size: one table of pages for each block size and request.
+
+    Args:
+        layers: what each layer keeps.
+        nbytes: of the pool; what is left of the last page is not used.
+        dtype, device: of keys and values.
+        most_slots: positions of level 1 in a page, at most. Fewer are chosen where that wastes less memory. Default 256.
+        length: of a long request, for that choice. Default: the longest block.
+
+    Attributes:
+        groups: see ``groups_of``.
+        slots: positions in a page of each group.
+        num_pages: of the pool.
+        tables: pages of each request, for each group in the order of its slots.
+
+    Raises:
+        ConfigError: the pool has no room for one page of each level.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        *,
+        nbytes: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        most_slots: int = 256,
+        length: int | None = None,
+    ) -> None:
+        check_size("most_slots", most_slots)
+        self.groups: tuple[Group, ...] = groups_of(layers)
+        longest = max((group.lifetime.period or 1 for group in self.groups), default=1)
+        numbers = page_numbers(self.groups, most_slots, length or 2 * longest)
+        self.slots = tuple(numbers // group.width for group in self.groups)
+        self.page_nbytes = numbers * dtype.itemsize
+        self.num_pages = nbytes // self.page_nbytes
+        if self.num_pages < len(self.groups):
+            raise ConfigError(
+                f"a pool of {nbytes:,} bytes has {self.num_pages} pages of {self.page_nbytes:,}, and a request needs {len(self.groups)} at least, one "
+                "for each block size of the levels: give it more memory"
+            )
+        # Page 0 belongs to no request and holds zeros: tables of different lengths are filled up with it.
+        self.memory = torch.zeros((self.num_pages + 1, numbers), dtype=dtype, device=device)
+        self.tables: dict[str, list[list[int]]] = {}
+        self._fresh = 1  # from here on pages were never given away
+        self._returned: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        """Pages that no request has."""
+        return self.num_pages + 1 - self._fresh + len(self._returned)
+
+    def views(self, layer: int) -> list[tuple[int, Tensor]]:
+        """For each level of a layer, keys first: (its group, all pages as (pages, heads, slots, dim))."""
+        found = {}
+        for number, group in enumerate(self.groups):
+            slots = self.slots[number]
+            for (of, level), part in group.parts.items():
+                if of == layer:
+                    size = (len(self.memory), part.heads, slots, part.dim)
+                    stride = (self.memory.shape[1], slots * part.dim, part.dim, 1)
+                    found[level] = number, self.memory.as_strided(size, stride, slots * part.offset)
+        return [found[level] for level in sorted(found)]
+
+    def _wanted(self, past: int, count: int) -> list[int]:
+        """Pages of each group while ``count`` tokens follow ``past`` others."""
+        return [
+            -(-group.lifetime.slots(past + count - 1) // slots)
+            for group, slots in zip(self.groups, self.slots, strict=True)
+        ]
+
+    def missing(self, request: str, past: int, count: int) -> int:
+        """Pages that a request lacks for ``count`` tokens after ``past`` others."""
+        table = self.tables.get(request) or [[]] * len(self.groups)
+        return sum(max(0, wanted - len(pages)) for wanted, pages in zip(self._wanted(past, count), table, strict=True))
+
+    def reserve(self, request: str, past: int, count: int) -> bool:
+        """Gives a request the pages for ``count`` tokens after ``past`` others; false, and nothing is changed, where there are too few."""
+        if self.missing(request, past, count) > self.num_free:
+            return False
+        table = self.tables.setdefault(request, [[] for _ in self.groups])
+        new = []
+        for wanted, pages in zip(self._wanted(past, count), table, strict=True):
+            while len(pages) < wanted:
+                pages.append(self._take())
+                new.append(pages[-1])
+        if new:  # what another request has left must not reach this one, not even times 0: that of NaN is NaN
+            self.memory[torch.tensor(new, device=self.memory.device)] = 0
+        return True
+
+    def _take(self) -> int:
+        if self._returned:
+            return self._returned.pop()
+        self._fresh += 1
+        return self._fresh - 1
+
+    def trim(self, request: str, length: int) -> None:
+        """Takes back the pages that no token after ``length`` tokens needs; those of a request without pages are none."""
+        for group, slots, pages in zip(self.groups, self.slots, self.tables.get(request, ()), strict=False):
+            kept = -(-group.lifetime.kept(length) // slots)
+            self._returned.extend(reversed(pages[kept:]))
+            del pages[kept:]
+
+    def free(self, request: str) -> None:
+        """Takes back all pages of a request, if it has any."""
+        for pages in self.tables.pop(request, ()):
+            self._returned.extend(reversed(pages))
+
+    def free_all(self) -> None:
+        """Takes back all pages."""
+        for request in list(self.tables):
+            self.free(request)

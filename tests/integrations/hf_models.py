@@ -182,6 +182,7 @@ def by_definition(model, layouts, split, window=None):
             dropout_p=0.0,
             cu_seqlens=None,
             left_padding=padding,
+            attn_mask=attention_mask,
         )
         return out.transpose(1, 2), None
 

@@ -184,8 +184,8 @@ def test_what_is_refused() -> None:
     model = on(encoder("bert"), PLAIN)
     with pytest.raises(ConfigError, match="hides every token"):
         features(model, torch.zeros_like(MASK))
-    with pytest.raises(ConfigError, match="4-dimensional masks"):
-        features(model, torch.ones(3, 1, 17, 17, dtype=torch.bool))
+    with pytest.raises(ConfigError, match="a column for each of 17"):
+        features(model, torch.ones(3, 1, 17, 16, dtype=torch.bool))
     with pytest.raises(ConfigError, match="hides keys before a query and none after"):
         structured_mask(1, 5, 5, mask_function=sliding_window_overlay(3))
     for kind in (transformers.DebertaConfig, transformers.DebertaV2Config):

@@ -179,15 +179,6 @@ def test_the_implementation_is_not_saved(tmp_path) -> None:
 
 def test_masks_that_would_leak() -> None:
     model = on(trained(llama), LEVELS)
-    dense = torch.ones(2, 1, 17, 17, dtype=torch.bool).tril()
-    with pytest.raises(ConfigError, match="4-dimensional masks are not supported"):
-        logits(model, mask=dense)
-    holes = MASK.clone()
-    holes[1, 4] = 0
-    with pytest.raises(ConfigError, match="Pad on the left"):
-        logits(model, mask=holes)
-    with pytest.raises(ConfigError, match="Pad on the left"):
-        generate(model, *padded([tokens(1, 9)[0], tokens(1, 17, seed=2)[0]], "right"))
     cache = level_cache(model)
     logits(model, past_key_values=cache)
     with pytest.raises(ConfigError, match="expected 18 columns, got 1"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,10 +16,8 @@ from structattn.cache import PAGE_SIZE, LevelCache
 from structattn.checks import check_int, check_tensor, check_type
 from structattn.errors import CacheError
 from structattn.integrations.transformers.masks import Placeholder
+from structattn.integrations.transformers.recording import Append, Recording
 from structattn.integrations.transformers.variant import Variant
-
-# Appends the first n of some new tokens to a cache.
-Append = Callable[[LevelCache, int], None]
 
 
 class PendingStates(Placeholder):
@@ -39,30 +36,6 @@ class PendingStates(Placeholder):
             f"a LevelCacheLayer keeps no dense keys, and another attention function asked for them ({what}). Use it with an attention "
             "that register_attention() made, model.set_attn_implementation(name), or generate without past_key_values"
         )
-
-
-@dataclass(eq=False)
-class _Recording:
-    """What a rollback over the boundary of a block needs: the cache before the recorded calls, and the tokens since then.
-
-    Attributes:
-        before: the cache.
-        since: (tokens before, how many, what appends them) of each call. One that failed is dropped by the next.
-    """
-
-    before: LevelCache
-    since: list[tuple[int, int, Append]] = field(default_factory=list)
-
-    def add(self, length: int, count: int, append: Append) -> None:
-        """Tokens that follow ``length`` others."""
-        self.since = [*(call for call in self.since if call[0] < length), (length, count, append)]
-
-    def replay(self, length: int) -> LevelCache:
-        """The cache with ``length`` tokens."""
-        for start, count, append in self.since:
-            if start < length:
-                append(self.before, min(count, length - start))
-        return self.before
 
 
 class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -93,7 +66,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.level_cache: LevelCache | None = None
         self.record_past = False
         self._variant: Variant | None = None
-        self._recording: _Recording | None = None
+        self._recording: Recording | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_recording": None}  # it refers to tensors and modules of calls
@@ -135,6 +108,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         scaling: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        attn_mask: Tensor | None = None,
         left_padding: tuple[int, ...] | None = None,
         first: Callable[[], Tensor] | None = None,
     ) -> Tensor:
@@ -146,6 +120,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             module: the attention module that calls. Default ``None``: not known.
             scaling: of the model; see ``Variant.scaled``.
             softcap, sinks: of the model, as in ``LevelCache.attend``.
+            attn_mask: over all tokens, likewise.
             left_padding: padding of each row.
             first: computes the attention while the cache is empty. Default ``None``: the cache computes it.
 
@@ -183,7 +158,27 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             append(cache, k.shape[2])
             return out
         q, scale = variant.scaled(q, scaling)
-        return cache.attend(q, k, v, scale=scale, backend=variant.backend, softcap=softcap, sinks=sinks)
+        shown = None if attn_mask is None else attn_mask.to(q.device)  # it was made on the device of the model's inputs
+        return cache.attend(
+            q, k, v, scale=scale, backend=variant.backend, softcap=softcap, sinks=sinks, attn_mask=shown
+        )
+
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        variant: Variant,
+        *,
+        scaling: float | None,
+        attn_mask: Tensor | None,
+        **terms: Any,
+    ) -> Tensor:
+        """The attention weights of new tokens after those in the cache, (B, H, T, S); arguments as ``attend``."""
+        assert self.level_cache is not None
+        q, scale = variant.scaled(q, scaling)
+        shown = None if attn_mask is None else attn_mask.to(q.device)
+        return self.level_cache.weights(q, k, v, scale=scale, attn_mask=shown, **terms)
 
     def ready(
         self, new: Callable[[], LevelCache], append: Append, left_padding: tuple[int, ...] | None, count: int
@@ -210,7 +205,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self._recording = None
         else:
             if self._recording is None:
-                self._recording = _Recording(copy.deepcopy(cache))
+                self._recording = Recording(copy.deepcopy(cache))
             self._recording.add(cache.length, count, append)
         return cache
 

@@ -87,22 +87,33 @@ def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
     if isinstance(mask, Tensor):
         check_tensor("attention_mask", mask)
         _check_numbers("attention_mask", mask, tokens)
-        if mask.dim() not in (2, 4):  # a 4-dimensional mask is refused where it is read, with a remedy
-            raise ShapeError(f"attention_mask must be of shape ({batch}, tokens), got {tuple(mask.shape)}")
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        if mask.shape[0] != batch:
-            raise ShapeError(f"attention_mask must have a row for each of {batch}, got shape {tuple(mask.shape)}")
-        if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not ((mask == 0) | (mask == 1)).all():
-            raise ConfigError(
-                "attention_mask must hold 1 where a token is real and 0 where it is padding, got other numbers: a mask that is added to "
-                "the scores is written (mask == 0).long()"
-            )
+        _check_mask(mask, batch)
     remedy = "use level_cache(model) or leave it away"
     check_type(
         "past_key_values", given.get("past_key_values"), (Cache, type(None)), "a transformers.Cache or None", remedy
     )
     if given.get("use_cache") is not None:
         check_bool("use_cache", given["use_cache"])
+
+
+def _check_mask(mask: Tensor, batch: int) -> None:
+    if mask.dim() not in (2, 4):
+        raise ShapeError(f"attention_mask must be of shape ({batch}, tokens), got {tuple(mask.shape)}")
+    if mask.shape[0] != batch and not (mask.dim() == 4 and mask.shape[0] == 1):
+        raise ShapeError(f"attention_mask must have a row for each of {batch}, got shape {tuple(mask.shape)}")
+    if mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    has_other_numbers = not ((mask == 0) | (mask == 1)).all()
+    if mask.dim() == 2 and has_other_numbers:
+        raise ConfigError(
+            "attention_mask must hold 1 where a token is real and 0 where it is padding, got other numbers: a mask that is added to "
+            "the scores is written (mask == 0).long()"
+        )
+    if mask.dim() == 4 and mask.is_floating_point() and not has_other_numbers and mask.any():
+        raise ConfigError(
+            "a 4-dimensional attention_mask of floating point is added to the scores, and this one holds 1 where others hold 0: a mask "
+            "that shows pairs is bool, mask != 0"
+        )
 
 
 def check_loss(given: Mapping[str, Any], tokens: Tensor, vocab_size: int) -> None:

@@ -36,21 +36,28 @@ from structattn.ops import Backend
 
 
 def checked_mask(
-    attention_mask: object, module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None
+    attention_mask: object, module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, num_past: int = 0
 ) -> StructuredMask:
-    """The mask of an attention call, which came from ``structured_mask`` or is that of an encoder that hides nothing.
+    """The mask of an attention call, which came from ``structured_mask``, is a 4-dimensional one, or that of an encoder that hides nothing.
 
     Args:
         attention_mask: what the module got.
         module: the attention module that calls.
         query, key: (B, H, T, D) and (B, G, S, D); the keys without those of a cache.
         is_causal: what the call or else the module says; ``None`` where neither does.
+        num_past: cached tokens before the keys.
 
     Raises:
-        ConfigError: it was lost on the way, is a dense one, contradicts the call, or is one of cross attention.
+        ConfigError: it was lost on the way, does not fit, contradicts the call, or is one of cross attention.
     """
     name = type(module).__name__
     mask = attention_mask
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        if is_causal is not True and (_is_cross_attention(module) or query.shape[2] != key.shape[2]):
+            raise ConfigError(
+                f"{name} is cross attention, whose queries and keys are of different tokens: it is not supported"
+            )
+        return StructuredMask.of_pairs(mask, query.shape[2], num_past + key.shape[2])
     if mask is None and is_causal is False:
         mask = StructuredMask(num_queries=query.shape[2], num_keys=key.shape[2], attention_mask=None, is_causal=False)
         if mask.num_past != 0:
@@ -75,8 +82,8 @@ def checked_mask(
         )
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     raise ConfigError(
-        f"an attention mask of {shape} reached structured attention: custom 4-dimensional masks are not supported. Give the "
-        "2-dimensional padding mask (batch, tokens), or pack sequences by position_ids"
+        f"an attention mask of {shape} reached structured attention: give the padding mask (batch, tokens), or one of (batch, 1, new "
+        "tokens, all tokens)"
     )
 
 
@@ -124,8 +131,14 @@ def attend(
     is_causal = arguments.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
-    mask = checked_mask(attention_mask, module, query, k, is_causal)
+    num_past = 0 if layer is None else layer.get_seq_length()
+    mask = checked_mask(attention_mask, module, query, k, is_causal, num_past)
     window = arguments.get("sliding_window")
+    if window is not None and mask.pairs is not None:
+        raise ConfigError(
+            f"{type(module).__name__} has a sliding window of {window}, which a 4-dimensional attention mask does not tell from other hidden "
+            "tokens: give the padding mask (batch, tokens)"
+        )
     if window is not None and window != mask.window:
         raise ConfigError(
             f"{type(module).__name__} has a sliding window of {window}, but its mask one of {mask.window}: they must agree"
@@ -143,39 +156,48 @@ def attend(
         "scaling": scaling,
         "sequences": sequences,
         "is_causal": mask.is_causal,
-        "attn_mask": mask.real_keys,
+        "attn_mask": mask.attn_mask(is_training=module.training),
         **terms,
     }
-    weights = None
-    if arguments.get("output_attentions"):
-        if mask.num_past > 0:
-            raise ConfigError(
-                "output_attentions=True gives the weights of a whole text: a cache with levels has dropped keys that they need. Give all tokens "
-                "in one call, or pass use_cache=False"
-            )
-        weights = variant.weights(q, k, **options)
+    shows_weights = bool(arguments.get("output_attentions"))
 
     def whole() -> Tensor:
         return variant.attend(q, k, v, dropout=dropout, **options)
 
+    weights = variant.weights(q, k, **options) if shows_weights and num_past == 0 else None
     if layer is None:
         out = whole()
-    elif not mask.is_causal:
+    elif not mask.is_causal and mask.pairs is None:
         raise ConfigError(
             f"{type(module).__name__} attends in both directions here, and a level cache only has earlier tokens: pass use_cache=False"
         )
     else:
-        if dropout > 0 and layer.get_seq_length() > 0:
+        if dropout > 0 and num_past > 0:
             raise ConfigError(
                 f"attention dropout ({dropout}) cannot be applied to cached keys: call model.eval(), or train with use_cache=False"
             )
-        if layer.get_seq_length() != mask.num_past:
+        if num_past != mask.num_past:
             raise CacheError(
-                f"this layer of the cache holds {layer.get_seq_length()} tokens, and the model counts {mask.num_past} before the new ones: a "
+                f"this layer of the cache holds {num_past} tokens, and the model counts {mask.num_past} before the new ones: a "
                 "call of the model broke off, or a layer was used without the others; reset() the cache and give all tokens again"
             )
+        if num_past > 0:
+            mask.check_later(
+                "and those before them are in a cache, which is for causal attention: give all tokens in one call"
+            )
+        if num_past > 0 and shows_weights:
+            weights = layer.weights(q, k, v, variant, scaling=scaling, attn_mask=options["attn_mask"], **terms)
         out = layer.attend(
-            q, k, v, variant, module=module, scaling=scaling, left_padding=mask.padding_counts, first=whole, **terms
+            q,
+            k,
+            v,
+            variant,
+            module=module,
+            scaling=scaling,
+            left_padding=mask.padding_counts,
+            attn_mask=options["attn_mask"],
+            first=whole,
+            **terms,
         )
     return out.transpose(1, 2).contiguous(), weights
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -32,51 +32,41 @@ class Padding:
     Attributes:
         left: leading padding of each row, (B,) int64.
         ints: the same as ints of the host, ``None`` in code that torch.compile traces.
-        hidden: (B, S) bool, keys after the first real one that are hidden; only without causality, ``None`` where there are none.
+        hidden: (B, S) bool, keys after the first real one that are hidden; ``None`` where there are none.
+        is_unseen: whether all of those are behind the last real token of their row; bool () in code that torch.compile traces.
     """
 
     left: Tensor
     ints: tuple[int, ...] | None
-    hidden: Tensor | None = None
+    hidden: Tensor | None
+    is_unseen: bool | Tensor
 
 
-_HOLES = (
-    "the attention mask hides tokens between real ones (right padding before the new tokens, or a hole): blocks are counted "
-    "from the first real token. Pad on the left, tokenizer.padding_side = 'left', and give generate() the attention_mask: without one "
-    "it treats every padding token as padding"
-)
+_HIDDEN = -1e3  # a number that is added to a score hides the pair from here on: exp of it is 0
 
 _EMPTY = "the attention mask is zero everywhere, which hides every token: it is 1 where a token is real"
 
+_COMPILED_HOLES = "the attention mask hides tokens between real ones, which a compiled model does not take in training: leave this batch uncompiled"
 
-def read_padding(
-    attention_mask: Tensor | None, num_queries: int, num_keys: int, *, is_causal: bool = True
-) -> Padding | None:
-    """What a padding mask hides.
 
-    Causal attention allows padding on the right where nothing follows it: in a whole batch without cached tokens. No real token
-    sees it. Without causality every real token sees it, and so it is hidden.
+def read_padding(attention_mask: Tensor | None, num_keys: int) -> Padding | None:
+    """What a padding mask hides: on the left, on the right or between.
 
     Args:
         attention_mask: (B, S) bool or int, nonzero where a token is real; it covers the cached tokens too.
-        num_queries, num_keys: T new tokens, the last of S tokens.
-        is_causal: whether tokens see only earlier ones.
+        num_keys: S.
 
     Returns:
         ``None`` when nothing has to be hidden.
 
     Raises:
-        ConfigError: the mask is not 2-dimensional, does not cover all tokens, or hides all; or, with causality, it hides a token
-            between real ones.
+        ConfigError: the mask is not 2-dimensional, does not cover all tokens, or hides all.
     """
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        raise ConfigError(
-            f"structured attention takes a padding mask of shape (batch, tokens), got {shape}: a custom 4-dimensional mask cannot "
-            "be split into levels. Give the 2-dimensional mask, or pack sequences by position_ids"
-        )
+        raise ConfigError(f"structured attention takes a padding mask of shape (batch, tokens), got {shape}")
     if attention_mask.shape[1] != num_keys:
         raise ConfigError(
             f"the attention mask must cover the cached tokens and the new ones: expected {num_keys} columns, got "
@@ -85,29 +75,19 @@ def read_padding(
     real = attention_mask != 0
     is_empty = ~real.any()
     left = (real.cumsum(dim=1) == 0).sum(dim=1)
-    steps = torch.arange(num_keys, device=real.device)
-    hidden = None
-    if is_causal:
-        end = left + real.sum(dim=1)
-        whole = (real == (steps >= left[:, None]) & (steps < end[:, None])).all(dim=1)
-        if num_queries != num_keys:
-            whole = whole & (end == num_keys)
-    else:
-        hidden = ~real & (steps >= left[:, None])
-        whole = ~hidden.any(dim=1)
+    hidden = ~real & (torch.arange(num_keys, device=real.device) >= left[:, None])
+    is_unseen = (hidden.cumsum(dim=1).masked_fill(~real, 0) == 0).all()
     if torch.compiler.is_compiling():
-        if is_causal:
-            torch._assert_async(whole.all(), _HOLES)
         torch._assert_async(~is_empty, _EMPTY)
-        return Padding(left=left, ints=None, hidden=hidden)
-    counts, fine, empty = torch.stack([left, whole.long(), is_empty.long().expand_as(left)]).tolist()
-    if any(empty):
+        return Padding(left=left, ints=None, hidden=hidden, is_unseen=is_unseen)
+    *counts, empty, has_hidden, unseen = torch.cat(
+        [left, torch.stack([is_empty, hidden.any(), is_unseen]).long()]
+    ).tolist()
+    if empty:
         raise ConfigError(_EMPTY)
-    if all(fine):
-        hidden = None
-    elif is_causal:
-        raise ConfigError(_HOLES)
-    return Padding(left=left, ints=tuple(counts), hidden=hidden) if any(counts) or hidden is not None else None
+    if not any(counts) and not has_hidden:
+        return None
+    return Padding(left=left, ints=tuple(counts), hidden=hidden if has_hidden else None, is_unseen=bool(unseen))
 
 
 def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num_past: int) -> Tensor | None:
@@ -188,12 +168,15 @@ class Placeholder:
 class StructuredMask(Placeholder):
     """What ``structured_mask`` returns: one for all layers of a forward pass. A model that computes with it gets a ``ConfigError``.
 
+    Or it is made of a 4-dimensional mask, which says all by itself: what is causal, and which sequences are packed.
+
     Attributes:
         num_queries, num_keys: T and S.
         attention_mask: (B, S) bool, as given; ``None`` when all tokens are real.
         is_causal: whether tokens see only earlier ones.
         window: sliding window of these layers, ``None`` for none.
         packed: (B, T) int64, equal numbers are one sequence, where transformers found packed sequences.
+        pairs: (1 or B, 1 or H, T, S), a 4-dimensional mask: bool, true where a pair may attend, or added to the scores; ``None`` for none.
 
     Raises:
         ConfigError: see ``read_padding``.
@@ -205,10 +188,43 @@ class StructuredMask(Placeholder):
     is_causal: bool = True
     window: int | None = None
     packed: Tensor | None = None
+    pairs: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self._padding = read_padding(self.attention_mask, self.num_queries, self.num_keys, is_causal=self.is_causal)
+        self._padding = read_padding(self.attention_mask, self.num_keys)
         self._sequences: Sequences | None = None
+
+    @classmethod
+    def of_pairs(cls, pairs: Tensor, num_queries: int, num_keys: int) -> Self:
+        """A 4-dimensional mask.
+
+        Raises:
+            ConfigError: it is neither bool nor floating point, or not of shape (B or 1, H or 1, T, S).
+        """
+        if pairs.dtype != torch.bool and not pairs.is_floating_point():
+            raise ConfigError(
+                f"a 4-dimensional attention mask is bool, true where a pair may attend, or floating point and added to the scores, got "
+                f"{pairs.dtype}: a mask of 0 and 1 is mask != 0"
+            )
+        if pairs.dim() != 4 or pairs.shape[2] not in (1, num_queries) or pairs.shape[3] != num_keys:
+            raise ConfigError(
+                f"a 4-dimensional attention mask must have a row for each of {num_queries} new tokens and a column for each of {num_keys}, "
+                f"cached and new, got shape {tuple(pairs.shape)}"
+            )
+        return cls(num_queries=num_queries, num_keys=num_keys, attention_mask=None, is_causal=False, pairs=pairs)
+
+    def check_later(self, remedy: str) -> None:
+        """Raises ``ConfigError`` where a 4-dimensional mask shows a token one that comes after it."""
+        if self.pairs is None or self.num_queries == 1:
+            return
+        new = self.pairs[..., self.num_past :].expand(-1, -1, self.num_queries, -1)
+        shown = new if new.dtype == torch.bool else new > _HIDDEN
+        shows_later = shown.triu(1).any()
+        message = f"the 4-dimensional attention mask shows tokens what comes after them, {remedy}"
+        if torch.compiler.is_compiling():
+            torch._assert_async(~shows_later, message)
+        elif shows_later:
+            raise ConfigError(message)
 
     @classmethod
     def misused(cls, what: str) -> Exception:
@@ -234,7 +250,9 @@ class StructuredMask(Placeholder):
             ConfigError: see ``read_packing``; offsets that contradict the positions; or packed sequences with a cache.
         """
         if self._sequences is None:
-            if self.packed is not None and not torch.compiler.is_compiling():
+            if self.pairs is not None:
+                position_ids = None
+            elif self.packed is not None and not torch.compiler.is_compiling():
                 position_ids = _positions(self.packed)
             elif not self.is_causal:  # transformers separates packed sequences in causal masks only
                 position_ids = None
@@ -251,7 +269,7 @@ class StructuredMask(Placeholder):
 
     def _given(self, cu_seqlens: Tensor, shown: Tensor | None) -> Tensor:
         """The given offsets; raises if they contradict the positions."""
-        if self.attention_mask is not None or self.num_past > 0:
+        if self.attention_mask is not None or self.pairs is not None or self.num_past > 0:
             raise ConfigError("cu_seq_lens_q is for packed sequences without a cache and without an attention mask")
         given = cu_seqlens.to(torch.int64)
         if shown is not None and not torch.equal(given, shown.to(given.device)):
@@ -267,11 +285,24 @@ class StructuredMask(Placeholder):
             return None
         return tuple(self._padding.left.tolist()) if self._padding.ints is None else self._padding.ints
 
-    @property
-    def real_keys(self) -> Tensor | None:
-        """Keys that are not hidden, (B, 1, 1, S) bool; ``None`` where padding hides none after the first real one."""
-        if self._padding is None or self._padding.hidden is None:
-            return None
+    def attn_mask(self, *, is_training: bool) -> Tensor | None:
+        """What is hidden besides left padding, causality and window, bool or floating point, broadcastable to (B, H, T, S).
+
+        Args:
+            is_training: causal attention then leaves padding at the end of rows out: no real token sees it, and the loss looks at no
+                other. It is a faster call.
+
+        Returns:
+            ``None`` where nothing is.
+        """
+        if self.pairs is not None or self._padding is None or self._padding.hidden is None:
+            return self.pairs
+        if is_training and self.is_causal and self.num_past == 0:
+            if isinstance(self._padding.is_unseen, Tensor):
+                torch._assert_async(self._padding.is_unseen, _COMPILED_HOLES)
+                return None
+            if self._padding.is_unseen:
+                return None
         return ~self._padding.hidden[:, None, None, :]
 
 

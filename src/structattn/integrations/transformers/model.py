@@ -87,7 +87,9 @@ class StructAttnLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.mlp = GatedMLP(width, config.intermediate_size, config.initializer_range)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, x: Tensor, sequences: Sequences, past_key_values: Cache | None, padding: Any) -> Tensor:
+    def forward(
+        self, x: Tensor, sequences: Sequences, past_key_values: Cache | None, padding: Any, attn_mask: Tensor | None
+    ) -> Tensor:
         """(B, T, E) to (B, T, E).
 
         Args:
@@ -95,12 +97,16 @@ class StructAttnLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             sequences: where sequences begin.
             past_key_values: cache of all layers.
             padding: the padding of each row as ints, for a cache.
+            attn_mask: what is hidden besides, on the device of the model's inputs.
         """
+        shown = None if attn_mask is None else attn_mask.to(x.device)
         normed = self.attention_norm(x)
         if past_key_values is None:
-            out = self.attention(normed, left_padding=sequences.left_padding, cu_seqlens=sequences.cu_seqlens)
+            out = self.attention(
+                normed, left_padding=sequences.left_padding, cu_seqlens=sequences.cu_seqlens, attn_mask=shown
+            )
         else:
-            out = self.attention(normed, cache=self._cache(past_key_values, normed, padding))
+            out = self.attention(normed, cache=self._cache(past_key_values, normed, padding), attn_mask=shown)
         return self._and_mlp(x, out)
 
     def packed(self, x: Tensor, cache: PackedCache, positions: Tensor) -> Tensor:
@@ -205,8 +211,8 @@ class StructAttnModel(StructAttnPreTrainedModel):
 
         Args:
             input_ids: (B, T) int; or ``inputs_embeds``.
-            attention_mask: (B, S), nonzero where a token, cached or new, is real. Padding is on the left, or after all
-                tokens of a whole batch without a cache.
+            attention_mask: (B, S), nonzero where a token, cached or new, is real. Positions count from the first real token of a row, and
+                hidden tokens after it count. Or (B or 1, H or 1, T, S), bool or added to the scores, which moves no position.
             position_ids: (B, T) int; only used to find where they restart: sequences packed in one row.
             past_key_values: cache; the layers of an empty one that transformers made are replaced by ours.
             inputs_embeds: (B, T, E).
@@ -232,14 +238,24 @@ class StructAttnModel(StructAttnPreTrainedModel):
         past_key_values = self._checked_cache(past_key_values, use_cache)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         length = x.shape[1]
-        mask = StructuredMask(num_queries=length, num_keys=past + length, attention_mask=attention_mask)
+        if attention_mask is not None and attention_mask.dim() == 4:
+            mask = StructuredMask.of_pairs(attention_mask, length, past + length)
+            mask.check_later("and this model is causal")
+            if position_ids is not None and bool((position_ids.diff(dim=1) != 1).any()):
+                raise ConfigError(
+                    "this model counts positions by itself, and position_ids that do not rise by 1 beside a 4-dimensional attention mask would "
+                    "have no effect"
+                )
+        else:
+            mask = StructuredMask(num_queries=length, num_keys=past + length, attention_mask=attention_mask)
+        shown = mask.attn_mask(is_training=self.training)
         sequences = mask.sequences(position_ids, kwargs.get("cu_seq_lens_q"), has_cache=past_key_values is not None)
         padding = None if past_key_values is None else mask.padding_counts
         if self.position is not None:
             x = x + self._learned(self.position, past, length, sequences)
         kept = [x]
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while drafting by early exit
-            x = layer(x, sequences, past_key_values, padding)
+            x = layer(x, sequences, past_key_values, padding, shown)
             kept.append(x)
         x = self.norm(x)
         show = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states

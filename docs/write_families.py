@@ -152,19 +152,29 @@ RARE: dict[str, dict[str, Any]] = {
     | {"mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1},
     "flex_olmo": _GROUPS | _EXPERTS,
     "flint": _HEADS | _WINDOWS,
+    "falcon_h1": _HEADS | _MAMBA | {"mamba_d_ssm": 128},
     "gemma3n_text": _HEADS
-    | _WINDOWS
     | {
-        "num_kv_shared_layers": 0,
-        "intermediate_size": [64, 64],
-        "activation_sparsity_pattern": [0.0, 0.0],
+        "num_hidden_layers": 4,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [64] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
         "vocab_size_per_layer_input": VOCAB,
         "hidden_size_per_layer_input": 8,
         "laurel_rank": 8,
     },
     "gemma4_text": _HEADS
-    | _WINDOWS
-    | {"global_head_dim": 16, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+    | {
+        "num_hidden_layers": 3,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+        "global_head_dim": 16,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+    },
     "granite_swa": _GROUPS | _WINDOWS,
     "granitemoe_swa": _GROUPS | _EXPERTS | _WINDOWS,
     "granitemoehybrid": _GROUPS
@@ -196,6 +206,15 @@ RARE: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 16,
     },
     "lfm2_moe": _GROUPS | _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4_text": _HEADS
+    | _EXPERTS
+    | {
+        "intermediate_size_mlp": 64,
+        "moe_layers": [1],
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 6,
+        "floor_scale": 4,
+    },
     "mellum": _HEADS | _EXPERTS,
     "mimo_v2_flash": _HEADS | _EXPERTS | _ROUTED | _WINDOWS | {"mlp_layer_types": ["dense", "sparse"], "v_head_dim": 8},
     "minimax_m2": _HEADS | _EXPERTS,
@@ -234,6 +253,7 @@ RARE: dict[str, dict[str, Any]] = {
     "xlm-roberta": _DECODER,
     "xlm-roberta-xl": _DECODER,
     "xmod": _DECODER | {"default_language": "en_XX"},
+    "zaya": _HEADS | {"num_experts": 4, "num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 
 # What the error of each refused family says, in the words of the page, and options of the families.
@@ -284,23 +304,15 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         },
     ),
     "more than once": ("two scores in a layer, or one layer that is used twice", {"diffllama": {}, "hrm_text": {}}),
-    "scores the keys of another layer": (
-        "layers that use the keys of another layer",
+    "used in several layers": (
+        "attention modules that are used in several layers",
         {
-            "gemma3n_text": RARE["gemma3n_text"]
-            | {
-                "num_hidden_layers": 4,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-                "num_kv_shared_layers": 2,
-                "intermediate_size": [64] * 4,
-                "activation_sparsity_pattern": [0.0] * 4,
-            }
-        },
-    ),
-    "holds more than keys and values": (
-        "attention and a recurrence or a convolution in one layer, with one cache",
-        {
-            "falcon_h1": _HEADS | _MAMBA | {"mamba_d_ssm": 128},
+            "zamba": {
+                "num_hidden_layers": 3,
+                "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+                "mamba_d_state": 8,
+                "n_mamba_heads": 2,
+            },
             "zamba2": {
                 "num_hidden_layers": 3,
                 "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
@@ -310,16 +322,11 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
                 "adapter_rank": 8,
                 "chunk_size": 8,
             },
-            "zaya": _HEADS | {"num_experts": 4, "num_experts_per_tok": 1, "router_hidden_size": 16},
         },
     ),
     "changes its keys after": (
         "keys that are changed after they are cached",
         {"jetmoe": {"num_key_value_heads": 4, "kv_channels": HEAD_DIM, "num_local_experts": 2}},
-    ),
-    "chunked attention": (
-        "chunked attention",
-        {"llama4_text": _HEADS | _EXPERTS | {"intermediate_size_mlp": 64}},
     ),
     "position_bias": (
         "a bias of the scores by position",

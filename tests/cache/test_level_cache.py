@@ -54,6 +54,22 @@ def masked(kind, batch, heads, length):
 MASKS = [None, None, "keys", "pairs", "heads", "added"]
 
 
+def in_chunks(q, k, v, layout, size, left_padding, attn_mask=None, **options):
+    """The definition, chunk by chunk of each row."""
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    for row, pad in enumerate([0] * len(q) if left_padding is None else left_padding.tolist()):
+        own = layout.select_rows([row]) if isinstance(layout, sa.LevelLayout) else layout
+        for start in range(pad, q.shape[2], size):
+            part = slice(row, row + 1), slice(None), slice(start, start + size)
+            mask = None
+            if attn_mask is not None:
+                shape = (len(q), -1, q.shape[2], q.shape[2])
+                whole = attn_mask[(None,) * (4 - attn_mask.dim())].expand(shape)
+                mask = whole[row : row + 1, :, start : start + size, start : start + size]
+            out[part] = dense(q[part], k[part], v[part], own, attn_mask=mask, **options)
+    return out
+
+
 def through(cache, q, k, v, sizes, attn_mask=None, **options):
     outs, first = [], 0
     for size in sizes:
@@ -79,6 +95,7 @@ def cut(total, sizes):
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)),
     window=st.sampled_from([None, None, 1, 3, 9, 50]),
+    chunk_size=st.sampled_from([None, None, 1, 6, 16]),
     heads=st.sampled_from([(4, 2, 2), (4, 4, 2), (4, 1, 4), (6, 2, 3)]),
     length=st.integers(1, 61),
     sizes=st.lists(st.sampled_from([1, 1, 2, 5, 16, 17, 40]), min_size=1, max_size=4),
@@ -91,7 +108,7 @@ def cut(total, sizes):
     mask=st.sampled_from(MASKS),
 )
 def test_any_chunking_is_one_forward_pass(
-    layout, window, heads, length, sizes, padding, scale, page_size, max_length, softcap, with_sinks, mask
+    layout, window, chunk_size, heads, length, sizes, padding, scale, page_size, max_length, softcap, with_sinks, mask
 ) -> None:
     form = LAYOUTS[layout]
     if isinstance(form, sa.GlobalWindowLayout):
@@ -102,8 +119,12 @@ def test_any_chunking_is_one_forward_pass(
     sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64) if with_sinks else None
     mask = None if mask is None else masked(mask, 3, heads[0], length)
     options = {"scale": scale, "softcap": softcap, "sinks": sinks, "attn_mask": mask}
-    expected = dense(q, k, v, form, window=window, left_padding=padding, **options)
-    cache = sa.LevelCache(form, window=window, left_padding=padding, page_size=page_size, max_length=max_length)
+    if chunk_size is None:
+        expected = dense(q, k, v, form, window=window, left_padding=padding, **options)
+    else:
+        expected = in_chunks(q, k, v, form, chunk_size, padding, window=window, **options)
+    own = {"window": window, "chunk_size": chunk_size, "left_padding": padding}
+    cache = sa.LevelCache(form, page_size=page_size, max_length=max_length, **own)
     assert_close(through(cache, q, k, v, cut(length, sizes), **options), expected)
     assert cache.length == length
     cache.reset()

@@ -31,7 +31,7 @@ MASK = torch.ones_like(IDS)
 MASK[0, :5] = 0
 REAL = MASK.bool()
 # Grouped matrix products of experts know no float64, and Gemma 2 and GPT-J score in float32.
-SINGLE = {"flint", "gemma2", "gpt_oss", "gptj", "granite_swa", "mimo_v2_flash", "vaultgemma"}
+SINGLE = {"flint", "gemma2", "gpt_oss", "gptj", "granite_swa", "llama4_text", "mimo_v2_flash", "vaultgemma"}
 LEARNED = {"biogpt", "gpt2", "gpt_bigcode", "opt"} | {
     f for f, options in RARE.items() if "is_decoder" in options
 }  # learned positions
@@ -58,8 +58,8 @@ def make(family):
 # In `make test`: the first of each kind of layer and of refusal; all others are in `make test-full`.
 QUICK = {"bitnet", "cohere", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "lfm2"}
 QUICK |= {"hunyuan_v1_dense", "llama", "mixtral", "opt", "phi", "phi3", "smollm3"}
-QUICK |= {"bert", "gemma4_text", "internlm3", "jamba", "qwen3_next", "recurrent_gemma"}
-QUICK |= {"bloom", "diffllama", "falcon_h1", "gemma3n_text", "jetmoe", "whisper"}
+QUICK |= {"bert", "falcon_h1", "gemma4_text", "internlm3", "jamba", "qwen3_next", "recurrent_gemma"}
+QUICK |= {"llama4_text", "bloom", "diffllama", "jetmoe", "whisper", "zamba2"}
 
 
 def marks(family):

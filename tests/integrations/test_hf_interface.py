@@ -24,7 +24,7 @@ from transformers.masking_utils import create_causal_mask
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers import level_cache, register_attention
 from structattn.layout.levels import LevelLayout
-from structattn.testing.tolerances import assert_close
+from structattn.testing.tolerances import SAME_MODEL, assert_close, relative_error
 
 IDS, MASK = padded([tokens(1, 9)[0], tokens(1, 17, seed=2)[0]])
 REAL = MASK.bool()
@@ -201,16 +201,20 @@ def test_a_lost_mask() -> None:
 
 
 def test_terms_that_are_not_supported() -> None:
-    sizes = _SIZES | {"head_dim": HEAD_DIM}
-    chunks = transformers.Llama4ForCausalLM(
-        transformers.Llama4TextConfig(**sizes, attention_chunk_size=8, intermediate_size_mlp=48, num_local_experts=2)
-    )
-    for model, message in ((chunks, "chunked attention"),):
-        model.set_attn_implementation(PLAIN)
-        with pytest.raises(ConfigError, match=message):
-            model(IDS)
     with pytest.raises(ConfigError, match="position_bias"):
         on(trained(llama), PLAIN)(IDS, position_bias=torch.zeros(1, 4, 17, 17))
+
+
+def test_chunks_of_llama_4() -> None:
+    sizes = _SIZES | {"head_dim": HEAD_DIM, "attention_chunk_size": 4, "no_rope_layers": [1] * LAYERS}
+    model = transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(**sizes, intermediate_size_mlp=48, num_local_experts=2)
+    ).eval()
+    for mask in (MASK, None):
+        model.set_attn_implementation("sdpa")
+        expected = model(IDS, attention_mask=mask, use_cache=False).logits
+        found = on(model, PLAIN)(IDS, attention_mask=mask, use_cache=False).logits
+        assert relative_error(found[REAL], expected[REAL]) <= SAME_MODEL
 
 
 def test_own_mask_functions_are_not_known() -> None:

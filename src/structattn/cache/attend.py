@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,6 +21,7 @@ from structattn.layout.levels import LevelLayout
 from structattn.ops import Backend, structured_attention
 from structattn.ops.backends import why_not as why_not_backend
 from structattn.ops.checks import autocasted, check_tensors, without_autocast
+from structattn.ops.chunks import chunked_attention
 from structattn.ops.reference import with_sinks
 
 # Up to this many new tokens are decoded from the pages, run by run; more are computed as queries of the whole sequence.
@@ -89,7 +92,17 @@ def _dense(
     padding = None
     if contents.padding is not None and any(contents.padding):  # a row may still be in its padding
         padding = torch.tensor(contents.padding, device=q.device).clamp(max=k.shape[2])
-    return over_dense(q, k, v, options, layout=layout, window=contents.window, left_padding=padding, backend=backend)
+    return over_dense(
+        q,
+        k,
+        v,
+        options,
+        layout=layout,
+        window=contents.window,
+        left_padding=padding,
+        backend=backend,
+        chunk_size=contents.chunk_size,
+    )
 
 
 def over_dense(
@@ -103,12 +116,16 @@ def over_dense(
     left_padding: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
+    chunk_size: int | None = None,
 ) -> Tensor:
     """``structured_attention`` for keys and values that may have different numbers of heads."""
     heads = math.lcm(k.shape[1], v.shape[1])  # divides the query heads, as both do
     k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     check_tensors(q, k, v)
-    return structured_attention(
+    attention: Callable[..., Tensor] = structured_attention
+    if chunk_size is not None:
+        attention = functools.partial(chunked_attention, chunk_size=chunk_size)
+    return attention(
         q,
         k,
         v,
@@ -161,7 +178,7 @@ def fused_attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Ten
     positions = view.positions * (q.shape[0] // len(view.positions))  # one position for all rows, or one each
     starts = torch.tensor([[level.first_needed(at, row) for row, at in positions] for level in softmax.levels])
     counts = torch.tensor([at for _, at in positions]) + 1 - starts
-    sizes = softmax.layout.block_sizes
+    sizes, is_chunked = softmax.layout.block_sizes, softmax.levels[0].chunk_size is not None
     out, lse = triton_cached.decode(
         q,
         [store.pages[0] for store in view.keys],
@@ -172,7 +189,7 @@ def fused_attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Ten
         softmax.layout.score_factors(options.scale),
         softcap=options.softcap,
         mask=options.attn_mask,
-        multiples=(0, *sizes[1:]) if sizes and softmax.window is None else None,
+        multiples=(0, *sizes[1:]) if sizes and softmax.window is None and not is_chunked else None,
         max_count=int(counts[0].max()),
     )
     return out if options.sinks is None else with_sinks(out, lse, options.sinks.detach())[0]

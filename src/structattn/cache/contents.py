@@ -51,7 +51,7 @@ class Contents:
 
     Args:
         shape: of the tokens.
-        layout, window, max_length, page_size, latent: as of ``LevelCache``.
+        layout, window, chunk_size, max_length, page_size, latent: as of ``LevelCache``.
         padding: leading padding tokens of each row, or ``None``.
         text: where the segments of the layout are those of a text, of which ``set_layout`` tells the new ones.
 
@@ -68,6 +68,7 @@ class Contents:
         *,
         layout: Layout | None,
         window: int | None,
+        chunk_size: int | None,
         max_length: int | None,
         page_size: int,
         padding: tuple[int, ...] | None,
@@ -83,6 +84,7 @@ class Contents:
         self.shape = shape
         self.layout = layout
         self.window = window
+        self.chunk_size = chunk_size
         self.padding = padding
         self.latent = latent
         self.text = text
@@ -107,7 +109,7 @@ class Contents:
     def set_levels(self) -> None:
         """The levels of each store."""
         head_dim = self.shape.keys[1] if self.latent is None else self.latent.key_dim
-        self.softmaxes: tuple[Softmax, ...] = softmaxes_of(self.layout, self.window, head_dim)
+        self.softmaxes: tuple[Softmax, ...] = softmaxes_of(self.layout, self.window, head_dim, self.chunk_size)
         self.key_levels: tuple[Level, ...]
         if self.latent is None:
             self.key_levels = tuple(level for softmax in self.softmaxes for level in softmax.levels)

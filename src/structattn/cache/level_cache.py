@@ -28,7 +28,7 @@ from structattn.layout.text import TextLayout
 from structattn.ops import Backend
 from structattn.ops.checks import autocasted
 
-_SAVED = ("window", "max_length", "page_size", "left_padding")  # options that a file holds
+_SAVED = ("window", "chunk_size", "max_length", "page_size", "left_padding")  # options that a file holds
 
 
 class LevelCache(CacheRows, OfOneLayer):
@@ -44,6 +44,7 @@ class LevelCache(CacheRows, OfOneLayer):
         layout: as of ``structured_attention``. Or a ``TextLayout``: then each call is given its levels with the segments that the new
             tokens see. Default ``None``: plain attention, everything is kept.
         window: sliding window in positions. Default ``None``.
+        chunk_size: tokens see only those of their own chunk of this many, from whose start blocks are counted. Default ``None``.
         max_length: tokens for which memory is taken with the first ones; more are possible. Default ``None``: it grows by pages.
         page_size: tokens per page. What is allocated is ``layout.key_cache_size(T)`` with each level rounded up to a page (but
             never above its longest block). Default 1,024.
@@ -74,6 +75,7 @@ class LevelCache(CacheRows, OfOneLayer):
         layout: Layout | TextLayout | None = None,
         *,
         window: int | None = None,
+        chunk_size: int | None = None,
         max_length: int | None = None,
         page_size: int = PAGE_SIZE,
         left_padding: Tensor | Sequence[int] | None = None,
@@ -81,7 +83,8 @@ class LevelCache(CacheRows, OfOneLayer):
     ) -> None:
         kinds = (LevelLayout, GlobalWindowLayout, TextLayout, type(None))
         check_type("layout", layout, kinds, "a LevelLayout, GlobalWindowLayout, TextLayout or None")
-        for name, value in (("window", window), ("max_length", max_length), ("page_size", page_size)):
+        sizes = {"window": window, "chunk_size": chunk_size, "max_length": max_length, "page_size": page_size}
+        for name, value in sizes.items():
             if value is not None or name == "page_size":
                 check_size(name, value, MAX_LENGTH)
         if latent is not None and not all(hasattr(latent, name) for name in ("key_dim", "num_rstd", "can_absorb")):
@@ -90,7 +93,7 @@ class LevelCache(CacheRows, OfOneLayer):
             raise ConfigError("a global-window layout has its own window: leave window at None")
         self.text = layout if isinstance(layout, TextLayout) else None
         self.layout: Layout | None = layout.bound if isinstance(layout, TextLayout) else layout
-        self.window = window
+        self.window, self.chunk_size = window, chunk_size
         self.max_length = max_length
         self.page_size = page_size
         self.latent = latent
@@ -289,6 +292,7 @@ class LevelCache(CacheRows, OfOneLayer):
             shape,
             layout=self.layout,
             window=self.window,
+            chunk_size=self.chunk_size,
             max_length=self.max_length,
             page_size=self.page_size,
             padding=self._padding,
@@ -363,7 +367,7 @@ class LevelCache(CacheRows, OfOneLayer):
         text = None
         if plain.get("text") is not None and isinstance(layout, LevelLayout):
             text = TextLayout(layout.ranks, tuple(plain["text"]), layout.scaling, layout.value_ranks)
-        cache = cls(text or layout, latent=latent, **{name: plain[name] for name in _SAVED})
+        cache = cls(text or layout, latent=latent, **{name: plain[name] for name in _SAVED if name in plain})
         cache.layout = layout  # with its segments
         cache._contents = cache._empty(TokenShape.of_state(plain, tensors))
         cache._contents.restore(plain, tensors)

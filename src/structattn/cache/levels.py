@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
@@ -17,19 +17,22 @@ class Level:
         layout, number: which level of which layout.
         rank: numbers per position.
         window: of the softmax.
+        chunk_size: of chunks that see nothing of each other; ``None`` for none.
     """
 
     layout: LevelLayout
     number: int
     rank: int
     window: int | None
+    chunk_size: int | None = None
 
     @property
     def _block(self) -> int | None:
         """The longest block, or ``None`` for no limit."""
         if self.number == 1 or self.layout.boundaries is not None:
-            return None
-        return self.layout.block_sizes[self.number - 1]
+            return self.chunk_size
+        size = self.layout.block_sizes[self.number - 1]
+        return size if self.chunk_size is None else min(size, self.chunk_size)
 
     @property
     def ring(self) -> int | None:
@@ -44,7 +47,7 @@ class Level:
 
     def most_slots(self, length: int) -> int:
         """The most positions that are kept at any time while a sequence grows to ``length``."""
-        if self.number == 1 or self.layout.boundaries is None:
+        if self.number == 1 or self.layout.boundaries is None or self.chunk_size is not None:
             most = min(length, self._block or length)
         else:
             rows = range(self.layout.num_rows or 1)
@@ -53,12 +56,14 @@ class Level:
 
     def start(self, position: int, row: int) -> int:
         """The first position of the block of ``position``."""
+        # Blocks are counted from the start of a chunk.
+        chunk = 0 if self.chunk_size is None else position - position % self.chunk_size
         if self.number == 1:
-            return 0
+            return chunk
         # Every step asks this for every level, and `block_start` checks its arguments.
         if self.layout.boundaries is None:
-            return position - position % self.layout.block_sizes[self.number - 1]
-        return self.layout.block_start(self.number, position, row)
+            return position - (position - chunk) % self.layout.block_sizes[self.number - 1]
+        return chunk + self.layout.block_start(self.number, position - chunk, row)
 
     def first_needed(self, position: int, row: int) -> int:
         """The first position that a query at ``position`` shares this level with and sees."""
@@ -78,24 +83,28 @@ class Softmax:
     levels: tuple[Level, ...]
 
 
-def _softmax(layout: LevelLayout, dims: slice, window: int | None) -> Softmax:
+def _softmax(layout: LevelLayout, dims: slice, window: int | None, chunk_size: int | None) -> Softmax:
     levels = tuple(
-        Level(layout=layout, number=number, rank=rank, window=window)
+        Level(layout=layout, number=number, rank=rank, window=window, chunk_size=chunk_size)
         for number, rank in enumerate(layout.ranks, start=1)
     )
     return Softmax(layout=layout, dims=dims, window=window, levels=levels)
 
 
-def softmaxes_of(layout: Layout | None, window: int | None, head_dim: int) -> tuple[Softmax, ...]:
+def softmaxes_of(
+    layout: Layout | None, window: int | None, head_dim: int, chunk_size: int | None = None
+) -> tuple[Softmax, ...]:
     """The softmaxes of a layout: two that are added for a global-window layout, else one."""
     if isinstance(layout, GlobalWindowLayout):
         first, second = layout.ranks
         return (
-            _softmax(LevelLayout((first,), (1,), layout.scaling), slice(0, first), None),
-            _softmax(LevelLayout((second,), (1,), layout.scaling), slice(first, first + second), layout.window),
+            _softmax(LevelLayout((first,), (1,), layout.scaling), slice(0, first), None, chunk_size),
+            _softmax(
+                LevelLayout((second,), (1,), layout.scaling), slice(first, first + second), layout.window, chunk_size
+            ),
         )
     layout = LevelLayout((head_dim,), (1,)) if layout is None else layout
-    return (_softmax(layout, slice(0, layout.head_dim), window),)
+    return (_softmax(layout, slice(0, layout.head_dim), window, chunk_size),)
 
 
 def widest(softmaxes: Sequence[Softmax]) -> Level:
@@ -107,7 +116,4 @@ def value_levels(softmaxes: Sequence[Softmax], layout: Layout | None, value_dim:
     """The levels of the values: those of the keys with ``value_ranks``, else one for all."""
     ranks = layout.value_ranks if isinstance(layout, LevelLayout) else None
     levels = (widest(softmaxes),) if ranks is None else softmaxes[0].levels
-    return tuple(
-        Level(layout=level.layout, number=level.number, rank=rank, window=level.window)
-        for level, rank in zip(levels, ranks or (value_dim,), strict=True)
-    )
+    return tuple(replace(level, rank=rank) for level, rank in zip(levels, ranks or (value_dim,), strict=True))

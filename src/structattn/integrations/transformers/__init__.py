@@ -31,7 +31,8 @@ from transformers import (  # noqa: E402
 
 from structattn.integrations.transformers.adapters import call_attention, register_adapter  # noqa: E402
 from structattn.integrations.transformers.auto_map import publish  # noqa: E402
-from structattn.integrations.transformers.cache import LevelCacheLayer, LevelCaches, level_cache  # noqa: E402
+from structattn.integrations.transformers.cache import LevelCacheLayer  # noqa: E402
+from structattn.integrations.transformers.caches import LevelCaches, level_cache  # noqa: E402
 from structattn.integrations.transformers.config import StructAttnConfig  # noqa: E402
 from structattn.integrations.transformers.families import class_named  # noqa: E402
 from structattn.integrations.transformers.heads import (  # noqa: E402

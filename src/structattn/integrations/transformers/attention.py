@@ -14,7 +14,7 @@ from structattn.cache.paged import PackedCache
 from structattn.checks import quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.adapters import adapted_class
-from structattn.integrations.transformers.cache import level_cache_layer
+from structattn.integrations.transformers.caches import level_cache_layer
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.interface import attend, attend_packed
 from structattn.integrations.transformers.mask_functions import structured_mask
@@ -35,21 +35,25 @@ class Structure:
     Attributes:
         variant: layout and window.
         order: the model's dimension at each position in the order of the levels; ``None`` where they are the same.
+        has_keys: the layer makes and caches keys; otherwise it scores those of another layer.
     """
 
     variant: Variant
     order: tuple[int, ...] | None
+    has_keys: bool = True
 
     @classmethod
-    def of(cls, variant: Variant, split: RotarySplit | None, rotation: Rotation | None) -> Structure:
+    def of(
+        cls, variant: Variant, split: RotarySplit | None, rotation: Rotation | None, *, has_keys: bool = True
+    ) -> Structure:
         """That of a variant in a layer with these rotary pairs.
 
         Raises:
             ConfigError: a rank is odd.
         """
         if variant.layout is None or split is None or rotation is None:
-            return cls(variant, None)
-        return cls(variant, dimension_order(variant.layout.ranks, split, rotation))
+            return cls(variant, None, has_keys)
+        return cls(variant, dimension_order(variant.layout.ranks, split, rotation), has_keys)
 
     @property
     def runs(self) -> tuple[slice, ...]:
@@ -84,7 +88,7 @@ class StructuredAttention(nn.Module):
                 f"back to {IMPLEMENTATION!r}"
             )
         for given in (*args, *kwargs.values()):
-            if isinstance(given, Cache):
+            if isinstance(given, Cache) and self.structure.has_keys:
                 level_cache_layer(given, self.layer_idx)
         return super().forward(*args, **kwargs)
 

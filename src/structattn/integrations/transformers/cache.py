@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from structattn.cache import PAGE_SIZE, LevelCache
-from structattn.checks import check_int, check_tensor, check_type
+from structattn.checks import check_int, check_tensor
 from structattn.errors import CacheError
 from structattn.integrations.transformers.masks import Placeholder
 from structattn.integrations.transformers.recording import Append, Recording
@@ -24,11 +23,15 @@ class PendingStates(Placeholder):
     """New keys or values, (B, G, T, D), on their way from ``LevelCacheLayer.update`` to structured attention, which appends them.
 
     A level cache has no dense keys: any other attention function that uses this raises ``CacheError``.
+
+    Attributes:
+        is_appended: an attention module has appended them; those that score its keys follow.
     """
 
     def __init__(self, layer: LevelCacheLayer, states: Tensor) -> None:
         self.layer = layer
         self.states = states
+        self.is_appended = False
 
     @classmethod
     def misused(cls, what: str) -> Exception:
@@ -137,6 +140,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             return LevelCache(
                 variant.layout,
                 window=variant.window,
+                chunk_size=variant.chunk_size,
                 max_length=self.max_length,
                 page_size=self.page_size,
                 left_padding=left_padding,
@@ -159,9 +163,13 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             return out
         q, scale = variant.scaled(q, scaling)
         shown = None if attn_mask is None else attn_mask.to(q.device)  # it was made on the device of the model's inputs
-        return cache.attend(
-            q, k, v, scale=scale, backend=variant.backend, softcap=softcap, sinks=sinks, attn_mask=shown
-        )
+        count, left_out = q.shape[2], k.shape[2] - q.shape[2]
+        if left_out > 0:
+            q = F.pad(q, (0, 0, left_out, 0))
+            if shown is not None and shown.shape[-2] > 1:
+                shown = F.pad(shown, (0, 0, left_out, 0))
+        out = cache.attend(q, k, v, scale=scale, backend=variant.backend, softcap=softcap, sinks=sinks, attn_mask=shown)
+        return out[:, :, -count:]
 
     def weights(
         self,
@@ -295,98 +303,3 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 def _nonzero(padding: tuple[int, ...] | None) -> tuple[int, ...] | None:
     return padding if padding is not None and any(padding) else None
-
-
-def check_layers(cache: Cache) -> None:
-    """Raises ``CacheError`` unless all our layers hold the same number of tokens: an interrupted call may have left them different."""
-    lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, LevelCacheLayer)]
-    if len(set(lengths)) > 1:
-        raise CacheError(
-            f"the layers of this cache hold different numbers of tokens, {lengths}: a call of the model was interrupted, or a layer was used "
-            "without the others; reset() it and give all tokens again"
-        )
-
-
-@contextmanager
-def guarded(cache: Any) -> Iterator[None]:
-    """A context for a call of a model: all layers of a cache append the next tokens, or (with any error) none.
-
-    Another ``past_key_values`` than a ``Cache`` is left alone. Raises ``CacheError`` as ``check_layers``.
-    """
-    if not isinstance(cache, Cache) or not hasattr(cache, "layers"):  # that of an encoder-decoder has none
-        yield
-        return
-    check_layers(cache)
-    lengths = {id(layer): layer.get_seq_length() for layer in cache.layers if isinstance(layer, LevelCacheLayer)}
-    try:
-        yield
-    except BaseException:
-        for layer in cache.layers:  # new layers have replaced empty ones
-            if isinstance(layer, LevelCacheLayer) and layer.get_seq_length() != lengths.get(id(layer), 0):
-                layer.undo()
-        raise
-
-
-class LevelCaches(Cache):  # type: ignore[misc]
-    """A ``transformers.Cache`` of ``LevelCacheLayer``s that knows its size."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """As ``Cache.update``; raises ``CacheError`` as ``check_layers`` when the first layer is reached."""
-        if layer_idx == 0:
-            check_layers(self)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are allocated, over all attention layers."""
-        return sum(layer.nbytes for layer in self.layers if isinstance(layer, LevelCacheLayer))
-
-
-def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_size: int = PAGE_SIZE) -> LevelCaches:
-    """An empty cache for a model with structured attention, to be given as ``past_key_values``.
-
-    Args:
-        model: only its number of layers is read.
-        max_length, page_size: see ``LevelCacheLayer``, which raises ``ConfigError`` for them.
-    """
-    check_type("model", model, PreTrainedModel, "a model of transformers")
-    config = model.config.get_text_config(decoder=True)
-    layers = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
-    own = [
-        LevelCacheLayer(max_length=max_length, page_size=page_size) if is_plain(layer) else layer for layer in layers
-    ]
-    return LevelCaches(layers=own)
-
-
-def is_plain(layer: object) -> bool:
-    """Whether a cache layer is one that transformers makes for softmax attention; hybrid models have others too."""
-    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-
-
-def level_cache_layer(cache: Cache, index: int) -> LevelCacheLayer:
-    """The layer of a cache as a ``LevelCacheLayer``; an empty layer that transformers made is replaced.
-
-    Raises:
-        CacheError: the cache is of a kind that cannot be replaced, or is filled already.
-    """
-    if not isinstance(cache, Cache):
-        raise CacheError(
-            f"past_key_values must be a transformers.Cache, got {type(cache).__name__}: use level_cache(model)"
-        )
-    if cache.offloading:
-        raise CacheError("structured attention cannot offload its cache: leave cache_implementation='offloaded' away")
-    if cache.layer_class_to_replicate is DynamicLayer:
-        while len(cache.layers) <= index:
-            cache.layers.append(DynamicLayer())
-    layer = cache.layers[index] if index < len(cache.layers) else None
-    if isinstance(layer, LevelCacheLayer):
-        return layer
-    if layer is None or not is_plain(layer) or layer.get_seq_length() > 0:
-        raise CacheError(
-            f"layer {index} of past_key_values is {layer!r}, whose keys structured attention cannot use: give "
-            "level_cache(model) (structattn.integrations.transformers), or no cache_implementation and no past_key_values"
-        )
-    own = LevelCacheLayer()
-    own.record_past = getattr(layer, "record_past", False)
-    cache.layers[index] = own
-    return own

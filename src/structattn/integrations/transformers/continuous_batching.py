@@ -153,7 +153,12 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     """
 
     def __init__(self, model: PreTrainedModel, generation_config: Any, config: Any, workload_hints: Any) -> None:
-        super().__init__(model, generation_config, config, workload_hints)
+        try:
+            super().__init__(model, generation_config, config, workload_hints)
+        except ValueError as error:  # it knows no chunks and no states beside keys
+            raise ConfigError(
+                f"{type(model).__name__} cannot generate with continuous batching ({error}): use generate()"
+            ) from error
         own = self.continuous_batching_config
         refused = {
             "use_async_batching": own.use_async_batching,

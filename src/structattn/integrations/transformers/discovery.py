@@ -7,7 +7,7 @@ same tokens at another position give queries that are a fixed linear map of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from structattn.checks import shortened
 from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.transformers.adapters import adapted_class
 from structattn.integrations.transformers.arguments import TERMS, check_arguments
-from structattn.integrations.transformers.cache import is_plain
+from structattn.integrations.transformers.caches import has_state, is_plain
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.integrations.transformers.masks import StructuredMask
@@ -47,6 +47,7 @@ class AttentionLayer:
         rotation: of its queries and keys; ``None``: the same at every position.
         head_dim, value_dim: dimensions of each key and value head.
         window: its sliding window.
+        keys_of: number of the layer whose keys it scores; ``None`` if it has keys of its own.
     """
 
     module: nn.Module
@@ -55,6 +56,7 @@ class AttentionLayer:
     head_dim: int
     value_dim: int
     window: int | None
+    keys_of: int | None = None
 
 
 class _Seen(DynamicLayer):  # type: ignore[misc]
@@ -63,6 +65,13 @@ class _Seen(DynamicLayer):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.given = key_states
         return key_states, value_states
+
+
+class _SeenHybrid(_Seen, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """The same in a layer with a recurrence or a convolution too."""
+
+    def __init__(self, number_of_states: int) -> None:
+        LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states=number_of_states)
 
 
 @dataclass
@@ -179,14 +188,24 @@ def _found(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     passes: list[list[_Call]] = []
     for position in (*_POSITIONS, _FAR) if is_rotary else _POSITIONS:
         cache = DynamicCache(config=model.config)  # hybrid models have layers of other kinds in it
-        cache.layers = [_Seen() if is_plain(x) else x for x in cache.layers]
+        cache.layers = [_seen(layer) for layer in cache.layers]
         if cache.layer_class_to_replicate is DynamicLayer:
             cache.layer_class_to_replicate = _Seen
         with _observed(model):
             model(**inputs, position_ids=positions + position, past_key_values=cache, use_cache=True)
             _check_calls(model, cache)
             passes.append(list(_calls))
-    return tuple(_layer(calls) for calls in zip(*passes, strict=True))
+    first = passes[0]
+    return tuple(
+        _layer(calls, _source(calls[0], first[:number])) for number, calls in enumerate(zip(*passes, strict=True))
+    )
+
+
+def _seen(layer: Any) -> Any:
+    """A layer of a cache that marks keys in place of one that holds them."""
+    if is_plain(layer):
+        return _Seen()
+    return _SeenHybrid(layer.number_of_states) if has_state(layer) else layer
 
 
 def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -220,15 +239,18 @@ def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
         kind, index = type(call.module).__name__, getattr(call.module, "layer_idx", None)
         if not getattr(call.module, "is_causal", True):
             raise ConfigError(f"its {kind} is not causal")
+        if index is None or index == -1:  # Zamba, Zamba2
+            raise ConfigError(
+                f"its {kind} is used in several layers, whose number comes with each call, and a structure is of one layer"
+            )
         if not isinstance(index, int) or index in layers:
             raise ConfigError(
                 f"it scores layer {index} more than once ({kind}), which structured attention does not know"
             )
         layer = cache.layers[index] if index < len(cache.layers) else None
-        if any(call.key is other.key for other in layers.values()):
-            raise ConfigError(
-                f"layer {index} scores the keys of another layer ({kind}), and a compressed cache knows only one reader"
-            )
+        if _source(call, layers.values()) is not None:
+            layers[index] = call
+            continue
         if layer is not None and not isinstance(layer, _Seen):
             raise ConfigError(
                 f"the cache of layer {index} holds more than keys and values ({type(layer).__name__}), and a compressed cache only these"
@@ -240,13 +262,18 @@ def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
         layers[index] = call
 
 
-def _layer(calls: tuple[_Call, ...]) -> AttentionLayer:
+def _source(call: _Call, before: Iterable[_Call]) -> int | None:
+    """The number of the first layer that scored the keys of a call before it; ``None`` if they are new."""
+    return next((other.module.layer_idx for other in before if other.key is call.key), None)  # type: ignore[return-value]
+
+
+def _layer(calls: tuple[_Call, ...], keys_of: int | None) -> AttentionLayer:
     """What the calls of one layer, one per position, show."""
     module, first = calls[0].module, calls[0]
     head_dim, value_dim = first.key.shape[-1], first.value.shape[-1]
     index: int = module.layer_idx  # type: ignore[assignment]
     window = first.arguments.get("sliding_window")
-    return AttentionLayer(module, index, _rotation(calls, head_dim), head_dim, value_dim, window)
+    return AttentionLayer(module, index, _rotation(calls, head_dim), head_dim, value_dim, window, keys_of)
 
 
 def _rotation(calls: tuple[_Call, ...], head_dim: int) -> Rotation | None:

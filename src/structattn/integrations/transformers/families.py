@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from structattn.checks import check_int, quoted
+from structattn.checks import check_int, is_int, quoted
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.adapters import has_adapter
 from structattn.integrations.transformers.attention import (
@@ -52,6 +52,7 @@ class StructureRecord:
         rotary_split: ``None`` for models without rotary positions.
         attention: name of the attention class of transformers.
         rotations: rotary pairs of each layer, as ``Rotation`` writes them; ``None`` for layers that rotate nothing.
+        keys_of: number of the layer whose keys each layer scores; ``None`` where it has keys of its own. Recorded where there are any.
     """
 
     specs: tuple[str | None, ...]
@@ -59,6 +60,7 @@ class StructureRecord:
     rotary_split: RotarySplit | None
     attention: str
     rotations: tuple[str | None, ...]
+    keys_of: tuple[int | None, ...]
 
     @classmethod
     def read(cls, config: PreTrainedConfig) -> StructureRecord:
@@ -94,12 +96,14 @@ class StructureRecord:
             raise ConfigError(
                 f"config.structattn['attention'] must be the name of an attention class, got {quoted(attention)}"
             )
+        keys_of = _keys_of(given.get("keys_of"), specs, rotations)
         return cls(
             specs=specs,
             context_length=length,
             rotary_split=None if split is None else check_split(split),
             attention=attention,
             rotations=rotations,
+            keys_of=keys_of,
         )
 
     def structure(self, module: torch.nn.Module) -> Structure:
@@ -114,7 +118,8 @@ class StructureRecord:
         variant.within(getattr(module, "sliding_window", None))  # raises if both have a window
         if isinstance(dim := getattr(module, "head_dim", None), int):
             check_fits(variant.layout, dim, dim)
-        return Structure.of(variant, self.rotary_split, None if rotation is None else Rotation.parse(rotation))
+        pairs = None if rotation is None else Rotation.parse(rotation)
+        return Structure.of(variant, self.rotary_split, pairs, has_keys=self.keys_of[layer] is None)
 
 
 def _one_per_layer(name: str, given: Any, count: int, what: str) -> tuple[str | None, ...]:
@@ -122,6 +127,28 @@ def _one_per_layer(name: str, given: Any, count: int, what: str) -> tuple[str | 
         raise ConfigError(f"config.structattn[{name!r}] must be a list of {what} or nulls, got {quoted(given)}")
     if len(given) != count:
         raise ConfigError(f"config.structattn[{name!r}] needs one entry per layer: expected {count}, got {len(given)}")
+    return tuple(given)
+
+
+def _keys_of(given: Any, specs: Sequence[str | None], rotations: Sequence[str | None]) -> tuple[int | None, ...]:
+    """The entry ``keys_of``, checked: layers that score the same keys need one spec."""
+    if given is None:
+        return (None,) * len(specs)
+    if not isinstance(given, list | tuple) or len(given) != len(specs):
+        raise ConfigError(
+            f"config.structattn['keys_of'] needs a layer or null for each of {len(specs)} layers, got {quoted(given)}"
+        )
+    for layer, source in enumerate(given):
+        if source is None:
+            continue
+        if not is_int(source) or not 0 <= source < len(specs) or given[source] is not None:
+            raise ConfigError(
+                f"config.structattn['keys_of'] must name layers that have keys of their own, got {quoted(source)}"
+            )
+        if specs[layer] != specs[source] or rotations[layer] != rotations[source]:
+            raise ConfigError(
+                f"layer {layer} scores the keys of layer {source}, so that both need one spec: got {specs[layer]} and {specs[source]}"
+            )
     return tuple(given)
 
 
@@ -172,9 +199,21 @@ class StructurizedModel(StructuredModelMixin):
         check_frequencies(self)  # type: ignore[arg-type]
         install(self, modules, record)
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """False where the family is one of transformers: parts of other packages that have no parameters are not initialized again after
+        loading, and some write buffers there that are not saved."""
+        plain = next(
+            base
+            for base in cls.__mro__
+            if issubclass(base, PreTrainedModel) and not issubclass(base, StructurizedModel)
+        )
+        return bool(plain.is_custom_code())  # type: ignore[attr-defined]
+
     def attention_layers(self) -> list[int]:
         """See ``StructuredModelMixin``: hybrid models have other layers too. An early exit lowers the number of layers for a moment."""
-        layers = [module.layer_idx for module in self.modules() if isinstance(module, StructuredAttention)]  # type: ignore[attr-defined]
+        modules = [module for module in self.modules() if isinstance(module, StructuredAttention)]  # type: ignore[attr-defined]
+        layers = [module.layer_idx for module in modules if module.structure.has_keys]
         return [layer for layer in layers if layer < self.config.num_hidden_layers]  # type: ignore[attr-defined]
 
     def check_loaded(self, info: dict[str, Any]) -> None:

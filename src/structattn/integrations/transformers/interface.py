@@ -36,7 +36,12 @@ from structattn.ops import Backend
 
 
 def checked_mask(
-    attention_mask: object, module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, num_past: int = 0
+    attention_mask: object,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    is_causal: bool | None,
+    num_past: int | None = None,
 ) -> StructuredMask:
     """The mask of an attention call, which came from ``structured_mask``, is a 4-dimensional one, or that of an encoder that hides nothing.
 
@@ -45,7 +50,7 @@ def checked_mask(
         module: the attention module that calls.
         query, key: (B, H, T, D) and (B, G, S, D); the keys without those of a cache.
         is_causal: what the call or else the module says; ``None`` where neither does.
-        num_past: cached tokens before the keys.
+        num_past: cached tokens before the keys; ``None`` if these are all.
 
     Raises:
         ConfigError: it was lost on the way, does not fit, contradicts the call, or is one of cross attention.
@@ -57,7 +62,8 @@ def checked_mask(
             raise ConfigError(
                 f"{name} is cross attention, whose queries and keys are of different tokens: it is not supported"
             )
-        return StructuredMask.of_pairs(mask, query.shape[2], num_past + key.shape[2])
+        num_new = query.shape[2] if num_past is None else key.shape[2]
+        return StructuredMask.of_pairs(mask, query.shape[2], (num_past or 0) + key.shape[2], num_new)
     if mask is None and is_causal is False:
         mask = StructuredMask(num_queries=query.shape[2], num_keys=key.shape[2], attention_mask=None, is_causal=False)
         if mask.num_past != 0:
@@ -127,12 +133,15 @@ def attend(
     """
     check_arguments(module, arguments, (*TERMS, "output_attentions"))
     layer = key.layer if isinstance(key, PendingStates) else None
+    is_shared = isinstance(key, PendingStates) and key.is_appended
+    if is_shared and layer is not None:
+        layer.undo()  # levels may drop what earlier ones of these queries need, so that every reader appends the keys again
     k, v = (x.states if isinstance(x, PendingStates) else x for x in (key, value))
     is_causal = arguments.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
     num_past = 0 if layer is None else layer.get_seq_length()
-    mask = checked_mask(attention_mask, module, query, k, is_causal, num_past)
+    mask = checked_mask(attention_mask, module, query, k, is_causal, None if layer is None else num_past)
     window = arguments.get("sliding_window")
     if window is not None and mask.pairs is not None:
         raise ConfigError(
@@ -143,7 +152,7 @@ def attend(
         raise ConfigError(
             f"{type(module).__name__} has a sliding window of {window}, but its mask one of {mask.window}: they must agree"
         )
-    variant = variant.within(mask.window)
+    variant = variant.within(mask.window, mask.chunk_size)
     check_fits(variant.layout, query.shape[-1], v.shape[-1])
     _check_lengths(query, k, mask, is_new=layer is not None)
     # Under autocast rotary embedding and norms give float32, projections 16 bits.
@@ -192,13 +201,14 @@ def attend(
             k,
             v,
             variant,
-            module=module,
+            module=None if is_shared else module,
             scaling=scaling,
             left_padding=mask.padding_counts,
             attn_mask=options["attn_mask"],
             first=whole,
             **terms,
         )
+        key.is_appended = True  # type: ignore[union-attr]
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -227,6 +237,10 @@ def attend_packed(
     if not mask.is_causal or dropout > 0:
         raise ConfigError(
             f"a paged cache is for causal attention without dropout: {type(module).__name__} has is_causal={mask.is_causal} and dropout {dropout}"
+        )
+    if mask.chunk_size is not None:
+        raise ConfigError(
+            f"{type(module).__name__} has chunks of {mask.chunk_size} tokens, which a paged cache does not know: use generate()"
         )
     variant = variant.within(mask.window)
     check_fits(variant.layout, query.shape[-1], value.shape[-1])
@@ -304,7 +318,7 @@ class RegisteredAttention:
 
 def _check_lengths(query: Tensor, key: Tensor, mask: StructuredMask, *, is_new: bool) -> None:
     """Raises ``ConfigError`` unless queries and keys are as many as the mask was made for."""
-    keys = mask.num_queries if is_new else mask.num_keys
+    keys = mask.num_new if is_new else mask.num_keys
     if (query.shape[2], key.shape[2]) != (mask.num_queries, keys):
         raise ConfigError(
             f"the mask was made for {mask.num_queries} queries and {keys} keys, and the attention got {query.shape[2]} and "

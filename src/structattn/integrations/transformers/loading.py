@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from structattn.checks import check_path, quoted
 from structattn.errors import CheckpointError, ConfigError, ShapeError, nearest_name
 from structattn.integrations.transformers.auto_map import NotCopied
-from structattn.integrations.transformers.cache import guarded, level_cache_layer
+from structattn.integrations.transformers.caches import guarded, level_cache_layer
 from structattn.integrations.transformers.inputs import check_inputs
 
 
@@ -159,7 +159,7 @@ class StructuredModelMixin(NotCopied):
         config._attn_implementation = implementation
 
     def attention_layers(self) -> Iterable[int]:
-        """The numbers of the layers with attention."""
+        """The numbers of the layers with attention that keep keys."""
         return range(self.config.num_hidden_layers)  # type: ignore[attr-defined]
 
     @abstractmethod

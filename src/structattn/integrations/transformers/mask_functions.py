@@ -31,12 +31,13 @@ class _Pattern:
     Attributes:
         is_causal: whether later keys are hidden.
         window: keys at this distance or farther are hidden; with ``is_past``, only those before the query.
-        packed: see ``StructuredMask``.
+        chunk_size, packed: see ``StructuredMask``.
     """
 
     is_causal: bool = False
     window: int | None = None
     is_past: bool = False
+    chunk_size: int | None = None
     packed: Tensor | None = None
 
 
@@ -51,11 +52,15 @@ def _read(function: Callable[..., Any]) -> _Pattern:
     if code is _AND:
         parts = [_read(part) for part in cells["mask_functions"]]
         windows = [part.window for part in parts if part.window is not None]
+        chunks = [part.chunk_size for part in parts if part.chunk_size is not None]
+        if len(set(chunks)) > 1:
+            raise ConfigError(f"this model masks attention by chunks of several sizes, {chunks}, and only one is known")
         packed = [part.packed for part in parts if part.packed is not None]
         return _Pattern(
             is_causal=any(part.is_causal for part in parts),
             window=min(windows, default=None),
             is_past=any(part.is_past for part in parts),
+            chunk_size=chunks[0] if chunks else None,
             packed=packed[0] if packed else None,
         )
     if code is _SLIDING:
@@ -64,12 +69,13 @@ def _read(function: Callable[..., Any]) -> _Pattern:
         return _Pattern(window=cells["sliding_window"] + 1)
     if code is _PACKED:
         return _Pattern(packed=cells["packed_sequence_mask"])
+    if code is _CHUNKED:  # counted from the first real token, as `attention_mask` shows it
+        return _Pattern(chunk_size=cells["chunk_size"])
     if code is not None and code is _REMAPPED:
         return _read(cells["mask_function"])
-    name = "chunked attention" if code is _CHUNKED else repr(getattr(function, "__qualname__", function))
     raise ConfigError(
-        f"this model masks attention by {name}, which structured attention does not know, and a mask that is left out would leak: "
-        "known are masks of all pairs, causal masks, sliding windows, padding and packed sequences"
+        f"this model masks attention by {getattr(function, '__qualname__', function)!r}, which structured attention does not know, and a mask "
+        "that is left out would leak: known are masks of all pairs, causal masks, sliding windows, chunks, padding and packed sequences"
     )
 
 
@@ -180,5 +186,6 @@ def structured_mask(
         attention_mask=attention_mask,
         is_causal=pattern.is_causal,
         window=pattern.window,
+        chunk_size=pattern.chunk_size,
         packed=pattern.packed,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Self
 
 import torch
@@ -160,7 +160,7 @@ class Placeholder:
             raise AttributeError(name)
         raise self.misused(name)
 
-    def __getitem__(self, index: object) -> NoReturn:
+    def __getitem__(self, index: object) -> Any:
         raise self.misused("indexing")
 
 
@@ -175,8 +175,11 @@ class StructuredMask(Placeholder):
         attention_mask: (B, S) bool, as given; ``None`` when all tokens are real.
         is_causal: whether tokens see only earlier ones.
         window: sliding window of these layers, ``None`` for none.
+        chunk_size: tokens only see their own chunk of this many; ``None`` for none.
         packed: (B, T) int64, equal numbers are one sequence, where transformers found packed sequences.
         pairs: (1 or B, 1 or H, T, S), a 4-dimensional mask: bool, true where a pair may attend, or added to the scores; ``None`` for none.
+        last_of: the mask of all queries, of which this one has the last.
+        num_new: new tokens, T or more where queries are left out.
 
     Raises:
         ConfigError: see ``read_padding``.
@@ -187,15 +190,22 @@ class StructuredMask(Placeholder):
     attention_mask: Tensor | None
     is_causal: bool = True
     window: int | None = None
+    chunk_size: int | None = None
     packed: Tensor | None = None
     pairs: Tensor | None = None
+    last_of: StructuredMask | None = None
+    num_new: int = 0
 
     def __post_init__(self) -> None:
-        self._padding = read_padding(self.attention_mask, self.num_keys)
+        self.num_new = self.num_new or self.num_queries
         self._sequences: Sequences | None = None
+        if self.last_of is not None:
+            self._padding: Padding | None = self.last_of._padding
+            return
+        self._padding = read_padding(self.attention_mask, self.num_keys)
 
     @classmethod
-    def of_pairs(cls, pairs: Tensor, num_queries: int, num_keys: int) -> Self:
+    def of_pairs(cls, pairs: Tensor, num_queries: int, num_keys: int, num_new: int) -> Self:
         """A 4-dimensional mask.
 
         Raises:
@@ -211,7 +221,14 @@ class StructuredMask(Placeholder):
                 f"a 4-dimensional attention mask must have a row for each of {num_queries} new tokens and a column for each of {num_keys}, "
                 f"cached and new, got shape {tuple(pairs.shape)}"
             )
-        return cls(num_queries=num_queries, num_keys=num_keys, attention_mask=None, is_causal=False, pairs=pairs)
+        return cls(
+            num_queries=num_queries,
+            num_keys=num_keys,
+            num_new=num_new,
+            attention_mask=None,
+            is_causal=False,
+            pairs=pairs,
+        )
 
     def check_later(self, remedy: str) -> None:
         """Raises ``ConfigError`` where a 4-dimensional mask shows a token one that comes after it."""
@@ -233,10 +250,19 @@ class StructuredMask(Placeholder):
             "attention: choose another model, or set its own attn_implementation back"
         )
 
+    def __getitem__(self, index: object) -> StructuredMask:
+        """That of the last queries, ``mask[:, :, -count:, :]``: layers that read the keys of others leave out the rest of a prompt."""
+        every = slice(None)
+        match index:
+            case (a, b, slice(start=int(start), stop=None, step=None), c) if (a, b, c) == (every, every, every):
+                count = len(range(self.num_queries)[start:])
+                return self if count == self.num_queries else replace(self, num_queries=count, last_of=self)
+        raise self.misused("indexing")
+
     @property
     def num_past(self) -> int:
-        """S - T."""
-        return self.num_keys - self.num_queries
+        """Tokens before the new ones."""
+        return self.num_keys - self.num_new
 
     def sequences(self, position_ids: Tensor | None, cu_seqlens: Tensor | None = None, *, has_cache: bool) -> Sequences:
         """Where sequences begin, with the packing that is given or that positions show. The first layer finds the packing, once.
@@ -249,6 +275,11 @@ class StructuredMask(Placeholder):
         Raises:
             ConfigError: see ``read_packing``; offsets that contradict the positions; or packed sequences with a cache.
         """
+        if self.last_of is not None:
+            whole = self.last_of.sequences(position_ids, cu_seqlens, has_cache=has_cache)
+            if whole.cu_seqlens is not None:
+                raise ConfigError("packed sequences need all their queries: leave logits_to_keep away")
+            return whole
         if self._sequences is None:
             if self.pairs is not None:
                 position_ids = None

@@ -17,7 +17,8 @@ from structattn.cache.paged import PackedCache
 from structattn.checks import check_type
 from structattn.errors import CheckpointError, ConfigError, ShapeError
 from structattn.integrations.transformers.arguments import check_arguments
-from structattn.integrations.transformers.cache import LevelCacheLayer, level_cache_layer
+from structattn.integrations.transformers.cache import LevelCacheLayer
+from structattn.integrations.transformers.caches import level_cache_layer
 from structattn.integrations.transformers.config import StructAttnConfig
 from structattn.integrations.transformers.inputs import check_keep, check_loss, checked
 from structattn.integrations.transformers.loading import StructuredModelMixin, first_keys
@@ -239,7 +240,7 @@ class StructAttnModel(StructAttnPreTrainedModel):
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         length = x.shape[1]
         if attention_mask is not None and attention_mask.dim() == 4:
-            mask = StructuredMask.of_pairs(attention_mask, length, past + length)
+            mask = StructuredMask.of_pairs(attention_mask, length, past + length, length)
             mask.check_later("and this model is causal")
             if position_ids is not None and bool((position_ids.diff(dim=1) != 1).any()):
                 raise ConfigError(

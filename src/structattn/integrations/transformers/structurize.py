@@ -110,6 +110,9 @@ def structurize(
         "attention": type(next(iter(found.values())).module).__name__,
         "rotations": rotations,
     }
+    if any(layer.keys_of is not None for layer in found.values()):
+        every = range(old.num_hidden_layers)
+        config.structattn["keys_of"] = [found[number].keys_of if number in found else None for number in every]
     record = StructureRecord.read(config)
     for number in chosen:
         _check_fits(record, number, found[number])

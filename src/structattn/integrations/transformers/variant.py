@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.ops import Backend, structured_attention
+from structattn.ops.chunks import chunked_attention
 from structattn.spec.attention import AttentionSpec, parse_spec
 
 
@@ -51,11 +54,13 @@ class Variant:
 
     Args:
         layout, window: as of ``structured_attention``.
-        backend: likewise.
+        chunk_size: of a model in which tokens only see their own chunk of this many.
+        backend: of ``structured_attention``.
     """
 
     layout: Layout | None = None
     window: int | None = None
+    chunk_size: int | None = None
     backend: Backend = "auto"
 
     @classmethod
@@ -65,20 +70,20 @@ class Variant:
         assert not isinstance(layout, TextLayout)  # trained_spec has refused it
         return cls(layout=layout, window=spec.window, backend=backend)
 
-    def within(self, window: int | None) -> Variant:
-        """This variant in a layer that has a sliding window.
+    def within(self, window: int | None, chunk_size: int | None = None) -> Variant:
+        """This variant in a layer that has a sliding window or chunks.
 
         Raises:
             ConfigError: both have a window.
         """
         if window is None:
-            return self
+            return self if chunk_size is None else replace(self, chunk_size=chunk_size)
         if self.window is not None or isinstance(self.layout, GlobalWindowLayout):
             raise ConfigError(
                 f"the model's layer has a sliding window, {window}, and so has the attention spec: choose a spec "
                 "without a window, or leave the layer out"
             )
-        return Variant(layout=self.layout, window=window, backend=self.backend)
+        return replace(self, window=window, chunk_size=chunk_size)
 
     def scaled(self, q: Tensor, scaling: float | None) -> tuple[Tensor, float | None]:
         """The queries and the scale that preserve the score scale c of a model.
@@ -120,7 +125,10 @@ class Variant:
         offsets, padding, attn_mask = (
             None if x is None else x.to(q.device) for x in (sequences.cu_seqlens, sequences.left_padding, attn_mask)
         )
-        out: Tensor = structured_attention(
+        attention: Callable[..., Tensor] = structured_attention
+        if self.chunk_size is not None:
+            attention = functools.partial(chunked_attention, chunk_size=self.chunk_size)
+        return attention(
             q,
             k,
             v,
@@ -137,7 +145,6 @@ class Variant:
             softcap=softcap,
             sinks=sinks,
         )
-        return out
 
     def weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
         """The attention weights, (B, H, T, S), of all levels; arguments as ``attend``, without dropout.

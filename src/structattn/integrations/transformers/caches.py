@@ -1,0 +1,129 @@
+"""The cache of a whole model: a ``transformers.Cache`` whose layers of softmax attention are ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+from structattn.cache import PAGE_SIZE
+from structattn.checks import check_type
+from structattn.errors import CacheError
+from structattn.integrations.transformers.cache import LevelCacheLayer
+from structattn.integrations.transformers.hybrid_cache import HybridCacheLayer
+
+
+def check_layers(cache: Cache) -> None:
+    """Raises ``CacheError`` unless all our layers hold the same number of tokens: an interrupted call may have left them different."""
+    lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, LevelCacheLayer)]
+    if len(set(lengths)) > 1:
+        raise CacheError(
+            f"the layers of this cache hold different numbers of tokens, {lengths}: a call of the model was interrupted, or a layer was used "
+            "without the others; reset() it and give all tokens again"
+        )
+
+
+@contextmanager
+def guarded(cache: Any) -> Iterator[None]:
+    """A context for a call of a model: all layers of a cache append the next tokens, or (with any error) none.
+
+    Another ``past_key_values`` than a ``Cache`` is left alone. Raises ``CacheError`` as ``check_layers``.
+    """
+    if not isinstance(cache, Cache) or not hasattr(cache, "layers"):  # that of an encoder-decoder has none
+        yield
+        return
+    check_layers(cache)
+    lengths = {id(layer): layer.get_seq_length() for layer in cache.layers if isinstance(layer, LevelCacheLayer)}
+    try:
+        yield
+    except BaseException:
+        for layer in cache.layers:  # new layers have replaced empty ones
+            if isinstance(layer, LevelCacheLayer) and layer.get_seq_length() != lengths.get(id(layer), 0):
+                layer.undo()
+        raise
+
+
+class LevelCaches(Cache):  # type: ignore[misc]
+    """A ``transformers.Cache`` of ``LevelCacheLayer``s that knows its size."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As ``Cache.update``; raises ``CacheError`` as ``check_layers`` when the first layer is reached."""
+        if layer_idx == 0:
+            check_layers(self)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated, over all attention layers."""
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, LevelCacheLayer))
+
+
+def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_size: int = PAGE_SIZE) -> LevelCaches:
+    """An empty cache for a model with structured attention, to be given as ``past_key_values``.
+
+    Args:
+        model: only its number of layers is read.
+        max_length, page_size: see ``LevelCacheLayer``, which raises ``ConfigError`` for them.
+    """
+    check_type("model", model, PreTrainedModel, "a model of transformers")
+    config = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
+    own = [_own_layer(layer, max_length=max_length, page_size=page_size) or layer for layer in layers]
+    return LevelCaches(layers=own)
+
+
+def is_plain(layer: object) -> bool:
+    """Whether a cache layer is one that transformers makes for softmax attention alone; hybrid models have others too."""
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def has_state(layer: object) -> bool:
+    """Whether a cache layer is one that transformers makes for softmax attention and a recurrence or convolution."""
+    return type(layer) in (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+
+
+def _own_layer(layer: Any, **options: Any) -> LevelCacheLayer | None:
+    """A layer of ours in place of one that transformers made for softmax attention; ``None`` for any other."""
+    if is_plain(layer):
+        return LevelCacheLayer(**options)
+    return HybridCacheLayer(layer.number_of_states, **options) if has_state(layer) else None
+
+
+def level_cache_layer(cache: Cache, index: int) -> LevelCacheLayer:
+    """The layer of a cache as a ``LevelCacheLayer``; an empty layer that transformers made is replaced.
+
+    Raises:
+        CacheError: the cache is of a kind that cannot be replaced, or is filled already.
+    """
+    if not isinstance(cache, Cache):
+        raise CacheError(
+            f"past_key_values must be a transformers.Cache, got {type(cache).__name__}: use level_cache(model)"
+        )
+    if cache.offloading:
+        raise CacheError("structured attention cannot offload its cache: leave cache_implementation='offloaded' away")
+    if cache.layer_class_to_replicate is DynamicLayer:
+        while len(cache.layers) <= index:
+            cache.layers.append(DynamicLayer())
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if isinstance(layer, LevelCacheLayer):
+        return layer
+    own = _own_layer(layer)
+    if layer is None or own is None or layer.get_seq_length() > 0:
+        raise CacheError(
+            f"layer {index} of past_key_values is {layer!r}, whose keys structured attention cannot use: give "
+            "level_cache(model) (structattn.integrations.transformers), or no cache_implementation and no past_key_values"
+        )
+    own.record_past = getattr(layer, "record_past", False)
+    cache.layers[index] = own
+    return own

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class KeyValueView:
         positions: (row of the layout, position of the last token), one for all rows or one per row of the batch; the position is
             at least 0.
         factors_by_scale: what ``factors`` has made.
+        columns: what was made for these positions; views of layers at the same positions may share it.
     """
 
     softmaxes: tuple[Softmax, ...]
@@ -34,6 +36,7 @@ class KeyValueView:
     latent: Latent | None
     positions: list[tuple[int, int]]
     factors_by_scale: dict[tuple[object, ...], Tensor]
+    columns: dict[tuple[Level, ...], Columns] = field(default_factory=dict)
 
     def factors(self, scale: float | None, like: Tensor) -> Tensor:
         """(D,): times a query, it gives what each level adds to a score where that level is the deepest that is shared."""
@@ -82,17 +85,19 @@ class _Scattered:
         return found.masked_fill(~self.counts[:, None, None], 0.0)
 
 
-class _Columns:
+class Columns:
     """The columns of the scores of one softmax: positions in order, ending with the last token in every row."""
 
-    def __init__(self, view: KeyValueView, softmax: Softmax, device: torch.device) -> None:
-        self.view, self.softmax, self.device = view, softmax, device
+    def __init__(self, positions: list[tuple[int, int]], softmax: Softmax, device: torch.device) -> None:
+        self.positions, self.softmax, self.device = positions, softmax, device
+        self._targets: dict[object, list[tuple[int, _Scattered]]] = {}
+        self._spread: dict[object, Tensor] = {}
         # Column 0 is the first position that any row sees, counted back from the last token.
-        self.count = max(at - softmax.levels[0].first_needed(at, row) + 1 for row, at in view.positions)
+        self.count = max(at - softmax.levels[0].first_needed(at, row) + 1 for row, at in positions)
 
     def starts(self, level: Level) -> list[int]:
         """The column, per row, at which a level begins to be shared (and seen)."""
-        return [level.first_needed(at, row) - at + self.count - 1 for row, at in self.view.positions]
+        return [level.first_needed(at, row) - at + self.count - 1 for row, at in self.positions]
 
     def spans(
         self, stores: Sequence[Store], level: Level, shared: int | None = None
@@ -104,7 +109,7 @@ class _Columns:
             level: theirs.
             shared: only positions that share exactly this many levels with the last token. Default: all that are seen.
         """
-        positions, store = self.view.positions, stores[0]
+        positions, store = self.positions, stores[0]
         if len(positions) == 1:
             row, at = positions[0]
             first, end = max(level.first_needed(at, row), at - self.count + 1), at + 1
@@ -117,6 +122,20 @@ class _Columns:
                 column = spans[0].offset + offset
                 yield [span.rows(slice(None)) for span in spans], _Slice(slice(column, column + spans[0].size))
             return
+        sizes = tuple(page.shape[3] for page in store.pages)
+        key = level, store.ring, sizes, shared
+        if key not in self._targets:
+            self._targets[key] = list(self._scattered(level, store.ring, sizes, shared))
+        for pages, (size, target) in zip(
+            zip(*(x.pages for x in stores), strict=True), self._targets[key], strict=False
+        ):
+            yield [page[..., :size] for page in pages], target
+
+    def _scattered(
+        self, level: Level, ring: int | None, sizes: Sequence[int], shared: int | None
+    ) -> Iterator[tuple[int, _Scattered]]:
+        """For each page of a store, by their sizes: how many slots are used, and their columns in each row."""
+        positions = self.positions
         last = self._per_row(at for _, at in positions)
         start_of = self._per_row(level.start(at, row) for row, at in positions)
         low, high = self._per_row(level.first_needed(at, row) for row, at in positions), last + 1
@@ -124,20 +143,19 @@ class _Columns:
             low = self._per_row(self.softmax.levels[shared - 1].first_needed(at, row) for row, at in positions)
             if shared < len(self.softmax.levels):
                 high = self._per_row(self.softmax.levels[shared].first_needed(at, row) for row, at in positions)
-        used = max(store.slot(at, level.start(at, row)) + 1 for row, at in positions)
-        if store.ring is not None and any(at >= store.ring for _, at in positions):
-            used = store.ring
+        used = max(at - level.start(at, row) + 1 for row, at in positions)
+        if ring is not None:
+            used = min(max(at for _, at in positions) + 1, ring)
         offset = 0
-        for pages in zip(*(x.pages for x in stores), strict=True):
-            size = min(pages[0].shape[3], used - offset)
+        for page in sizes:
+            size = min(page, used - offset)
             if size <= 0:
                 return
             slots = torch.arange(offset, offset + size, device=self.device)[None]
             # In a ring, the newest position that is in the slot.
-            position = start_of + slots if store.ring is None else last - (last - slots) % store.ring
+            position = start_of + slots if ring is None else last - (last - slots) % ring
             counts = (position < high) & (position >= low) & (position <= last) & (position > last - self.count)
-            index = torch.where(counts, position - last + self.count - 1, 0)
-            yield [page[..., :size] for page in pages], _Scattered(index, counts)
+            yield size, _Scattered(torch.where(counts, position - last + self.count - 1, 0), counts)
             offset += size
 
     def _per_row(self, values: Iterable[int]) -> Tensor:
@@ -146,15 +164,19 @@ class _Columns:
     def per_column(self, values: Sequence[float], like: Tensor) -> list[tuple[slice, float]] | Tensor:
         """A number for each number of shared levels, spread over the columns: by slices, or (B, 1, 1, N)."""
         starts = [self.starts(level) for level in self.softmax.levels]
-        if len(self.view.positions) == 1:
+        if len(self.positions) == 1:
             edges = [max(0, found[0]) for found in starts] + [self.count]
             return [(slice(a, b), value) for a, b, value in zip(edges, edges[1:], values, strict=False) if b > a]
-        column = torch.arange(self.count, device=self.device)
-        first = torch.tensor(starts, device=self.device)  # (L, B)
-        shared = (column >= first[..., None]).sum(0)  # (B, N)
-        table = torch.tensor([0.0, *values], dtype=like.dtype, device=self.device)
-        return table[shared][:, None, None]
+        key = tuple(values), like.dtype
+        if key not in self._spread:
+            column = torch.arange(self.count, device=self.device)
+            first = torch.tensor(starts, device=self.device)  # (L, B)
+            shared = (column >= first[..., None]).sum(0)  # (B, N)
+            table = torch.tensor([0.0, *values], dtype=like.dtype, device=self.device)
+            self._spread[key] = table[shared][:, None, None]
+        return self._spread[key]
 
+    @cached_property
     def hidden(self) -> Tensor | None:
         """bool (B, 1, 1, N): columns before the first position of a row; ``None`` when there are none."""
         starts = self.starts(self.softmax.levels[0])
@@ -180,7 +202,7 @@ def _feature_scores(
     q: Tensor,
     softmax: Softmax,
     stores: Sequence[Store],
-    columns: _Columns,
+    columns: Columns,
     factors: tuple[Sequence[float], Sequence[float]],
 ) -> Tensor:
     """Scaled scores (B, H, T, N) from the keys of each level."""
@@ -206,7 +228,7 @@ def _latent_scores(
     softmax: Softmax,
     stores: Sequence[Store],
     latent: Latent,
-    columns: _Columns,
+    columns: Columns,
     factors: tuple[Sequence[float], Sequence[float]],
 ) -> Tensor:
     """Scaled scores (B, H, T, N) from hidden states: an absorbed query for each number of shared levels."""
@@ -234,9 +256,11 @@ def _latent_scores(
 
 def _weights(
     q: Tensor, view: KeyValueView, softmax: Softmax, stores: Sequence[Store], options: ScoreOptions
-) -> tuple[Tensor, _Columns]:
+) -> tuple[Tensor, Columns]:
     """The weights (B, H, T, N) of one softmax."""
-    columns = _Columns(view, softmax, q.device)
+    if softmax.levels not in view.columns:
+        view.columns[softmax.levels] = Columns(view.positions, softmax, q.device)
+    columns = view.columns[softmax.levels]
     factors = softmax.layout.score_factors(options.scale)
     if view.latent is None:
         score = _feature_scores(q[..., softmax.dims], softmax, stores, columns, factors)
@@ -247,7 +271,7 @@ def _weights(
     if tokens > 1:
         steps = torch.arange(tokens, device=q.device)
         score[..., -tokens:].masked_fill_(steps[None, :] > steps[:, None], -torch.inf)
-    hidden = columns.hidden()
+    hidden = columns.hidden
     if hidden is not None:
         score = score.masked_fill(hidden, -torch.inf)
     options.hide(score, q.shape[:3])

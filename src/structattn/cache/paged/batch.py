@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from structattn.cache.decode import Columns
+from structattn.cache.levels import Level
 from structattn.cache.paged.geometry import Lifetime
 from structattn.cache.paged.pages import PagePool
 from structattn.errors import CacheError
@@ -45,11 +47,13 @@ class Singles:
         tokens: (B,) of the call.
         positions: of them.
         pages: of each group, (B, n), filled up with page 0.
+        columns: see ``KeyValueView``.
     """
 
     tokens: Tensor
     positions: list[int]
     pages: list[Tensor]
+    columns: dict[tuple[Level, ...], Columns] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class PagedCache(PackedCache):
 
     def __init__(self, layers: Sequence[LayerShape], pages: PagePool) -> None:
         self.layers, self.pages = tuple(layers), pages
-        self._views = [pages.views(layer) for layer in range(len(self.layers))]
+        self._levels = [pages.levels(layer) for layer in range(len(self.layers))]
         self._batch: Batch | None = None
         self._done: set[int] = set()
         self._factors: dict[LayerShape, dict[tuple[object, ...], Tensor]] = {}
@@ -175,25 +175,25 @@ class PagedCache(PackedCache):
             for x, levels in ((k, shape.key_levels), (v, shape.value_levels))
             for part in x[0].split([level.rank for level in levels], dim=2)
         ]
-        for (group, view), numbers in zip(self._views[layer], parts, strict=True):
-            where = batch.writes[group]
+        for level, numbers in zip(self._levels[layer], parts, strict=True):
+            where = batch.writes[level.group]
             heads = torch.arange(len(numbers), device=numbers.device)[:, None]
-            view[where.pages, heads, where.slots] = numbers[:, where.tokens].to(view.dtype)
+            level.view[where.pages, heads, where.slots] = numbers[:, where.tokens].to(level.view.dtype)
 
     def _over_past(self, layer: int, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions) -> Tensor:
         """Attention of several tokens that follow others, over dense keys and values: zero where nothing is kept."""
         shape = self.layers[layer]
         q, k, v = (x[:, :, chunk.tokens] for x in (q, k, v))
         dense = [torch.cat([x.new_zeros((*x.shape[:2], chunk.past, x.shape[3])), x], dim=2) for x in (k, v)]
-        views = iter(self._views[layer])
+        pages = iter(self._levels[layer])
         for x, levels in zip(dense, (shape.key_levels, shape.value_levels), strict=True):
             first = 0
             for level in levels:
-                group, view = next(views)
-                where, count = chunk.kept[group]
+                held = next(pages)
+                where, count = chunk.kept[held.group]
                 if count:
                     heads = torch.arange(x.shape[1], device=x.device)[:, None]
-                    found = view[where.pages, heads, where.slots]
+                    found = held.view[where.pages, heads, where.slots]
                     x[0, :, chunk.past - count : chunk.past, first : first + level.rank] = found.to(x.dtype)
                 first += level.rank
         return over_dense(q, dense[0], dense[1], options, layout=shape.layout, window=shape.window)
@@ -202,10 +202,8 @@ class PagedCache(PackedCache):
         """Attention of one token of each of several requests, whose keys and values are in the pages."""
         shape = self.layers[layer]
         stores = []
-        for (_, level), (group, view) in zip(shape.levels(), self._views[layer], strict=True):
-            pages = singles.pages[group]
-            heads = torch.arange(view.shape[1], device=view.device)[None, :, None]
-            found = view[pages[:, None], heads].flatten(2, 3)  # (B, heads, slots, dim)
+        for (_, level), pages in zip(shape.levels(), self._levels[layer], strict=True):
+            found = pages.read(singles.pages[pages.group])
             store = Store(level.rank, ring=level.ring, longest=level.longest, page_size=found.shape[2])
             store.pages = [found.transpose(2, 3)]
             stores.append(store)
@@ -217,6 +215,7 @@ class PagedCache(PackedCache):
             latent=None,
             positions=[(0, at) for at in singles.positions],
             factors_by_scale=self._factors.setdefault(shape, {}),
+            columns=singles.columns,
         )
         query = q[0][:, singles.tokens].transpose(0, 1)[:, :, None]
         return decode.attention(query, kept, options)[:, :, 0].transpose(0, 1)[None]

@@ -70,6 +70,7 @@ def test_signatures() -> None:
         "attn_mask",
         "softcap",
         "sinks",
+        "alibi_slopes",
     ]
     assert list(inspect.signature(sa.Attention).parameters)[:9] == [
         "embed_dim",

@@ -45,6 +45,7 @@ def test_fused_steps_are_the_definition(monkeypatch, layout, window, padding) ->
     terms = {"softcap": 0.9, "sinks": torch.tensor([0.0, 1.0, 2.0, -1.0], device=DEVICE)} if padding is None else {}
     shown = torch.rand(2, 1, 40, 40, device=DEVICE) > 0.3
     mask = None if padding is None else (shown if window is None else shown[:, :, :1])
+    terms["alibi_slopes"] = torch.tensor([[0.5, 0.2, 0.1, 0.05], [0.01, 0.3, 0.0, 1.0]], device=DEVICE)
     expected = sa.structured_attention(
         *(x.double() for x in (q, k, v)),
         form,

@@ -54,7 +54,7 @@ def masked(kind, batch, heads, length):
 MASKS = [None, None, "keys", "pairs", "heads", "added"]
 
 
-def in_chunks(q, k, v, layout, size, left_padding, attn_mask=None, **options):
+def in_chunks(q, k, v, layout, size, left_padding, attn_mask=None, alibi_slopes=None, **options):
     """The definition, chunk by chunk of each row."""
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     for row, pad in enumerate([0] * len(q) if left_padding is None else left_padding.tolist()):
@@ -66,7 +66,8 @@ def in_chunks(q, k, v, layout, size, left_padding, attn_mask=None, **options):
                 shape = (len(q), -1, q.shape[2], q.shape[2])
                 whole = attn_mask[(None,) * (4 - attn_mask.dim())].expand(shape)
                 mask = whole[row : row + 1, :, start : start + size, start : start + size]
-            out[part] = dense(q[part], k[part], v[part], own, attn_mask=mask, **options)
+            slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[row : row + 1]
+            out[part] = dense(q[part], k[part], v[part], own, attn_mask=mask, alibi_slopes=slopes, **options)
     return out
 
 
@@ -106,9 +107,23 @@ def cut(total, sizes):
     softcap=st.sampled_from([None, 0.4]),
     with_sinks=st.booleans(),
     mask=st.sampled_from(MASKS),
+    slopes_of=st.sampled_from([None, (), (3,)]),
 )
 def test_any_chunking_is_one_forward_pass(
-    layout, window, chunk_size, heads, length, sizes, padding, scale, page_size, max_length, softcap, with_sinks, mask
+    layout,
+    window,
+    chunk_size,
+    heads,
+    length,
+    sizes,
+    padding,
+    scale,
+    page_size,
+    max_length,
+    softcap,
+    with_sinks,
+    mask,
+    slopes_of,
 ) -> None:
     form = LAYOUTS[layout]
     if isinstance(form, sa.GlobalWindowLayout):
@@ -118,7 +133,10 @@ def test_any_chunking_is_one_forward_pass(
     q, k, v = draw(3, *heads, length, seed=length)
     sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64) if with_sinks else None
     mask = None if mask is None else masked(mask, 3, heads[0], length)
-    options = {"scale": scale, "softcap": softcap, "sinks": sinks, "attn_mask": mask}
+    slopes = None if slopes_of is None else torch.linspace(0, 1, heads[0]).expand(*slopes_of, heads[0])
+    if slopes_of:
+        slopes = slopes * torch.tensor([[1.0], [0.1], [-0.1]])
+    options = {"scale": scale, "softcap": softcap, "sinks": sinks, "attn_mask": mask, "alibi_slopes": slopes}
     if chunk_size is None:
         expected = dense(q, k, v, form, window=window, left_padding=padding, **options)
     else:

@@ -9,6 +9,7 @@ from transformers.masking_utils import sdpa_mask
 
 from structattn.layout.levels import LevelLayout
 from structattn.ops import reference
+from structattn.ops.call import Call
 
 VOCAB, DIM, LAYERS, HEAD_DIM, CONTEXT = 50, 32, 2, 8, 64
 _SIZES = {
@@ -174,15 +175,12 @@ def by_definition(model, layouts, split, window=None):
             query[..., order] * own_scale,
             key[..., order],
             value,
-            layout or LevelLayout((HEAD_DIM,), (CONTEXT,)),
-            is_causal=True,
-            scale=None,
-            window=window,
-            attn_bias=None,
-            dropout_p=0.0,
-            cu_seqlens=None,
-            left_padding=padding,
-            attn_mask=attention_mask,
+            Call(
+                layout=layout or LevelLayout((HEAD_DIM,), (CONTEXT,)),
+                window=window,
+                left_padding=padding,
+                attn_mask=attention_mask,
+            ),
         )
         return out.transpose(1, 2), None
 

@@ -15,6 +15,7 @@ from structattn.integrations.transformers.interface import checked_mask
 from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.layout.levels import LevelLayout
 from structattn.ops import reference
+from structattn.ops.call import Call
 from structattn.testing.tolerances import assert_close
 
 PLAIN = register_attention("standard", name="encoder_plain")
@@ -100,14 +101,7 @@ def by_definition(model):
             query[..., order] * scaling * HEAD_DIM**0.5,
             key[..., order],
             value,
-            LAYOUT,
-            is_causal=False,
-            scale=None,
-            window=None,
-            attn_bias=bias,
-            dropout_p=0.0,
-            cu_seqlens=None,
-            left_padding=padding,
+            Call(layout=LAYOUT, is_causal=False, attn_bias=bias, left_padding=padding),
         )
         return out.transpose(1, 2), None
 

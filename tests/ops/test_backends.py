@@ -11,7 +11,8 @@ import torch.nn.functional as F
 import structattn as sa
 from structattn.errors import BackendUnavailableError, ConfigError, ShapeError, StructAttnDeprecationWarning
 from structattn.layout.levels import LevelLayout
-from structattn.ops import backends, explain
+from structattn.ops import backends, explain, operators
+from structattn.ops.call import Call
 from structattn.testing.tolerances import assert_close
 
 LAYOUTS = {
@@ -29,6 +30,7 @@ OPTIONS = [
     {"left_padding": torch.tensor([0, 2])},
     {"attn_bias": torch.zeros(12, 12)},
     {"attn_mask": torch.ones(2, 1, 1, 12, dtype=torch.bool)},
+    {"alibi_slopes": torch.ones(4)},
 ]
 NAMED = [name for name in backends.NAMED if name != "auto" and backends.why_not(name) is None]
 
@@ -181,23 +183,7 @@ def test_a_layout_is_checked_once_and_not_once_per_call(monkeypatch) -> None:
     assert not checked
     operator = torch.ops.structattn.attention
     for _ in range(3):
-        operator(
-            q,
-            k,
-            v,
-            *(None,) * 5,
-            layout.ranks,
-            layout.block_sizes,
-            (),
-            (),
-            "variance",
-            True,
-            None,
-            None,
-            0.0,
-            None,
-            "blocked",
-        )
+        operator(q, k, v, *operators._flat(Call(layout=layout), "blocked"))
     assert len(checked) <= 1
 
 

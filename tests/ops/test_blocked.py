@@ -12,8 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import structattn as sa
 from structattn.layout.cost import visible_pairs_per_level
+from structattn.ops import operators
 from structattn.ops.blocked import attention as blocked
 from structattn.ops.blocked import spans
+from structattn.ops.call import Call
 from structattn.testing.tolerances import assert_close
 
 
@@ -66,6 +68,9 @@ def cases(draw):
         "window": draw(st.sampled_from([None, None, 1, 3, 10, 60])),
         "scale": draw(st.sampled_from([None, None, 0.7, -0.2])),
         "softcap": draw(st.sampled_from([None, None, 0.5, 90.0])),
+        "alibi_slopes": draw(
+            st.none() | st.sampled_from([(groups * repeats,), (batch, groups * repeats)]).map(torch.rand)
+        ),
     }
     rows = batch
     if kind == "packed":
@@ -130,6 +135,7 @@ def test_long_enough_for_every_kind_of_tile(repeats: int, T: int) -> None:
         {"window": 5},
         {"dropout_p": 0.3},
         {"softcap": 0.7, "dropout_p": 0.3},
+        {"softcap": 0.7, "alibi_slopes": torch.tensor([0.3, 0.05])},
         {"left_padding": torch.tensor([3, 0])},
         {"attn_mask": torch.arange(9) % 4 != 0, "is_causal": False},
         pytest.param({"attn_bias": True}, marks=pytest.mark.full),
@@ -214,6 +220,7 @@ def test_packed_and_padded_rows_are_those_of_each_sequence_alone() -> None:
         {"cu_seqlens": torch.tensor([0, 30, 80])},
         {"left_padding": torch.tensor([3])},
         {"attn_mask": torch.arange(80)[None, None, None] < 70},
+        {"alibi_slopes": torch.tensor([0.3, 0.05])},
     ],
 )
 def test_compiles_without_a_graph_break(options) -> None:
@@ -251,25 +258,8 @@ def test_exports() -> None:
 def test_the_operator_is_registered_right() -> None:
     layout = sa.LevelLayout((2, 2), (8, 4))
     leaves = tensors(1, 2, 2, 9, 9, 4, 3)
-    arguments = (
-        *leaves,
-        None,
-        None,
-        None,
-        None,
-        None,
-        (2, 2),
-        (8, 4),
-        (),
-        (),
-        layout.scaling,
-        True,
-        None,
-        None,
-        0.0,
-        1.5,
-        "blocked",
-    )
+    call = Call(layout=layout, softcap=1.5, alibi_slopes=torch.tensor([[0.3, 0.05]]))
+    arguments = (*leaves, *operators._flat(call, "blocked"))
     torch.library.opcheck(torch.ops.structattn.attention.default, arguments)
 
 
@@ -316,7 +306,8 @@ torch.manual_seed(0)
 q, k, v = (torch.randn(1, 1, 8192, 64, requires_grad=True) for _ in range(3))
 def step(layout, q, k, v):
     mask = None if layout.block_sizes else (torch.arange(q.shape[2]) % 97 > 0)[None, None, None]  # of keys, never T x T
-    sa.structured_attention(q, k, v, layout, backend="blocked", attn_mask=mask).sum().backward()
+    slopes = torch.tensor([0.01])
+    sa.structured_attention(q, k, v, layout, backend="blocked", attn_mask=mask, alibi_slopes=slopes).sum().backward()
 segments = ((0,), tuple(range(0, 8192, 100)))
 for layout in (sa.LevelLayout.halving((8,) * 8, 8192), sa.LevelLayout.from_boundaries((32, 32), segments)):
     if (process := os.fork()) == 0:

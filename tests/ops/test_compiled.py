@@ -33,6 +33,7 @@ OPTIONS = [
     "scale",
     "lse",
     "terms",
+    "alibi",
 ]
 BACKENDS = ["auto", "blocked", "reference"]
 CASES = [
@@ -79,6 +80,7 @@ class Op(torch.nn.Module):
             "scale": {"scale": 0.3},
             "lse": {"return_lse": True},
             "terms": {"softcap": 0.9},
+            "alibi": {"alibi_slopes": torch.tensor([0.5, 0.2, 0.1, 0.05])},
         }.get(option, {})
 
     def forward(self, q, k, v, extra=None):
@@ -196,7 +198,7 @@ def exported(module):
 
 @pytest.mark.parametrize(
     ("layout", "option", "backend"),
-    CASES if ALL else [("levels", "bias", "blocked"), ("none", "terms", "blocked")],
+    CASES if ALL else [("levels", "bias", "blocked"), ("none", "terms", "blocked"), ("levels", "alibi", "auto")],
 )
 def test_compiled_op_takes_other_lengths_as_one_program(layout, option, backend) -> None:
     module = Op(layout, option, backend)

@@ -41,6 +41,7 @@ def loops(
     value_ranks=None,
     softcap=None,
     sinks=None,
+    alibi_slopes=None,
 ):
     """One head after another, one pair after another. q (B,H,T,D), k, v (B,G,S,·). Returns out, lse.
 
@@ -81,6 +82,8 @@ def loops(
                         s = s / len(dots) if scaling == "paper" else s
                     if softcap is not None:
                         s = torch.tanh(s / softcap) * softcap
+                    if alibi_slopes is not None:
+                        s = s - alibi_slopes[b, h] * abs(i - j)
                     row.append(s + (0 if bias is None else bias[b, h, t, j]))
                     cols.append(j)
                     seen = v.shape[-1] if value_ranks is None else sum(value_ranks[: len(dots)])
@@ -123,6 +126,7 @@ nested = st.integers(1, 3).flatmap(
     with_value_ranks=st.booleans(),
     softcap=st.sampled_from([None, None, 0.8]),
     with_sinks=st.booleans(),
+    slopes_of=st.sampled_from([None, "head", "row"]),
     cuts=st.none() | st.lists(st.lists(st.integers(1, 6), max_size=2), min_size=6, max_size=6),
     backend=st.sampled_from(["auto", "reference", "blocked"]),
 )
@@ -140,6 +144,7 @@ def test_outputs_and_all_gradients_equal_the_definition(
     with_value_ranks,
     softcap,
     with_sinks,
+    slopes_of,
     cuts,
     backend,
 ) -> None:
@@ -161,6 +166,7 @@ def test_outputs_and_all_gradients_equal_the_definition(
     q, k, v = make(2, H, G, T, S, sum(ranks), sum(ranks) if with_value_ranks else 3)
     bias = torch.randn(2, H, T, S, dtype=torch.float64).requires_grad_() if with_bias else None
     sinks = torch.randn(H, dtype=torch.float64).requires_grad_() if with_sinks else None
+    slopes = None if slopes_of is None else torch.randn((H,) if slopes_of == "head" else (2, H), dtype=torch.float64)
     inputs = [q, k, v, *(x for x in (bias, sinks) if x is not None)]
     mask = whole_mask = None
     if masked is not None:  # which of the four dimensions it has
@@ -181,6 +187,7 @@ def test_outputs_and_all_gradients_equal_the_definition(
         value_ranks=value_ranks,
         softcap=softcap,
         sinks=sinks,
+        alibi_slopes=None if slopes is None else slopes.expand(2, H),
     )
     weight, lse_weight = torch.randn_like(expected), torch.randn_like(expected_lse)
     seen = expected_lse.isfinite()
@@ -198,6 +205,7 @@ def test_outputs_and_all_gradients_equal_the_definition(
             attn_mask=mask,
             softcap=softcap,
             sinks=sinks,
+            alibi_slopes=slopes,
             return_lse=return_lse,
             backend=backend,
         )
@@ -322,15 +330,17 @@ def test_a_padding_mask_on_the_right_equals_shorter_rows(layout, is_causal: bool
 
 
 @BACKENDS
-def test_soft_cap_and_sinks_of_packed_and_padded_rows_and_in_lower_precision(backend) -> None:
+def test_score_terms_of_packed_and_padded_rows_and_in_lower_precision(backend) -> None:
     layout = sa.LevelLayout((4, 2, 2), (8, 4, 2))
     q, k, v = make(1, 4, 2, 11, 11, 8, 3, grad=False)
     sinks = torch.tensor([0.0, 2.0, -torch.inf, -1.0], dtype=torch.float64)
-    terms = {"softcap": 0.6, "sinks": sinks, "backend": backend}
+    slopes = torch.tensor([[0.5, 0.1, 0.0, -0.2]], dtype=torch.float64)
+    terms = {"softcap": 0.6, "sinks": sinks, "alibi_slopes": slopes}
     first, second = (
-        loops(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], (4, 2, 2), (8, 4, 2), "variance", softcap=0.6, sinks=sinks)[0]
+        loops(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], (4, 2, 2), (8, 4, 2), "variance", **terms)[0]
         for a, b in ((0, 4), (4, 11))
     )
+    terms |= {"backend": backend, "alibi_slopes": slopes[0]}
     packed = sa.structured_attention(q, k, v, layout, cu_seqlens=torch.tensor([0, 4, 11]), **terms)
     assert_close(packed, torch.cat((first, second), dim=2))
     padded, lse = sa.structured_attention(q, k, v, layout, left_padding=torch.tensor([4]), return_lse=True, **terms)
@@ -346,7 +356,9 @@ def test_soft_cap_and_sinks_of_packed_and_padded_rows_and_in_lower_precision(bac
 @pytest.mark.parametrize("scaling", ["variance", "mup"])
 def test_global_window_adds_two_softmaxes(scaling) -> None:
     q, k, v = make(2, 2, 2, 9, 9, 8, 3, grad=False)
-    for terms in ({}, {"softcap": 0.5, "sinks": torch.tensor([1.0, -1.0], dtype=torch.float64)}):
+    slopes = torch.tensor([[0.5, 0.1], [0.2, 0.0]], dtype=torch.float64)
+    sinks = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    for terms in ({}, {"softcap": 0.5, "sinks": sinks, "alibi_slopes": slopes}):
         far, _ = loops(q[..., :5], k[..., :5], v, [5], [99], scaling, **terms)
         near, _ = loops(q[..., 5:], k[..., 5:], v, [3], [99], scaling, window=2, **terms)
         assert_close(sa.structured_attention(q, k, v, sa.GlobalWindowLayout((5, 3), 2, scaling), **terms), far + near)
@@ -386,8 +398,38 @@ def test_explain_names_what_runs() -> None:
     assert explain(*meta(4096), attn_mask=mask).startswith("blocked: one level")  # PyTorch would need T x S numbers
     assert explain(*meta(4096), attn_mask=mask, is_causal=False).startswith("scaled_dot_product_attention")
     assert "PyTorch's kernels have no soft cap" in explain(*meta(4096), softcap=5.0)
+    slopes = torch.empty(4, device="meta")
+    assert "PyTorch's kernels take ALiBi as T x S numbers" in explain(*meta(4096), alibi_slopes=slopes)
+    assert explain(*meta(4096), layout, alibi_slopes=slopes, softcap=5.0).startswith(
+        "blocked: 2 levels with a soft cap and ALiBi"
+    )
     assert "no log-sum-exp, which sinks need" in explain(*meta(4096), sinks=torch.empty(4, device="meta"))
     assert explain(*meta(4096), sa.GlobalWindowLayout((2, 2), 9)).startswith("two softmaxes, added: scaled_dot")
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "blocked"])
+def test_alibi_is_a_bias_and_its_slopes_are_constants(backend) -> None:
+    q, k, v = make(2, 4, 2, 5, 9, 8, 3)
+    slopes = 2.0 ** -torch.arange(1, 5)
+    distance = (torch.arange(4, 9)[:, None] - torch.arange(9)).abs()
+    bias = -slopes[:, None, None] * distance.double()
+
+    def attend(slopes):
+        return sa.structured_attention(q, k, v, is_causal=False, alibi_slopes=slopes, backend=backend)
+
+    expected = F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
+    assert_close(attend(slopes), expected)
+    for derivative in (
+        lambda x: attend(x.requires_grad_()),
+        torch.func.grad(lambda x: attend(x).sum()),
+        lambda x: torch.func.jvp(attend, (x,), (x,)),
+    ):
+        with pytest.raises(ConfigError, match=r"alibi_slopes\.detach"):
+            derivative(slopes.clone())
+    with torch.no_grad():
+        assert_close(attend(slopes.clone().requires_grad_()), expected)
+    both = torch.stack([slopes, 2 * slopes])
+    assert_close(torch.func.vmap(attend)(both), torch.stack([attend(x) for x in both]))
 
 
 def call(batch=2, **changes):

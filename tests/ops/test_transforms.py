@@ -16,6 +16,7 @@ from structattn.testing.tolerances import SOLVED, assert_close
 LEVELS = sa.LevelLayout((2, 2), (4, 2), value_ranks=(1, 3))
 SEGMENTS = sa.LevelLayout.from_boundaries((2, 2), [((0,), (0, 2)), ((0,), (0, 3))])
 SINKS = torch.tensor([0.0, 1.0, -1.0, 2.0], dtype=torch.float64)
+SLOPES = torch.tensor([0.5, 0.1, 0.0, 1.0])
 BIAS = torch.randn(2, 1, 1, 5, dtype=torch.float64)
 # The options of a call, its dimension, and what auto says that it runs.
 PATHS = {
@@ -25,14 +26,18 @@ PATHS = {
     "sdpa": ({}, 12, "scaled_dot"),
     "sdpa bias": ({"attn_bias": BIAS}, 4, "scaled_dot"),
     "reference": ({"layout": LEVELS}, 4, "reference"),
-    "reference terms": ({"layout": LEVELS, "softcap": 0.8, "sinks": SINKS}, 4, "reference"),
+    "reference terms": ({"layout": LEVELS, "softcap": 0.8, "sinks": SINKS, "alibi_slopes": SLOPES}, 4, "reference"),
     "two softmaxes": ({"layout": sa.GlobalWindowLayout((2, 2), 2)}, 4, "two softmaxes"),
     "blocked": ({"layout": LEVELS, "attn_bias": BIAS, "backend": "blocked"}, 4, None),
     "blocked dropout": ({"layout": LEVELS, "dropout_p": 0.4, "backend": "blocked"}, 4, None),
     "blocked packed": ({"layout": LEVELS, "cu_seqlens": torch.tensor([0, 2, 5]), "backend": "blocked"}, 4, None),
     "blocked padding": ({"layout": LEVELS, "left_padding": torch.tensor([2, 0]), "backend": "blocked"}, 4, None),
     "blocked segments": ({"layout": SEGMENTS, "window": 3, "backend": "blocked"}, 4, None),
-    "blocked terms": ({"layout": LEVELS, "softcap": 0.8, "sinks": SINKS, "backend": "blocked"}, 4, None),
+    "blocked terms": (
+        {"layout": LEVELS, "softcap": 0.8, "sinks": SINKS, "alibi_slopes": SLOPES, "backend": "blocked"},
+        4,
+        None,
+    ),
     "blocked two softmaxes": ({"layout": sa.GlobalWindowLayout((2, 2), 2), "backend": "blocked"}, 4, None),
 }
 

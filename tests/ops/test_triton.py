@@ -53,12 +53,6 @@ def _why_skip() -> str | None:
     return None
 
 
-def _call(layout: LevelLayout, **options: object) -> Call:
-    defaults: dict[str, object] = {"is_causal": True, "dropout_p": 0.0}
-    defaults |= dict.fromkeys(("scale", "window", "attn_bias", "cu_seqlens", "left_padding"))
-    return Call(layout=layout, **(defaults | options))  # type: ignore[arg-type]
-
-
 REASON = _why_skip()
 runs = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
@@ -79,6 +73,7 @@ class Case:
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    has_slopes: bool = False  # of ALiBi, others for each row and head
     masked: str | None = None  # the dimensions of (B, H, T, S) that a mask has
     ends: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
@@ -90,11 +85,14 @@ class Case:
     def call(self) -> Call:
         cu_seqlens = None if self.ends is None else torch.tensor((0, *self.ends), dtype=torch.int32, device=DEVICE)
         options = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        if self.has_slopes:
+            slopes = torch.linspace(0.02, 0.5, self.batch * self.heads[0], device=DEVICE)
+            options["alibi_slopes"] = slopes.view(self.batch, self.heads[0])
         if self.masked is not None:
             shape = zip("BHTS", (self.batch, self.heads[0], *self.lengths), strict=True)
             sizes = [n if name in self.masked else 1 for name, n in shape]
             options["attn_mask"] = (torch.rand(sizes, generator=torch.Generator().manual_seed(1)) < 0.6).to(DEVICE)
-        return _call(self.layout, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **options)
+        return Call(layout=self.layout, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **options)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         torch.manual_seed(0)
@@ -116,30 +114,12 @@ class Case:
         return torch.randn(self.batch, heads, length, dim).to(self.dtype).to(DEVICE)
 
 
-def _expected(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    return reference.attention(
-        q,
-        k,
-        v,
-        call.layout,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        window=call.window,
-        attn_bias=None,
-        dropout_p=0.0,
-        cu_seqlens=call.cu_seqlens,
-        left_padding=None,
-        softcap=call.softcap,
-        attn_mask=call.attn_mask,
-    )
-
-
 def _check(case: Case, *, with_grad_lse: bool = True) -> None:
     """Output, log-sum-exp and the three gradients against the definition in float64."""
     q, k, v = case.tensors()
     call = case.call
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    expected_out, expected_lse = _expected(*exact, call)
+    expected_out, expected_lse = reference.attention(*exact, call)
     out, lse = triton_attention.forward(q, k, v, call, case.config)
     assert (out.dtype, lse.dtype) == (case.dtype, torch.float32)
     empty = expected_lse == -torch.inf
@@ -199,6 +179,14 @@ CASES = {
     "mask, more queries": Case(layout=FREE, lengths=(41, 23), masked="TS"),
     "soft cap": Case(layout=FREE, lengths=(37, 37), softcap=0.7),
     "large soft cap, not causal": Case(layout=VALUES, lengths=(37, 37), scale=30.0, softcap=50.0, is_causal=False),
+    "ALiBi": Case(layout=HALVING, lengths=(41, 41), heads=(4, 2), batch=2, has_slopes=True),
+    "ALiBi, not causal, soft cap": Case(
+        layout=FREE, lengths=(19, 47), is_causal=False, has_slopes=True, softcap=0.7, heads=(2, 1)
+    ),
+    "ALiBi, packed, window, mask": Case(
+        layout=WIDE, lengths=(50, 50), ends=(17, 50), has_slopes=True, window=20, masked="S", heads=(2, 2)
+    ),
+    "ALiBi, more queries": Case(layout=VALUES, lengths=(41, 23), has_slopes=True, is_causal=False),
     "packed": Case(layout=HALVING, lengths=(60, 60), ends=(3, 40, 60)),
     "packed, not causal": Case(layout=WIDE, lengths=(80, 80), ends=(1, 50, 80), is_causal=False),
     "packed, free sizes, window": Case(layout=FREE, lengths=(53, 53), ends=(17, 53), window=11),
@@ -259,6 +247,7 @@ DECODING = {
     "not causal, values": Case(layout=VALUES, lengths=(4, 75), is_causal=False, heads=(4, 1)),
     "soft cap": Case(layout=HALVING, lengths=(2, 60), softcap=0.5),
     "mask": Case(layout=WIDE, lengths=(3, 66), heads=(4, 2), batch=2, masked="BHTS"),
+    "ALiBi": Case(layout=WIDE, lengths=(3, 66), heads=(4, 2), batch=2, has_slopes=True, softcap=0.9),
     "float16": Case(layout=EQUAL, lengths=(2, 70), dtype=torch.float16),
 }
 
@@ -270,7 +259,7 @@ def test_decoding_agrees_with_the_definition(name: str, splits: int) -> None:
     case = DECODING[name]
     q, k, v = case.tensors()
     out, lse = triton_attention.forward(q, k, v, case.call, _config(num_splits=splits, decode_keys=1))
-    expected_out, expected_lse = _expected(q.double(), k.double(), v.double(), case.call)
+    expected_out, expected_lse = reference.attention(q.double(), k.double(), v.double(), case.call)
     assert out.dtype == case.dtype
     assert relative_error(out, expected_out) <= FORWARD[case.dtype]
     assert relative_error(lse, expected_lse) <= FORWARD[case.dtype]
@@ -288,7 +277,7 @@ def test_packed_sequences_are_those_computed_separately(layout: LevelLayout) -> 
     q, k, v = case.tensors()
     out, lse = triton_attention.forward(q, k, v, case.call)
     for start, end in ((0, 7), (7, 38), (38, 45)):
-        alone, alone_lse = triton_attention.forward(*(x[:, :, start:end] for x in (q, k, v)), _call(layout))
+        alone, alone_lse = triton_attention.forward(*(x[:, :, start:end] for x in (q, k, v)), Call(layout=layout))
         torch.testing.assert_close(out[:, :, start:end], alone)
         torch.testing.assert_close(lse[:, :, start:end], alone_lse)
 
@@ -298,7 +287,7 @@ def test_large_negative_scores_do_not_overflow() -> None:
     """The weight of a key beyond the end of a range must not become inf * 0."""
     q, k, v = Case(layout=FREE, lengths=(23, 23)).tensors()
     k = -40 * q + k
-    call = _call(FREE, is_causal=False)
+    call = Call(layout=FREE, is_causal=False)
     out, lse = triton_attention.forward(q, k, v, call)
     grads = triton_attention.backward(torch.ones_like(out), None, q, k, v, out, lse, call)
     assert all(bool(x.isfinite().all()) for x in (out, lse, *grads))
@@ -328,7 +317,7 @@ def test_says_what_it_lacks() -> None:
         layout: LevelLayout = HALVING, device: str = DEVICE, dtype: torch.dtype = torch.float32, **options: object
     ) -> str | None:
         q = torch.empty(1, 1, 8, layout.head_dim, device=device, dtype=dtype)
-        return triton_attention.why_not(q, q, q[..., :16], _call(layout, **options))
+        return triton_attention.why_not(q, q, q[..., :16], Call(layout=layout, **options))
 
     assert "CUDA" in str(reason(device="meta"))
     if REASON is not None:
@@ -376,16 +365,13 @@ def shared(kernel, tiles, pointers, constants):
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
 
-def check(layout, value_dim, dtype, name, is_causal, packed, softcap, masked):
+def check(layout, value_dim, dtype, name, is_causal, packed, softcap, masked, has_slopes):
     config = default_config(layout, dtype, value_dim, masked)
-    call = Call(
-        layout=layout, is_causal=is_causal, scale=None, window=None, attn_bias=None, dropout_p=0.0, left_padding=None,
-        cu_seqlens=torch.tensor([0, 1]) if packed else None,
-    )
+    call = Call(layout=layout, is_causal=is_causal, cu_seqlens=torch.tensor([0, 1]) if packed else None)
     x, y = "*" + name, "*fp32"
     maps = {"cu_seqlens": "*i32", "tile_map": "*i32"}
-    maps |= {"mask": "*u8"}
-    unmasked = {} if masked else {"mask": None}
+    maps |= {"mask": "*u8", "slopes": y}
+    unmasked = ({} if masked else {"mask": None}) | ({} if has_slopes else {"slopes": None})
     absent = unmasked | ({} if packed else {"cu_seqlens": None, "tile_map": None})
     def constants(tiles, **more):
         plan = make_plan(layout, None, value_dim, tiles, softcap=softcap)
@@ -398,7 +384,7 @@ def check(layout, value_dim, dtype, name, is_causal, packed, softcap, masked):
         yield shared(gradient_kernel, tiles, gradient, constants(tiles, OWN_IS_KEY=own_is_key))
     tiles = config.decode
     plan = make_plan(layout, None, value_dim, tiles, layout.num_levels, softcap)
-    decode = {"q": x, "k": x, "v": x, "partial": y, "partial_lse": y, "mask": "*u8"}
+    decode = {"q": x, "k": x, "v": x, "partial": y, "partial_lse": y, "mask": "*u8", "slopes": y}
     fixed = {"PLAN": plan.constants, "OWN": tiles.own, "WALK": tiles.walk, "IS_CAUSAL": is_causal, "HAS_WINDOW": False}
     fixed |= unmasked
     yield shared(decode_kernel, tiles, decode, fixed)
@@ -406,8 +392,8 @@ def check(layout, value_dim, dtype, name, is_causal, packed, softcap, masked):
 levels = LevelLayout.halving((8,) * 4, 512)
 sliced = LevelLayout.halving((64, 32, 32), 4096, value_ranks=(64, 32, 32))
 print(max(itertools.chain(
-    check(levels, 64, torch.bfloat16, "bf16", True, True, None, False),
-    check(sliced, 128, torch.float16, "fp16", False, False, 50.0, True),
+    check(levels, 64, torch.bfloat16, "bf16", True, True, None, False, True),
+    check(sliced, 128, torch.float16, "fp16", False, False, 50.0, True, False),
 )))
 """
 

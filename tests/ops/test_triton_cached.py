@@ -17,6 +17,7 @@ from torch import Tensor
 
 from structattn.layout.levels import LevelLayout
 from structattn.ops import reference
+from structattn.ops.call import Call
 from structattn.testing.tolerances import FORWARD, relative_error
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -72,6 +73,7 @@ class Case:
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    has_slopes: bool = False
     rings: tuple[bool, ...] | None = None  # default: none
     capacities: tuple[int, ...] | None = None  # default: the largest count
     dtype: torch.dtype = torch.float32
@@ -136,6 +138,12 @@ class Case:
         memory = torch.full((rows, dim + 3, heads + 1, slots + 48), torch.nan, dtype=self.dtype, device=DEVICE)
         return memory[:, 2 : 2 + dim, 1:, 16 : 16 + slots].transpose(1, 2)
 
+    @property
+    def slopes(self) -> Tensor | None:
+        """ALiBi slopes, others for each row."""
+        count = len(self.lengths) * self.heads[0]
+        return torch.linspace(0.01, 0.6, count, device=DEVICE).view(-1, self.heads[0]) if self.has_slopes else None
+
     def run(self, num_splits: int | None = None) -> tuple[Tensor, Tensor]:
         q, k, v = self.tensors()
         cache = self.cache(k, v)
@@ -149,6 +157,7 @@ class Case:
             self.layout.score_factors(self.scale),
             softcap=self.softcap,
             mask=self.shown(),
+            slopes=self.slopes,
             multiples=self.multiples,
             tiles=self.tiles,
             num_splits=num_splits,
@@ -173,16 +182,14 @@ class Case:
                 q[one, :, self.queries - new :].double(),
                 k[one, :, :length],
                 v[one, :, :length],
-                self.layout,
-                is_causal=True,
-                scale=self.scale,
-                window=self.window,
-                attn_bias=None,
-                dropout_p=0.0,
-                cu_seqlens=None,
-                left_padding=None,
-                softcap=self.softcap,
-                attn_mask=mask,
+                Call(
+                    layout=self.layout,
+                    scale=self.scale,
+                    window=self.window,
+                    softcap=self.softcap,
+                    attn_mask=mask,
+                    alibi_slopes=None if (slopes := self.slopes) is None else slopes[row : row + 1],
+                ),
             )
         return out, lse
 
@@ -218,6 +225,8 @@ CASES = {
     "first token": Case(layout=WIDE, lengths=(1,), heads=(1, 1, 1), value_dim=1),
     "a number as scale": Case(layout=ODD, scale=0.3),
     "soft cap": Case(layout=VALUES, softcap=0.4, lengths=(70, 41)),
+    "ALiBi": Case(layout=WIDE, has_slopes=True, heads=(6, 2, 2), lengths=(70, 41), queries=3, softcap=0.9),
+    "ALiBi, window": Case(layout=ODD, has_slopes=True, window=21, rings=(True,) * 3, capacities=(21, 25, 17)),
     "grouped heads": Case(layout=WIDE, heads=(6, 2, 2)),
     "more heads than rows of a tile": Case(layout=TWO, heads=(20, 1, 1), lengths=(45,)),
     "one key head, several value heads": Case(layout=WIDE, heads=(4, 1, 2)),
@@ -313,7 +322,7 @@ import triton
 from structattn.ops.triton import cached_attention as host
 from structattn.ops.triton.cached_decode import cached_kernel as kernel
 
-def shared(ranks, value_ranks, name, itemsize, rows, ring, softcap, masked):
+def shared(ranks, value_ranks, name, itemsize, rows, ring, softcap, masked, has_slopes=False):
     tiles = host._tiles(ranks, value_ranks, itemsize, rows, masked)
     levels, x, strides = len(ranks), "*" + name, ("i32",) * 3
     constants = {
@@ -321,10 +330,9 @@ def shared(ranks, value_ranks, name, itemsize, rows, ring, softcap, masked):
         "ALIGNS": (16,) * levels, "MULTIPLES": (16,) * levels, "RINGS": (ring,) * levels,
         "OWN": tiles.own, "WALK": tiles.walk, "SOFTCAP": softcap,
     }
-    if not masked:
-        constants["mask"] = None
+    constants |= ({} if masked else {"mask": None}) | ({} if has_slopes else {"slopes": None})
     types = {
-        "q": x, "keys": (x,) * levels, "values": (x,) * len(value_ranks), "starts": "*i32", "counts": "*i64",
+        "q": x, "keys": (x,) * levels, "values": (x,) * len(value_ranks), "starts": "*i32", "counts": "*i64", "slopes": "*fp32",
         "partial": "*fp32", "partial_lse": "*fp32", "key_strides": (strides,) * levels,
         "value_strides": (strides,) * len(value_ranks), "capacities": ("i32",) * levels,
         "mask": "*u8",
@@ -348,7 +356,7 @@ def shared(ranks, value_ranks, name, itemsize, rows, ring, softcap, masked):
     return compiled.metadata.shared
 
 print(max(
-    shared((8,) * 8, (64,), "bf16", 2, 1, False, 0.0, False),
+    shared((8,) * 8, (64,), "bf16", 2, 1, False, 0.0, False, True),
     shared((64, 32, 32), (64, 32, 32), "fp16", 2, 32, True, 50.0, True),
     shared((1, 5, 122), (128,), "fp32", 4, 1, False, 0.0, False),
 ))

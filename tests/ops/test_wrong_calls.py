@@ -82,6 +82,11 @@ WRONG = {
         *(*NOT_TENSORS[1:], *NOT_DENSE, Q[0, :, 0, 0].long(), Q[0, :, 0, 0] > 0, 1.0, [0.0] * 4),
         *(torch.zeros(2), torch.zeros(4, 1), torch.zeros(()), torch.zeros(1, 4), torch.zeros(4, device="meta")),
     ],
+    "alibi_slopes": [
+        *(*NOT_TENSORS[1:], *NOT_DENSE, Q[0, :, 0, 0].long(), Q[0, :, 0, 0] > 0, 1.0, [0.0] * 4),
+        *(torch.zeros(2), torch.zeros(4, 2), torch.zeros(()), torch.zeros(1, 4), torch.zeros(4, device="meta")),
+        torch.zeros(4, requires_grad=True),
+    ],
 }
 PAIRS = [
     *({**ONE, "cu_seqlens": lengths} for lengths in LENGTHS),

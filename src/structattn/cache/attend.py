@@ -138,6 +138,7 @@ def over_dense(
         softcap=options.softcap,
         sinks=options.sinks,
         attn_mask=options.attn_mask,
+        alibi_slopes=options.alibi_slopes,
     )
 
 
@@ -189,6 +190,7 @@ def fused_attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Ten
         softmax.layout.score_factors(options.scale),
         softcap=options.softcap,
         mask=options.attn_mask,
+        slopes=options.slopes,
         multiples=(0, *sizes[1:]) if sizes and softmax.window is None and not is_chunked else None,
         max_count=int(counts[0].max()),
     )

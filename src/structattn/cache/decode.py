@@ -266,15 +266,10 @@ def _weights(
         score = _feature_scores(q[..., softmax.dims], softmax, stores, columns, factors)
     else:
         score = _latent_scores(q, softmax, stores, view.latent, columns, factors)
-    options.cap(score)
-    tokens = q.shape[2]
-    if tokens > 1:
-        steps = torch.arange(tokens, device=q.device)
-        score[..., -tokens:].masked_fill_(steps[None, :] > steps[:, None], -torch.inf)
+    options.finish(score)
     hidden = columns.hidden
     if hidden is not None:
         score = score.masked_fill(hidden, -torch.inf)
-    options.hide(score, q.shape[:3])
     return options.softmax(score, q.shape[:3]), columns
 
 
@@ -304,12 +299,7 @@ def _alike(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
                     torch.add(found, columns, alpha=of_count / previous if previous else 1.0, out=columns)
             previous = of_count
         assert score is not None
-        options.cap(score)
-        if tokens > 1:
-            steps = torch.arange(tokens, device=q.device)
-            by_token = score.view(query.shape[0], -1, tokens, score.shape[2])
-            by_token[..., -tokens:].masked_fill_(steps[None, :] > steps[:, None], -torch.inf)
-        options.hide(score, q.shape[:3])
+        options.finish(score.view(batch, heads, tokens, -1))
         weight = options.softmax(score, q.shape[:3]).view(batch * value_heads, heads // value_heads * tokens, -1)
         parts = []
         for number, (store, level) in enumerate(view.values):
@@ -337,7 +327,7 @@ def attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
     Args:
         q: (B, H, T, D). With T > 1 all T lie in one block of every level of every row, and there is no window.
         view: what the cache keeps.
-        options: scale, soft cap, mask of these queries, and sinks.
+        options: scale, soft cap, ALiBi, mask of these queries, and sinks.
 
     Returns:
         (B, H, T, V) in q's dtype; computed in float32 at least.

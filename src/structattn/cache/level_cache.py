@@ -41,16 +41,14 @@ class LevelCache(CacheRows, OfOneLayer):
     Blocks are counted from the first real token of each row. What is kept carries no gradient.
 
     Args:
-        layout: as of ``structured_attention``. Or a ``TextLayout``: then each call is given its levels with the segments that the new
+        layout: as of ``structured_attention``. Or a ``TextLayout``: each call is given its levels with the segments that the new
             tokens see. Default ``None``: plain attention, everything is kept.
         window: sliding window in positions. Default ``None``.
         chunk_size: tokens see only those of their own chunk of this many, from whose start blocks are counted. Default ``None``.
         max_length: tokens for which memory is taken with the first ones; more are possible. Default ``None``: it grows by pages.
-        page_size: tokens per page. What is allocated is ``layout.key_cache_size(T)`` with each level rounded up to a page (but
-            never above its longest block). Default 1,024.
+        page_size: tokens per page; ``layout.key_cache_size(T)`` is allocated, each level rounded up to a page but not above its longest block. Default 1,024.
         left_padding: (B,) ints, leading tokens of each row that are padding. Default ``None``.
-        latent: makes keys from a hidden state that all heads share; then ``attend`` is given that state in place of
-            keys, and it is what is kept. Default ``None``. See ``Attention.new_cache``.
+        latent: makes keys from a hidden state that all heads share, which ``attend`` is given in place of keys, and which is kept. Default ``None``.
 
     Attributes:
         layout: where rows have segments of their own, in the order of the rows that there are now.
@@ -66,8 +64,7 @@ class LevelCache(CacheRows, OfOneLayer):
 
     Cost: a decoding step costs what it reads: the numbers that are kept, once each. Appending copies only the new tokens.
 
-    Source: the idea is Kuang et al. 2025, section 5 (a cache of T sum r_l / p_l); ragged rows, windows, values, latent states
-    and any chunking are ours.
+    Source: the idea is Kuang et al. 2025, section 5 (a cache of T sum r_l / p_l); ragged rows, windows, values, latent states are ours.
     """
 
     def __init__(
@@ -163,6 +160,7 @@ class LevelCache(CacheRows, OfOneLayer):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         attn_mask: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """Appends new tokens and returns the attention of their queries over all tokens so far.
 
@@ -171,19 +169,15 @@ class LevelCache(CacheRows, OfOneLayer):
 
         Args:
             q: (B, H, T, D), after rotary embedding.
-            k: keys of the new tokens, (B, Gk, T, D), Gk dividing H, after rotary embedding; with ``latent`` the hidden states,
-                (B, 1, T, E).
+            k: keys of the new tokens, (B, Gk, T, D), Gk dividing H, after rotary embedding; with ``latent`` the hidden states, (B, 1, T, E).
             v: (B, Gv, T, V), Gv dividing H.
-            scale, softcap, sinks: as of ``structured_attention``; the same at every call.
-            backend: ``"auto"`` decodes few tokens straight from what is kept (where no gradient is asked for), on a GPU by a
-                fused kernel if ``max_length`` was given; so does ``"triton"``, or raises. Any other is given all keys as a
-                dense tensor.
-            layout: of a cache with a ``TextLayout``: its levels with the segments that the new tokens see (``TextHistory.step``),
-                for every batch row.
-            attn_mask: as of ``structured_attention``, broadcastable to (B, H, T, S), bool or floating point. S counts all tokens: those so far,
-                padding included, and the new ones; nothing of it is remembered, so that each call needs the columns of what an
-                earlier one hid. It moves no block. At positions that a level has dropped it changes nothing there, since no later
-                query shares them at this level; the levels that still keep them are hidden as the mask says.
+            scale, softcap, sinks, alibi_slopes: as of ``structured_attention``; the same at every call.
+            backend: ``"auto"`` decodes few tokens straight from what is kept (where no gradient is asked for), on a GPU by a fused kernel if
+                ``max_length`` was given; so does ``"triton"``, or raises. Any other is given all keys as a dense tensor.
+            layout: of a cache with a ``TextLayout``: its levels with the segments that the new tokens see (``TextHistory.step``), for every batch row.
+            attn_mask: as of ``structured_attention``, (B, H, T, S) or broadcastable. S counts all tokens, those so far, padding included, and the
+                new ones: nothing of it is remembered, so that each call needs the columns of what an earlier one hid. It moves no block. At
+                positions that a level has dropped it changes nothing, since no later query shares them at this level.
 
         Returns:
             (B, H, T, V). Under autocast q, k and v are cast first, as in ``structured_attention``, and so kept.
@@ -193,14 +187,11 @@ class LevelCache(CacheRows, OfOneLayer):
             ConfigError: a layout is missing, not needed, or has other levels.
             BackendUnavailableError: the named backend cannot run here; the message says why.
         """
+        terms = ScoreOptions(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
         self._mark()
         try:
             check_choice("backend", backend, get_args(Backend))
-            check_tensor("q", q)
-            contents = self._checked(q, k, v, layout)
-            options = ScoreOptions(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask)
-            options.check(q, contents.length + q.shape[2])
-            return attend(contents, q, k, v, options, backend)
+            return attend(self._checked(q, k, v, layout, terms), q, k, v, terms, backend)
         except BaseException:
             self.undo()
             raise
@@ -216,6 +207,7 @@ class LevelCache(CacheRows, OfOneLayer):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         attn_mask: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """The weights that ``attend`` would give the tokens so far and the new ones, (B, H, T, S); nothing is appended.
 
@@ -224,13 +216,10 @@ class LevelCache(CacheRows, OfOneLayer):
 
         Cost: that of ``reference`` with S values per key: 2 B H T S (D + S) FLOPs.
         """
+        terms = ScoreOptions(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
         self._mark()
         try:
-            check_tensor("q", q)
-            contents = self._checked(q, k, v, layout)
-            options = ScoreOptions(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask)
-            options.check(q, contents.length + q.shape[2])
-            return weights(contents, q, k, options)
+            return weights(self._checked(q, k, v, layout, terms), q, k, terms)
         finally:
             self.undo()
 
@@ -271,8 +260,12 @@ class LevelCache(CacheRows, OfOneLayer):
         if self._contents is not None:
             self._contents.latent = latent
 
-    def _checked(self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None) -> Contents:
-        """The contents, if the tokens fit them, made for the first ones."""
+    def _checked(
+        self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None, options: ScoreOptions | None = None
+    ) -> Contents:
+        """The contents, if the tokens fit them, made for the first ones; with queries they come with ``options``."""
+        if options is not None:
+            check_tensor("q", q)
         found = checked_shape(q, k, v, self.latent)
         check_layout_of_call(layout, self.text, self.layout, found.batch)
         if layout is not None:
@@ -285,6 +278,8 @@ class LevelCache(CacheRows, OfOneLayer):
             )
         elif layout is not None:
             self._contents.set_layout(layout)
+        if q is not None and options is not None:
+            options.check(q, self._contents.length + q.shape[2])
         return self._contents
 
     def _empty(self, shape: TokenShape) -> Contents:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from structattn.checks import check_scale
-from structattn.ops.checks import check_sinks, check_softcap, checked_mask
+from structattn.ops.checks import check_sinks, check_softcap, checked_mask, checked_slopes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,7 @@ class ScoreOptions:
     softcap: float | None = None
     sinks: Tensor | None = None
     attn_mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
 
     def check(self, q: Tensor, num_keys: int) -> None:
         """Raises what ``structured_attention`` would raise for them, with S keys."""
@@ -31,6 +32,14 @@ class ScoreOptions:
             check_sinks(q, self.sinks)
         if self.attn_mask is not None:
             checked_mask(q, num_keys, None, self.attn_mask)
+        if self.alibi_slopes is not None:
+            checked_slopes(q, self.alibi_slopes)
+
+    @property
+    def slopes(self) -> Tensor | None:
+        """The ALiBi slopes, (1 or B, H), without a gradient."""
+        slopes = self.alibi_slopes
+        return slopes if slopes is None else slopes.detach()[None] if slopes.dim() == 1 else slopes.detach()
 
     @property
     def needs_gradient(self) -> bool:
@@ -44,28 +53,32 @@ class ScoreOptions:
         mask = self.attn_mask[(None,) * (4 - self.attn_mask.dim())].expand(-1, -1, num_queries, num_keys)
         return replace(self, attn_mask=mask[:, :, first:end, : num_keys - num_queries + end])
 
-    def cap(self, scores: Tensor) -> None:
-        """Caps scores in place."""
-        if self.softcap is not None:
-            scores.div_(self.softcap).tanh_().mul_(self.softcap)
-
-    def hide(self, scores: Tensor, of_queries: Sequence[int]) -> None:
-        """Adds the mask, (B or 1, H or 1, T, S), in place to scores (..., N) of the last N keys.
+    def finish(self, scores: Tensor) -> None:
+        """Makes scaled products the scores, in place: soft cap, ALiBi, mask, and no later tokens.
 
         Args:
-            scores: contiguous.
-            of_queries: what their other dimensions are together, (B, H, T), in this order.
+            scores: (B, H, T, N), contiguous, of the last N keys.
         """
+        if self.softcap is not None:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        tokens, count = scores.shape[2:]
+        if self.slopes is not None:
+            keys = torch.arange(count, dtype=scores.dtype, device=scores.device)
+            distance = keys[count - tokens :, None] - keys
+            scores.addcmul_(self.slopes.to(scores.dtype)[:, :, None, None], distance, value=-1.0)
+        if tokens > 1:
+            steps = torch.arange(tokens, device=scores.device)
+            scores[..., -tokens:].masked_fill_(steps[None, :] > steps[:, None], -torch.inf)
         if self.attn_mask is None:
             return
-        mask, scores = self.attn_mask[..., -scores.shape[-1] :], scores.view(*of_queries, -1)
+        mask = self.attn_mask[..., -count:]
         if mask.dtype == torch.bool:
             scores.masked_fill_(~mask, -torch.inf)
         else:
             scores.add_(mask.detach())
 
     def softmax(self, scores: Tensor, of_queries: Sequence[int]) -> Tensor:
-        """The weights of scores (..., N), which may be overwritten; ``of_queries`` as of ``hide``."""
+        """The weights of scores (..., N), which may be overwritten; ``of_queries`` is what their other dimensions are together, (B, H, T)."""
         empty = None
         if self.attn_mask is not None:  # a query may see no key, and gives 0
             empty = scores.amax(-1, keepdim=True) == -torch.inf

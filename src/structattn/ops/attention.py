@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -18,17 +18,8 @@ from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 from structattn.ops import backends, operators, reference
 from structattn.ops.backends import Backend
-from structattn.ops.call import Call
-from structattn.ops.checks import (
-    autocasted,
-    check_bias,
-    check_layout,
-    check_options,
-    check_sinks,
-    check_tensors,
-    checked_mask,
-    checked_sequences,
-)
+from structattn.ops.call import Call, Options
+from structattn.ops.checks import autocasted, check_layout, check_options, check_sinks, check_tensors, checked_terms
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -74,29 +65,26 @@ def explain(
     attn_mask: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> str:
     """Which code ``backend="auto"`` runs for a call, and why, in one line: ``"blocked: 8 levels in memory linear in ... (...)"``.
 
     Args: those of ``structured_attention``; only shapes, dtype and device of the tensors are looked at, so that
         ``torch.empty(..., device="meta")`` is enough.
     """
-    v, calls = _read(
-        q,
-        k,
-        v,
-        layout,
-        is_causal,
-        scale,
-        window,
-        attn_bias,
-        dropout_p,
-        cu_seqlens,
-        left_padding,
-        return_lse,
-        attn_mask,
-        softcap,
-        sinks,
-    )
+    options: Options = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "window": window,
+        "attn_bias": attn_bias,
+        "attn_mask": attn_mask,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "dropout_p": dropout_p,
+        "cu_seqlens": cu_seqlens,
+        "left_padding": left_padding,
+    }
+    v, calls = _read(q, k, v, layout, options, sinks, return_lse)
     needs_lse = return_lse or sinks is not None
     choices = [backends.choose(query, key, v, call, needs_lse) for query, key, call in calls]
     lines = [f"{choice}: {reason()}" for choice, reason in choices]
@@ -104,50 +92,21 @@ def explain(
 
 
 def _read(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout | None,
-    is_causal: bool,
-    scale: float | None,
-    window: int | None,
-    attn_bias: Tensor | None,
-    dropout_p: float,
-    cu_seqlens: Tensor | None,
-    left_padding: Tensor | None,
-    return_lse: bool,
-    attn_mask: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout | None, options: Options, sinks: Tensor | None, return_lse: bool
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Call]]]:
     """The arguments, checked: v, and the calls whose outputs are added, each with its queries and keys."""
-    check_options(layout, is_causal, scale, window, softcap, dropout_p, return_lse)
+    check_options(layout, options, return_lse)
     check_tensors(q, k, v)
-    if attn_mask is not None:
-        attn_bias, attn_mask = checked_mask(q, k.shape[2], attn_bias, attn_mask)
-    if attn_bias is not None:
-        check_bias(q, k, attn_bias)
+    checked = checked_terms(q, k, options)
     if sinks is not None:
         check_sinks(q, sinks)
-    if cu_seqlens is not None or left_padding is not None:
-        cu_seqlens, left_padding = checked_sequences(q, k, cu_seqlens, left_padding)
+    cu_seqlens = checked["cu_seqlens"]
     if layout is not None:
         if cu_seqlens is None:
             check_layout(layout, q.shape[3], v.shape[3], q.shape[0])
         else:
             check_layout(layout, q.shape[3], v.shape[3], cu_seqlens.shape[0] - 1, "packed sequence")
-    call = Call(
-        layout=layout if isinstance(layout, LevelLayout) else _plain(q.shape[3]),
-        is_causal=is_causal,
-        scale=float(scale) if isinstance(scale, int) else scale,  # an int may be larger than any that a tensor takes
-        window=window,
-        attn_bias=attn_bias,
-        softcap=float(softcap) if isinstance(softcap, int) else softcap,
-        dropout_p=dropout_p,
-        cu_seqlens=cu_seqlens,
-        left_padding=left_padding,
-        attn_mask=attn_mask,
-    )
+    call = Call(layout=layout if isinstance(layout, LevelLayout) else _plain(q.shape[3]), **checked)
     q, k, v = autocasted(q, k, v)
     if not isinstance(layout, GlobalWindowLayout):
         return v, [(q, k, call)]
@@ -176,18 +135,10 @@ def structured_attention(
     v: Tensor,
     layout: Layout | None = None,
     *,
-    is_causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    attn_bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    left_padding: Tensor | None = None,
     backend: Backend = "auto",
     return_lse: Literal[False] = False,
-    attn_mask: Tensor | None = None,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
 def structured_attention(
@@ -196,18 +147,10 @@ def structured_attention(
     v: Tensor,
     layout: Layout | None = None,
     *,
-    is_causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    attn_bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    left_padding: Tensor | None = None,
     backend: Backend = "auto",
     return_lse: Literal[True],
-    attn_mask: Tensor | None = None,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def structured_attention(
@@ -216,18 +159,10 @@ def structured_attention(
     v: Tensor,
     layout: Layout | None = None,
     *,
-    is_causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    attn_bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    left_padding: Tensor | None = None,
     backend: Backend = "auto",
     return_lse: bool = False,
-    attn_mask: Tensor | None = None,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @_options_by_name
 def structured_attention(
@@ -248,12 +183,14 @@ def structured_attention(
     attn_mask: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention whose score matrix has the structure of a layout.
 
         out_i = sum_j softmax_j(score(i, j) + bias(i, j)) v_j, with score(i, j) as ``LevelLayout`` defines it.
 
-    With a soft cap c a score s is c tanh(s / c), before bias and masks. With sinks the denominator of a row of head h has one
+    With a soft cap c a score s is c tanh(s / c), before biases and masks. With ALiBi slopes m the bias of head h has one term more,
+    -m_h |i - j|, with the positions of query and key in their sequence. With sinks the denominator of a row of head h has one
     term more, exp(sink_h), which has no value: weights then sum to less than 1.
 
     Options after ``layout`` are given by name.
@@ -283,6 +220,8 @@ def structured_attention(
         softcap: c > 0, caps the scaled scores softly to (-c, c), as Gemma 2 does. Default ``None``.
         sinks: (H,), floating point: a learned logit of each query head, as gpt-oss has it; gradients reach it. A global-window
             layout has it in both softmaxes. Default ``None``.
+        alibi_slopes: (H,) or (B, H), floating point: the slope m of each query head; the bias -m |i - j| never takes T x S numbers.
+            Slopes are constants and get no gradient. A global-window layout has it in both softmaxes. Default ``None``.
 
     Returns:
         out (B, H, T, V) in q's dtype; with ``return_lse`` also lse (B, H, T), base e, float32 for 16-bit inputs. A query
@@ -297,32 +236,28 @@ def structured_attention(
         BackendUnavailableError: the named backend cannot run here; the message says why.
 
     Cost: ``layout.score_flops(T)`` + 2 V (visible pairs) FLOPs per head are needed; the ``reference`` backend spends
-    2 T S (D + V) per head and memory for T x S scores. A soft cap costs a tanh per pair, sinks one more pass over the output;
-    PyTorch's own kernels, the fastest with one level, have neither.
+    2 T S (D + V) per head and memory for T x S scores. A soft cap costs a tanh per pair, ALiBi a multiply-add per pair, sinks one
+    more pass over the output; PyTorch's own kernels, the fastest with one level, have none of them.
 
     Source: Kuang et al. 2025, section 5. Soft cap: Gemma Team 2024 (Gemma 2). Sinks: OpenAI 2025 (gpt-oss), after Xiao et al.
-    2023 (StreamingLLM). Windows, ragged lengths, grouped heads and the variance scaling are ours.
+    2023 (StreamingLLM). ALiBi: Press et al. 2022. Windows, ragged lengths, grouped heads and the variance scaling are ours.
     """
     check_choice("backend", backend, backends.NAMED)
     if backend != "auto" and (reason := backends.why_not(backend)) is not None:
         raise BackendUnavailableError(f"backend {backend!r} cannot run: {reason}")
-    v, calls = _read(
-        q,
-        k,
-        v,
-        layout,
-        is_causal,
-        scale,
-        window,
-        attn_bias,
-        dropout_p,
-        cu_seqlens,
-        left_padding,
-        return_lse,
-        attn_mask,
-        softcap,
-        sinks,
-    )
+    options: Options = {  # a compiler cannot call the type
+        "is_causal": is_causal,
+        "scale": scale,
+        "window": window,
+        "attn_bias": attn_bias,
+        "attn_mask": attn_mask,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "dropout_p": dropout_p,
+        "cu_seqlens": cu_seqlens,
+        "left_padding": left_padding,
+    }
+    v, calls = _read(q, k, v, layout, options, sinks, return_lse)
     needs_lse = return_lse or sinks is not None
     out: Tensor | None = None
     for query, key, call in calls:

@@ -130,7 +130,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
     else:
         reason = "the tensors are not on a CUDA device"
     if len(call.layout.ranks) == 1 and (lacking := sdpa.why_not(q, k, v, call, return_lse)) is not None:
-        reason = f"{reason}; {lacking}"
+        reason = f"{reason}, and {lacking}"
     per_row = scores if call.attn_bias is None and call.attn_mask is None else scores // max(batch, 1)
     # Packed sequences together make many hidden pairs, and one after another many small products.
     if call.cu_seqlens is None and holds(per_row <= DENSE_SCORES) and holds(scores <= DENSE_BATCH_SCORES):
@@ -141,4 +141,5 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
 def _levels(call: Call) -> str:
     count = len(call.layout.ranks)
     found = f"{count} levels" if count > 1 else "one level"
-    return found if call.softcap is None else f"{found} with a soft cap"
+    terms = [name for name, x in (("a soft cap", call.softcap), ("ALiBi", call.alibi_slopes)) if x is not None]
+    return f"{found} with {' and '.join(terms)}" if terms else found

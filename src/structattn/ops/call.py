@@ -1,35 +1,53 @@
-"""One checked call of ``structured_attention``: what a backend needs besides q, k and v."""
+"""The options of a call of ``structured_attention``: as a user gives them, and checked, as a backend needs them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypedDict
 
 from torch import Tensor
 
 from structattn.layout.levels import LevelLayout
 
 
-@dataclass(kw_only=True, slots=True)
-class Call:
-    """The options of a call; see ``structured_attention``. Nothing changes one after it is made.
+class Options(TypedDict, total=False):
+    """The options of ``structured_attention`` that each of its backends computes, as they are given."""
 
-    Attributes:
-        attn_mask: bool; a float one is an ``attn_bias``.
-        seed: 0-dimensional int64 on the CPU, of the random numbers of dropout; ``None`` without dropout.
-    """
-
-    layout: LevelLayout
     is_causal: bool
     scale: float | None
     window: int | None
     attn_bias: Tensor | None
+    attn_mask: Tensor | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
     dropout_p: float
     cu_seqlens: Tensor | None
     left_padding: Tensor | None
-    softcap: float | None = None
-    seed: Tensor | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Call:
+    """A layout and ``Options``, checked. Nothing changes one after it is made.
+
+    Attributes:
+        attn_mask: bool; a float one is an ``attn_bias``.
+        alibi_slopes: (1 or B, H), without a gradient.
+        seed: 0-dimensional int64 on the CPU, of the random numbers of dropout; ``None`` without dropout.
+    """
+
+    layout: LevelLayout
+    is_causal: bool = True
+    scale: float | None = None
+    window: int | None = None
+    attn_bias: Tensor | None = None
     attn_mask: Tensor | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    dropout_p: float = 0.0
+    cu_seqlens: Tensor | None = None
+    left_padding: Tensor | None = None
+    seed: Tensor | None = None
 
     @property
     def one_level_scale(self) -> float:

@@ -31,6 +31,7 @@ from structattn.errors import ConfigError, ShapeError
 from structattn.layout.checks import check_sum
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
+from structattn.ops.call import Options
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NOTHING = nullcontext()
@@ -110,15 +111,38 @@ def _check_ints(name: str, x: Any, q: Tensor, remedy: str = "") -> None:
         raise ShapeError(f"{name} has no numbers: it is on the meta device, q on {q.device}")
 
 
-def checked_sequences(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, left_padding: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """``cu_seqlens`` and ``left_padding``, which fit q and k; their numbers are checked at run time where they are not known.
+def checked_terms(q: Tensor, k: Tensor, options: Options) -> Options:
+    """The options, whose tensors fit q and k, as ``Call`` has them.
 
     Raises:
-        ShapeError: shapes, dtypes or numbers do not fit.
-        ConfigError: both are given.
+        ShapeError: shapes, dtypes, devices or numbers do not fit.
+        ConfigError: two options exclude each other.
     """
+    checked = options.copy()
+    if options["attn_mask"] is not None:
+        checked["attn_bias"], checked["attn_mask"] = checked_mask(
+            q, k.shape[2], options["attn_bias"], options["attn_mask"]
+        )
+    if checked["attn_bias"] is not None:
+        _check_bias(q, k, checked["attn_bias"])
+    if options["alibi_slopes"] is not None:
+        checked["alibi_slopes"] = checked_slopes(q, options["alibi_slopes"])
+    if options["cu_seqlens"] is not None or options["left_padding"] is not None:
+        checked["cu_seqlens"], checked["left_padding"] = _checked_sequences(
+            q, k, options["cu_seqlens"], options["left_padding"]
+        )
+    scale, softcap = options["scale"], options["softcap"]
+    checked["scale"] = (
+        float(scale) if isinstance(scale, int) else scale
+    )  # an int may be larger than any that a tensor takes
+    checked["softcap"] = float(softcap) if isinstance(softcap, int) else softcap
+    return checked
+
+
+def _checked_sequences(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, left_padding: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """``cu_seqlens`` and ``left_padding``, which fit q and k; their numbers are checked at run time where they are not known."""
     batch, num_queries, num_keys = q.shape[0], q.shape[2], k.shape[2]
     if cu_seqlens is not None and left_padding is not None:
         raise ConfigError("give cu_seqlens (packed sequences) or left_padding (padded batch), not both")
@@ -218,10 +242,9 @@ def check_layout(
         )
 
 
-def check_options(
-    layout: Any, is_causal: Any, scale: Any, window: Any, softcap: Any, dropout_p: Any, return_lse: Any
-) -> None:
+def check_options(layout: Any, options: Options, return_lse: Any) -> None:
     """Raises ``ConfigError`` unless everything but the tensors is of its type and in its range."""
+    scale, window, softcap, dropout_p = options["scale"], options["window"], options["softcap"], options["dropout_p"]
     if isinstance(layout, Tensor):
         raise ConfigError(
             "layout, the fourth argument, must be a layout or None, got a tensor: a mask is attn_mask=..., "
@@ -235,7 +258,7 @@ def check_options(
             "a LevelLayout, a GlobalWindowLayout or None",
             "LevelLayout.halving((32, 16), 1024) makes one from ranks, Attention.from_spec takes text, TextLayout.at gives the layout of a text",
         )
-    check_bool("is_causal", is_causal)
+    check_bool("is_causal", options["is_causal"])
     check_bool("return_lse", return_lse)
     if scale is not None:
         check_scale("scale", scale)
@@ -252,7 +275,7 @@ def check_options(
             raise ConfigError("a global-window layout has its own scale and window: leave scale and window at None")
 
 
-def check_bias(q: Tensor, k: Tensor, attn_bias: Any) -> None:
+def _check_bias(q: Tensor, k: Tensor, attn_bias: Any) -> None:
     """Raises ``ShapeError`` unless the bias can be added to the scores."""
     check_tensor("attn_bias", attn_bias)
     if attn_bias.dtype not in _DTYPES:
@@ -311,3 +334,34 @@ def check_sinks(q: Tensor, sinks: Any) -> None:
         )
     if sinks.device != q.device:
         raise ShapeError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
+
+
+def checked_slopes(q: Tensor, alibi_slopes: Any) -> Tensor:
+    """The slopes, (1 or B, H).
+
+    Raises:
+        ShapeError: there is not one per query head.
+        ConfigError: they need a gradient.
+    """
+    check_tensor("alibi_slopes", alibi_slopes)
+    batch, heads = q.shape[:2]
+    if alibi_slopes.dtype not in _DTYPES or tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
+        raise ShapeError(
+            f"alibi_slopes must have one floating-point slope per query head, shape ({heads},) or ({batch}, {heads}), got "
+            f"{alibi_slopes.dtype} of shape {tuple(alibi_slopes.shape)}"
+        )
+    if alibi_slopes.device != q.device:
+        raise ShapeError(f"alibi_slopes must be on the device of q, {q.device}, got {alibi_slopes.device}")
+    if _needs_gradient(alibi_slopes):
+        raise ConfigError(
+            "alibi_slopes get no gradient, and these require one: give alibi_slopes.detach(); a bias that is learned is attn_bias"
+        )
+    slopes = alibi_slopes.detach()
+    return slopes if slopes.dim() == 2 else slopes[None]
+
+
+def _needs_gradient(x: Tensor) -> bool:
+    """Whether a derivative by a tensor is asked for, in reverse or forward mode."""
+    if torch.autograd.forward_ad._current_level >= 0 and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+        return True
+    return x.requires_grad and torch.is_grad_enabled()

@@ -23,6 +23,7 @@ def chunked_attention(
     left_padding: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Causal ``structured_attention`` with the chunks of all rows as rows of the batch.
@@ -32,7 +33,7 @@ def chunked_attention(
 
     Args:
         q, k, v: (B, H, T, D), (B, G, S, D) and (B, G, S, V); the queries are the last T of S positions.
-        layout, left_padding, cu_seqlens, attn_mask: as of ``structured_attention``; with ``cu_seqlens``, T = S.
+        layout, left_padding, cu_seqlens, attn_mask, alibi_slopes: as of ``structured_attention``; with ``cu_seqlens``, T = S.
         chunk_size: tokens of a chunk.
         **options: of ``structured_attention``.
 
@@ -71,8 +72,10 @@ def chunked_attention(
         layout = layout.select_rows(rows.flatten()[starts].tolist())
     if attn_mask is not None:
         attn_mask = _chunks_of_mask(attn_mask, place, count, batch, length)
+    if alibi_slopes is not None and alibi_slopes.dim() == 2:
+        alibi_slopes = alibi_slopes[starts // length]
     q, k, v = (x.transpose(1, 2).flatten(0, 1)[place].transpose(1, 2) for x in (q, k, v))
-    out: Tensor = structured_attention(q, k, v, layout, attn_mask=attn_mask, **options)
+    out: Tensor = structured_attention(q, k, v, layout, attn_mask=attn_mask, alibi_slopes=alibi_slopes, **options)
     flat = out.new_zeros(batch * length, heads, out.shape[3])
     flat = flat.index_put((place[has],), out.transpose(1, 2)[has])
     return flat.unflatten(0, (batch, length)).transpose(1, 2)[:, :, -count:]

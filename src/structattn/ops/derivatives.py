@@ -25,28 +25,13 @@ Function = Callable[..., Tensors]
 
 def definition(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """``reference`` with the options of a call: output and log-sum-exp."""
-    dropped, dropout_p = None, 0.0
+    dropped, kept = None, 1.0
     if call.seed is not None:
         keys = key_positions(k[:, :1])  # the same for all heads
         dropout = Dropout(p=call.dropout_p, seed=call.seed, queries=query_positions(q), keys=keys)
-        dropped, dropout_p = dropout.dropped(), 1 - dropout.kept
+        dropped, kept = dropout.dropped(), dropout.kept
     with without_autocast(q):
-        return reference.attention(
-            q,
-            k,
-            v,
-            call.layout,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            window=call.window,
-            attn_bias=call.attn_bias,
-            softcap=call.softcap,
-            dropout_p=dropout_p,
-            cu_seqlens=call.cu_seqlens,
-            left_padding=call.left_padding,
-            dropped=dropped,
-            attn_mask=call.attn_mask,
-        )
+        return reference.attention(q, k, v, call, dropped, kept)
 
 
 def refuse_forward_mode() -> None:

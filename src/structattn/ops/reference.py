@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from structattn.layout.levels import LevelLayout
+from structattn.ops.call import Call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,10 @@ class Positions:
     keys: Tensor
     rows: Tensor
     same: Tensor | None
+
+    def distance(self) -> Tensor:
+        """Query position minus key position, (1 or B, T, S) int64."""
+        return self.queries[:, :, None] - self.keys[:, None, :]
 
     def shared_levels(self, layout: LevelLayout) -> Tensor:
         """The number of levels that each pair shares, (1 or B, T, S) int64."""
@@ -81,7 +86,7 @@ def visible(position: Positions, is_causal: bool, window: int | None) -> Tensor 
     """The bool mask (1 or B, T, S) of the pairs that may attend; ``None`` when every pair may."""
     if not is_causal and window is None:
         return position.same
-    distance = position.queries[:, :, None] - position.keys[:, None, :]
+    distance = position.distance()
     mask = torch.ones_like(distance, dtype=torch.bool) if position.same is None else position.same.expand_as(distance)
     if is_causal:
         mask = mask & (distance >= 0)
@@ -117,30 +122,19 @@ def scores(q: Tensor, k: Tensor, layout: LevelLayout, scale: float | None, num_s
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: LevelLayout,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    window: int | None,
-    attn_bias: Tensor | None,
-    dropout_p: float,
-    cu_seqlens: Tensor | None,
-    left_padding: Tensor | None,
-    dropped: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    softcap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, call: Call, dropped: Tensor | None = None, kept: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Structured attention by its definition; the meaning of the arguments is that of ``structured_attention``.
+    """Structured attention by its definition; the meaning of the options is that of ``structured_attention``.
 
     16-bit inputs are computed in float32. A query that sees no key has output 0 and log-sum-exp -inf, and no gradient. What
     padding holds reaches nothing, NaN neither; nor does another packed sequence, each being computed separately (while PyTorch
     traces, when lengths are not known, all are computed together, with a mask).
 
     Args:
+        q, k, v: (B, H, T, D), (B, G, S, D), (B, G, S, V).
+        call: the options, checked.
         dropped: the weights that dropout drops, bool (B, H, T, S); ``None`` without dropout.
+        kept: the probability of keeping a weight.
 
     Returns:
         out (B, H, T, V) in q's dtype and lse (B, H, T), float32 or float64, base e.
@@ -151,29 +145,17 @@ def attention(
     repeats, num_keys = q.shape[1] // k.shape[1] if k.shape[1] else 1, k.shape[-2]
     query = q.to(dtype)
     key, value = (x.to(dtype).repeat_interleave(repeats, dim=1) for x in (k, v))
-    bias = None if attn_bias is None else attn_bias.to(dtype).expand(*q.shape[:3], num_keys)
-    shown = None if attn_mask is None else attn_mask.expand(*q.shape[:3], num_keys)
-    position = positions(q.shape[-2], num_keys, cu_seqlens, left_padding, q.shape[0], q.device)
+    bias = None if call.attn_bias is None else call.attn_bias.to(dtype).expand(*q.shape[:3], num_keys)
+    shown = None if call.attn_mask is None else call.attn_mask.expand(*q.shape[:3], num_keys)
+    cu_seqlens = call.cu_seqlens
+    position = positions(q.shape[-2], num_keys, cu_seqlens, call.left_padding, q.shape[0], q.device)
 
     def of(own: slice, position: Positions) -> tuple[Tensor, Tensor]:
         """The queries of a slice with the keys of that slice."""
         own_query, own_key, own_value = (x[:, :, own] for x in (query, key, value))
         own_bias, own_dropped, own_shown = (None if x is None else x[:, :, own, own] for x in (bias, dropped, shown))
-        out, lse = _dense(
-            own_query,
-            own_key,
-            own_value,
-            position,
-            layout,
-            is_causal,
-            scale,
-            window,
-            own_bias,
-            own_dropped,
-            own_shown,
-            softcap,
-        )
-        return (out if dropped is None else out / (1 - dropout_p)).to(q.dtype), lse
+        out, lse = _dense(own_query, own_key, own_value, position, call, own_bias, own_dropped, own_shown)
+        return (out if dropped is None else out / kept).to(q.dtype), lse
 
     if cu_seqlens is None or not _is_known(cu_seqlens):
         return of(slice(None), position)
@@ -198,28 +180,26 @@ def _dense(
     key: Tensor,
     value: Tensor,
     position: Positions,
-    layout: LevelLayout,
-    is_causal: bool,
-    scale: float | None,
-    window: int | None,
+    call: Call,
     bias: Tensor | None,
     dropped: Tensor | None,
     shown: Tensor | None,
-    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of tensors with equal numbers of heads, of one dtype; weights that are kept keep their size."""
-    num_shared = position.shared_levels(layout)[:, None]
-    mask = visible(position, is_causal, window)
+    num_shared = position.shared_levels(call.layout)[:, None]
+    mask = visible(position, call.is_causal, call.window)
     if mask is not None:
         # What is in no visible pair may be NaN, and 0 times NaN is NaN.
         unused_query, unused_key = (~mask.any(dim)[:, None, :, None] for dim in (2, 1))
         query = query.masked_fill(unused_query, 0.0)
         key, value = (x.masked_fill(unused_key, 0.0) for x in (key, value))
-    score = scores(query, key, layout, scale, num_shared)
-    if softcap is not None:
-        score = softcap * torch.tanh(score / softcap)
+    score = scores(query, key, call.layout, call.scale, num_shared)
+    if call.softcap is not None:
+        score = call.softcap * torch.tanh(score / call.softcap)
     if bias is not None:
         score = score + bias
+    if call.alibi_slopes is not None:
+        score = score - call.alibi_slopes.to(score.dtype)[:, :, None, None] * position.distance().abs()[:, None]
     if shown is not None:
         score = score.masked_fill(~shown, -torch.inf)
     if mask is not None:
@@ -231,12 +211,12 @@ def _dense(
     weight = (score - lse).exp().masked_fill(empty, 0.0)
     if dropped is not None:
         weight = weight.masked_fill(dropped, 0.0)
-    if layout.value_slices is None:
+    if call.layout.value_slices is None:
         out = weight @ value
     else:
         outs = [
             (weight * (num_shared >= level)) @ value[..., features].contiguous()
-            for level, features in enumerate(layout.value_slices, start=1)
+            for level, features in enumerate(call.layout.value_slices, start=1)
         ]
         out = torch.cat(outs, dim=-1)
     return out.masked_fill(empty, 0.0), lse.masked_fill(empty, -torch.inf).squeeze(-1)

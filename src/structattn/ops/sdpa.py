@@ -23,6 +23,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool = Fals
     """The reason why PyTorch's kernels cannot run a call, or ``None``. Sinks are added by means of the log-sum-exp."""
     if call.softcap is not None:
         return "PyTorch's kernels have no soft cap"
+    if call.alibi_slopes is not None:
+        return "PyTorch's kernels take ALiBi as T x S numbers only"
     return "PyTorch's kernels return no log-sum-exp, which sinks need too" if return_lse else None
 
 

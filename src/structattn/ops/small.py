@@ -42,7 +42,11 @@ Levels = tuple[tuple[slice, Tensor], ...]
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     """The reason why this file cannot run a call, or ``None``; it has no log-sum-exp either, so no sinks."""
-    return None if call.softcap is None else "the weights alone do not give the slope of a soft cap"
+    if call.softcap is not None:
+        return "the weights alone do not give the slope of a soft cap"
+    return (
+        None if call.alibi_slopes is None else "its tables are the same for all heads, and ALiBi has a slope per head"
+    )
 
 
 def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool:

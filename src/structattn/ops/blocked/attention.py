@@ -54,7 +54,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         parameters = _parameters(call, group, q, k, bias)
         queries, keys, values = group.queries.pad(q, repeats), group.keys.pad(k, 1), group.keys.pad(v, 1)
         # For few queries a pass over the scores costs less than one over the keys.
-        is_safe = bias is None and q.shape[2] >= _FEW_QUERIES and parameters.are_small(queries, keys, values)
+        is_bounded = bias is None and call.alibi_slopes is None
+        is_safe = is_bounded and q.shape[2] >= _FEW_QUERIES and parameters.are_small(queries, keys, values)
         offset = None if is_safe else online_softmax.row_maxima(group.tiles(), queries, keys, parameters)
         rows_out, rows_lse = online_softmax.forward(group.tiles(), queries, keys, values, offset, parameters)
         out = group.queries.unpad(out, rows_out, repeats)
@@ -296,6 +297,7 @@ def _parameters(call: Call, group: _Group, q: Tensor, k: Tensor, bias: Tensor | 
         dropout=dropped,
         budget=budget,
         mask=_mask(call),
+        slopes=_slopes(call, group, q, k),
     )
 
 
@@ -315,3 +317,11 @@ def _mask(call: Call) -> Tensor | None:
     """The mask in 4 dimensions: a view."""
     mask = call.attn_mask
     return None if mask is None else mask[(None,) * (4 - mask.dim())]
+
+
+def _slopes(call: Call, group: _Group, q: Tensor, k: Tensor) -> Tensor | None:
+    """The slope of each query as a group has the queries: as many numbers as the log-sum-exp."""
+    if call.alibi_slopes is None:
+        return None
+    slopes = call.alibi_slopes.to(q.dtype)[:, :, None, None].expand(*q.shape[:3], 1)
+    return group.queries.pad(slopes, q.shape[1] // k.shape[1])

@@ -294,6 +294,11 @@ class DyadicTile(Tile):
             hidden = past if hidden is False else past | hidden
         return hidden
 
+    def distances(self, rows: slice, cols: slice, dtype: torch.dtype) -> Tensor:
+        i = torch.arange(rows.start, rows.stop, device=self.device) // self.repeats + self.block.shift
+        j = torch.arange(cols.start, cols.stop, device=self.device)
+        return (i.to(dtype)[:, None] - j.to(dtype)).abs_()
+
     def _mask(self, rows: slice, cols: slice) -> Tensor:
         if self.block.is_diagonal:
             ranges = range(rows.start, rows.stop), range(cols.start, cols.stop)

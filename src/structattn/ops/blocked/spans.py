@@ -198,8 +198,7 @@ class SpanTile(Tile):
         )
         if not (is_cut or self.is_mixed):
             return False
-        i = self.first + torch.arange(rows.start, rows.stop, device=tiles.device)[:, None] // tiles.repeats
-        j = torch.arange(first_key, last_key + 1, device=tiles.device)[None, :]
+        i, j = self._positions(rows, cols)
         hidden = torch.zeros(i.shape[0], j.shape[1], dtype=torch.bool, device=tiles.device)
         if tiles.is_causal:
             hidden |= i < j
@@ -208,6 +207,16 @@ class SpanTile(Tile):
         if self.is_mixed:
             hidden |= tiles.layout.shared_levels(i, j, self.sequence.row) != self.level
         return hidden
+
+    def distances(self, rows: slice, cols: slice, dtype: torch.dtype) -> Tensor:
+        i, j = self._positions(rows, cols)
+        return (i.to(dtype) - j.to(dtype)).abs_()
+
+    def _positions(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
+        """Of queries (rows, 1) and keys (1, columns)."""
+        i = torch.arange(rows.start, rows.stop, device=self.tiles.device) // self.tiles.repeats + self.first
+        j = torch.arange(cols.start, cols.stop, device=self.tiles.device) + self.first_key
+        return i[:, None], j[None, :]
 
     def _view(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> tuple[Tensor, slice]:
         """The bias of a view as a view, (1 or groups, 1 or repeats, 1 or positions, 1 or columns), and its rows among them."""

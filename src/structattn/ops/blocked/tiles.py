@@ -51,6 +51,10 @@ class Tile(ABC):
     def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
         """What is hidden of some rows and columns: all (``True``), nothing (``False``), or a bool mask that broadcasts to it."""
 
+    @abstractmethod
+    def distances(self, rows: slice, cols: slice, dtype: torch.dtype) -> Tensor:
+        """|query position - key position| of some rows and columns, (rows, columns): the same in the whole batch."""
+
     def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
         """The additive bias, or the mask, of some rows and columns, (batch, rows, columns)."""
         raise AssertionError("a bias or mask is computed by spans")
@@ -70,6 +74,7 @@ class ScoreParameters:
         softcap: c, makes a scaled score s to c tanh(s / c); ``None`` without.
         bias: added to the scaled scores, what the tiles take theirs from; ``None`` without.
         mask: bool, true where a pair is visible, shaped as the bias; ``None`` without.
+        slopes: (..., 1), the ALiBi slope of each query, as the geometry has the queries; ``None`` without.
         dropout: of the weights; ``None`` without.
         budget: scores that are held at once.
     """
@@ -81,6 +86,7 @@ class ScoreParameters:
     dropout: Dropout | None
     budget: int
     mask: Tensor | None = None
+    slopes: Tensor | None = None
     _factors: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def rank(self, level: int) -> int:
@@ -131,6 +137,9 @@ class ScoreParameters:
             scores.sub_(offset)
         if self.bias is not None:
             scores.add_(tile.bias_of(self.bias, batch, rows, cols), alpha=LOG2_E)
+        if self.slopes is not None:
+            slopes = tile.rows_of(self.slopes)[batch, rows]
+            scores.addcmul_(slopes, tile.distances(rows, cols, scores.dtype), value=-LOG2_E)
         if self.mask is not None:
             scores.masked_fill_(~tile.bias_of(self.mask, batch, rows, cols), -torch.inf)
         if isinstance(hidden, Tensor):

@@ -74,6 +74,11 @@ def _mask(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor | None, int, int, in
     return mask, *mask.stride()  # type: ignore[return-value]
 
 
+def _slopes(q: Tensor, call: Call) -> Tensor | None:
+    """The ALiBi slopes as (B, H) float32 numbers in a row."""
+    return None if call.alibi_slopes is None else call.alibi_slopes.float().expand(*q.shape[:2]).contiguous()
+
+
 def _window(call: Call, num_queries: int, num_keys: int) -> int:
     return 0 if call.window is None else min(call.window, num_queries + num_keys)
 
@@ -143,7 +148,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Cal
     num_rows = batch * num_heads * num_queries
     partial, partial_lse = partial_results(num_splits, num_rows, value_dim, q.device)
     decode_kernel[(num_splits * programs,)](
-        q, k, v, partial, partial_lse, mask, *_strides(q), *_strides(k), *_strides(v), *mask_strides,
+        q, k, v, partial, partial_lse, mask, _slopes(q, call), *_strides(q), *_strides(k), *_strides(v), *mask_strides,
         num_queries, num_keys, chunk, num_splits, _window(call, num_queries, num_keys), num_rows, value_dim, num_tiles,
         num_groups, heads_per_group,
         PLAN=plan.constants, IS_CAUSAL=call.is_causal, HAS_WINDOW=call.window is not None, **_launch(tiles),
@@ -188,7 +193,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: KernelConfig | 
         plan = make_plan(call.layout, call.scale, value_dim, config.forward, softcap=call.softcap)
         num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, cu_seqlens)
         forward_kernel[(num_tiles * batch * num_heads,)](
-            q, k, v, out, lse, cu_seqlens, tile_map, mask,
+            q, k, v, out, lse, cu_seqlens, tile_map, mask, _slopes(q, call),
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *mask_strides,
             num_queries, num_keys, first_block, num_tiles, _window(call, num_queries, num_keys),
             0 if cu_seqlens is None else len(cu_seqlens) - 1, num_heads, num_heads // k.shape[1],
@@ -233,7 +238,7 @@ def backward(
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not q.numel() or not k.numel():
         return grad_q.zero_(), grad_k.zero_(), grad_v.zero_()
-    delta, base = torch.empty_like(lse), torch.empty_like(lse)
+    delta, base, slopes = torch.empty_like(lse), torch.empty_like(lse), _slopes(q, call)
     mask, *mask_strides = _mask(q, k, call)
     options = (
         _window(call, num_queries, num_keys),
@@ -249,7 +254,7 @@ def backward(
         plan = make_plan(call.layout, call.scale, value_dim, config.grad_queries, softcap=call.softcap)
         num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, cu_seqlens)
         gradient_kernel[(num_tiles * batch * num_heads,)](
-            q, grad_out, k, v, grad_q, grad_q, base, delta, cu_seqlens, tile_map, mask,
+            q, grad_out, k, v, grad_q, grad_q, base, delta, cu_seqlens, tile_map, mask, slopes,
             *_strides(q), *_strides(grad_out), *_strides(k), *_strides(v), *_strides(grad_q), *_strides(grad_q),
             *mask_strides,
             num_queries, num_keys, first_block, num_tiles, *options, num_heads, num_heads // num_groups,
@@ -258,7 +263,7 @@ def backward(
         plan = make_plan(call.layout, call.scale, value_dim, config.grad_keys, softcap=call.softcap)
         num_tiles, first_block, tile_map = _grid(plan, 0, num_keys, cu_seqlens)
         gradient_kernel[(num_tiles * batch * num_groups,)](
-            k, v, q, grad_out, grad_k, grad_v, base, delta, cu_seqlens, tile_map, mask,
+            k, v, q, grad_out, grad_k, grad_v, base, delta, cu_seqlens, tile_map, mask, slopes,
             *_strides(k), *_strides(v), *_strides(q), *_strides(grad_out), *_strides(grad_k), *_strides(grad_v),
             *mask_strides,
             num_queries, num_keys, first_block, num_tiles, *options, num_groups, num_heads // num_groups,

@@ -53,6 +53,7 @@ from structattn.ops.triton.primitives import (
     soft_tanh,
     store_subtiles,
     visible_pairs,
+    with_alibi,
     zero_subtiles,
 )
 
@@ -90,7 +91,7 @@ def row_kernel(
 @triton.jit
 def accumulate(
     grad_key, grad_value, own, other, own_base, own_delta, position, walk_key, walk_value, walk_base, walk_delta,
-    key_stride, value_stride, start, stop, walk_first, factor, window, mask, mask_stride,
+    key_stride, value_stride, start, stop, walk_first, factor, window, mask, mask_stride, slope,
     PLAN: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr, WALK: tl.constexpr, OWN_IS_KEY: tl.constexpr,
     MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
@@ -123,6 +124,8 @@ def accumulate(
             bent = soft_tanh(score, softcap_of(PLAN))
             score = bent * softcap_of(PLAN)
             scale = scale * (1 - bent * bent)
+        if slope is not None:
+            score = with_alibi(score, slope, position, place)
         if OWN_IS_KEY:
             # +inf makes the weight of rows that are not walked 0.
             base = tl.load(walk_base + row, mask=valid, other=float("inf"))
@@ -161,7 +164,7 @@ def natural(subtiles, SUBTILES: tl.constexpr, SCALES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "first_block", "num_tiles", "window", "num_sequences"])
 def gradient_kernel(
-    own_key, own_value, walk_key, walk_value, grad_key, grad_value, base, delta, cu_seqlens, tile_map, mask,
+    own_key, own_value, walk_key, walk_value, grad_key, grad_value, base, delta, cu_seqlens, tile_map, mask, slopes,
     own_key_batch, own_key_head, own_key_row, own_value_batch, own_value_head, own_value_row,
     walk_key_batch, walk_key_head, walk_key_row, walk_value_batch, walk_value_head, walk_value_row,
     grad_key_batch, grad_key_head, grad_key_row, grad_value_batch, grad_value_head, grad_value_row,
@@ -238,6 +241,11 @@ def gradient_kernel(
     if mask is not None:
         mask += batch * mask_batch + mask_line * mask_head + walk_offset * mask_walk
         mask += tl.where(row_valid, row, 0) * mask_own
+    if slopes is not None:
+        if OWN_IS_KEY:
+            slopes += batch * num_heads * heads_per_group + walk_head
+        else:
+            slopes += batch * num_heads + head
     sums = zero_subtiles(OWN, KEY_SUBTILES)
     if OWN_IS_KEY:
         value_sums = zero_subtiles(OWN, VALUE_SUBTILES)
@@ -262,12 +270,15 @@ def gradient_kernel(
                 walked_mask = mask
                 if mask is not None:
                     walked_mask = mask + step * mask_head
+                slope = slopes
+                if slopes is not None:
+                    slope = tl.load(slopes + step) * 1.4426950408889634
                 if not (IS_CAUSAL and OWN_IS_KEY):
                     start, stop = before(level, first, middle_low, low, high, PLAN)
                     sums, value_sums = accumulate(
                         sums, value_sums, own, other, own_base, own_delta, position, key, value,
                         base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
-                        start, stop, walk_first, factor, window, walked_mask, mask_walk,
+                        start, stop, walk_first, factor, window, walked_mask, mask_walk, slope,
                         PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, OWN_IS_KEY,
                         MASKED, False, HAS_WINDOW, False,
                     )  # fmt: skip
@@ -276,7 +287,7 @@ def gradient_kernel(
                     sums, value_sums = accumulate(
                         sums, value_sums, own, other, own_base, own_delta, position, key, value,
                         base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
-                        start, stop, walk_first, factor, window, walked_mask, mask_walk,
+                        start, stop, walk_first, factor, window, walked_mask, mask_walk, slope,
                         PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, OWN_IS_KEY,
                         True, False, HAS_WINDOW, False,
                     )  # fmt: skip
@@ -302,11 +313,14 @@ def gradient_kernel(
         walked_mask = mask
         if mask is not None:
             walked_mask = mask + step * mask_head
+        slope = slopes
+        if slopes is not None:
+            slope = tl.load(slopes + step) * 1.4426950408889634
         sums, value_sums = accumulate(
             sums, value_sums, own, other, own_base, own_delta, position,
             walk_key + step * walk_key_head, walk_value + step * walk_value_head,
             base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
-            start, stop, walk_first, item(factors_of(PLAN), LAST), window, walked_mask, mask_walk,
+            start, stop, walk_first, item(factors_of(PLAN), LAST), window, walked_mask, mask_walk, slope,
             PLAN, count(KEY_SUBTILES), count(VALUE_SUBTILES), WALK, OWN_IS_KEY, True, IS_CAUSAL, HAS_WINDOW, FINE,
         )  # fmt: skip
     store_subtiles(

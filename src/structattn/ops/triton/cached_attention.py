@@ -90,6 +90,7 @@ def decode(
     *,
     softcap: float | None = None,
     mask: Tensor | None = None,
+    slopes: Tensor | None = None,
     multiples: Sequence[int] | None = None,
     max_count: int | None = None,
     tiles: Tiles | None = None,
@@ -115,6 +116,7 @@ def decode(
         softcap: c, makes a score s to c tanh(s / c). Default ``None``.
         mask: bool, True where a query may attend, broadcastable to (B, H, T, S) with S >= all p + 1: the last column is that of the newest
             token in every row. Default ``None``.
+        slopes: (1 or B, H), the ALiBi slope of each query head. Default ``None``.
         multiples: per level a number that divides its starts in all rows, 0 where they are 0: the block sizes, without a
             window. Multiples of 16 make loads wide. A wrong one reads wrong addresses. Default: nothing is known.
         max_count: an upper bound of the counts, by which positions are split among programs; default C_1.
@@ -150,13 +152,14 @@ def decode(
     per_level, per_count = factors
     known = tuple(_ALIGNMENT if multiple % _ALIGNMENT == 0 else 1 for multiple in multiples or (1,) * len(keys))
     num_rows = batch * num_heads * num_queries
+    slopes = None if slopes is None else slopes.float().expand(batch, num_heads).contiguous()
     out = torch.empty((batch, num_heads, num_queries, value_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, num_heads, num_queries), dtype=torch.float32, device=q.device)
     partial, partial_lse = partial_results(num_splits, num_rows, value_dim, q.device)
     shown = None if mask is None else mask.expand(batch, num_heads, num_queries, -1).view(torch.uint8)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         cached_kernel[(num_splits * programs,)](
-            q, tuple(keys), tuple(values), starts.contiguous(), counts.contiguous(), partial, partial_lse, shown,
+            q, tuple(keys), tuple(values), starts.contiguous(), counts.contiguous(), partial, partial_lse, shown, slopes,
             *q.stride()[:3], tuple(k.stride()[:3] for k in keys), tuple(v.stride()[:3] for v in values), capacities,
             *((0,) * 5 if shown is None else (*shown.stride(), shown.shape[3])),
             batch, num_splits, num_rows, num_units, num_tiles, unit, heads_per_key, heads_per_value, num_queries,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from structattn.ops.triton.plan import count, item
-from structattn.ops.triton.primitives import shown_pairs, soft_tanh
+from structattn.ops.triton.primitives import shown_pairs, soft_tanh, with_alibi
 
 
 @triton.constexpr_function
@@ -56,7 +56,7 @@ def load_slots(
 @triton.jit
 def attend(
     sums, top, total, queries, keys, key_strides, values, value_strides, capacities, starts, bases, last, limit, first,
-    mask, mask_key,
+    mask, mask_key, slope,
     LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr, MASKED: tl.constexpr,
     RANKS: tl.constexpr, VALUE_RANKS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr,
     ALIGNS: tl.constexpr, RINGS: tl.constexpr, WALK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -85,6 +85,8 @@ def attend(
     score = score * factor[None, :]
     if SOFTCAP > 0:
         score = soft_tanh(score, SOFTCAP) * SOFTCAP
+    if slope is not None:
+        score = with_alibi(score, slope, limit, position)
     if MASKED:
         shown = (position >= starts[0])[None, :] & (position[None, :] <= limit[:, None])
         score = tl.where(shown, score, float("-inf"))
@@ -113,7 +115,7 @@ def attend(
 
 @triton.jit(do_not_specialize=["batch_size", "num_splits", "num_rows", "num_keys"])
 def cached_kernel(
-    q, keys, values, starts, counts, partial, partial_lse, mask,
+    q, keys, values, starts, counts, partial, partial_lse, mask, slopes,
     q_batch, q_head, q_row, key_strides, value_strides, capacities,
     mask_batch, mask_head, mask_query, mask_key, num_keys,
     batch_size, num_splits, num_rows, num_units, num_tiles, unit, heads_per_key, heads_per_value, num_queries, value_dim,
@@ -166,6 +168,10 @@ def cached_kernel(
     if mask is not None:  # its last column is the last position of every row
         mask += batch * mask_batch + (num_keys - 1 - last).to(tl.int64) * mask_key
         mask += tl.where(row_valid, head * mask_head + query.to(tl.int64) * mask_query, 0)
+    slope = slopes
+    if slopes is not None:
+        slope = tl.load(slopes + batch * num_units * unit + head, mask=row_valid, other=0.0)
+        slope = slope[:, None] * 1.4426950408889634
     far_stop = last - num_queries + 2  # all queries see the positions before it
     if count(RANKS) > 1:
         far_stop = tl.minimum(far_stop, begins[1])
@@ -183,7 +189,7 @@ def cached_kernel(
     for walk in range(far_low, far_high):
         sums, top, total = attend(
             sums, top, total, queries, key_places, key_rows, value_places, value_rows, capacities, begins, bases,
-            last, limit, origin + walk * WALK, mask, mask_key, 1, 1, False,
+            last, limit, origin + walk * WALK, mask, mask_key, slope, 1, 1, False,
             RANKS, VALUE_RANKS, SCALES, FACTORS, ALIGNS, RINGS, WALK, SOFTCAP,
         )  # fmt: skip
     passed = far_low - low  # the first tile, where a window cuts it
@@ -191,7 +197,7 @@ def cached_kernel(
         walk = tl.where(near < passed, low + near, far_high + near - passed)
         sums, top, total = attend(
             sums, top, total, queries, key_places, key_rows, value_places, value_rows, capacities, begins, bases,
-            last, limit, origin + walk * WALK, mask, mask_key, count(RANKS), count(VALUE_RANKS), True,
+            last, limit, origin + walk * WALK, mask, mask_key, slope, count(RANKS), count(VALUE_RANKS), True,
             RANKS, VALUE_RANKS, SCALES, FACTORS, ALIGNS, RINGS, WALK, SOFTCAP,
         )  # fmt: skip
 

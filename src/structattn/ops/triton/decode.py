@@ -40,7 +40,7 @@ def merge(partial: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> Non
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "chunk", "num_splits", "window"])
 def decode_kernel(
-    q, k, v, partial, partial_lse, mask,
+    q, k, v, partial, partial_lse, mask, slopes,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_query, mask_key,
     num_queries, num_keys, chunk, num_splits, window, num_rows, value_dim, num_tiles, num_groups, heads_per_group,
@@ -66,10 +66,14 @@ def decode_kernel(
     high = tl.minimum(high, (split + 1) * chunk)
     if mask is not None:
         mask += batch * mask_batch + tl.where(row_valid, head * mask_head + query.to(tl.int64) * mask_query, 0)
+    slope = slopes
+    if slopes is not None:
+        slope = tl.load(slopes + batch * num_groups * heads_per_group + head, mask=row_valid, other=0.0)
+        slope = slope[:, None] * 1.4426950408889634
     sums, top, total = walk_keys(
         q + batch * q_batch, head * q_head + query.to(tl.int64) * q_row, row_valid, first + query, first, num_keys - 1,
         low, high, k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head, k_row, v_row, window,
-        mask, mask_key,
+        mask, mask_key, slope,
         PLAN, OWN, WALK, IS_CAUSAL, HAS_WINDOW, False, False,
     )  # fmt: skip
     empty = total == 0.0

@@ -42,6 +42,7 @@ from structattn.ops.triton.primitives import (
     soft_tanh,
     store_subtiles,
     visible_pairs,
+    with_alibi,
     zero_subtiles,
 )
 
@@ -57,13 +58,14 @@ def scale_subtiles(subtiles, factor):
 @triton.jit
 def attend(
     sums, top, total, query, position, key, value, key_stride, value_stride, start, stop, factor, window,
-    mask, mask_stride,
+    mask, mask_stride, slope,
     PLAN: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr, WALK: tl.constexpr,
     MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """Adds keys start ... stop to the running softmax: its sums of values, its maximum (base 2) and its denominator.
 
-    ``key`` and ``value`` point at position 0, ``mask``, if there is one, at that of each query. ``factor`` is c_n log2(e) of the coarse levels that these keys share.
+    ``key`` and ``value`` point at position 0, ``mask``, if there is one, at that of each query. ``factor`` is c_n log2(e) of the coarse levels that these keys share,
+    ``slope`` that of ALiBi times log2(e), if there is one.
     """
     KEY_SUBTILES: tl.constexpr = key_subtiles_of(PLAN)
     VALUE_SUBTILES: tl.constexpr = value_subtiles_of(PLAN)
@@ -81,6 +83,8 @@ def attend(
             score = product_of(query, keys, NUM_KEY) * factor
         if softcap_of(PLAN) > 0:
             score = soft_tanh(score, softcap_of(PLAN)) * softcap_of(PLAN)
+        if slope is not None:
+            score = with_alibi(score, slope, position, place)
         if MASKED:
             shown = visible_pairs(position, place, stop, window, False, IS_CAUSAL, HAS_WINDOW)
             score = tl.where(shown, score, float("-inf"))
@@ -102,7 +106,7 @@ def attend(
 @triton.jit
 def walk_keys(
     query, query_offset, row_valid, position, first, last, low, high, key, value, key_stride, value_stride, window,
-    mask, mask_stride,
+    mask, mask_stride, slope,
     PLAN: tl.constexpr, OWN: tl.constexpr, WALK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
     ALIGNED: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
@@ -138,13 +142,13 @@ def walk_keys(
             factor = pick(factors_of(PLAN), level)
             sums, top, total = attend(
                 sums, top, total, own, position, key, value, key_stride, value_stride, start, stop, factor, window,
-                mask, mask_stride,
+                mask, mask_stride, slope,
                 PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, MASKED, False, HAS_WINDOW, False,
             )  # fmt: skip
             if AFTER:
                 sums, top, total = attend(
                     sums, top, total, own, position, key, value, key_stride, value_stride, start_after, stop_after,
-                    factor, window, mask, mask_stride,
+                    factor, window, mask, mask_stride, slope,
                     PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, True, False, HAS_WINDOW, False,
                 )  # fmt: skip
             if is_sliced(PLAN):
@@ -157,14 +161,14 @@ def walk_keys(
     stop = tl.minimum(middle_high, high)
     return attend(
         sums, top, total, own, position, key, value, key_stride, value_stride, start, stop,
-        item(factors_of(PLAN), LAST), window, mask, mask_stride,
+        item(factors_of(PLAN), LAST), window, mask, mask_stride, slope,
         PLAN, count(KEY_SUBTILES), count(VALUE_SUBTILES), WALK, True, IS_CAUSAL, HAS_WINDOW, FINE,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "first_block", "num_tiles", "window", "num_sequences"])
 def forward_kernel(
-    q, k, v, out, lse, cu_seqlens, tile_map, mask,
+    q, k, v, out, lse, cu_seqlens, tile_map, mask, slopes,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
     mask_batch, mask_head, mask_query, mask_key,
     num_queries, num_keys, first_block, num_tiles, window, num_sequences, num_heads, heads_per_group,
@@ -195,9 +199,13 @@ def forward_kernel(
     if mask is not None:
         mask += batch * mask_batch + head * mask_head + offset.to(tl.int64) * mask_key
         mask += tl.where(row_valid, row, 0) * mask_query
+    slope = slopes
+    if slopes is not None:
+        slope = tl.load(slopes + batch * num_heads + head) * 1.4426950408889634
     sums, top, total = walk_keys(
         q + batch * q_batch + head * q_head, row * q_row, row_valid, position, first, end - 1, low, high,
-        key, value, k_row, v_row, window, mask, mask_key, PLAN, OWN, WALK, IS_CAUSAL, HAS_WINDOW, ALIGNED, not IS_CAUSAL,
+        key, value, k_row, v_row, window, mask, mask_key, slope,
+        PLAN, OWN, WALK, IS_CAUSAL, HAS_WINDOW, ALIGNED, not IS_CAUSAL,
     )  # fmt: skip
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)

@@ -244,6 +244,12 @@ def soft_tanh(score, CAP: tl.constexpr):
 
 
 @triton.jit
+def with_alibi(score, slope, own, walk):
+    """Scores with the bias of ALiBi; ``slope`` is that of the own rows, a number or (rows, 1), in the units of the scores."""
+    return score - slope * tl.abs(own[:, None] - walk[None, :]).to(tl.float32)
+
+
+@triton.jit
 def add_weighted(total, weight, walk, own_position, walk_position, SUBTILES: tl.constexpr, NUM: tl.constexpr, FINE: tl.constexpr, PLAN: tl.constexpr):  # fmt: skip
     """Adds weight @ walk to the first NUM subtiles, and with FINE to all: fine subtiles by pairs in one block of their level."""
     added = ()

@@ -28,9 +28,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
-        full = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=full)
-        items[:] = [item for item in items if item not in set(full)]
+        full = {item for item in items if item.get_closest_marker("full") or not _is_quick(item)}
+        config.hook.pytest_deselected(items=list(full))
+        items[:] = [item for item in items if item not in full]
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    """Whether the parameters of a test are among the values that its mark ``quick`` names."""
+    named = {name: values for mark in item.iter_markers("quick") for name, values in mark.kwargs.items()}
+    return all(item.callspec.params[name] in values for name, values in named.items())  # type: ignore[attr-defined]
 
 
 @pytest.fixture

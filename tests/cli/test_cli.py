@@ -49,6 +49,7 @@ def small(task: str, *more: str) -> list[str]:
         ("icl-regression", ["standard:1", "bilinear-btt:1"]),
     ],
 )
+@pytest.mark.quick(task=["nearest-neighbor"])
 def test_compare_writes_everything(task: str, specs: list[str], tmp_path: Path, capsys) -> None:
     out = tmp_path / "out"
     assert main(["compare", task, "--attention", *specs, "--seeds", "2", "--out", str(out), *small(task)]) == 0

@@ -175,6 +175,7 @@ def test_pairs_are_those_of_rotary() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.quick(family=["llama", "gpt2"])
 def test_cached_is_uncached(family) -> None:
     model = structurize(trained(FAMILIES[family]), "mlr:4|2|2", context_length=16)
     for options in ({}, {"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5}):

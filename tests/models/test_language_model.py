@@ -88,6 +88,7 @@ def test_all_ways_of_generating_agree(spec: str, rotary: Rotary | None) -> None:
 
 @pytest.mark.parametrize("rotary", [None, Rotary()], ids=str)
 @pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.quick(rotary=[Rotary()])
 def test_cached_and_padded_logits_are_those_of_each_sequence(spec: str, rotary: Rotary | None) -> None:
     model = make(spec, rotary)
     tokens = torch.randint(VOCAB, (3, CONTEXT), generator=torch.Generator().manual_seed(1))
@@ -105,6 +106,7 @@ def test_cached_and_padded_logits_are_those_of_each_sequence(spec: str, rotary: 
 
 @pytest.mark.parametrize("rotary", [None, Rotary()], ids=str)
 @pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.quick(rotary=[None])
 def test_packed_sequences_do_not_know_of_each_other(spec: str, rotary: Rotary | None) -> None:
     model = make(spec, rotary)
     sizes = [5, 1, CONTEXT, 7]  # together more than the learned positions

@@ -253,7 +253,8 @@ DECODING = {
 
 
 @runs
-@pytest.mark.parametrize("splits", [1, pytest.param(2, marks=pytest.mark.full), 5])
+@pytest.mark.quick(splits=[1, 5])
+@pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("name", DECODING)
 def test_decoding_agrees_with_the_definition(name: str, splits: int) -> None:
     case = DECODING[name]

@@ -272,6 +272,7 @@ def test_agrees_with_the_definition(name: str) -> None:
 @runs
 @pytest.mark.parametrize("splits", [1, 3, 9])
 @pytest.mark.parametrize("name", ["odd ranks and sizes", "values", "window, unaligned rings", "several tokens"])
+@pytest.mark.quick(splits=[3])
 def test_any_number_of_splits(name: str, splits: int) -> None:
     _check(CASES[name], splits)
 

@@ -45,6 +45,7 @@ def test_fits_of_noisy_curves_are_unbiased_and_their_intervals_cover() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.8, 1.0])
+@pytest.mark.quick(ratio=[0.8])
 def test_multipliers_are_unbiased_and_their_intervals_cover(ratio) -> None:
     law = PowerLaw(1.2, 0.9, 0.25, float(np.exp(np.log(COMPUTE).mean())))
     better = PowerLaw(1.2, 0.9, 0.25, law.reference * ratio)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -101,9 +102,8 @@ class CheckConfig:
         if self.transfer_widths and len(self.transfer_rates) < 2:
             raise ConfigError("the transfer check compares at least two learning rates")
         for text in self.structures:
-            structure = Growing.parse(text)
             for width in {*self.widths, *self.transfer_widths}:
-                self.problem.empty(structure, width, "mup")
+                _check_exists(self.problem, text, width)
 
     def draws(self, width: int) -> int:
         """Draws of the initial weights at a width: ``seeds`` times the ratio of the largest width to it, at most 8 times as many."""
@@ -113,6 +113,11 @@ class CheckConfig:
     def transferred(self) -> tuple[str, ...]:
         """The structures of the transfer check."""
         return tuple(text for text in self.structures if self.transfer_widths and text in self.transfer_structures)
+
+
+@functools.cache
+def _check_exists(problem: SmallProblem, structure: str, width: int) -> None:
+    problem.empty(Growing.parse(structure), width, "mup")
 
 
 QUICK = CheckConfig(

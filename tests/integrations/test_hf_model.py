@@ -241,7 +241,7 @@ def test_configs_that_do_not_fit(options, message) -> None:
 def test_refused_calls() -> None:
     model = make()
     with pytest.raises(ConfigError, match="a column for each of 17, cached and new, got shape \\(1, 1, 17, 16\\)"):
-        model(IDS, attention_mask=torch.ones(1, 1, 17, 16))
+        model(IDS, attention_mask=torch.ones(1, 1, 17, 16).bool())
     with pytest.raises(ConfigError, match="expected 17 columns, got 16"):
         model(IDS, attention_mask=MASK[:, 1:])
     with pytest.raises(ConfigError, match="several axes"):

@@ -23,10 +23,34 @@ def make(B, H, G, T, S, D, V, *, dtype=torch.float64, token_major=False):
 
 
 def outputs(q, k, v, cotangent=None, **options):
-    """The output and the gradients of q, k and v."""
+    """The output and the gradients of q, k, v and sinks."""
     out = sa.structured_attention(q, k, v, **options)
     cotangent = torch.randn_like(out) if cotangent is None else cotangent
-    return cotangent, [out, *torch.autograd.grad(out, (q, k, v), cotangent)]
+    leaves = (q, k, v) if options.get("sinks") is None else (q, k, v, options["sinks"])
+    return cotangent, [out, *torch.autograd.grad(out, leaves, cotangent)]
+
+
+def terms(softcap, with_sinks, mask, heads, lengths, batch=2):
+    """Options of the score: a soft cap, sinks, and a mask that hides a third of the pairs and one row, or of the given number of axes."""
+    shapes = {
+        "keys": (batch, 1, 1, lengths[1]),
+        "pairs": (1, 1, *lengths),
+        "heads": (heads[0], 1, lengths[1]),
+        "all": (batch, heads[0], *lengths),
+        "one axis": lengths[1:],
+    }
+    attn_mask = None if mask is None else torch.rand(shapes[mask]) > 0.3
+    if mask == "all":
+        attn_mask[0, 0, 0] = False
+    sinks = torch.randn(heads[0], dtype=torch.float64).requires_grad_() if with_sinks else None
+    return {"softcap": softcap, "sinks": sinks, "attn_mask": attn_mask}
+
+
+TERMS = {
+    "softcap": st.sampled_from([None, None, 0.7]),
+    "with_sinks": st.booleans(),
+    "mask": st.sampled_from([None, None, None, "keys", "pairs", "heads", "all", "one axis"]),
+}
 
 
 def check(q, k, v, **options):
@@ -48,12 +72,16 @@ def check(q, k, v, **options):
     window=st.sampled_from([None, 1, 4, 50]),
     scale=st.sampled_from([None, 0.0, -1.3]),
     token_major=st.booleans(),
+    **TERMS,
 )
-def test_it_is_the_definition(B, heads, lengths, D, V, is_causal, window, scale, token_major) -> None:
+def test_it_is_the_definition(
+    B, heads, lengths, D, V, is_causal, window, scale, token_major, softcap, with_sinks, mask
+) -> None:
     torch.manual_seed(0)
     q, k, v = make(B, *heads, *lengths, D, V, token_major=token_major)
     if D != V or D <= small.NARROW_HEAD:
-        check(q, k, v, is_causal=is_causal, window=window, scale=scale)
+        given = terms(softcap, with_sinks, mask, heads, lengths, B)
+        check(q, k, v, is_causal=is_causal, window=window, scale=scale, **given)
 
 
 @given(
@@ -66,9 +94,10 @@ def test_it_is_the_definition(B, heads, lengths, D, V, is_causal, window, scale,
     window=st.sampled_from([None, 1, 4]),
     scale=st.sampled_from([None, 0.0, -1.3]),
     token_major=st.booleans(),
+    **TERMS,
 )
 def test_levels_are_the_definition(
-    heads, lengths, ranks, steps, scaling, is_causal, window, scale, token_major
+    heads, lengths, ranks, steps, scaling, is_causal, window, scale, token_major, softcap, with_sinks, mask
 ) -> None:
     torch.manual_seed(0)
     sizes = [1]
@@ -77,7 +106,24 @@ def test_levels_are_the_definition(
     layout = sa.LevelLayout(ranks, sizes, scaling)
     q, k, v = make(2, *heads, *lengths, sum(ranks), 3, token_major=token_major)
     if lengths[0] <= lengths[1] or not (is_causal or window):
-        check(q, k, v, layout=layout, is_causal=is_causal, window=window, scale=scale)
+        given = terms(softcap, with_sinks, mask, heads, lengths)
+        check(q, k, v, layout=layout, is_causal=is_causal, window=window, scale=scale, **given)
+
+
+@pytest.mark.parametrize("given", [(0.7, True, None), (0.7, False, "all"), (None, True, "keys")], ids=str)
+@pytest.mark.parametrize("layout", [None, sa.LevelLayout((2, 1), (8, 2))], ids=["one level", "levels"])
+def test_second_derivatives_of_a_score_with_terms(given, layout) -> None:
+    torch.manual_seed(0)
+    q, k, v = make(1, 2, 1, 3, 4, 3, 2)
+    options = terms(*given, (2, 1), (3, 4), 1)
+    sinks = options.pop("sinks")
+
+    def function(q, k, v, sinks=None):
+        assert explain(q, k, v, layout, sinks=sinks, **options).startswith("small")
+        return sa.structured_attention(q, k, v, layout, sinks=sinks, **options)
+
+    leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
+    assert torch.autograd.gradgradcheck(function, leaves)
 
 
 def test_what_is_kept_for_a_layout_serves_every_mode() -> None:
@@ -151,6 +197,19 @@ def test_when_auto_takes_it() -> None:
     assert chosen(2, 8, 8, 24, 24, 2, 2, dropout_p=0.1) == "reference"  # PyTorch draws its own masks
     assert chosen(2, 8, 8, 24, 24, 2, 2, attn_bias=torch.zeros(24, 24)) == "scaled_dot_product_attention"
     assert chosen(2, 8, 8, 24, 24, 2, 2, left_padding=torch.tensor([0, 3])) == "reference"
+    keys, pairs = torch.ones(2, 1, 1, 24, dtype=torch.bool), torch.ones(24, 24, dtype=torch.bool)
+    assert chosen(2, 8, 8, 24, 24, 16, 16, softcap=5.0) == "small"
+    assert chosen(2, 8, 8, 24, 24, 16, 16, sinks=torch.zeros(8)) == "small"
+    assert chosen(2, 8, 8, 24, 24, 16, 16, attn_mask=keys) == "small"
+    assert chosen(2, 8, 8, 24, 24, 16, 16, attn_mask=pairs) == "scaled_dot_product_attention"
+    assert chosen(2, 8, 8, 24, 24, 2, 2, sinks=torch.zeros(8), return_lse=True) == "reference"
+    levels = sa.LevelLayout((8, 8), (24, 12))
+    for options in ({}, {"softcap": 5.0}):
+        assert chosen(128, 8, 8, 24, 24, 16, 16, layout=levels, **options) == "small"
+        assert chosen(256, 8, 8, 24, 24, 16, 16, layout=levels, **options) == "blocked"  # which is as fast there
+    assert chosen(256, 8, 8, 24, 24, 16, 16, layout=levels, attn_mask=keys[:1]) == "small"
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        assert chosen(2, 8, 8, 24, 24, 2, 2, softcap=5.0) == "reference"
     levels = sa.LevelLayout((2, 2), (24, 12))
     assert chosen(2, 8, 8, 24, 24, 4, 2, layout=levels) == "small"
     assert chosen(2, 8, 8, 24, 24, 4, 2, layout=levels, dropout_p=0.1) == "reference"

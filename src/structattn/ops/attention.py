@@ -85,8 +85,7 @@ def explain(
         "left_padding": left_padding,
     }
     v, calls = _read(q, k, v, layout, options, sinks, return_lse)
-    needs_lse = return_lse or sinks is not None
-    choices = [backends.choose(query, key, v, call, needs_lse) for query, key, call in calls]
+    choices = [backends.choose(query, key, v, call, return_lse) for query, key, call in calls]
     lines = [f"{choice}: {reason()}" for choice, reason in choices]
     return lines[0] if len(lines) == 1 else "two softmaxes, added: " + "; ".join(lines)
 
@@ -106,7 +105,7 @@ def _read(
             check_layout(layout, q.shape[3], v.shape[3], q.shape[0])
         else:
             check_layout(layout, q.shape[3], v.shape[3], cu_seqlens.shape[0] - 1, "packed sequence")
-    call = Call(layout=layout if isinstance(layout, LevelLayout) else _plain(q.shape[3]), **checked)
+    call = Call(layout=layout if isinstance(layout, LevelLayout) else _plain(q.shape[3]), sinks=sinks, **checked)
     q, k, v = autocasted(q, k, v)
     if not isinstance(layout, GlobalWindowLayout):
         return v, [(q, k, call)]
@@ -237,7 +236,8 @@ def structured_attention(
 
     Cost: ``layout.score_flops(T)`` + 2 V (visible pairs) FLOPs per head are needed; the ``reference`` backend spends
     2 T S (D + V) per head and memory for T x S scores. A soft cap costs a tanh per pair, ALiBi a multiply-add per pair, sinks one
-    more pass over the output; PyTorch's own kernels, the fastest with one level, have none of them.
+    more pass over the output (or one more key, where all scores are kept); PyTorch's own kernels, the fastest with one level,
+    have none of them.
 
     Source: Kuang et al. 2025, section 5. Soft cap: Gemma Team 2024 (Gemma 2). Sinks: OpenAI 2025 (gpt-oss), after Xiao et al.
     2023 (StreamingLLM). ALiBi: Press et al. 2022. Windows, ragged lengths, grouped heads and the variance scaling are ours.
@@ -258,17 +258,18 @@ def structured_attention(
         "left_padding": left_padding,
     }
     v, calls = _read(q, k, v, layout, options, sinks, return_lse)
-    needs_lse = return_lse or sinks is not None
     out: Tensor | None = None
     for query, key, call in calls:
         if dropout_p > 0:  # from torch's global generator, so that torch.manual_seed governs every backend
             call = replace(call, seed=torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         if backend == "auto":
-            name = backends.choose(query, key, v, call, needs_lse)[0]
+            name = backends.choose(query, key, v, call, return_lse)[0]
         else:
             name = backends.named(backend, query, key, v, call)
-        found, lse = operators.attention(query, key, v, call, name)
-        if sinks is not None:
+        adds_sinks = sinks is not None and not backends.TABLE[name].takes_sinks
+        found, lse = operators.attention(query, key, v, replace(call, sinks=None) if adds_sinks else call, name)
+        if adds_sinks:
+            assert sinks is not None
             assert lse is not None
             found, lse = reference.with_sinks(found, lse, sinks)
         if return_lse:

@@ -45,12 +45,14 @@ class BackendRow:
         backward: the first gradients; ``None`` where PyTorch differentiates ``forward``.
         why_not_here: the reason why it cannot run on this machine, or ``None``.
         why_not: the reason why it cannot run a call, where it can run here, or ``None``.
+        takes_sinks: whether ``forward`` counts the sinks in; those of other rows are added to the output, by the log-sum-exp.
     """
 
     forward: Forward
     backward: Backward | None = None
     why_not_here: Callable[[], str | None] = lambda: None
     why_not: Callable[[Tensor, Tensor, Tensor, Call], str | None] = lambda *_: None
+    takes_sinks: bool = False
 
 
 def _no_triton() -> str | None:
@@ -70,7 +72,7 @@ def _triton() -> ModuleType:
 TABLE: dict[str, BackendRow] = {
     "reference": BackendRow(forward=derivatives.definition),
     "scaled_dot_product_attention": BackendRow(forward=sdpa.forward, why_not=sdpa.why_not),
-    "small": BackendRow(forward=small.forward, why_not=small.why_not),
+    "small": BackendRow(forward=small.forward, takes_sinks=True),
     "blocked": BackendRow(forward=blocked.forward, backward=blocked.backward),
     "triton": BackendRow(
         forward=lambda *arguments: _triton().forward(*arguments),
@@ -121,7 +123,8 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
         return "reference", lambda: f"{scores} scores inside of a torch.func transform, which needs every derivative"
     if is_plain and holds(per_head <= small.MOST_SCORES_PER_HEAD) and small.suits(q, k, v, call, return_lse):
         return "small", lambda: f"{_levels(call)}, {q.shape[2]} x {k.shape[2]} scores per head: all of them are kept"
-    if is_plain and len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, return_lse):
+    needs_lse = return_lse or call.sinks is not None
+    if is_plain and len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, needs_lse):
         return "scaled_dot_product_attention", lambda: "one level, which PyTorch's own kernels compute"
     if q.is_cuda:
         reason = _why_not_call("triton", q, k, v, call)
@@ -129,7 +132,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
             return "triton", lambda: f"{_levels(call)} in one fused kernel"
     else:
         reason = "the tensors are not on a CUDA device"
-    if len(call.layout.ranks) == 1 and (lacking := sdpa.why_not(q, k, v, call, return_lse)) is not None:
+    if len(call.layout.ranks) == 1 and (lacking := sdpa.why_not(q, k, v, call, needs_lse)) is not None:
         reason = f"{reason}, and {lacking}"
     per_row = scores if call.attn_bias is None and call.attn_mask is None else scores // max(batch, 1)
     # Packed sequences together make many hidden pairs, and one after another many small products.

@@ -33,6 +33,7 @@ class Call:
     Attributes:
         attn_mask: bool; a float one is an ``attn_bias``.
         alibi_slopes: (1 or B, H), without a gradient.
+        sinks: for a backend that counts them in; see ``backends.BackendRow``.
         seed: 0-dimensional int64 on the CPU, of the random numbers of dropout; ``None`` without dropout.
     """
 
@@ -48,6 +49,7 @@ class Call:
     cu_seqlens: Tensor | None = None
     left_padding: Tensor | None = None
     seed: Tensor | None = None
+    sinks: Tensor | None = None
 
     @property
     def one_level_scale(self) -> float:

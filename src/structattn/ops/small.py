@@ -13,6 +13,8 @@ What costs time at T = 32 and D = 4 is not arithmetic. Measured on one core (AMD
   8 and T = 24 to 128; as fast at 12 and more. It takes no values of another width than the keys.
 - With levels the time is that of many small operations. What depends on the layout and the lengths only, the factor of each pair
   at each level, is a table that is made once: then a level costs one product and one addition.
+- A sink is one more key: of zeros, with the sink as its score. That is one more column in products that are made anyway; by the
+  log-sum-exp it would be one more pass over all scores.
 
 Axes: N batch entries and heads together, T queries, S keys, D head dimension, V value dimension.
 """
@@ -20,13 +22,14 @@ Axes: N batch entries and heads together, T queries, S keys, D head dimension, V
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from structattn.checks import holds
 from structattn.layout.levels import LevelLayout
+from structattn.ops import sdpa
 from structattn.ops.call import Call
 from structattn.ops.checks import is_eager
 
@@ -34,19 +37,12 @@ NARROW = 16  # from this number of dimensions on, products read rows as fast as 
 NARROW_HEAD = 8  # with gradients, up to this number of dimensions PyTorch's fused kernel is slower
 MOST_SCORES_PER_HEAD = 128**2  # beyond, hidden pairs are worth skipping
 MOST_SCORES = 2**24  # they are all kept for the gradient, 64 MiB
+# Beyond, the blocked backend is as fast for a soft cap or sinks: of one level with gradients. A quarter with levels, a quarter without gradients.
+MOST_SCORES_UNMASKED = 2**22
 DTYPES = (torch.float32, torch.float64)
 
 # For each level the features that it has, and the factor of each pair of positions at this level, (T, S).
 Levels = tuple[tuple[slice, Tensor], ...]
-
-
-def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-    """The reason why this file cannot run a call, or ``None``; it has no log-sum-exp either, so no sinks."""
-    if call.softcap is not None:
-        return "the weights alone do not give the slope of a soft cap"
-    return (
-        None if call.alibi_slopes is None else "its tables are the same for all heads, and ALiBi has a slope per head"
-    )
 
 
 def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool:
@@ -54,23 +50,32 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool
 
     Gradients, dtype and device count; on other devices than a CPU nothing was measured.
     """
-    if return_lse or why_not(q, k, v, call) is not None or not q.is_cpu or q.dtype not in DTYPES:
+    if return_lse or not q.is_cpu or q.dtype not in DTYPES:
         return False
     (batch, heads, num_queries, dim), num_keys, layout = q.shape, k.shape[2], call.layout
+    has_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, call.sinks))
     if len(layout.ranks) == 1:
-        is_fused = call.window is None and dim == v.shape[3] and (not call.is_causal or holds(num_queries == num_keys))
-        has_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        is_fused = dim == v.shape[3] and sdpa.suits(q, k, v, call, call.sinks is not None)
         if (is_fused and not (has_gradient and dim <= NARROW_HEAD)) or not holds(num_queries > 1):
             return False
     elif layout.boundaries is not None or layout.value_ranks is not None or not is_eager(q):
         return False
-    if call.attn_bias is not None or call.attn_mask is not None or call.dropout_p > 0:
+    has_terms = call.softcap is not None or call.attn_mask is not None or call.sinks is not None
+    if (
+        call.attn_bias is not None
+        or call.alibi_slopes is not None
+        or call.dropout_p > 0
+        or (has_terms and not is_eager(q))
+    ):
         return False
     if call.cu_seqlens is not None or call.left_padding is not None or torch.is_autocast_enabled("cpu"):
         return False
     if (call.is_causal or call.window is not None) and not holds(num_queries <= num_keys):
         return False  # the first queries may see no key
-    return holds(batch * heads * num_queries * num_keys <= MOST_SCORES)
+    most, has_levels = MOST_SCORES, len(layout.ranks) > 1
+    if call.attn_mask is None and (has_terms or has_levels):
+        most = MOST_SCORES_UNMASKED // (4 if has_levels else 1) // (1 if has_gradient else 4)
+    return holds(batch * heads * num_queries * num_keys <= most)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
@@ -80,16 +85,28 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
         q: (B, H, T, D), ``DTYPES``.
         k: (B, G, S, D); G divides H.
         v: (B, G, S, V).
-        call: the options.
+        call: the options, sinks too.
 
     Returns:
         (B, H, T, V), and no log-sum-exp.
 
-    Cost: 2 B H T S (D + V) FLOPs, hidden pairs included; one tensor of B H T S numbers, kept for the gradient.
+    Cost: 2 B H T S (D + V) FLOPs, hidden pairs included; one tensor of B H T S numbers, kept for the gradient, and another with a
+    soft cap. Sinks are one key more.
     """
     batch, heads, groups = q.shape[0], q.shape[1], k.shape[1]
-    repeats = heads // groups if groups else 1
-    constants = (call.layout, q.shape[2], k.shape[2], repeats, call.is_causal, call.window, call.scale, q.dtype)
+    repeats, num_queries, num_keys = heads // groups if groups else 1, q.shape[2], k.shape[2]
+    has_sinks = call.sinks is not None
+    constants = (
+        call.layout,
+        num_queries,
+        num_keys,
+        repeats,
+        call.is_causal,
+        call.window,
+        call.scale,
+        q.dtype,
+        has_sinks,
+    )
     mask, levels = (_kept_tables if is_eager(q) else _tables)(*constants)
     if repeats > 1:  # the queries of a group are concatenated: one longer product for each
         q = q.unflatten(1, (groups, -1)).flatten(2, 3)
@@ -99,14 +116,49 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
     else:
         heads_first = groups > 1 and k.stride(1) > k.stride(0)
     narrow = levels is not None or q.shape[3] < NARROW
+    if has_sinks:  # a key and a value of zeros; its score is written into its column
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
     q, k, v = _flat(q, heads_first, narrow), _flat(k, heads_first, narrow), _flat(v, heads_first, v.shape[3] < NARROW)
     if torch.compiler.is_compiling():
         out = _traced(q, k, v, mask, call.one_level_scale)
     else:
-        factor = 1.0 if levels is not None else call.one_level_scale
-        out = _SmallAttention.apply(q, k, v, mask, levels, factor)[0]  # type: ignore[no-untyped-call]
+        front = (groups, batch) if heads_first else (batch, groups)
+        hidden = _hidden(call.attn_mask, mask, (heads, groups, num_queries, num_keys), heads_first)
+        score = _Score(
+            mask=mask if hidden is None else None,
+            levels=levels,
+            scale=1.0 if levels is not None else call.one_level_scale,
+            softcap=call.softcap,
+            hidden=hidden,
+            shape=(*front, repeats, num_queries, k.shape[1]),
+        )
+        sinks = None
+        if call.sinks is not None:
+            sinks = call.sinks.to(q.dtype).view((groups, 1, repeats, 1) if heads_first else (1, groups, repeats, 1))
+        out = _SmallAttention.apply(q, k, v, sinks, score)[0]  # type: ignore[no-untyped-call]
     out = out.unflatten(0, (groups, batch)).transpose(0, 1) if heads_first else out.unflatten(0, (batch, groups))
     return (out if repeats == 1 else out.unflatten(2, (repeats, -1)).flatten(1, 2)), None
+
+
+def _hidden(
+    attn_mask: Tensor | None, mask: Tensor | None, sizes: tuple[int, int, int, int], heads_first: bool
+) -> Tensor | None:
+    """The pairs that a mask or the table of a call hides, bool, broadcastable to (B, G, H / G, T, S), G in front with ``heads_first``.
+
+    Args:
+        attn_mask: of the call, broadcastable to (B, H, T, S).
+        mask: the table of the call, of which the first T rows and S columns are read.
+        sizes: H, G, T and S.
+        heads_first: whether groups are in front of the batch.
+    """
+    if attn_mask is None:
+        return None
+    heads, groups, num_queries, num_keys = sizes
+    shown = attn_mask[(None,) * (4 - attn_mask.dim())].expand(-1, -1, -1, num_keys)
+    if mask is not None:
+        shown = shown & (mask[:num_queries, :num_keys] == 0)
+    shown = shown.unflatten(1, (groups, -1) if shown.shape[1] == heads else (1, 1))
+    return ~(shown.transpose(0, 1) if heads_first else shown)
 
 
 def _tables(
@@ -118,10 +170,11 @@ def _tables(
     window: int | None,
     scale: float | None,
     dtype: torch.dtype,
+    has_sinks: bool,
 ) -> tuple[Tensor | None, Levels | None]:
     """What is added to the scores, 0 or -inf, ``None`` where every pair is visible; and the levels, ``None`` for one.
 
-    Tables have ``repeats * T`` rows, for the heads that share a key.
+    Tables have ``repeats * T`` rows, for the heads that share a key, and with sinks a column of zeros for them.
     """
     mask = levels = None
     if is_causal or window is not None:
@@ -137,7 +190,15 @@ def _tables(
         mask = mask if repeats == 1 else mask.repeat(repeats, 1)
     if len(layout.ranks) > 1:
         levels = _levels(layout, num_queries, num_keys, repeats, scale, dtype)
+    if has_sinks:
+        mask = None if mask is None else _with_column(mask)
+        levels = None if levels is None else tuple((features, _with_column(weight)) for features, weight in levels)
     return mask, levels
+
+
+def _with_column(table: Tensor) -> Tensor:
+    """A table with a column of zeros at the end."""
+    return torch.cat([table, table.new_zeros((table.shape[0], 1))], dim=1)
 
 
 @functools.lru_cache(maxsize=32)  # of at most levels * 64 KiB in float32
@@ -203,53 +264,112 @@ def _level_scores(q: Tensor, keys: Tensor, mask: Tensor | None, levels: Levels) 
     return scores
 
 
-class _SmallAttention(torch.autograd.Function):
-    """(N, T, D), (N, S, D), (N, S, V), mask, levels, and the scale of one level: the output (N, T, V), and the weights (N, T, S).
+class _Score(NamedTuple):
+    """What makes the scores (N, T, S) of the products of queries and keys.
 
-    Mask and levels may be ``None``. The gradient needs the weights; that they are an output, with a gradient, is what
-    makes the gradient differentiable.
+    Attributes:
+        mask: added to them, (T, S), or ``None``.
+        levels: see ``_levels``; ``None`` for one level.
+        scale: of one level.
+        softcap: caps them before the mask.
+        hidden: bool, broadcastable to ``shape`` without sinks, in place of ``mask``.
+        shape: of the scores with all axes of the call: (B, G, H / G, T, S), or with B and G exchanged.
+    """
+
+    mask: Tensor | None
+    levels: Levels | None
+    scale: float
+    softcap: float | None
+    hidden: Tensor | None
+    shape: tuple[int, int, int, int, int]
+
+    def products(self, q: Tensor, keys: Tensor, mask: Tensor | None, factor: float) -> Tensor:
+        """The scaled products and the mask, times a factor where there is no mask."""
+        if self.levels is not None:
+            found = _level_scores(q, keys, mask, self.levels)
+            return found if factor == 1.0 else found.mul_(factor)
+        if mask is None:
+            return _product(q, keys, self.scale * factor)
+        return torch.baddbmm(mask, q, keys, alpha=self.scale)
+
+    def scores(self, q: Tensor, keys: Tensor, *, keeps_tanh: bool) -> tuple[Tensor, Tensor | None]:
+        """The scores before sinks; with a soft cap also the tanh of them, if it is to be kept. ``keys`` are (N, D, S)."""
+        tanh = None
+        if self.softcap is None:
+            scores = self.products(q, keys, self.mask, 1.0)
+        else:
+            tanh = self.products(q, keys, None, 1 / self.softcap).tanh_()
+            scores = tanh * self.softcap if keeps_tanh else tanh.mul_(self.softcap)
+            if self.mask is not None:
+                scores += self.mask
+        if self.hidden is not None:
+            scores.view(self.shape)[..., : self.hidden.shape[-1]].masked_fill_(self.hidden, -torch.inf)
+        return scores, tanh if keeps_tanh else None
+
+    def clear(self, weights: Tensor) -> None:
+        """Makes the weights of rows that see nothing 0 in place: they are NaN."""
+        if self.hidden is not None and bool((empty := self.hidden.all(-1, keepdim=True)).any()):
+            weights.view(self.shape).masked_fill_(empty, 0.0)
+
+
+class _SmallAttention(torch.autograd.Function):
+    """(N, T, D), (N, S, D), (N, S, V), sinks, and the score: the output (N, T, V), the weights (N, T, S), and the tanh of a soft cap.
+
+    Sinks may be ``None``; else they are (1, G, H / G, 1), or in the order of the score's shape, and take the last column. The gradient needs
+    the weights and the tanh; that they are outputs, with a gradient, is what makes the gradient differentiable.
     """
 
     # Without setup_context, for which PyTorch reads the signature at every call; transforms of functions never come here.
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, levels: Levels | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        keys = k.transpose(1, 2)
-        if levels is not None:
-            scores = _level_scores(q, keys, mask, levels)
-        else:
-            scores = _product(q, keys, scale) if mask is None else torch.baddbmm(mask, q, keys, alpha=scale)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: _Score
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        scores, tanh = score.scores(q, k.transpose(1, 2), keeps_tanh=any(ctx.needs_input_grad))
+        if sinks is not None:
+            scores.view(score.shape)[..., -1] = sinks
         weights = torch.softmax(scores, -1, out=scores)
-        ctx.levels, ctx.scale = levels, scale
+        if sinks is None:  # else no row is empty
+            score.clear(weights)
+        ctx.score, ctx.sinks_shape = score, None if sinks is None else sinks.shape
         ctx.set_materialize_grads(False)  # the weights have a gradient in second derivatives only
-        ctx.save_for_backward(q, k, v, weights)
-        return _times(weights, v), weights
+        ctx.save_for_backward(q, k, v, weights, tanh)
+        return _times(weights, v), weights, tanh
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, d_given: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, weights = ctx.saved_tensors
-        d_weights, d_v = d_given, None
+    def backward(
+        ctx: Any, d_out: Tensor | None, d_given: Tensor | None, d_tanh: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, weights, tanh = ctx.saved_tensors
+        score = ctx.score
+        d_weights, d_v, d_sinks = d_given, None, None
         if d_out is not None:
             d_weights = torch.bmm(d_out, v.transpose(1, 2))
             d_weights = d_weights if d_given is None else d_weights + d_given
             d_v = _times(weights.transpose(1, 2), d_out)
-        if d_weights is None:
-            return (None,) * 6
-        if d_given is not None or torch.is_grad_enabled():
-            d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
-        else:
-            d_scores = torch.ops.aten._softmax_backward_data.out(
-                d_weights, weights, -1, weights.dtype, grad_input=d_weights
-            )
-        if ctx.levels is None:
-            return _times(d_scores, k, ctx.scale), _times(d_scores.transpose(1, 2), q, ctx.scale), d_v, *(None,) * 3
-        d_q, d_k = [], []
-        for features, weight in ctx.levels:
+        if d_weights is None and d_tanh is None:
+            return (None,) * 5
+        is_last = d_given is None and d_tanh is None and not torch.is_grad_enabled()  # numbers may be overwritten
+        d_scores = torch.zeros_like(weights) if d_weights is None else d_weights
+        if is_last:
+            torch.ops.aten._softmax_backward_data.out(d_scores, weights, -1, weights.dtype, grad_input=d_scores)
+        elif d_weights is not None:
+            d_scores = torch._softmax_backward_data(d_scores, weights, -1, weights.dtype)
+        if ctx.sinks_shape is not None:
+            d_sinks = d_scores.reshape(score.shape)[..., -1].sum_to_size(ctx.sinks_shape)
+        if tanh is not None and is_last:
+            torch.ops.aten.tanh_backward.grad_input(d_scores, tanh, grad_input=d_scores)
+        elif tanh is not None:
+            d_capped = d_scores if d_tanh is None else d_scores + d_tanh / score.softcap
+            d_scores = torch.ops.aten.tanh_backward(d_capped, tanh)
+        if score.levels is None:
+            d_q, d_k = _times(d_scores, k, score.scale), _times(d_scores.transpose(1, 2), q, score.scale)
+            return d_q, d_k, d_v, d_sinks, None
+        d_qs, d_ks = [], []
+        for features, weight in score.levels:
             own = d_scores * weight
-            d_q.append(_times(own, k[..., features]).transpose(1, 2))
-            d_k.append(_times(own.transpose(1, 2), q[..., features]).transpose(1, 2))
-        if (rest := q.shape[2] - ctx.levels[-1][0].stop) > 0:  # levels that no pair shares
-            d_q.append(q.new_zeros((q.shape[0], rest, q.shape[1])))
-            d_k.append(k.new_zeros((k.shape[0], rest, k.shape[1])))
-        return torch.cat(d_q, 1).transpose(1, 2), torch.cat(d_k, 1).transpose(1, 2), d_v, *(None,) * 3
+            d_qs.append(_times(own, k[..., features]).transpose(1, 2))
+            d_ks.append(_times(own.transpose(1, 2), q[..., features]).transpose(1, 2))
+        if (rest := q.shape[2] - score.levels[-1][0].stop) > 0:  # levels that no pair shares
+            d_qs.append(q.new_zeros((q.shape[0], rest, q.shape[1])))
+            d_ks.append(k.new_zeros((k.shape[0], rest, k.shape[1])))
+        return torch.cat(d_qs, 1).transpose(1, 2), torch.cat(d_ks, 1).transpose(1, 2), d_v, d_sinks, None

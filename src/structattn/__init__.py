@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from structattn.layers.rotary import Rotary, RotaryScaling
     from structattn.layers.rotary_order import rotary_order
     from structattn.layout import GlobalWindowLayout, LevelLayout, TextLayout, TextUnits
+    from structattn.models.export import DecoderPrograms, export_decoder
     from structattn.models.language_model import LanguageModel
     from structattn.models.sampling import Sampling
     from structattn.ops import structured_attention
@@ -44,6 +45,7 @@ _HOMES = {
     "Attention": "layers.attention",
     "AttentionFunction": "layers.attention_function",
     "AttentionSpec": "spec",
+    "DecoderPrograms": "models.export",
     "GlobalWindowLayout": "layout",
     "LanguageModel": "models.language_model",
     "LayerCaches": "cache",
@@ -56,6 +58,7 @@ _HOMES = {
     "TextLayout": "layout",
     "TextUnits": "layout",
     "attention_function": "layers.attention_function",
+    "export_decoder": "models.export",
     "parse_spec": "spec",
     "replace_linears": "layers.linear",
     "rotary_order": "layers.rotary_order",
@@ -84,6 +87,7 @@ __all__ = [
     "Attention",
     "AttentionFunction",
     "AttentionSpec",
+    "DecoderPrograms",
     "GlobalWindowLayout",
     "LanguageModel",
     "LayerCaches",
@@ -99,6 +103,7 @@ __all__ = [
     "attention_function",
     "cache",
     "errors",
+    "export_decoder",
     "matrices",
     "mup",
     "ops",

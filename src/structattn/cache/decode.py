@@ -186,14 +186,14 @@ class Columns:
         return (torch.arange(self.count, device=self.device) < border[:, None])[:, None, None]
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """(B, G, M, d) times (B, G, d, n), in float32 at least."""
     dtype = a.dtype
     flat = b.flatten(0, 1)
     return torch.bmm(a.flatten(0, 1), flat if flat.dtype == dtype else flat.to(dtype)).unflatten(0, a.shape[:2])
 
 
-def _grouped(x: Tensor, groups: int) -> Tensor:
+def grouped(x: Tensor, groups: int) -> Tensor:
     """(B, H, T, d) to (B, groups, H / groups * T, d)."""
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
@@ -211,9 +211,9 @@ def _feature_scores(
     groups = stores[0].pages[0].shape[1]
     total = q.new_zeros((batch, groups, heads // groups * tokens, columns.count))
     for store, level, dims, factor in zip(stores, softmax.levels, softmax.layout.slices, per_level, strict=True):
-        query = _grouped(q[..., dims] if factor == 1 else q[..., dims] * factor, groups)
+        query = grouped(q[..., dims] if factor == 1 else q[..., dims] * factor, groups)
         for (page,), target in columns.spans([store], level):
-            target.add(total, _product(query, page))
+            target.add(total, product(query, page))
     spread = columns.per_column(per_count, q)
     if isinstance(spread, Tensor):
         total = total * spread
@@ -246,7 +246,7 @@ def _latent_scores(
     for number in range(len(per_count)):
         query = u[:, :, :, number].flatten(1, 3)[:, None]  # B, 1, H * T * A, E
         for (states, *rstds), target in columns.spans(stores, softmax.levels[0], number + 1):
-            score = _product(query, states).view(batch, heads, tokens, u.shape[4], -1)
+            score = product(query, states).view(batch, heads, tokens, u.shape[4], -1)
             for rstd in rstds:  # (B, 1, key heads * A, n)
                 of_heads = rstd[:, 0].to(q.dtype).unflatten(1, (-1, 1, 1, u.shape[4]))
                 score = (score.unflatten(1, (of_heads.shape[1], -1)) * of_heads).flatten(1, 2)
@@ -349,7 +349,7 @@ def attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
         for store, level in view.values:
             total = None
             for (page,), target in columns.spans([store], level):
-                found = _product(target.take(weight), page.transpose(2, 3))
+                found = product(target.take(weight), page.transpose(2, 3))
                 total = found if total is None else total + found
             assert total is not None
             sums.append(total)

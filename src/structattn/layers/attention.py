@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from structattn import text_forms
 from structattn.cache import PAGE_SIZE, LevelCache
+from structattn.cache.bounded import BoundedCache, LayerCache
 from structattn.cache.undo import all_or_nothing
 from structattn.checks import (
     MAX_LENGTH,
@@ -228,7 +229,7 @@ class Attention(nn.Module):
         attn_bias: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         left_padding: Tensor | None = None,
-        cache: LevelCache | None = None,
+        cache: LayerCache | None = None,
         layout: LevelLayout | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
@@ -312,11 +313,10 @@ class Attention(nn.Module):
         """The layout, of a text without segments where it depends on the text."""
         return self.layout.bound if isinstance(self.layout, TextLayout) else self.layout
 
-    def _decode(self, x: Tensor, cache: LevelCache, layout: LevelLayout | None, mask: Tensor | None) -> Tensor:
+    def _decode(self, x: Tensor, cache: LayerCache, layout: LevelLayout | None, mask: Tensor | None) -> Tensor:
         """The next tokens against a cache."""
         self._check_states("x", x)
         check_cache(cache, self, self.layout, self.window)
-        cache.bind(self)
         order = self.scoring.cached_order
         q = self.scoring.queries(x, order)
         positions = cache.positions(x.shape[1]).to(x.device)
@@ -330,10 +330,12 @@ class Attention(nn.Module):
         v, scale = self._values(x), None
         if self.layout is None:
             q, scale = self.scoring.scaled(q)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if isinstance(cache, BoundedCache):
+            return self._merged(cache.attend(q, k, v, scale=scale))
+        cache.bind(self)
         with all_or_nothing((cache,)):
-            q, k = q.to(v.dtype), k.to(v.dtype)
-            out = cache.attend(q, k, v, scale=scale, backend=self.backend, layout=layout, attn_mask=mask)
-            return self._merged(out)
+            return self._merged(cache.attend(q, k, v, scale=scale, backend=self.backend, layout=layout, attn_mask=mask))
 
     @property
     def latent(self) -> ScoringLatent:

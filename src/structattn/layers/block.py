@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from structattn.cache import LevelCache
+from structattn.cache.bounded import LayerCache
 from structattn.checks import check_bool, check_like, check_number, check_size, check_tensor, check_type
 from structattn.errors import ShapeError
 from structattn.layers.attention import Attention
@@ -87,7 +87,7 @@ class TransformerBlock(nn.Module):
         self,
         x: Tensor,
         *,
-        cache: LevelCache | None = None,
+        cache: LayerCache | None = None,
         left_padding: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         layout: LevelLayout | None = None,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from structattn.cache import LevelCache
+from structattn.cache.bounded import LayerCache
 from structattn.checks import check_like, check_tensor, check_type
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.scoring import LowRank, Scoring
@@ -50,18 +51,19 @@ def check_layout(
         check_sum("the value_ranks of the layout", value_ranks, embed_dim // num_heads, "the head dimension")
 
 
-def check_cache(cache: LevelCache, layer: nn.Module, layout: Layout | TextLayout | None, window: int | None) -> None:
+def check_cache(cache: LayerCache, layer: nn.Module, layout: Layout | TextLayout | None, window: int | None) -> None:
     """Raises ``ConfigError`` unless a cache is of a layer with that layout and window, or like its own and of no layer yet."""
-    check_type("cache", cache, LevelCache, "a LevelCache, as new_cache() makes one")
+    check_type("cache", cache, LayerCache, "a LevelCache, as new_cache() makes one")
     if not _has_levels_of(cache, layout) or cache.window != window:
         raise ConfigError(
             f"the cache is of another layer: expected layout {layout} and window {window}, got {cache.text or cache.layout} and "
             f"{cache.window}; make it with new_cache()"
         )
-    cache.check_layer(layer)
+    if isinstance(cache, LevelCache):
+        cache.check_layer(layer)
 
 
-def _has_levels_of(cache: LevelCache, other: Layout | TextLayout | None) -> bool:
+def _has_levels_of(cache: LayerCache, other: Layout | TextLayout | None) -> bool:
     """Whether a cache has the levels of a layout; the segments of single rows may be in another order."""
     if cache.text is not None or isinstance(other, TextLayout):
         return cache.text == other

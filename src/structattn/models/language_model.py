@@ -320,7 +320,7 @@ class LanguageModel(nn.Module):
         padding = None if batch.left_padding is None else torch.tensor(batch.left_padding, device=device)
         running = [True] * len(batch.rows)
         for _ in range(max_new_tokens):
-            with _inference(self):  # not around the yield, where the caller's code runs
+            with inference(self):  # not around the yield, where the caller's code runs
                 if caches is None:
                     features = self._features(unread, None, padding)
                 else:
@@ -361,7 +361,7 @@ def _continued(caches: LayerCaches, batch: Prompts) -> int:
 
 
 @contextmanager
-def _inference(model: nn.Module) -> Iterator[None]:
+def inference(model: nn.Module) -> Iterator[None]:
     """No gradients and eval mode; afterwards each module has its mode back."""
     training = [module for module in model.modules() if module.training]
     for module in training:

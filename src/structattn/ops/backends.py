@@ -21,7 +21,7 @@ from structattn.errors import BackendUnavailableError
 from structattn.ops import derivatives, sdpa, small
 from structattn.ops.blocked import attention as blocked
 from structattn.ops.call import Call
-from structattn.ops.checks import is_transformed
+from structattn.ops.checks import is_onnx_export, is_transformed
 
 Backend = Literal["auto", "reference", "blocked", "triton"]
 NAMED = ("auto", "reference", "blocked", "triton")  # what a user may name
@@ -126,6 +126,8 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
     needs_lse = return_lse or call.sinks is not None
     if is_plain and len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, needs_lse):
         return "scaled_dot_product_attention", lambda: "one level, which PyTorch's own kernels compute"
+    if is_onnx_export():
+        return "reference", lambda: "ONNX has no operator for the others"
     if q.is_cuda:
         reason = _why_not_call("triton", q, k, v, call)
         if reason is None:

@@ -65,6 +65,11 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
+def is_onnx_export() -> bool:
+    """Whether ``torch.onnx.export`` traces: ONNX has none of our operators."""
+    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises ``ShapeError`` unless q, k and v fit each other; their dtypes may differ where autocast makes them one.
 
@@ -176,6 +181,8 @@ def checked_lengths(lengths: Tensor, name: str, num_keys: int) -> Tensor:
     Raises:
         ShapeError: numbers that do not fit S; on a GPU, which is not waited for, the device reports it later.
     """
+    if is_onnx_export():
+        return lengths
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(lengths):
         result: Tensor = torch.ops.structattn.checked_numbers(lengths, name, num_keys)
         return result

@@ -34,6 +34,7 @@ from structattn.integrations.transformers.auto_map import publish  # noqa: E402
 from structattn.integrations.transformers.cache import LevelCacheLayer  # noqa: E402
 from structattn.integrations.transformers.caches import LevelCaches, level_cache  # noqa: E402
 from structattn.integrations.transformers.config import StructAttnConfig  # noqa: E402
+from structattn.integrations.transformers.export import export_decoder  # noqa: E402
 from structattn.integrations.transformers.families import class_named  # noqa: E402
 from structattn.integrations.transformers.heads import (  # noqa: E402
     StructAttnForSequenceClassification,
@@ -71,6 +72,7 @@ __all__ = [
     "StructAttnForTokenClassification",
     "StructAttnModel",
     "call_attention",
+    "export_decoder",
     "level_cache",
     "load_structurized",
     "register_adapter",

@@ -60,6 +60,9 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_sliding = False
     is_croppable = True
+    has_positions = (
+        False  # whether it knows the positions of new tokens, so that those of the model show no packed sequences
+    )
 
     def __init__(self, *, max_length: int | None = None, page_size: int = PAGE_SIZE) -> None:
         LevelCache(max_length=max_length, page_size=page_size)  # checks both

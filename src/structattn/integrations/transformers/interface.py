@@ -158,7 +158,8 @@ def attend(
     # Under autocast rotary embedding and norms give float32, projections 16 bits.
     q, k = (reordered(x, runs).to(v.dtype) for x in (query, k))
     has_cache = layer is not None or bool(arguments.get("use_cache"))
-    sequences = mask.sequences(arguments.get("position_ids"), arguments.get("cu_seq_lens_q"), has_cache=has_cache)
+    position_ids = None if layer is not None and layer.has_positions else arguments.get("position_ids")
+    sequences = mask.sequences(position_ids, arguments.get("cu_seq_lens_q"), has_cache=has_cache)
     terms = {own: arguments[name] for name, own in TERMS.items() if arguments.get(name) is not None}
 
     options = {

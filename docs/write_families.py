@@ -99,6 +99,7 @@ _ENCODER = {
     "decoder_attention_heads": 4,
     "decoder_ffn_dim": 64,
 }
+_PART = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_groups": 1}
 _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -132,6 +133,11 @@ RARE: dict[str, dict[str, Any]] = {
     "bert-generation": _DECODER,
     "camembert": _DECODER,
     "cohere2_moe": _HEADS | _EXPERTS | _WINDOWS,
+    "cohere_compass_text": _HEADS
+    | _EXPERTS
+    | _WINDOWS
+    | {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _WINDOWS["layer_types"]}},
+    "ctrl": {"n_embd": 64, "n_layer": 2, "n_head": 4, "dff": 64},
     "cwm": _HEADS | _WINDOWS,
     "data2vec-text": _DECODER,
     "dbrx": {
@@ -175,6 +181,10 @@ RARE: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCAB,
         "hidden_size_per_layer_input": 8,
     },
+    "gemma4_unified_text": _HEADS
+    | _WINDOWS
+    | {"global_head_dim": 16, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+    "gpt-sw3": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "granite_swa": _GROUPS | _WINDOWS,
     "granitemoe_swa": _GROUPS | _EXPERTS | _WINDOWS,
     "granitemoehybrid": _GROUPS
@@ -205,6 +215,7 @@ RARE: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
         "shared_expert_intermediate_size": 16,
     },
+    "lfm3": _HEADS | _EXPERTS | {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": _GROUPS | _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama4_text": _HEADS
     | _EXPERTS
@@ -241,11 +252,25 @@ RARE: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": _GROUPS | _LINEAR,
     "olmoe": _GROUPS | _EXPERTS,
+    "phi4_multimodal": _GROUPS
+    | {
+        "vision_config": _PART | {"image_size": 28, "crop_size": 28, "patch_size": 14, "image_token_id": 3},
+        "audio_config": _PART
+        | {"num_blocks": 1, "ext_pw_out_channel": 16, "nemo_conv_channels": 16, "nemo_final_size": 16, "input_size": 8}
+        | {"audio_token_id": 4},
+    },
     "qwen3_5_moe_text": _HEADS | _EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 16},
     "qwen3_5_text": _HEADS | _LINEAR,
     "qwen3_next": _HEADS | _EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 16},
     "recurrent_gemma": _HEADS
     | {"block_types": ["recurrent", "attention"], "lru_width": 64, "attention_window_size": 6},
+    "roc_bert": _DECODER
+    | {
+        "shape_vocab_size": 20,
+        "pronunciation_vocab_size": 20,
+        "enable_pronunciation": False,
+        "enable_shape": False,
+    },
     "roberta": _DECODER,
     "roberta-prelayernorm": _DECODER,
     "solar_open": _HEADS | _EXPERTS | _ROUTED,
@@ -269,6 +294,7 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
                 "deepseek_v2": {},
                 "deepseek_v3": {},
                 "deepseek_v32": {},
+                "dots3_note_text": {"num_key_value_heads": 4},
                 "glm4_moe_lite": {},
                 "glm_moe_dsa": {},
                 "hy_v4": {},
@@ -293,11 +319,15 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "mamba": {"state_size": 8},
             "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 8},
             "megatron-bert": _DECODER,
+            "mvp": _ENCODER,
             "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 4},
             "openai-gpt": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
+            "reformer": _DECODER
+            | {"attn_layers": ["local"], "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 8]},
             "rembert": _DECODER,
             "roformer": _DECODER,
             "rwkv": {},
+            "trocr": _ENCODER,
             "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
             "xlm": {"emb_dim": 64, "n_layers": 2, "n_heads": 4},
             "xlstm": {"num_heads": 2},
@@ -308,10 +338,12 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "attention modules that are used in several layers",
         {
             "zamba": {
-                "num_hidden_layers": 3,
-                "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+                "num_hidden_layers": 4,
+                "layers_block_type": ["linear_attention", "hybrid"] * 2,
                 "mamba_d_state": 8,
+                "mamba_dt_rank": 4,
                 "n_mamba_heads": 2,
+                "num_key_value_heads": 4,
             },
             "zamba2": {
                 "num_hidden_layers": 3,
@@ -328,9 +360,24 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "keys that are changed after they are cached",
         {"jetmoe": {"num_key_value_heads": 4, "kv_channels": HEAD_DIM, "num_local_experts": 2}},
     ),
+    "holds more than keys and values": ("a cache of compressed keys", {"deepseek_v4": _LATENT}),
+    "block_indices": (
+        "keys that are chosen by the tokens",
+        {
+            "minimax_m3_vl_text": _HEADS
+            | _EXPERTS
+            | {"layer_types": ["full_attention", "minimax_m3_sparse"], "intermediate_size": 16}
+            | {"dense_intermediate_size": 16}
+        },
+    ),
+    "or_mask": (
+        "a mask that is neither causal nor one of all pairs",
+        {"git": {"vision_config": _PART | {"image_size": 8, "patch_size": 4}}},
+    ),
     "position_bias": (
         "a bias of the scores by position",
         {
+            "inkling2_text": _HEADS | _ROUTED | _EXPERTS,
             "inkling_text": _HEADS
             | _ROUTED
             | {
@@ -342,7 +389,7 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
                 "sliding_window_size": 6,
                 "moe_intermediate_size": 16,
                 "num_experts_per_tok": 2,
-            }
+            },
         },
     ),
     "computes with the attention mask": (
@@ -368,9 +415,24 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     ),
     "some calls only": (
         "cross attention",
-        {"whisper": _ENCODER, "bart": _ENCODER, "mbart": _ENCODER, "pegasus": _ENCODER},
+        dict.fromkeys(
+            [
+                "whisper",
+                "bart",
+                "bigbird_pegasus",
+                "blenderbot",
+                "blenderbot-small",
+                "marian",
+                "mbart",
+                "pegasus",
+                "plbart",
+            ],
+            _ENCODER,
+        ),
     ),
 }
+# Models whose decoder is one of several parts: their tests make them on the meta device.
+PARTS = ("blt", "fuyu", "gemma3", "gemma4", "gemma4_unified", "got_ocr2", "moss_transcribe_diarize")
 
 
 # These do not run on PyTorch's kernels in transformers.
@@ -414,7 +476,7 @@ def refused() -> str:
     """The table of what is refused."""
     rows = [
         f"| {', '.join(f'`{family}`' for family in sorted(families))} | {words} |"
-        for words, families in REFUSED.values()
+        for words, families in [*REFUSED.values(), ("a decoder that is one of several parts with a config each", PARTS)]
     ]
     return "\n".join(["| refused `model_type` | reason |", "|---|---|", *rows])
 

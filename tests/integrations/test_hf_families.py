@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from hf_models import generate
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 
 from structattn.errors import ConfigError
@@ -32,7 +33,7 @@ MASK[0, :5] = 0
 REAL = MASK.bool()
 # Grouped matrix products of experts know no float64, and Gemma 2 and GPT-J score in float32.
 SINGLE = {"flint", "gemma2", "gpt_oss", "gptj", "granite_swa", "llama4_text", "mimo_v2_flash", "vaultgemma"}
-LEARNED = {"biogpt", "gpt2", "gpt_bigcode", "opt"} | {
+LEARNED = {"biogpt", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "opt"} | {
     f for f, options in RARE.items() if "is_decoder" in options
 }  # learned positions
 NORM_AFTER = {
@@ -156,6 +157,24 @@ def test_refused_by_name_with_the_reason(family, reason) -> None:
 def test_the_configs_of_missing_parts_stay() -> None:
     model = structurize(_page["tiny"]("moshi"), f"mlr:{HEAD_DIM}")
     assert "structattn" not in str(model.config.audio_encoder_config._attn_implementation)
+
+
+@pytest.mark.parametrize("family", [pytest.param(family, marks=marks(family)) for family in _page["PARTS"]])
+def test_decoders_with_other_parts_are_refused_by_name(family) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[family]())
+    with pytest.raises(
+        ConfigError, match=f"{type(model).__name__} cannot be structurized: its decoder is one of several parts"
+    ):
+        structurize(model, "mlr:8")
+
+
+def test_the_page_names_every_causal_model_of_transformers() -> None:
+    """Of the latest version that was tried: what neither works nor is refused by name is named too."""
+    if not transformers.__version__.startswith("5.23."):
+        pytest.skip("the page was written for transformers 5.23")
+    names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert names <= set((DOCS / "families.md").read_text().split("`"))
 
 
 def test_models_of_several_parts_are_refused_by_name() -> None:

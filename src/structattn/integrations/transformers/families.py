@@ -10,7 +10,6 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from structattn.checks import check_int, is_int, quoted
 from structattn.errors import ConfigError
@@ -313,6 +312,8 @@ def class_named(name: str) -> type | None:
 
 def saved_class(config: PreTrainedConfig, names: Sequence[str]) -> type[PreTrainedModel] | None:
     """Our class of one of these names for a config; ``None`` if there is none."""
+    for name in names:
+        class_named(name)  # makes it, if the Auto classes do not know it
     return next((own for own in _MODELS.values() if own.config_class is type(config) and own.__name__ in names), None)
 
 
@@ -336,5 +337,8 @@ def _register_later(model_type: str, name: str) -> None:
     AutoConfig.register(own, type(f"{_CLASS_PREFIX}{name}", (), names))
 
 
-for _type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-    _register_later(_type, CONFIG_MAPPING_NAMES[_type])
+for (
+    _type,
+    _name,
+) in CONFIG_MAPPING_NAMES.items():  # also those of text models that are parts, and have no entry of their own
+    _register_later(_type, _name)

@@ -74,7 +74,7 @@ def structurize(
         )
     old = model.config
     split = check_split(rotary_split)
-    if old.get_text_config(decoder=True) is not old:
+    if old.get_text_config(decoder=True) is not old or not hasattr(old, "num_hidden_layers"):
         raise ConfigError(
             f"{type(model).__name__} cannot be structurized: its decoder is one of several parts (with an encoder, images or sound) that have a config "
             "each; load a decoder alone"

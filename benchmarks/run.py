@@ -20,6 +20,7 @@ import benchmarks.call
 import benchmarks.decode
 import benchmarks.linear
 import benchmarks.model
+import benchmarks.serve
 import benchmarks.step  # noqa: F401
 from benchmarks import machine, memory, report
 from benchmarks.registry import BENCHMARKS, Benchmark, Group

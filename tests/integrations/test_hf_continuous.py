@@ -2,6 +2,7 @@
 
 import importlib
 import random
+import re
 import sys
 import time
 
@@ -52,10 +53,10 @@ def own(spec, **options):
 
 MODELS = {
     "values": lambda: structurize(llama(), "[mlr:4|2|2,values=4|2|2,window:9]"),
-    "window and levels": lambda: structurize(mistral(), "mlr:4|4"),
     "own": lambda: own(["mlr:4|2|2", "bilinear-btt:1"]),
 }
 MORE = {
+    "window and levels": lambda: structurize(mistral(), "mlr:4|4"),
     "levels": lambda: structurize(llama(), "mlr:4|2|2"),
     "gpt2": lambda: structurize(gpt2(), "mlr:4|2|2@64|32|16"),
     "own, learned positions": lambda: own("global-window:4|4@6", rotary=None, max_position_embeddings=128),
@@ -104,6 +105,29 @@ def test_requests_that_do_not_fit_wait_and_those_that_stop_leave() -> None:
         assert batched(model, given, 16, eos, num_blocks=3, scheduler_type=scheduler) == wanted
 
 
+def test_a_request_that_is_larger_than_the_pool_fails_alone() -> None:
+    model = MODELS["values"]()
+    (fits, long, grows) = prompts((20, 300, 30))
+    options = ContinuousBatchingConfig(page_size=16, num_blocks=3)
+    with model.continuous_batching_context_manager(greedy(12), continuous_batching_config=options) as manager:
+        manager.add_request(long, request_id="long")
+        manager.add_request(grows, request_id="grows", max_new_tokens=1000)
+        manager.add_request(fits, request_id="fits")
+        found = {}
+        deadline = time.monotonic() + 120
+        while len(found) < 3 and time.monotonic() < deadline:
+            if (result := manager.get_result(timeout=0.1)) is not None:
+                found[result.request_id] = result
+        assert manager.is_running()
+        pages = manager.batch_processor.cache.pages
+        assert pages.num_free == pages.num_pages
+    assert found["fits"].generated_tokens == expected(model, fits, 12)
+    for name in ("long", "grows"):
+        assert re.search(r"tokens need \d+ pages of the cache, which has \d+: give it more memory", found[name].error)
+    assert found["grows"].generated_tokens[:12] == expected(model, grows, 12)
+
+
+@pytest.mark.full
 def test_several_answers_of_one_prompt() -> None:
     model = MODELS["values"]()
     options = greedy(9)
@@ -201,6 +225,7 @@ def test_other_models_are_not_touched() -> None:
     assert type(model.init_continuous_batching(greedy(1))).__module__.startswith("transformers.")
 
 
+@pytest.mark.full
 def test_a_manager_can_be_kept() -> None:
     model = MODELS["values"]()
     given = prompts((3, 17))

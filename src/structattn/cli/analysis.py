@@ -204,7 +204,7 @@ class BenchCommand:
     """
 
     name: tyro.conf.Positional[str]
-    """attention, decode, model, step or linear."""
+    """attention, call, decode, linear, model, serve or step."""
     quick: bool = False
     """A few sizes and repeats, no peak memory: a minute or two."""
     device: str = "cpu"

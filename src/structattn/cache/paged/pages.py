@@ -117,6 +117,10 @@ class PagePool:
             for group, slots in zip(self.groups, self.slots, strict=True)
         ]
 
+    def needed(self, length: int) -> int:
+        """Pages that a request of ``length`` tokens has when it is given all of them, or the last one."""
+        return sum(self._wanted(length - 1, 1))
+
     def missing(self, request: str, past: int, count: int) -> int:
         """Pages that a request lacks for ``count`` tokens after ``past`` others."""
         table = self.tables.get(request) or [[]] * len(self.groups)

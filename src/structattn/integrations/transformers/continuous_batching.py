@@ -14,7 +14,7 @@ import transformers
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from structattn.cache.paged import LayerShape, PagedCache, PagePool, ShapeProbe, Tokens
-from structattn.errors import ConfigError, MissingDependencyError
+from structattn.errors import CacheError, ConfigError, MissingDependencyError
 from structattn.memory import free_memory
 
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 20):
@@ -134,6 +134,26 @@ class ServedCache(PagedCache):
 
 class _Processor(ContinuousBatchProcessor):  # type: ignore[misc]
     """Tells the cache which tokens the next call of the model has."""
+
+    def _update_tp_group_state(self) -> bool:
+        """Takes the new requests. transformers ends the manager, and with it all requests, when later nothing fits."""
+        is_stopping = bool(super()._update_tp_group_state())
+        for state in [*(self.scheduler.active_requests or self.scheduler.waiting_requests).values()]:
+            length = state.position_offset + max(1, len(state.remaining_prefill_tokens))
+            if (needed := self.cache.pages.needed(length)) > self.cache.num_blocks:
+                self._refuse(
+                    state, f"{length} tokens need {needed} pages of the cache, which has {self.cache.num_blocks}"
+                )
+        return is_stopping
+
+    def _refuse(self, state: RequestState, why: str) -> None:
+        """Ends one request, which is larger than the whole pool."""
+        error = CacheError(f"{why}: give it more memory (num_blocks or max_memory_percent of ContinuousBatchingConfig)")
+        self._handle_request_error(error, state)
+        self.scheduler.finish_request(state.request_id)
+        if self.scheduler.waiting_requests.pop(state.request_id, None) is not None:
+            self.scheduler.waiting_requests_order.remove(state.request_id)
+        self.scheduler.block_new_requests = False
 
     def _generation_step(self, model: PreTrainedModel) -> None:
         # What a request has processed counts the tokens of this call already.

@@ -73,6 +73,7 @@ def test_signatures() -> None:
         "softcap",
         "sinks",
         "alibi_slopes",
+        "cu_seqlens_k",
     ]
     assert list(inspect.signature(sa.Attention).parameters)[:9] == [
         "embed_dim",

@@ -80,6 +80,25 @@ def test_every_tensor_layout_is_the_op(layout) -> None:
     assert_same(out.transpose(0, 1)[None], expected, leaves)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_packed_queries_and_keys_apart(is_causal) -> None:
+    attend = sa.attention_function(LAYOUT, tensor_layout="THD")
+    leaves = [x[0].transpose(0, 1) for x in tensors(batch=1, queries=6, keys=9)]
+    of_queries, of_keys = torch.tensor([0, 2, 6]), torch.tensor([0, 7, 9], dtype=torch.int32)
+    out = attend(*leaves, is_causal=is_causal, cu_seqlens_q=of_queries, cu_seqlens_k=of_keys)
+    alone = []
+    for (a, b), (c, d) in (((0, 2), (0, 7)), ((2, 6), (7, 9))):
+        q, k, v = (x.transpose(0, 1)[None] for x in (leaves[0][a:b], leaves[1][c:d], leaves[2][c:d]))
+        alone.append(sa.structured_attention(q, k, v, LAYOUT, is_causal=is_causal)[0].transpose(0, 1))
+    assert_same(out, torch.cat(alone), leaves)
+    same = {"is_causal": is_causal, "cu_seqlens_q": of_queries, "cu_seqlens_k": of_queries}
+    own = [leaves[0], leaves[1][:6], leaves[2][:6]]
+    assert_close(attend(*own, **same), attend(*own, is_causal=is_causal, cu_seqlens=of_queries))
+    for wrong in ({"cu_seqlens_q": of_queries}, {"cu_seqlens": of_queries, **same}):
+        with pytest.raises(ConfigError, match="both cu_seqlens_q and cu_seqlens_k"):
+            attend(*own, **wrong)
+
+
 def test_queries_of_a_causal_call_start_at_the_first_key() -> None:
     attend = sa.attention_function(LAYOUT)
     for T, S in ((3, 7), (7, 3)):

@@ -77,6 +77,10 @@ def cases(draw):
         offsets = sorted({0, T, *draw(st.lists(st.integers(1, T), max_size=4))})
         rows = len(offsets) - 1
         options["cu_seqlens"] = torch.tensor(offsets, dtype=draw(st.sampled_from([torch.int32, torch.int64])))
+        if draw(st.booleans()):
+            S = draw(st.just(T) | st.integers(1, 150))
+            inner = draw(st.lists(st.integers(0, S), min_size=rows - 1, max_size=rows - 1))
+            options["cu_seqlens_k"] = torch.tensor([0, *sorted(inner), S])
     if kind == "padded":
         options["left_padding"] = torch.tensor(draw(st.lists(st.integers(0, S), min_size=batch, max_size=batch)))
     if draw(st.integers(0, 2)):
@@ -137,6 +141,7 @@ def test_long_enough_for_every_kind_of_tile(repeats: int, T: int) -> None:
         {"softcap": 0.7, "dropout_p": 0.3},
         {"softcap": 0.7, "alibi_slopes": torch.tensor([0.3, 0.05])},
         {"left_padding": torch.tensor([3, 0])},
+        {"cu_seqlens": torch.tensor([0, 4, 4, 9]), "cu_seqlens_k": torch.tensor([0, 2, 5, 9])},
         {"attn_mask": torch.arange(9) % 4 != 0, "is_causal": False},
         pytest.param({"attn_bias": True}, marks=pytest.mark.full),
         pytest.param({"attn_bias": True, "dropout_p": 0.3}, marks=pytest.mark.full),
@@ -218,6 +223,7 @@ def test_packed_and_padded_rows_are_those_of_each_sequence_alone() -> None:
         {"dropout_p": 0.2},
         pytest.param({"window": 30}, marks=pytest.mark.full),
         {"cu_seqlens": torch.tensor([0, 30, 80])},
+        {"cu_seqlens": torch.tensor([0, 30, 80]), "cu_seqlens_k": torch.tensor([0, 50, 80])},
         pytest.param({"left_padding": torch.tensor([3])}, marks=pytest.mark.full),
         {"attn_mask": torch.arange(80)[None, None, None] < 70},
         {"alibi_slopes": torch.tensor([0.3, 0.05])},

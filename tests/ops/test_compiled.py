@@ -34,6 +34,7 @@ OPTIONS = [
     "lse",
     "terms",
     "alibi",
+    "apart",
 ]
 BACKENDS = ["auto", "blocked", "reference"]
 CASES = [
@@ -88,18 +89,27 @@ class Op(torch.nn.Module):
             self.option
         )
         extras = {} if name is None else {name: extra}
+        if self.option == "apart":
+            extras = {"cu_seqlens": extra, "cu_seqlens_k": extra // 2 * 2}
         return sa.structured_attention(q, k, v, self.layout, backend=self.backend, **self.options, **extras)
 
     def inputs(self, batch, length):
-        batch = 1 if self.option == "packed" else batch
+        batch = 1 if self.option in ("packed", "apart") else batch
+        length = length // 2 * 2 if self.option == "apart" else length
         queries = 3 if self.option == "few queries" else length
         tensors = [torch.randn(batch, heads, n, 8) for heads, n in ((4, queries), (2, length), (2, length))]
         return tuple(tensors) + tuple(extra_of(self.option, batch, length))
 
     def shapes(self, batch, length):
-        batch = None if self.option == "packed" else batch
+        batch = None if self.option in ("packed", "apart") else batch
         queries = None if self.option == "few queries" else length
-        of_extra = {"bias": ({0: length, 1: length},), "padding": ({0: batch},), "packed": ({},), "terms": ({},)}
+        of_extra = {
+            "bias": ({0: length, 1: length},),
+            "padding": ({0: batch},),
+            "packed": ({},),
+            "terms": ({},),
+            "apart": ({},),
+        }
         return {0: batch, 2: queries}, {0: batch, 2: length}, {0: batch, 2: length}, *of_extra.get(self.option, ())
 
 
@@ -110,7 +120,7 @@ def extra_of(option, batch, length):
         yield torch.arange(batch) % 3
     if option == "terms":
         yield torch.randn(4)
-    if option == "packed":
+    if option in ("packed", "apart"):
         yield torch.tensor([0, length // 3, length])
 
 
@@ -198,7 +208,14 @@ def exported(module):
 
 @pytest.mark.parametrize(
     ("layout", "option", "backend"),
-    CASES if ALL else [("levels", "bias", "blocked"), ("none", "terms", "blocked"), ("levels", "alibi", "auto")],
+    CASES
+    if ALL
+    else [
+        ("levels", "bias", "blocked"),
+        ("none", "terms", "blocked"),
+        ("levels", "alibi", "auto"),
+        ("levels", "apart", "auto"),
+    ],
 )
 def test_compiled_op_takes_other_lengths_as_one_program(layout, option, backend) -> None:
     module = Op(layout, option, backend)

@@ -1,10 +1,9 @@
 """``structured_attention`` against a definition written as Python loops, that shares no code with it."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
+from by_loops import loops, make
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,94 +13,6 @@ from structattn.ops import explain
 from structattn.testing.tolerances import SOLVED, assert_close
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "blocked"])
-
-
-def in_one_block(blocks, i, j):
-    """Whether two positions share a level, given as a block size or as the starts of its segments."""
-    if isinstance(blocks, int):
-        return math.floor(i / blocks) == math.floor(j / blocks)
-    segment = [sum(start <= x for start in blocks) for x in (i, j)]
-    return segment[0] == segment[1]
-
-
-def loops(
-    q,
-    k,
-    v,
-    ranks,
-    sizes,
-    scaling,
-    *,
-    is_causal=True,
-    scale=None,
-    window=None,
-    bias=None,
-    mask=None,
-    offset=None,
-    value_ranks=None,
-    softcap=None,
-    sinks=None,
-    alibi_slopes=None,
-):
-    """One head after another, one pair after another. q (B,H,T,D), k, v (B,G,S,·). Returns out, lse.
-
-    ``sizes`` has a block size or segment starts per level, or such a list per batch row.
-    """
-    B, H, T, _ = q.shape
-    G, S = k.shape[1], k.shape[2]
-    shift = S - T if offset is None else offset
-    outs, lses = [], []
-    for b in range(B):
-        levels = sizes[b] if isinstance(sizes[0], list) else sizes
-        for h in range(H):
-            g = h // (H // G)
-            for t in range(T):
-                i, row, cols, shares = t + shift, [], [], []
-                for j in range(S):
-                    if is_causal and j > i:
-                        continue
-                    if window is not None and abs(i - j) >= window:
-                        continue
-                    if mask is not None and not mask[b, h, t, j]:
-                        continue
-                    dots, start = [], 0
-                    for level, (rank, blocks) in enumerate(zip(ranks, levels, strict=True)):
-                        if level == 0 or in_one_block(blocks, i, j):
-                            dots.append((q[b, h, t, start : start + rank] @ k[b, g, j, start : start + rank], rank))
-                        start += rank
-                    shared = sum(rank for _, rank in dots)
-                    total = sum(dot for dot, _ in dots)
-                    if scale is not None:
-                        s = scale * total
-                    elif scaling == "variance":
-                        s = total / math.sqrt(shared)
-                    elif scaling == "mup":
-                        s = total * 8 / shared
-                    else:
-                        s = sum(dot / rank for dot, rank in dots)
-                        s = s / len(dots) if scaling == "paper" else s
-                    if softcap is not None:
-                        s = torch.tanh(s / softcap) * softcap
-                    if alibi_slopes is not None:
-                        s = s - alibi_slopes[b, h] * abs(i - j)
-                    row.append(s + (0 if bias is None else bias[b, h, t, j]))
-                    cols.append(j)
-                    seen = v.shape[-1] if value_ranks is None else sum(value_ranks[: len(dots)])
-                    shares.append((torch.arange(v.shape[-1]) < seen).to(v.dtype))
-                if row:
-                    scores = torch.stack(row if sinks is None else [*row, sinks[h]])
-                    outs.append(torch.softmax(scores, 0)[: len(row)] @ (v[b, g, cols] * torch.stack(shares)))
-                    lses.append(torch.logsumexp(scores, 0))
-                else:
-                    outs.append(torch.zeros(v.shape[-1], dtype=v.dtype))
-                    lses.append(torch.tensor(-torch.inf, dtype=v.dtype) if sinks is None else sinks[h])
-    return torch.stack(outs).reshape(B, H, T, -1), torch.stack(lses).reshape(B, H, T)
-
-
-def make(B, H, G, T, S, D, V, seed=0, grad=True):
-    g = torch.Generator().manual_seed(seed)
-    shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, V))
-    return [torch.randn(s, generator=g, dtype=torch.float64).requires_grad_(grad) for s in shapes]
 
 
 nested = st.integers(1, 3).flatmap(
@@ -271,64 +182,6 @@ def test_the_future_cannot_change_the_past(backend) -> None:
     assert not torch.equal(before[:, :, 9:], after[:, :, 9:])
 
 
-@pytest.mark.parametrize("layout", [None, sa.LevelLayout((4, 2, 2), (8, 4, 2)), sa.GlobalWindowLayout((4, 4), 3)])
-@pytest.mark.parametrize("is_causal", [True, False])
-@BACKENDS
-def test_packed_sequences_equal_each_alone(layout, is_causal: bool, backend) -> None:
-    q, k, v = make(1, 4, 2, 16, 16, 8, 3, grad=False)
-    offsets = [0, 1, 6, 16]
-    packed = sa.structured_attention(
-        q, k, v, layout, is_causal=is_causal, cu_seqlens=torch.tensor(offsets, dtype=torch.int32), backend=backend
-    )
-    for a, b in zip(offsets[:-1], offsets[1:], strict=True):
-        alone = sa.structured_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], layout, is_causal=is_causal)
-        assert_close(packed[:, :, a:b], alone)
-
-
-@pytest.mark.parametrize("layout", [None, sa.LevelLayout((4, 2, 2), (8, 4, 2))])
-@pytest.mark.parametrize("T", [10, 2])
-@pytest.mark.parametrize("window", [None, 3])
-@BACKENDS
-def test_left_padding_equals_rows_without_it(layout, T: int, window, backend) -> None:
-    q, k, v = make(3, 4, 2, T, 10, 8, 3, grad=False)
-    padding = torch.tensor([0, 3, 10])
-    out = sa.structured_attention(q, k, v, layout, left_padding=padding, window=window, backend=backend)
-    for row, pad in enumerate([0, 3]):
-        real = min(T, 10 - pad)
-        alone = sa.structured_attention(
-            q[row : row + 1, :, T - real :],
-            k[row : row + 1, :, pad:],
-            v[row : row + 1, :, pad:],
-            layout,
-            window=window,
-        )
-        assert_close(out[row : row + 1, :, T - real :], alone)
-        assert bool((out[row, :, : T - real] == 0).all())
-    assert bool((out[2] == 0).all())
-
-
-@pytest.mark.parametrize("layout", [None, sa.LevelLayout((4, 2, 2), (8, 4, 2)), sa.GlobalWindowLayout((4, 4), 3)])
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("backend", ["auto", "reference", "blocked"])
-def test_a_padding_mask_on_the_right_equals_shorter_rows(layout, is_causal: bool, backend) -> None:
-    leaves = make(3, 4, 2, 10, 10, 8, 3)
-    lengths = torch.tensor([10, 7, 0])
-    mask = (torch.arange(10) < lengths[:, None])[:, None, None]
-    options = {"is_causal": is_causal, "backend": backend}
-    out = sa.structured_attention(*leaves, layout, attn_mask=mask, **options)
-    weight = torch.randn_like(out)
-    grads = torch.autograd.grad((out * weight).sum(), leaves)
-    for row, length in enumerate(lengths[:2].tolist()):
-        alone = [x[row : row + 1, :, :length] for x in leaves]
-        short = sa.structured_attention(*alone, layout, **options)
-        assert_close(out[row : row + 1, :, :length], short)
-        assert all(not grad[row, :, length:].any() for grad in grads[1:])
-    assert not out[2].any()  # rows that see nothing
-    assert not any(grad[2].any() for grad in grads)
-    bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
-    assert_close(sa.structured_attention(*leaves, layout, attn_mask=bias, **options), out)
-
-
 @BACKENDS
 def test_score_terms_of_packed_and_padded_rows_and_in_lower_precision(backend) -> None:
     layout = sa.LevelLayout((4, 2, 2), (8, 4, 2))
@@ -462,6 +315,7 @@ def call(batch=2, **changes):
         ({"batch": 1, "cu_seqlens": torch.tensor([0, 4])}, ShapeError, r"rise from 0 to the length 6.*\[0, 4\]"),
         ({"batch": 1, "cu_seqlens": torch.tensor([0, 4, 4, 6])}, ShapeError, "rise from 0"),
         ({"batch": 1, "cu_seqlens": torch.tensor([0])}, ShapeError, "at least 2 entries"),
+        ({"cu_seqlens_k": torch.tensor([0, 6])}, ConfigError, "give cu_seqlens, those of the queries"),
         ({"left_padding": torch.tensor([0, 7])}, ShapeError, "left_padding"),
         ({"left_padding": torch.tensor([0])}, ShapeError, "expected 2, got 1"),
         ({"layout": sa.GlobalWindowLayout((4, 4), 2), "return_lse": True}, ConfigError, "log-sum-exp"),

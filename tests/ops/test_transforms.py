@@ -31,6 +31,16 @@ PATHS = {
     "blocked": ({"layout": LEVELS, "attn_bias": BIAS, "backend": "blocked"}, 4, None),
     "blocked dropout": ({"layout": LEVELS, "dropout_p": 0.4, "backend": "blocked"}, 4, None),
     "blocked packed": ({"layout": LEVELS, "cu_seqlens": torch.tensor([0, 2, 5]), "backend": "blocked"}, 4, None),
+    "blocked apart": (
+        {
+            "layout": LEVELS,
+            "cu_seqlens": torch.tensor([0, 2, 5]),
+            "cu_seqlens_k": torch.tensor([0, 4, 5]),
+            "backend": "blocked",
+        },
+        4,
+        None,
+    ),
     "blocked padding": ({"layout": LEVELS, "left_padding": torch.tensor([2, 0]), "backend": "blocked"}, 4, None),
     "blocked segments": ({"layout": SEGMENTS, "window": 3, "backend": "blocked"}, 4, None),
     "blocked terms": (

@@ -76,6 +76,7 @@ class Case:
     has_slopes: bool = False  # of ALiBi, others for each row and head
     masked: str | None = None  # the dimensions of (B, H, T, S) that a mask has
     ends: tuple[int, ...] | None = None
+    key_ends: tuple[int, ...] | None = None  # where they are not those of the queries
     dtype: torch.dtype = torch.float32
     config: KernelConfig | None = None
     transposed: bool = False
@@ -84,7 +85,8 @@ class Case:
     @property
     def call(self) -> Call:
         cu_seqlens = None if self.ends is None else torch.tensor((0, *self.ends), dtype=torch.int32, device=DEVICE)
-        options = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        keys = None if self.key_ends is None else torch.tensor((0, *self.key_ends), device=DEVICE)
+        options = {"cu_seqlens_k": keys, "window": self.window, "scale": self.scale, "softcap": self.softcap}
         if self.has_slopes:
             slopes = torch.linspace(0.02, 0.5, self.batch * self.heads[0], device=DEVICE)
             options["alibi_slopes"] = slopes.view(self.batch, self.heads[0])
@@ -190,6 +192,23 @@ CASES = {
     "packed": Case(layout=HALVING, lengths=(60, 60), ends=(3, 40, 60)),
     "packed, not causal": Case(layout=WIDE, lengths=(80, 80), ends=(1, 50, 80), is_causal=False),
     "packed, free sizes, window": Case(layout=FREE, lengths=(53, 53), ends=(17, 53), window=11),
+    "packed apart": Case(
+        layout=HALVING, lengths=(60, 71), ends=(3, 40, 40, 60), key_ends=(30, 41, 45, 71), heads=(4, 2)
+    ),
+    "packed apart, not causal": Case(
+        layout=WIDE, lengths=(83, 50), ends=(1, 50, 50, 70, 83), key_ends=(20, 24, 24, 24, 50), is_causal=False
+    ),
+    "packed apart, values, window, mask, ALiBi": Case(
+        layout=VALUES,
+        lengths=(31, 45),
+        ends=(20, 31),
+        key_ends=(8, 45),
+        window=13,
+        masked="TS",
+        has_slopes=True,
+        is_causal=False,
+        heads=(2, 1),
+    ),
     "values": Case(layout=VALUES, lengths=(70, 70)),
     "values, not causal": Case(layout=VALUES, lengths=(53, 53), is_causal=False, heads=(2, 1)),
     "values, large blocks": Case(layout=replace(WIDE, value_ranks=(3, 20, 9)), lengths=(90, 90), is_causal=False),
@@ -370,10 +389,10 @@ def check(layout, value_dim, dtype, name, is_causal, packed, softcap, masked, ha
     config = default_config(layout, dtype, value_dim, masked)
     call = Call(layout=layout, is_causal=is_causal, cu_seqlens=torch.tensor([0, 1]) if packed else None)
     x, y = "*" + name, "*fp32"
-    maps = {"cu_seqlens": "*i32", "tile_map": "*i32"}
+    maps = {"cu_seqlens": "*i32", "cu_seqlens_k": "*i64", "tile_map": "*i32"}
     maps |= {"mask": "*u8", "slopes": y}
     unmasked = ({} if masked else {"mask": None}) | ({} if has_slopes else {"slopes": None})
-    absent = unmasked | ({} if packed else {"cu_seqlens": None, "tile_map": None})
+    absent = unmasked | ({} if packed else {"cu_seqlens": None, "cu_seqlens_k": None, "tile_map": None})
     def constants(tiles, **more):
         plan = make_plan(layout, None, value_dim, tiles, softcap=softcap)
         return host._constants(plan, call) | {"OWN": tiles.own, "WALK": tiles.walk} | absent | more

@@ -96,6 +96,16 @@ PAIRS = [
         for ends in ([0, 4], [1, 6], [0, 4, 4, 6], [0, 7], [0, 5, 3, 6], [0], [], [-1, 6])
     ),
     {**ONE, "q": Q[:1, :, :3], "cu_seqlens": torch.tensor([0, 3])},
+    *({**ONE, "cu_seqlens": torch.tensor([0, 6]), "cu_seqlens_k": lengths} for lengths in LENGTHS),
+    *(
+        {**ONE, "cu_seqlens": torch.tensor([0, 3, 6]), "cu_seqlens_k": torch.tensor(ends)}
+        for ends in ([0, 6], [0, 2, 2, 6], [1, 3, 6], [0, 7, 6], [0, 4, 5], [0])
+    ),
+    *(
+        {**ONE, "cu_seqlens_k": torch.tensor([0, 3, 6]), "cu_seqlens": torch.tensor(ends)}
+        for ends in ([0, 6], [0, 7, 6], [0, 3, 7], [0, 3, 5])
+    ),
+    {"cu_seqlens_k": torch.tensor([0, 6])},
     {**ONE, "cu_seqlens": torch.tensor([0, 6]), "left_padding": torch.tensor([0])},
     {**ONE, "cu_seqlens": torch.tensor([0, 3, 6]), "layout": sa.LevelLayout.from_boundaries((8,), [((0,),)] * 3)},
     {"attn_mask": torch.zeros(6, 6), "attn_bias": torch.zeros(6, 6)},

@@ -88,6 +88,8 @@ class AttentionFunction:
         scale: float | None = None,
         enable_gqa: bool = False,
         cu_seqlens: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
     ) -> Tensor:
         """Attends; the arguments are those of PyTorch's function, in its order and with its defaults.
 
@@ -101,12 +103,15 @@ class AttentionFunction:
             scale: replaces the layout's scaling. Default: that scaling; without a layout 1 / sqrt(D).
             enable_gqa: allows fewer heads of keys and values than of queries.
             cu_seqlens: (N + 1,) int32 or int64, the boundaries of packed sequences, of queries and keys alike.
+            cu_seqlens_q, cu_seqlens_k: those of queries and of keys, both given, as flash attention takes them. They may differ: with
+                ``is_causal`` the queries of a sequence are then the last of its positions, as in flash attention.
 
         Returns:
             With the dimensions of ``tensor_layout``, contiguous in all but ``"BHTD"``.
 
         Raises:
-            ConfigError: ``attn_mask`` together with ``is_causal``; or an option is out of its range.
+            ConfigError: ``attn_mask`` together with ``is_causal``; one of ``cu_seqlens_q`` and ``cu_seqlens_k`` without the other; or
+                an option is out of its range.
             ShapeError: shapes, dtypes or devices do not fit.
         """
         for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
@@ -121,6 +126,10 @@ class AttentionFunction:
             raise ConfigError(
                 "attn_mask is a causal bias without numbers: give is_causal=True, or a bool mask of the pairs"
             )
+        if (cu_seqlens_q is None) != (cu_seqlens_k is None) or (cu_seqlens is not None and cu_seqlens_q is not None):
+            raise ConfigError("give cu_seqlens, of queries and keys alike, or both cu_seqlens_q and cu_seqlens_k")
+        if cu_seqlens_q is not None:
+            cu_seqlens = cu_seqlens_q
         has_heads = query.dim() == 4 or self.tensor_layout == "THD"
         q, k, v = (self._heads_first(x) for x in (query, key, value))
         if not has_heads and isinstance(attn_mask, Tensor) and attn_mask.dim() == 3:
@@ -142,6 +151,7 @@ class AttentionFunction:
             attn_mask=attn_mask,
             dropout_p=dropout_p,
             cu_seqlens=cu_seqlens,
+            cu_seqlens_k=cu_seqlens_k,
             backend=self.backend,
         )
         if self.tensor_layout == "BHTD":

@@ -66,6 +66,7 @@ def explain(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> str:
     """Which code ``backend="auto"`` runs for a call, and why, in one line: ``"blocked: 8 levels in memory linear in ... (...)"``.
 
@@ -82,6 +83,7 @@ def explain(
         "alibi_slopes": alibi_slopes,
         "dropout_p": dropout_p,
         "cu_seqlens": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens_k,
         "left_padding": left_padding,
     }
     v, calls = _read(q, k, v, layout, options, sinks, return_lse)
@@ -183,6 +185,7 @@ def structured_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention whose score matrix has the structure of a layout.
 
@@ -207,8 +210,8 @@ def structured_attention(
             float32, or float64 where q is, and so is the bias then.
         dropout_p: probability of dropping a weight, to 16 bits. A seed from torch's global CPU generator, batch row, head, query
             and key decide: every backend drops the same, but for PyTorch's kernels (one level on a GPU, ``"auto"``). Default 0.
-        cu_seqlens: (N + 1,) int32 or int64, the boundaries of N packed sequences (B = 1, T = S): pairs of different
-            sequences are hidden and blocks start anew in each.
+        cu_seqlens: (N + 1,) int32 or int64, the boundaries of N packed sequences (B = 1; T = S unless ``cu_seqlens_k`` is given):
+            pairs of different sequences are hidden and blocks start anew in each.
         left_padding: (B,) int32 or int64, the number of leading padding positions of each row: their keys and queries are
             hidden, and blocks are counted from the first real token. Queries before the first key are not padding.
         backend: ``"auto"`` chooses (see ``explain``); a named backend runs or raises.
@@ -221,6 +224,9 @@ def structured_attention(
             layout has it in both softmaxes. Default ``None``.
         alibi_slopes: (H,) or (B, H), floating point: the slope m of each query head; the bias -m |i - j| never takes T x S numbers.
             Slopes are constants and get no gradient. A global-window layout has it in both softmaxes. Default ``None``.
+        cu_seqlens_k: (N + 1,) int32 or int64, the boundaries of the keys of packed sequences where they are not those of the queries,
+            which ``cu_seqlens`` are then (cross-attention). Of each sequence the queries are the last positions, as without packing;
+            it may have no queries, or no keys. Default ``None``: those of the queries.
 
     Returns:
         out (B, H, T, V) in q's dtype; with ``return_lse`` also lse (B, H, T), base e, float32 for 16-bit inputs. A query
@@ -255,6 +261,7 @@ def structured_attention(
         "alibi_slopes": alibi_slopes,
         "dropout_p": dropout_p,
         "cu_seqlens": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens_k,
         "left_padding": left_padding,
     }
     v, calls = _read(q, k, v, layout, options, sinks, return_lse)

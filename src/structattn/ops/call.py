@@ -23,6 +23,7 @@ class Options(TypedDict, total=False):
     alibi_slopes: Tensor | None
     dropout_p: float
     cu_seqlens: Tensor | None
+    cu_seqlens_k: Tensor | None
     left_padding: Tensor | None
 
 
@@ -47,9 +48,15 @@ class Call:
     alibi_slopes: Tensor | None = None
     dropout_p: float = 0.0
     cu_seqlens: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
     left_padding: Tensor | None = None
     seed: Tensor | None = None
     sinks: Tensor | None = None
+
+    @property
+    def key_seqlens(self) -> Tensor | None:
+        """The boundaries of packed keys."""
+        return self.cu_seqlens if self.cu_seqlens_k is None else self.cu_seqlens_k
 
     @property
     def one_level_scale(self) -> float:

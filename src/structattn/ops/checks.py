@@ -132,10 +132,8 @@ def checked_terms(q: Tensor, k: Tensor, options: Options) -> Options:
         _check_bias(q, k, checked["attn_bias"])
     if options["alibi_slopes"] is not None:
         checked["alibi_slopes"] = checked_slopes(q, options["alibi_slopes"])
-    if options["cu_seqlens"] is not None or options["left_padding"] is not None:
-        checked["cu_seqlens"], checked["left_padding"] = _checked_sequences(
-            q, k, options["cu_seqlens"], options["left_padding"]
-        )
+    if any(x is not None for x in (options["cu_seqlens"], options["cu_seqlens_k"], options["left_padding"])):
+        checked.update(_checked_sequences(q, k, options))
     scale, softcap = options["scale"], options["softcap"]
     checked["scale"] = (
         float(scale) if isinstance(scale, int) else scale
@@ -144,73 +142,84 @@ def checked_terms(q: Tensor, k: Tensor, options: Options) -> Options:
     return checked
 
 
-def _checked_sequences(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, left_padding: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """``cu_seqlens`` and ``left_padding``, which fit q and k; their numbers are checked at run time where they are not known."""
+def _checked_sequences(q: Tensor, k: Tensor, options: Options) -> Options:
+    """``cu_seqlens``, ``cu_seqlens_k`` and ``left_padding``, which fit q and k; their numbers are checked at run time where they are not known."""
     batch, num_queries, num_keys = q.shape[0], q.shape[2], k.shape[2]
-    if cu_seqlens is not None and left_padding is not None:
+    of_queries, of_keys, left_padding = options["cu_seqlens"], options["cu_seqlens_k"], options["left_padding"]
+    if of_queries is not None and left_padding is not None:
         raise ConfigError("give cu_seqlens (packed sequences) or left_padding (padded batch), not both")
-    if cu_seqlens is not None:
-        _check_ints("cu_seqlens", cu_seqlens, q)
-        if not (batch == 1 and num_queries == num_keys):
+    if of_queries is None and of_keys is not None:
+        raise ConfigError("cu_seqlens_k are the boundaries of the keys: give cu_seqlens, those of the queries, too")
+    if of_queries is not None:
+        _check_ints("cu_seqlens", of_queries, q)
+        if batch != 1 or (of_keys is None and num_queries != num_keys):
             raise ShapeError(
-                f"cu_seqlens needs batch 1 and as many queries as keys, got batch {batch}, {num_queries} and {num_keys}"
+                f"cu_seqlens needs batch 1 and as many queries as keys, got batch {batch}, {num_queries} and {num_keys}; "
+                "other boundaries of the keys are cu_seqlens_k"
             )
-        if cu_seqlens.shape[0] < 2:
+        if of_queries.shape[0] < 2:
             raise ShapeError("cu_seqlens needs at least 2 entries, the boundaries of one sequence")
-        cu_seqlens = checked_lengths(cu_seqlens, "cu_seqlens", num_keys)
+        of_queries = checked_lengths(of_queries, "cu_seqlens", num_queries, 1 if of_keys is None else 0)
+        if of_keys is not None:
+            _check_ints("cu_seqlens_k", of_keys, q)
+            if of_keys.shape != of_queries.shape:
+                raise ShapeError(
+                    f"cu_seqlens and cu_seqlens_k must be of as many sequences: got {of_queries.shape[0]} and {of_keys.shape[0]} entries"
+                )
+            of_keys = checked_lengths(of_keys, "cu_seqlens_k", num_keys, 0)
     if left_padding is not None:
         _check_ints("left_padding", left_padding, q, "; of an attention mask it is (mask == 0).sum(1)")
         if left_padding.shape[0] != batch:
             raise ShapeError(
                 f"left_padding needs one count per batch row: expected {batch}, got {left_padding.shape[0]}"
             )
-        left_padding = checked_lengths(left_padding, "left_padding", num_keys)
-    return cu_seqlens, left_padding
+        left_padding = checked_lengths(left_padding, "left_padding", num_keys, None)
+    return {"cu_seqlens": of_queries, "cu_seqlens_k": of_keys, "left_padding": left_padding}
 
 
-def checked_lengths(lengths: Tensor, name: str, num_keys: int) -> Tensor:
+def checked_lengths(lengths: Tensor, name: str, total: int, least: int | None) -> Tensor:
     """The tensor, its numbers checked: at once, or in a compiled program, or inside of a transform, whenever it runs.
 
     Args:
-        lengths: int32 or int64; ``cu_seqlens`` (N + 1,) or ``left_padding`` (B,).
-        name: which of the two.
-        num_keys: S.
+        lengths: int32 or int64; boundaries of packed sequences (N + 1,), or numbers of padding positions (B,).
+        name: of the argument.
+        total: T or S.
+        least: boundaries rise by at least this many from 0 to the total; ``None`` for padding, from 0 to the total each.
 
     Raises:
-        ShapeError: numbers that do not fit S; on a GPU, which is not waited for, the device reports it later.
+        ShapeError: numbers that do not fit; on a GPU, which is not waited for, the device reports it later.
     """
     if is_onnx_export():
         return lengths
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(lengths):
-        result: Tensor = torch.ops.structattn.checked_numbers(lengths, name, num_keys)
+        result: Tensor = torch.ops.structattn.checked_numbers(lengths, name, total, least)
         return result
     if not isinstance(lengths, FakeTensor):
-        _check_lengths(lengths, name, num_keys)
+        _check_lengths(lengths, name, total, least)
     return lengths
 
 
-def _check_lengths(lengths: Tensor, name: str, num_keys: int) -> None:
+def _check_lengths(lengths: Tensor, name: str, total: int, least: int | None) -> None:
     if lengths.is_cuda:
-        if name == "cu_seqlens":
-            fits = (lengths[0] == 0) & (lengths[-1] == num_keys) & (lengths.diff() > 0).all()
+        if least is not None:
+            fits = (lengths[0] == 0) & (lengths[-1] == total) & (lengths.diff() >= least).all()
         else:
-            fits = ((lengths >= 0) & (lengths <= num_keys)).all()
-        torch._assert_async(fits, f"{name} does not fit the length {num_keys}")  # nothing waits for it
+            fits = ((lengths >= 0) & (lengths <= total)).all()
+        torch._assert_async(fits, f"{name} does not fit the length {total}")  # nothing waits for it
     elif lengths.device.type == "cpu":
         values = lengths.tolist()
-        if name == "cu_seqlens":
-            if values[0] != 0 or values[-1] != num_keys or any(a >= b for a, b in pairwise(values)):
+        if least is not None:
+            if values[0] != 0 or values[-1] != total or any(b - a < least for a, b in pairwise(values)):
+                how = "rise" if least else "rise or stay the same,"
                 raise ShapeError(
-                    f"cu_seqlens must rise from 0 to the length {num_keys}, one entry per sequence end, got {values[:8]}"
+                    f"{name} must {how} from 0 to the length {total}, one entry per sequence end, got {values[:8]}"
                 )
-        elif values and (min(values) < 0 or max(values) > num_keys):
-            raise ShapeError(f"left_padding must lie in [0, {num_keys}], got {min(values)} to {max(values)}")
+        elif values and (min(values) < 0 or max(values) > total):
+            raise ShapeError(f"{name} must lie in [0, {total}], got {min(values)} to {max(values)}")
 
 
-def _checked_copy(lengths: Tensor, name: str, num_keys: int) -> Tensor:
-    _check_lengths(lengths, name, num_keys)
+def _checked_copy(lengths: Tensor, name: str, total: int, least: int | None) -> Tensor:
+    _check_lengths(lengths, name, total, least)
     return lengths.clone()  # an operator may not return its input
 
 
@@ -218,19 +227,21 @@ _lengths_operator = custom_op(
     "structattn::checked_numbers",
     _checked_copy,
     mutates_args=(),
-    schema="(Tensor lengths, str name, SymInt num_keys) -> Tensor",
+    schema="(Tensor lengths, str name, SymInt total, int? least) -> Tensor",
 )
 
 
 @_lengths_operator.register_fake
-def _(lengths: Tensor, name: str, num_keys: int) -> Tensor:
+def _(lengths: Tensor, name: str, total: int, least: int | None) -> Tensor:
     return torch.empty_like(lengths)
 
 
 @_lengths_operator.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], lengths: Tensor, name: str, num_keys: int) -> tuple[Tensor, int]:
+def _(
+    info: Any, in_dims: tuple[int | None, ...], lengths: Tensor, name: str, total: int, least: int | None
+) -> tuple[Tensor, int]:
     rows = lengths.movedim(in_dims[0] or 0, 0)
-    return torch.stack([checked_lengths(row, name, num_keys) for row in rows]), 0
+    return torch.stack([checked_lengths(row, name, total, least) for row in rows]), 0
 
 
 def check_layout(

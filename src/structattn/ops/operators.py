@@ -49,7 +49,7 @@ def _nested_boundaries(flat: Sequence[int] | None) -> Boundaries | None:
 
 
 # The options of a ``Call`` in the terms of an operator's schema: the tensors, the one with a gradient first, then the layout, then the others.
-_TENSORS = ("attn_bias", "attn_mask", "alibi_slopes", "cu_seqlens", "left_padding", "seed")
+_TENSORS = ("attn_bias", "attn_mask", "alibi_slopes", "cu_seqlens", "cu_seqlens_k", "left_padding", "seed")
 _LAYOUT = "int[] ranks, int[]? block_sizes, int[]? value_ranks, int[]? boundaries, str scaling"
 _NUMBERS = {"is_causal": "bool", "scale": "float?", "window": "int?", "dropout_p": "float", "softcap": "float?"}
 _OPTIONS = ", ".join(

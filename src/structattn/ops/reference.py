@@ -26,14 +26,16 @@ class Positions:
     Attributes:
         queries: (1 or B, T) int64; a query before the first key of its sequence has a negative position.
         keys: (1 or B, S) int64.
-        rows: the batch row or packed sequence of each, (B, 1) or (1, S); it selects the segments of a free partition.
+        query_rows, key_rows: the batch row, (B, 1), or packed sequence of each, (1, T) and (1, S); it selects the segments of a
+            free partition.
         same: bool (1 or B, T, S), the pairs that lie in one sequence and are not padding; ``None`` when that is all. A query
             before the first key is no padding, with or without padding after it.
     """
 
     queries: Tensor
     keys: Tensor
-    rows: Tensor
+    query_rows: Tensor
+    key_rows: Tensor
     same: Tensor | None
 
     def distance(self) -> Tensor:
@@ -43,10 +45,10 @@ class Positions:
     def shared_levels(self, layout: LevelLayout) -> Tensor:
         """The number of levels that each pair shares, (1 or B, T, S) int64."""
         shape = (self.queries.shape[0], self.queries.shape[1], self.keys.shape[1])
-        rows = self.rows if layout.num_rows is not None else 0
+        places = (self.queries, self.query_rows), (self.keys, self.key_rows)
         count = torch.ones(shape, dtype=torch.int64, device=self.keys.device)
         for level in range(2, layout.num_levels + 1):
-            i, j = (layout.blocks(level, x, rows) for x in (self.queries, self.keys))
+            i, j = (layout.blocks(level, x, 0 if layout.num_rows is None else rows) for x, rows in places)
             count = count + (i[:, :, None] == j[:, None, :])
         return count
 
@@ -54,32 +56,38 @@ class Positions:
 def positions(
     num_queries: int,
     num_keys: int,
-    cu_seqlens: Tensor | None,
+    cu_seqlens: tuple[Tensor, Tensor] | None,
     left_padding: Tensor | None,
     batch: int,
     device: torch.device,
 ) -> Positions:
     """The position of each query and key in its own sequence.
 
-    The queries are the last T of the S positions. Packed sequences each count from 0; with left padding a row counts from
-    its first real token.
+    The queries are the last T of the S positions. Packed sequences, with the boundaries of queries and of keys, each count from
+    their first key; with left padding a row counts from its first real token.
     """
     keys = torch.arange(num_keys, device=device)[None]
     queries = torch.arange(num_keys - num_queries, num_keys, device=device)[None]
     rows = torch.arange(batch, device=device)[:, None]
     if cu_seqlens is not None:
-        ends = cu_seqlens[1:].to(device=device, dtype=torch.int64)
-        sequence = torch.bucketize(keys[0], ends, right=True)
-        keys = keys - cu_seqlens.to(device=device, dtype=torch.int64)[sequence]
+        of_queries, of_keys = (x.to(device=device, dtype=torch.int64) for x in cu_seqlens)
+        query, key = torch.arange(num_queries, device=device), keys[0]
+        i, j = (torch.bucketize(x, ends[1:], right=True) for x, ends in ((query, of_queries), (key, of_keys)))
+        first = of_keys.diff() - of_queries.diff()  # the position of the first query of each sequence
         return Positions(
-            queries=keys, keys=keys, rows=sequence[None], same=(sequence[:, None] == sequence[None, :])[None]
+            queries=(query - of_queries[i] + first[i])[None],
+            keys=(key - of_keys[j])[None],
+            query_rows=i[None],
+            key_rows=j[None],
+            same=(i[:, None] == j[None, :])[None],
         )
     if left_padding is not None:
         padding = left_padding.to(device=device, dtype=torch.int64)[:, None]
         real = (queries < 0) | (queries >= padding)
         keys, queries = keys - padding, queries - padding
-        return Positions(queries=queries, keys=keys, rows=rows, same=real[:, :, None] & (keys >= 0)[:, None, :])
-    return Positions(queries=queries, keys=keys, rows=rows, same=None)
+        same = real[:, :, None] & (keys >= 0)[:, None, :]
+        return Positions(queries=queries, keys=keys, query_rows=rows, key_rows=rows, same=same)
+    return Positions(queries=queries, keys=keys, query_rows=rows, key_rows=rows, same=None)
 
 
 def visible(position: Positions, is_causal: bool, window: int | None) -> Tensor | None:
@@ -147,23 +155,31 @@ def attention(
     key, value = (x.to(dtype).repeat_interleave(repeats, dim=1) for x in (k, v))
     bias = None if call.attn_bias is None else call.attn_bias.to(dtype).expand(*q.shape[:3], num_keys)
     shown = None if call.attn_mask is None else call.attn_mask.expand(*q.shape[:3], num_keys)
-    cu_seqlens = call.cu_seqlens
-    position = positions(q.shape[-2], num_keys, cu_seqlens, call.left_padding, q.shape[0], q.device)
+    of_queries, of_keys = call.cu_seqlens, call.key_seqlens
+    ends = None if of_queries is None or of_keys is None else (of_queries, of_keys)
+    position = positions(q.shape[-2], num_keys, ends, call.left_padding, q.shape[0], q.device)
 
-    def of(own: slice, position: Positions) -> tuple[Tensor, Tensor]:
-        """The queries of a slice with the keys of that slice."""
-        own_query, own_key, own_value = (x[:, :, own] for x in (query, key, value))
-        own_bias, own_dropped, own_shown = (None if x is None else x[:, :, own, own] for x in (bias, dropped, shown))
-        out, lse = _dense(own_query, own_key, own_value, position, call, own_bias, own_dropped, own_shown)
+    def of(i: slice, j: slice, position: Positions) -> tuple[Tensor, Tensor]:
+        """The queries of a slice with the keys of a slice."""
+        own_bias, own_dropped, own_shown = (None if x is None else x[:, :, i, j] for x in (bias, dropped, shown))
+        out, lse = _dense(
+            query[:, :, i], key[:, :, j], value[:, :, j], position, call, own_bias, own_dropped, own_shown
+        )
         return (out if dropped is None else out / kept).to(q.dtype), lse
 
-    if cu_seqlens is None or not _is_known(cu_seqlens):
-        return of(slice(None), position)
+    if ends is None or not all(_is_known(x) for x in ends):
+        return of(slice(None), slice(None), position)
     results = []
-    for ends in pairwise(cu_seqlens.tolist()):
-        own = slice(*ends)
-        queries, keys, rows = (x[:, own] for x in (position.queries, position.keys, position.rows))
-        results.append(of(own, Positions(queries=queries, keys=keys, rows=rows, same=None)))
+    for of_i, of_j in zip(*(pairwise(x.tolist()) for x in ends), strict=True):
+        i, j = slice(*of_i), slice(*of_j)
+        own = Positions(
+            queries=position.queries[:, i],
+            keys=position.keys[:, j],
+            query_rows=position.query_rows[:, i],
+            key_rows=position.key_rows[:, j],
+            same=None,
+        )
+        results.append(of(i, j, own))
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 

@@ -204,9 +204,13 @@ class _Group:
 def _sequences(q: Tensor, k: Tensor, call: Call) -> list[SequenceSpan]:
     """The sequences of a batch, without padding."""
     batch, num_queries, num_keys = q.shape[0], q.shape[2], k.shape[2]
-    if call.cu_seqlens is not None:
-        ends = call.cu_seqlens.tolist()
-        return [SequenceSpan(0, n, a, a, b - a, b - a, 0) for n, (a, b) in enumerate(pairwise(ends))]
+    if call.cu_seqlens is not None and call.key_seqlens is not None:
+        ends = zip(pairwise(call.cu_seqlens.tolist()), pairwise(call.key_seqlens.tolist()), strict=True)
+        return [
+            SequenceSpan(0, n, i, j, i_end - i, j_end - j, (j_end - j) - (i_end - i))
+            for n, ((i, i_end), (j, j_end)) in enumerate(ends)
+            if i < i_end and j < j_end
+        ]
     padding = [0] * batch if call.left_padding is None else call.left_padding.tolist()
     found = []
     first = num_keys - num_queries  # the position of the first query
@@ -244,17 +248,21 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
     sequences = _sequences(q, k, call)
     if not sequences:
         return
-    if is_dyadic and q.shape[2] == k.shape[2]:
+    if is_dyadic and all(item.num_queries == item.num_keys for item in sequences):
         buckets: dict[int, list[SequenceSpan]] = {}
         for item in sequences:  # lengths within a factor of sqrt 2 are padded to the longest of them
             buckets.setdefault(math.ceil(2 * math.log2(max(item.num_keys, _TILE))), []).append(item)
         for _, items in sorted(buckets.items()):
-            starts, lengths = (
+            lengths, of_queries, of_keys = (
                 torch.tensor(x, device=q.device)
-                for x in ([item.batch * k.shape[2] + item.keys for item in items], [item.num_keys for item in items])
+                for x in (
+                    [item.num_keys for item in items],
+                    [item.batch * q.shape[2] + item.queries for item in items],
+                    [item.batch * k.shape[2] + item.keys for item in items],
+                )
             )
-            rows = Padded.of(starts, lengths)
-            size = rows.index.shape[1]
+            queries, keys = Padded.of(of_queries, lengths), Padded.of(of_keys, lengths)
+            size = keys.index.shape[1]
             is_even = call.is_causal or bool((lengths == size).all())  # later keys are hidden from every real query
             tiles = partial(
                 dyadic.tiles,
@@ -264,7 +272,7 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
                 q.device,
                 None if is_even else lengths.repeat_interleave(heads),
             )
-            yield _Group(queries=rows, keys=rows, tiles=tiles)
+            yield _Group(queries=queries, keys=keys, tiles=tiles)
         return
     spans = SpanTiles(
         layout=call.layout,

@@ -1,4 +1,4 @@
-"""The pairs of any layout as spans of queries against ranges of keys: for free segments, biases, masks, padding with T != S.
+"""The pairs of any layout as spans of queries against ranges of keys: for free segments, biases, masks, and sequences with T != S.
 
 Every sequence is cut into spans of at most ``SPAN`` queries, at the boundaries of its longer segments. Around a span that
 lies in one block of a level, the keys of that level are two ranges, one before and one after the next deeper block: they share

@@ -83,24 +83,40 @@ def _window(call: Call, num_queries: int, num_keys: int) -> int:
     return 0 if call.window is None else min(call.window, num_queries + num_keys)
 
 
-def _tile_map(plan: KernelPlan, num_tiles: int, cu_seqlens: Tensor) -> Tensor:
+def _tile_map(plan: KernelPlan, num_tiles: int, first: Tensor, stop: Tensor) -> Tensor:
     """The sequence of each tile and its number therein, (2 * num_tiles,) int32; surplus tiles have sequence N.
 
     Computed on the device, so that the host need not wait for it.
+
+    Args:
+        first, stop: (N,) the positions of the rows of each sequence.
     """
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    ends = (torch.div(lengths + plan.anchor - 1, plan.anchor, rounding_mode="floor") * plan.per_anchor).cumsum(0)
-    tiles = torch.arange(num_tiles, device=cu_seqlens.device, dtype=ends.dtype)
+    first_block, last_block = (torch.div(x, plan.anchor, rounding_mode="floor") for x in (first, stop - 1))
+    ends = ((last_block - first_block + 1) * plan.per_anchor).cumsum(0)
+    tiles = torch.arange(num_tiles, device=first.device, dtype=ends.dtype)
     sequence = torch.searchsorted(ends, tiles, right=True)
     begins = torch.cat((ends.new_zeros(1), ends))
     return torch.cat((sequence, tiles - begins[sequence])).to(torch.int32)
 
 
-def _grid(plan: KernelPlan, first: int, stop: int, cu_seqlens: Tensor | None) -> tuple[int, int, Tensor | None]:
+def _packed(q: Tensor, call: Call) -> tuple[Tensor, Tensor] | None:
+    """The boundaries of packed queries and keys on the device."""
+    if call.cu_seqlens is None:
+        return None
+    of_queries = call.cu_seqlens.to(q.device)
+    return of_queries, of_queries if call.cu_seqlens_k is None else call.cu_seqlens_k.to(q.device)
+
+
+def _grid(
+    plan: KernelPlan, first: int, stop: int, packed: tuple[Tensor, Tensor] | None, *, own_is_key: bool = False
+) -> tuple[int, int, Tensor | None]:
     """The number of own tiles for positions first ... stop, the anchor block of the first, and the map of packed ones."""
-    if cu_seqlens is not None:
-        num_tiles = (stop // plan.anchor + len(cu_seqlens) - 1) * plan.per_anchor
-        return num_tiles, 0, _tile_map(plan, num_tiles, cu_seqlens)
+    if packed is not None:
+        num_queries, num_keys = (x.diff() for x in packed)
+        firsts = torch.zeros_like(num_keys) if own_is_key else num_keys - num_queries
+        # Rows that do not begin where a block does touch one more.
+        most = (stop - first) // plan.anchor + len(num_keys) * (1 if packed[0] is packed[1] or own_is_key else 2)
+        return most * plan.per_anchor, 0, _tile_map(plan, most * plan.per_anchor, firsts, num_keys)
     first_block = first // plan.anchor
     return ((stop - 1) // plan.anchor - first_block + 1) * plan.per_anchor, first_block, None
 
@@ -176,7 +192,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: KernelConfig | 
     Source: Dao et al. 2022 (tiled softmax), Kuang et al. 2025, section 5 (levels); the walk by levels is ours.
     """
     q, k, v = _rows(q), _rows(k), _rows(v)
-    cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.to(q.device)
+    packed = _packed(q, call)
+    of_queries, of_keys = (None, None) if packed is None else packed
     batch, num_heads, num_queries, _ = q.shape
     num_keys, value_dim = k.shape[2], v.shape[3]
     config = _config(q, v, call, config)
@@ -186,17 +203,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: KernelConfig | 
         return out.zero_(), lse.fill_(-torch.inf)
     with _on(q):
         few = num_queries <= min(_DECODE_QUERIES, num_keys)
-        if few and num_keys >= config.decode_keys and cu_seqlens is None:
+        if few and num_keys >= config.decode_keys and packed is None:
             _decode(q, k, v, out, lse, call, config)
             return out, lse
         mask, *mask_strides = _mask(q, k, call)
         plan = make_plan(call.layout, call.scale, value_dim, config.forward, softcap=call.softcap)
-        num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, cu_seqlens)
+        num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, packed)
         forward_kernel[(num_tiles * batch * num_heads,)](
-            q, k, v, out, lse, cu_seqlens, tile_map, mask, _slopes(q, call),
+            q, k, v, out, lse, of_queries, of_keys, tile_map, mask, _slopes(q, call),
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *mask_strides,
             num_queries, num_keys, first_block, num_tiles, _window(call, num_queries, num_keys),
-            0 if cu_seqlens is None else len(cu_seqlens) - 1, num_heads, num_heads // k.shape[1],
+            0 if of_queries is None else len(of_queries) - 1, num_heads, num_heads // k.shape[1],
             **_constants(plan, call), **_launch(config.forward),
         )  # fmt: skip
     return out, lse
@@ -230,7 +247,8 @@ def backward(
     Source: Dao 2023 (backward pass by recomputation).
     """
     grad_out, q, k, v, out = _rows(grad_out.to(q.dtype)), _rows(q), _rows(k), _rows(v), _rows(out)
-    cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.to(q.device)
+    packed = _packed(q, call)
+    of_queries, of_keys = (None, None) if packed is None else packed
     lse = lse.contiguous()
     batch, num_heads, num_queries, _ = q.shape
     num_groups, num_keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
@@ -242,7 +260,7 @@ def backward(
     mask, *mask_strides = _mask(q, k, call)
     options = (
         _window(call, num_queries, num_keys),
-        0 if cu_seqlens is None else len(cu_seqlens) - 1,
+        0 if of_queries is None else len(of_queries) - 1,
     )
     with _on(q):
         row_tiles = math.ceil(num_queries / 64)
@@ -252,18 +270,18 @@ def backward(
             OWN=64, WIDTH=32, HAS_GRAD_LSE=grad_lse is not None,
         )  # fmt: skip
         plan = make_plan(call.layout, call.scale, value_dim, config.grad_queries, softcap=call.softcap)
-        num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, cu_seqlens)
+        num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, packed)
         gradient_kernel[(num_tiles * batch * num_heads,)](
-            q, grad_out, k, v, grad_q, grad_q, base, delta, cu_seqlens, tile_map, mask, slopes,
+            q, grad_out, k, v, grad_q, grad_q, base, delta, of_queries, of_keys, tile_map, mask, slopes,
             *_strides(q), *_strides(grad_out), *_strides(k), *_strides(v), *_strides(grad_q), *_strides(grad_q),
             *mask_strides,
             num_queries, num_keys, first_block, num_tiles, *options, num_heads, num_heads // num_groups,
             OWN_IS_KEY=False, **_constants(plan, call), **_launch(config.grad_queries),
         )  # fmt: skip
         plan = make_plan(call.layout, call.scale, value_dim, config.grad_keys, softcap=call.softcap)
-        num_tiles, first_block, tile_map = _grid(plan, 0, num_keys, cu_seqlens)
+        num_tiles, first_block, tile_map = _grid(plan, 0, num_keys, packed, own_is_key=True)
         gradient_kernel[(num_tiles * batch * num_groups,)](
-            k, v, q, grad_out, grad_k, grad_v, base, delta, cu_seqlens, tile_map, mask, slopes,
+            k, v, q, grad_out, grad_k, grad_v, base, delta, of_queries, of_keys, tile_map, mask, slopes,
             *_strides(k), *_strides(v), *_strides(q), *_strides(grad_out), *_strides(grad_k), *_strides(grad_v),
             *mask_strides,
             num_queries, num_keys, first_block, num_tiles, *options, num_groups, num_heads // num_groups,

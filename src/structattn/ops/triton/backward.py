@@ -164,7 +164,7 @@ def natural(subtiles, SUBTILES: tl.constexpr, SCALES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "first_block", "num_tiles", "window", "num_sequences"])
 def gradient_kernel(
-    own_key, own_value, walk_key, walk_value, grad_key, grad_value, base, delta, cu_seqlens, tile_map, mask, slopes,
+    own_key, own_value, walk_key, walk_value, grad_key, grad_value, base, delta, cu_seqlens, cu_seqlens_k, tile_map, mask, slopes,
     own_key_batch, own_key_head, own_key_row, own_value_batch, own_value_head, own_value_row,
     walk_key_batch, walk_key_head, walk_key_row, walk_value_batch, walk_value_head, walk_value_row,
     grad_key_batch, grad_key_head, grad_key_row, grad_value_batch, grad_value_head, grad_value_row,
@@ -193,25 +193,29 @@ def gradient_kernel(
     if PACKED:
         if tl.load(tile_map + tile) >= num_sequences:
             return
-    first, end, offset, length, first_query = own_tile(
-        tile, first_block, num_queries, num_keys, cu_seqlens, tile_map, num_tiles, OWN, ANCHOR, PER_ANCHOR, PACKED
-    )
+    first, end, query_offset, key_offset, length, first_query = own_tile(
+        tile, first_block, num_queries, num_keys, cu_seqlens, cu_seqlens_k, tile_map, num_tiles,
+        OWN, ANCHOR, PER_ANCHOR, PACKED, OWN_IS_KEY,
+    )  # fmt: skip
     if end <= tl.maximum(first, 0 if OWN_IS_KEY else first_query):
         return
     position = first + tl.arange(0, OWN)
     if OWN_IS_KEY:
         own_first = length * 0
+        own_offset = key_offset
         walk_first = first_query
+        walk_offset = query_offset.to(tl.int64)
         walk_head = head * heads_per_group
         num_walks = heads_per_group
     else:
         own_first = first_query
+        own_offset = query_offset
         walk_first = length * 0
+        walk_offset = key_offset.to(tl.int64)
         walk_head = head // heads_per_group
         num_walks = 1
     row_valid = (position < end) & (position >= own_first)
-    row = (offset - own_first + position).to(tl.int64)
-    walk_offset = (offset - walk_first).to(tl.int64)
+    row = (own_offset + position).to(tl.int64)
     low, high = reach(
         tl.maximum(first, own_first), end - 1, walk_first, length, window,
         OWN_IS_KEY, IS_CAUSAL, HAS_WINDOW, ALIGNED, WALK,

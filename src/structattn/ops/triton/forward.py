@@ -168,7 +168,7 @@ def walk_keys(
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "first_block", "num_tiles", "window", "num_sequences"])
 def forward_kernel(
-    q, k, v, out, lse, cu_seqlens, tile_map, mask, slopes,
+    q, k, v, out, lse, cu_seqlens, cu_seqlens_k, tile_map, mask, slopes,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
     mask_batch, mask_head, mask_query, mask_key,
     num_queries, num_keys, first_block, num_tiles, window, num_sequences, num_heads, heads_per_group,
@@ -182,22 +182,23 @@ def forward_kernel(
     if PACKED:
         if tl.load(tile_map + tile) >= num_sequences:
             return
-    first, end, offset, length, first_query = own_tile(
-        tile, first_block, num_queries, num_keys, cu_seqlens, tile_map, num_tiles, OWN, ANCHOR, PER_ANCHOR, PACKED
-    )
+    first, end, query_offset, key_offset, length, first_query = own_tile(
+        tile, first_block, num_queries, num_keys, cu_seqlens, cu_seqlens_k, tile_map, num_tiles,
+        OWN, ANCHOR, PER_ANCHOR, PACKED, False,
+    )  # fmt: skip
     if end <= tl.maximum(first, first_query):
         return
     position = first + tl.arange(0, OWN)
     row_valid = (position < end) & (position >= first_query)
-    row = (offset - first_query + position).to(tl.int64)
+    row = (query_offset + position).to(tl.int64)
     low, high = reach(
         tl.maximum(first, first_query), end - 1, length * 0, length, window, False, IS_CAUSAL, HAS_WINDOW, ALIGNED, WALK
     )
     group = head // heads_per_group
-    key = k + batch * k_batch + group * k_head + offset.to(tl.int64) * k_row
-    value = v + batch * v_batch + group * v_head + offset.to(tl.int64) * v_row
+    key = k + batch * k_batch + group * k_head + key_offset.to(tl.int64) * k_row
+    value = v + batch * v_batch + group * v_head + key_offset.to(tl.int64) * v_row
     if mask is not None:
-        mask += batch * mask_batch + head * mask_head + offset.to(tl.int64) * mask_key
+        mask += batch * mask_batch + head * mask_head + key_offset.to(tl.int64) * mask_key
         mask += tl.where(row_valid, row, 0) * mask_query
     slope = slopes
     if slopes is not None:

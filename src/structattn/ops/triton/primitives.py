@@ -51,25 +51,31 @@ def same_block(own, walk, size):
 
 @triton.jit
 def own_tile(
-    tile, first_block, num_queries, num_keys, cu_seqlens, tile_map, num_tiles,
-    OWN: tl.constexpr, ANCHOR: tl.constexpr, PER_ANCHOR: tl.constexpr, PACKED: tl.constexpr,
+    tile, first_block, num_queries, num_keys, cu_seqlens, cu_seqlens_k, tile_map, num_tiles,
+    OWN: tl.constexpr, ANCHOR: tl.constexpr, PER_ANCHOR: tl.constexpr, PACKED: tl.constexpr, OWN_IS_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Where a tile lies: its grid position, the end of its rows, its sequence's offset in the arrays, and its length."""
+    """Where a tile lies: its grid position and the end of its rows; and of its sequence the offsets of position 0 among queries and
+    among keys, the number of keys, and the position of the first query."""
     if PACKED:
         sequence = tl.load(tile_map + tile)
         number = tl.load(tile_map + num_tiles + tile)
-        offset = tl.load(cu_seqlens + sequence).to(tl.int32)
-        length = tl.load(cu_seqlens + sequence + 1).to(tl.int32) - offset
-        first_query = offset * 0
+        query_offset = tl.load(cu_seqlens + sequence).to(tl.int32)
+        key_offset = tl.load(cu_seqlens_k + sequence).to(tl.int32)
+        length = tl.load(cu_seqlens_k + sequence + 1).to(tl.int32) - key_offset
+        first_query = length - (tl.load(cu_seqlens + sequence + 1).to(tl.int32) - query_offset)
+        if not OWN_IS_KEY:
+            first_block = block_start(first_query, ANCHOR) // ANCHOR
     else:
         number = tile
         length = num_keys
-        offset = num_keys * 0
+        query_offset = num_keys * 0
+        key_offset = num_keys * 0
         first_query = num_keys - num_queries
+    query_offset = query_offset - first_query
     block = first_block + number // PER_ANCHOR
     first = block * ANCHOR + (number % PER_ANCHOR) * OWN
     stop = tl.minimum(tl.minimum(first + OWN, (block + 1) * ANCHOR), length)
-    return first, stop, offset, length, first_query
+    return first, stop, query_offset, key_offset, length, first_query
 
 
 @triton.jit

@@ -115,6 +115,10 @@ def test_hidden_states_and_weights_are_returned(tmp_path) -> None:
             torch.testing.assert_close(x, y, rtol=0, atol=1e-6)  # transformers' softmax is in float32
         for x, y in zip(found.hidden_states, expected.hidden_states, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
+    one.config.output_attentions = True
+    one.save_pretrained(tmp_path / "shown")
+    assert len(type(one).from_pretrained(tmp_path / "shown")(IDS).attentions) == 2
+    assert not one(IDS, output_attentions=False).attentions
     for model in (changed(), registered()):  # with levels: the weights give the output
         outs = []
         model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args, to=outs: to.append(args[0]))

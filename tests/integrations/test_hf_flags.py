@@ -40,6 +40,7 @@ def test_no_other_attention_takes_the_place(kind, tmp_path) -> None:
     # which is what other servers ask before they put their own attention in
     assert not type(model).is_backend_compatible()
     assert not type(model)._supports_context_parallel
+    assert not type(model)._can_set_attn_implementation()
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -77,6 +77,8 @@ def test_saved_and_loaded(kind, tmp_path) -> None:
     assert type(loaded) is kind
     assert loaded.config.id2label[2] == "good"
     assert_close(loaded(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits)
+    base = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float64)
+    assert_close(base(ids, attention_mask=mask)[0], model.model(ids, attention_mask=mask)[0])
     weights = transformers.AutoModel.from_config(model.config).state_dict()
     model.save_pretrained(tmp_path, state_dict={f"model.{name}": weight for name, weight in weights.items()})
     with pytest.raises(CheckpointError, match=r"missing keys score"):  # its own head is not replaced by a new one

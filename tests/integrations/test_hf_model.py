@@ -120,6 +120,25 @@ def test_beams_samples_and_assistants() -> None:
         assert torch.equal(generate(model, ids, new=24, assistant_model=drafting(assistant)), expected)
 
 
+def test_attention_weights() -> None:
+    """Of all blocks, in a cache too, by an argument or by the config; they are rows of a softmax, and the last row is that of the whole text."""
+    model = make(["mlr:4|2|2", "bilinear-mlr:4|2|1|1"])
+    whole = model(IDS, attention_mask=MASK, output_attentions=True)
+    assert_close(whole.logits[REAL], logits(model)[REAL])
+    for block, weights in zip(model.model.layers, whole.attentions, strict=True):
+        assert weights.shape == (2, 4, 17, 17)
+        sums = weights.sum(-1).transpose(1, 2)[REAL]
+        assert_close(sums, torch.ones_like(sums))
+        assert block.attention.weights(torch.zeros(1, 3, 32).double()).shape == (1, 4, 3, 3)
+    cache = level_cache(model)
+    model(IDS[:, :12], attention_mask=MASK[:, :12], past_key_values=cache)
+    model.config.output_attentions = True
+    rest = model(IDS[:, 12:], attention_mask=MASK, past_key_values=cache)
+    for found, expected in zip(rest.attentions, whole.attentions, strict=True):
+        assert_close(found, expected[:, :, 12:])
+    assert model(IDS, attention_mask=MASK, output_attentions=False).attentions is None
+
+
 def test_packed_sequences() -> None:
     prompts = [tokens(1, n, seed=n)[0] for n in (9, 4, 17)]
     ids = torch.cat(prompts)[None]
@@ -246,8 +265,6 @@ def test_refused_calls() -> None:
         model(IDS, attention_mask=MASK[:, 1:])
     with pytest.raises(ConfigError, match="several axes"):
         model(IDS, position_ids=torch.arange(17).expand(3, 2, 17))
-    with pytest.raises(ConfigError, match="output_attentions"):
-        model(IDS, output_attentions=True)
     with pytest.raises(ConfigError, match="either input_ids or inputs_embeds"):
         model()
     with pytest.raises(ConfigError, match="given by its config"):

@@ -92,8 +92,10 @@ def _close(found, expected):
 def test_every_way_of_loading(tmp_path) -> None:
     model = changed()
     model.save_pretrained(tmp_path)
+    kind = type(model)
     for loaded in (
-        type(model).from_pretrained(tmp_path),
+        kind.from_pretrained(tmp_path),
+        kind.from_pretrained(None, config=model.config, state_dict=model.state_dict(), dtype=torch.float64),
         load_structurized(tmp_path),
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64),
     ):

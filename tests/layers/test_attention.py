@@ -297,3 +297,32 @@ def test_hierarchical_values_by_spec() -> None:
     assert saved == 2 * (plain.layout.value_flops(64, 16) - attn.layout.value_flops(64, 16))
     with pytest.raises(ConfigError, match=r"expected 16, got 2\|6\|9 = 17"):
         sa.Attention.from_spec("mlr:8|4|4,values=2|6|9", embed_dim=32, num_heads=2, context_length=64)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if not spec.startswith("global-window")])
+@pytest.mark.parametrize("rotary", [None, sa.Rotary()])
+def test_weights_give_the_output(spec, rotary) -> None:
+    """Of whole texts with padding, packing or a mask, and of tokens after those in a cache."""
+    attention = layer(spec, rotary=rotary).eval()
+    x = torch.randn(2, 11, 32, dtype=torch.float64)
+    shown = torch.rand(2, 1, 11, 11) < 0.7
+    shown |= torch.eye(11, dtype=torch.bool)
+
+    def merged(weights, states):
+        values = attention.value_proj(states).unflatten(-1, (4, 8)).transpose(1, 2)
+        return attention.out_proj((weights @ values).transpose(1, 2).flatten(2))
+
+    for options in ({}, {"left_padding": torch.tensor([0, 3])}, {"attn_mask": shown}):
+        expected = attention(x, **options)
+        found = merged(attention.weights(x, **options), x)
+        assert_close(found[0], expected[0])
+        assert_close(found[1, 3:], expected[1, 3:])
+    packed = {"cu_seqlens": torch.tensor([0, 4, 11])}
+    assert_close(merged(attention.weights(x[:1], **packed), x[:1]), attention(x[:1], **packed))
+    with torch.no_grad():
+        cache = attention.new_cache()
+        attention(x[:, :6], cache=cache)
+        weights = attention.weights(x[:, 6:], cache=cache)
+        assert cache.length == 6
+        assert_close(merged(weights, x), attention(x)[:, 6:])
+        assert_close(attention(x[:, 6:], cache=cache), attention(x)[:, 6:])

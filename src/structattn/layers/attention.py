@@ -27,7 +27,7 @@ from structattn.checks import (
 )
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention_spec import AttentionSpec
-from structattn.layers.checks import check_cache, check_layout, check_states
+from structattn.layers.checks import check_cache, check_layout, check_layout_of_call, check_states
 from structattn.layers.cost import AttentionCost, attention_cost, cached_numbers
 from structattn.layers.factory import Device, check_dtype, on_device
 from structattn.layers.latent import ScoringLatent
@@ -253,59 +253,61 @@ class Attention(nn.Module):
                     "with a cache, leave context, attn_bias, cu_seqlens and left_padding at None; padding belongs to new_cache()"
                 )
             return self._decode(x, cache, layout, attn_mask)
-        positions = None
-        if left_padding is not None or cu_seqlens is not None:
-            self._check_states("x", x)
-            check_sequences(x.shape[0], left_padding, cu_seqlens)
-        if left_padding is not None and self.rotary is not None and context is None:
-            positions = torch.arange(x.shape[1], device=x.device) - left_padding.to(x.device)[:, None]
-        q, k, v, scale = self.project(x, context, positions)
-        out = structured_attention(
-            q,
-            k,
-            v,
-            known,
-            is_causal=self.is_causal,
-            scale=scale,
-            window=self.window,
-            attn_bias=attn_bias,
-            attn_mask=attn_mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            cu_seqlens=cu_seqlens,
-            left_padding=left_padding,
-            backend=self.backend,
+        q, k, v, scale = self.project(x, context, self._shifted(x, context, cu_seqlens, left_padding))
+        options = {"cu_seqlens": cu_seqlens, "left_padding": left_padding, "attn_mask": attn_mask}
+        dropout = self.dropout if self.training else 0.0
+        return self._merged(
+            self._attend(q, k, v, known, scale=scale, attn_bias=attn_bias, dropout_p=dropout, **options)
         )
-        return self._merged(out)
 
-    def weights(self, x: Tensor, context: Tensor | None = None, *, layout: LevelLayout | None = None) -> Tensor:
-        """The attention weights, (B, H, T, S); of two added softmaxes (``GlobalWindowLayout``) the sum. Arguments as ``forward``.
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout | None, **options: Any) -> Tensor:
+        """``structured_attention`` with the options of the module."""
+        return structured_attention(
+            q, k, v, layout, is_causal=self.is_causal, window=self.window, backend=self.backend, **options
+        )
+
+    def weights(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        left_padding: Tensor | None = None,
+        cache: LevelCache | None = None,
+        layout: LevelLayout | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The attention weights, (B, H, T, S); of two added softmaxes (``GlobalWindowLayout``) the sum. Arguments as ``forward``; nothing is appended.
         Cost: T * S numbers per head are stored, and T * S * S multiply-adds spent: for short sequences."""
-        q, k, _, scale = self.project(x, context)
         known = self._layout_of_call(layout)
+        if cache is not None:
+            q, k, v, scale = self._cached(x, cache)
+            cache.bind(self)
+            return cache.weights(q, k, v, scale=scale, layout=layout, attn_mask=attn_mask)
+        q, k, _, scale = self.project(x, context, self._shifted(x, context, cu_seqlens, left_padding))
         known = replace(known, value_ranks=None) if isinstance(known, LevelLayout) else known
         if not k.shape[2]:
             return q.new_zeros((*q.shape[:3], 0))
         each = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-        return structured_attention(
-            q, k, each, known, is_causal=self.is_causal, scale=scale, window=self.window, backend=self.backend
-        )
+        options = {"cu_seqlens": cu_seqlens, "left_padding": left_padding, "attn_mask": attn_mask, "scale": scale}
+        return self._attend(q, k, each, known, **options)
+
+    def _shifted(self, x: Tensor, context: Tensor | None, offsets: Tensor | None, left: Tensor | None) -> Tensor | None:
+        """Positions of the tokens, (B, S), where left padding shifts them."""
+        if left is not None or offsets is not None:
+            self._check_states("x", x)
+            check_sequences(x.shape[0], left, offsets)
+        if left is None or self.rotary is None or context is not None:
+            return None
+        return torch.arange(x.shape[1], device=x.device) - left.to(x.device)[:, None]
 
     def _merged(self, out: Tensor) -> Tensor:
         """The output projection of all heads, (B, H, T, head_dim) to (B, T, E)."""
-        projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(-2))
-        return projected
+        return self.out_proj(out.transpose(1, 2).flatten(-2))
 
     def _layout_of_call(self, layout: LevelLayout | None) -> Layout | None:
         """The module's layout, or that of the text it is given."""
-        if isinstance(self.layout, TextLayout):
-            if not self.layout.fits(layout):
-                raise ConfigError(
-                    f"a module with {self.layout} needs the layout of each text, layout.at(text_units.segments(tokens)): got {_named(layout)}"
-                )
-        elif layout is not None:
-            raise ConfigError(
-                f"the layout of this module is always {self.layout}: leave layout at None, got {_named(layout)}"
-            )
+        check_layout_of_call(self.layout, layout)
         return self._known_layout if layout is None else layout
 
     @property
@@ -315,13 +317,21 @@ class Attention(nn.Module):
 
     def _decode(self, x: Tensor, cache: LayerCache, layout: LevelLayout | None, mask: Tensor | None) -> Tensor:
         """The next tokens against a cache."""
+        q, k, v, scale = self._cached(x, cache)
+        if isinstance(cache, BoundedCache):
+            return self._merged(cache.attend(q, k, v, scale=scale))
+        cache.bind(self)
+        with all_or_nothing((cache,)):
+            return self._merged(cache.attend(q, k, v, scale=scale, backend=self.backend, layout=layout, attn_mask=mask))
+
+    def _cached(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor, Tensor, float | None]:
+        """Queries, keys or hidden states, values and scale of the next tokens, as the cache takes them."""
         self._check_states("x", x)
         check_cache(cache, self, self.layout, self.window)
         order = self.scoring.cached_order
         q = self.scoring.queries(x, order)
         positions = cache.positions(x.shape[1]).to(x.device)
-        if self.rotary is not None:
-            q = self.rotary(q, positions)
+        q = q if self.rotary is None else self.rotary(q, positions)
         if cache.latent is None:
             k = self.scoring.normed_keys(self.scoring.keys(x, order), order)
             k = k if self.rotary is None else self.rotary(k, positions)
@@ -330,12 +340,7 @@ class Attention(nn.Module):
         v, scale = self._values(x), None
         if self.layout is None:
             q, scale = self.scoring.scaled(q)
-        q, k = q.to(v.dtype), k.to(v.dtype)
-        if isinstance(cache, BoundedCache):
-            return self._merged(cache.attend(q, k, v, scale=scale))
-        cache.bind(self)
-        with all_or_nothing((cache,)):
-            return self._merged(cache.attend(q, k, v, scale=scale, backend=self.backend, layout=layout, attn_mask=mask))
+        return q.to(v.dtype), k.to(v.dtype), v, scale
 
     @property
     def latent(self) -> ScoringLatent:
@@ -393,8 +398,3 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         """The layout and the window, for ``repr``."""
         return f"layout={self.layout}, window={self.window}, is_causal={self.is_causal}"
-
-
-def _named(layout: object) -> str:
-    """A layout of a call, or whatever else was given, for a message."""
-    return str(layout) if isinstance(layout, LevelLayout) else describe(layout)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from structattn.cache import LevelCache
 from structattn.cache.bounded import LayerCache
-from structattn.checks import check_like, check_tensor, check_type
+from structattn.checks import check_like, check_tensor, check_type, describe
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.scoring import LowRank, Scoring
 from structattn.layout.checks import check_sum
@@ -81,3 +81,15 @@ def check_fits(layout: Layout | None, head_dim: int, value_dim: int) -> None:
     values = layout.value_ranks if isinstance(layout, LevelLayout) else None
     if values is not None:
         check_sum("the values= ranks", values, value_dim, "the value dimension of the model")
+
+
+def check_layout_of_call(own: Layout | TextLayout | None, given: object) -> None:
+    """Raises ``ConfigError`` unless a call gives a layout where the module has a ``TextLayout``, and one of that kind, and none otherwise."""
+    named = str(given) if isinstance(given, LevelLayout) else describe(given)
+    if isinstance(own, TextLayout):
+        if not own.fits(given):
+            raise ConfigError(
+                f"a module with {own} needs the layout of each text, layout.at(text_units.segments(tokens)): got {named}"
+            )
+    elif given is not None:
+        raise ConfigError(f"the layout of this module is always {own}: leave layout at None, got {named}")

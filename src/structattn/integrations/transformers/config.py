@@ -51,7 +51,30 @@ class OwnErrors:
             super().__setattr__(name, value)
 
 
-class StructAttnConfig(OwnErrors, SelfLoadingConfig, PreTrainedConfig):  # type: ignore[misc]
+class ReturnsWeights:
+    """A mixin that precedes a config class: ``output_attentions`` takes no other attention implementation than that of the model."""
+
+    _output_attentions: bool | None
+
+    @property
+    def output_attentions(self) -> bool | None:
+        """Whether the model returns attention weights when it is not asked."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool | None) -> None:
+        self._output_attentions = value
+
+    def validate(self) -> None:
+        """The checks of transformers, of which one refuses the setting with any implementation but "eager"."""
+        shown, self._output_attentions = self._output_attentions, False
+        try:
+            super().validate()  # type: ignore[misc]
+        finally:
+            self._output_attentions = shown
+
+
+class StructAttnConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig, PreTrainedConfig):  # type: ignore[misc]
     """A Llama-like decoder whose attention is given by specs.
 
     Args:

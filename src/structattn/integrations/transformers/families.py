@@ -23,7 +23,7 @@ from structattn.integrations.transformers.attention import (
     structured_name,
 )
 from structattn.integrations.transformers.auto_map import AUTO_MODELS, SelfLoadingConfig, publish
-from structattn.integrations.transformers.config import OwnErrors
+from structattn.integrations.transformers.config import OwnErrors, ReturnsWeights
 from structattn.integrations.transformers.effect import record_outputs
 from structattn.integrations.transformers.inputs import checked
 from structattn.integrations.transformers.loading import StructuredModelMixin, structure_entry
@@ -151,7 +151,7 @@ def _keys_of(given: Any, specs: Sequence[str | None], rotations: Sequence[str | 
     return tuple(given)
 
 
-class StructurizedConfig(OwnErrors, SelfLoadingConfig):
+class StructurizedConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig):
     """A mixin that precedes the config class of a family: the config is only valid with its record."""
 
     has_no_defaults_at_init = True  # otherwise transformers up to 5.17 makes one without arguments, to compare with
@@ -208,6 +208,12 @@ class StructurizedModel(StructuredModelMixin):
             if issubclass(base, PreTrainedModel) and not issubclass(base, StructurizedModel)
         )
         return bool(plain.is_custom_code())  # type: ignore[attr-defined]
+
+    def _check_and_adjust_attn_implementation(self, implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        # transformers would ask whether the implementation can be set: no, but this one is that of the model.
+        if implementation == IMPLEMENTATION:
+            return implementation
+        return super()._check_and_adjust_attn_implementation(implementation, *args, **kwargs)  # type: ignore[misc]
 
     def attention_layers(self) -> list[int]:
         """See ``StructuredModelMixin``: hybrid models have other layers too. An early exit lowers the number of layers for a moment."""

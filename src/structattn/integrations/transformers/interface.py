@@ -169,7 +169,10 @@ def attend(
         "attn_mask": mask.attn_mask(is_training=module.training),
         **terms,
     }
-    shows_weights = bool(arguments.get("output_attentions"))
+    asked = arguments.get("output_attentions")
+    if asked is None:  # not of this call: of all calls, by the config
+        asked = getattr(getattr(module, "config", None), "output_attentions", None)
+    shows_weights = bool(asked)
 
     def whole() -> Tensor:
         return variant.attend(q, k, v, dropout=dropout, **options)

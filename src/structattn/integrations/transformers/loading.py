@@ -88,7 +88,8 @@ class StructuredModelMixin(NotCopied):
             CheckpointError: the weights are missing, damaged or a pickle, or are not those of this structure.
             ConfigError: the structure in ``config.json`` is missing or does not fit.
         """
-        check_path("pretrained_model_name_or_path", pretrained_model_name_or_path)
+        if pretrained_model_name_or_path is not None or kwargs.get("state_dict") is None:  # None: weights in memory
+            check_path("pretrained_model_name_or_path", pretrained_model_name_or_path)
         given = dict(kwargs)
         with_info = kwargs.pop("output_loading_info", False)
         other_shapes = kwargs.pop("ignore_mismatched_sizes", False)
@@ -165,6 +166,11 @@ class StructuredModelMixin(NotCopied):
     @abstractmethod
     def check_loaded(self, info: dict[str, Any]) -> None:
         """Raises ``CheckpointError`` unless what was loaded is of this model's structure; ``info`` as transformers reports it."""
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        """False. transformers itself would search the source of the module for the word."""
+        return False
 
     def set_attn_implementation(self, attn_implementation: Any, *_: Any, **__: Any) -> None:
         """Raises ``ConfigError``, unless nothing would change: the attention of this model is structured by its config."""

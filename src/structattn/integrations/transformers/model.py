@@ -5,132 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from structattn.cache import LevelCache
 from structattn.cache.paged import PackedCache
 from structattn.checks import check_type
 from structattn.errors import CheckpointError, ConfigError, ShapeError
 from structattn.integrations.transformers.arguments import check_arguments
-from structattn.integrations.transformers.cache import LevelCacheLayer
-from structattn.integrations.transformers.caches import level_cache_layer
+from structattn.integrations.transformers.block import StructAttnLayer
 from structattn.integrations.transformers.config import StructAttnConfig
 from structattn.integrations.transformers.inputs import check_keep, check_loss, checked
 from structattn.integrations.transformers.loading import StructuredModelMixin, first_keys
 from structattn.integrations.transformers.masks import Sequences, StructuredMask
-from structattn.layers.attention import Attention
-from structattn.layers.packed import attend_packed
-from structattn.layers.rotary import Rotary, RotaryEmbedding
+from structattn.layers.rotary import RotaryEmbedding
 from structattn.memory import check_memory
 from structattn.optim.roles import Role, linear_roles
-
-
-class GatedMLP(nn.Module):
-    """W_down (silu(W_gate x) * (W_up x)), without biases.
-
-    Args:
-        width: E.
-        hidden: width between.
-        std: of the initial weights.
-    """
-
-    def __init__(self, width: int, hidden: int, std: float) -> None:
-        super().__init__()
-        check_memory(f"the layers of an MLP of hidden_size {width} and intermediate_size {hidden}", 3 * width * hidden)
-        self.gate_proj = nn.Linear(width, hidden, bias=False)
-        self.up_proj = nn.Linear(width, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, width, bias=False)
-        for linear in (self.gate_proj, self.up_proj, self.down_proj):
-            nn.init.normal_(linear.weight, std=std)
-
-    def parameter_roles(self) -> dict[str, Role]:
-        """The muP roles: two hidden layers and an output."""
-        return linear_roles(self, {"gate_proj": "hidden", "up_proj": "hidden", "down_proj": "output"})
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., E) to (..., E)."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class StructAttnLayer(GradientCheckpointingLayer):  # type: ignore[misc]
-    """x + attention(norm(x)), then x + mlp(norm(x)).
-
-    Args:
-        config: sizes and options.
-        spec: attention spec of this layer.
-        index: number of the layer.
-    """
-
-    def __init__(self, config: StructAttnConfig, spec: str, index: int) -> None:
-        super().__init__()
-        width = config.hidden_size
-        assert config.intermediate_size is not None  # the config fills it in
-        self.index = index
-        self.attention_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
-        self.attention = Attention.from_spec(
-            spec,
-            embed_dim=width,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            context_length=config.max_position_embeddings,
-            rotary=None if config.rotary is None else Rotary.parse(config.rotary),
-            qk_norm=config.qk_norm,
-            bias=config.attention_bias,
-            dropout=config.attention_dropout,
-        )
-        self.mlp_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
-        self.mlp = GatedMLP(width, config.intermediate_size, config.initializer_range)
-        self.dropout = nn.Dropout(config.hidden_dropout)
-
-    def forward(
-        self, x: Tensor, sequences: Sequences, past_key_values: Cache | None, padding: Any, attn_mask: Tensor | None
-    ) -> Tensor:
-        """(B, T, E) to (B, T, E).
-
-        Args:
-            x: (B, T, E).
-            sequences: where sequences begin.
-            past_key_values: cache of all layers.
-            padding: the padding of each row as ints, for a cache.
-            attn_mask: what is hidden besides, on the device of the model's inputs.
-        """
-        shown = None if attn_mask is None else attn_mask.to(x.device)
-        normed = self.attention_norm(x)
-        if past_key_values is None:
-            out = self.attention(
-                normed, left_padding=sequences.left_padding, cu_seqlens=sequences.cu_seqlens, attn_mask=shown
-            )
-        else:
-            out = self.attention(normed, cache=self._cache(past_key_values, normed, padding), attn_mask=shown)
-        return self._and_mlp(x, out)
-
-    def packed(self, x: Tensor, cache: PackedCache, positions: Tensor) -> Tensor:
-        """As ``forward``, for the tokens of many requests in one row, with their positions (T,)."""
-        return self._and_mlp(x, attend_packed(self.attention, cache, self.index, self.attention_norm(x), positions))
-
-    def _and_mlp(self, x: Tensor, out: Tensor) -> Tensor:
-        x = x + self.dropout(out)
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
-
-    def _cache(self, caches: Cache, normed: Tensor, padding: tuple[int, ...] | None) -> LevelCache:
-        layer: LevelCacheLayer = level_cache_layer(caches, self.index)
-
-        def new() -> LevelCache:
-            return self.attention.new_cache(
-                max_length=layer.max_length, page_size=layer.page_size, left_padding=padding
-            )
-
-        @torch.no_grad()
-        def append(cache: LevelCache, count: int) -> None:
-            self.attention(normed[:, :count], cache=cache)
-
-        return layer.ready(new, append, padding, normed.shape[1])
 
 
 class StructAttnPreTrainedModel(StructuredModelMixin, PreTrainedModel):  # type: ignore[misc]
@@ -149,10 +40,21 @@ class StructAttnPreTrainedModel(StructuredModelMixin, PreTrainedModel):  # type:
         if isinstance(module, RotaryEmbedding):
             module.reset_parameters()
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """See ``StructuredModelMixin``; parts may be kept on disk, by a ``device_map``."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for layer in model.base_model.layers:
+            layer.bring_scoring()
+        return loaded
+
     def check_loaded(self, info: dict[str, Any]) -> None:
         """See ``StructuredModelMixin``: the weights must be exactly those of the architecture in ``config.json``; a base model leaves the head out."""
         for what in ("missing_keys", "unexpected_keys"):
-            if keys := [key for key in info[what] if self is not self.base_model or not key.startswith("lm_head.")]:
+            if keys := [
+                key for key in info[what] if self is not self.base_model or not key.startswith(("lm_head.", "score."))
+            ]:
                 raise CheckpointError(
                     f"the weights are not those of the architecture in config.json: {what.replace('_', ' ')} {first_keys(keys)}"
                 )
@@ -219,16 +121,15 @@ class StructAttnModel(StructAttnPreTrainedModel):
             inputs_embeds: (B, T, E).
             use_cache: return a cache. Default: ``config.use_cache``, but not in training.
             output_hidden_states: also return the input of each block and the output.
-            output_attentions: weights are never formed: an error.
+            output_attentions: also return the attention weights of each block, (B, H, T, S), before dropout. They are computed beside the
+                output, for short texts.
             return_dict: default ``True``; else a tuple.
             **kwargs: ``cu_seq_lens_q`` as flash attention takes it; others are without effect, such as ``seq_idx``.
 
         Raises:
-            ConfigError: see ``read_padding`` and ``read_packing``; weights are asked for; or an argument changes the score.
+            ConfigError: see ``read_padding`` and ``read_packing``; or an argument changes the score.
             ShapeError: a token lies beyond the learned positions.
         """
-        if output_attentions:
-            raise ConfigError("structured attention never forms the weights of all pairs: leave output_attentions away")
         packed = kwargs.get("cache")
         if isinstance(packed, PackedCache):
             return self._packed(kwargs.pop("cache"), input_ids, position_ids)
@@ -254,14 +155,20 @@ class StructAttnModel(StructAttnPreTrainedModel):
         padding = None if past_key_values is None else mask.padding_counts
         if self.position is not None:
             x = x + self._learned(self.position, past, length, sequences)
-        kept = [x]
+        shows_weights = self.config.output_attentions if output_attentions is None else output_attentions
+        kept, weights = [x], []
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while drafting by early exit
+            if shows_weights:
+                weights.append(layer.weights(x, sequences, past_key_values, padding, shown))  # type: ignore[operator]
             x = layer(x, sequences, past_key_values, padding, shown)
             kept.append(x)
         x = self.norm(x)
         show = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         out = BaseModelOutputWithPast(
-            last_hidden_state=x, past_key_values=past_key_values, hidden_states=(*kept[:-1], x) if show else None
+            last_hidden_state=x,
+            past_key_values=past_key_values,
+            hidden_states=(*kept[:-1], x) if show else None,
+            attentions=tuple(weights) if shows_weights else None,
         )
         return out if return_dict is not False else out.to_tuple()
 
@@ -395,6 +302,10 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         result = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
         )
         return result if return_dict is not False else result.to_tuple()

@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import tokenizers
 import torch
 import transformers
 from transformers.masking_utils import sdpa_mask
@@ -188,3 +189,13 @@ def by_definition(model, layouts, split, window=None):
     transformers.AttentionMaskInterface.register(name, sdpa_mask)
     model.set_attn_implementation(name)
     return model
+
+
+def tokenizer():
+    """Token n is the word ``wn``, but for 0, padding on the left, 1, the end of a text, and 2, any other word."""
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<other>"}
+    vocabulary = [*special.values(), *(f"w{n}" for n in range(3, VOCAB))]
+    words = tokenizers.models.WordLevel({word: n for n, word in enumerate(vocabulary)}, unk_token="<other>")
+    made = tokenizers.Tokenizer(words)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **special)

@@ -33,11 +33,23 @@ def test_the_documented_names() -> None:
     assert {name for name, _ in structurized.named_modules()} == plain  # PEFT's own list for the family fits
 
 
-@pytest.mark.parametrize("spec", ["mlr:4|2|2", "bilinear-btt:1"])
-def test_trained_saved_and_merged(spec, tmp_path) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=LINEARS, modules_to_save=["scoring"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(ours(spec), config)
+def restructured():
+    return structurize(trained(llama), "mlr:4|2|2", context_length=8)
+
+
+OURS = {"target_modules": LINEARS, "modules_to_save": ["scoring"]}
+ADAPTED = {
+    "own": (ours, OURS),
+    "own, full rank": (lambda: ours("bilinear-btt:1"), OURS),
+    "structurized": (restructured, {"target_modules": ["q_proj", "v_proj"]}),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_trained_saved_and_merged(kind, tmp_path) -> None:
+    peft = pytest.importorskip("peft", reason="LoRA: pip install peft")
+    make, options = ADAPTED[kind]
+    model = peft.get_peft_model(make(), peft.LoraConfig(task_type="CAUSAL_LM", **options))
     ids = tokens(2, 9)
     before = model(input_ids=ids).logits
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -46,7 +58,7 @@ def test_trained_saved_and_merged(spec, tmp_path) -> None:
     after = model.eval()(input_ids=ids).logits
     assert (after - before).abs().max() > 1e-3
     model.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(ours(spec), tmp_path)
+    loaded = peft.PeftModel.from_pretrained(make(), tmp_path)
     assert_close(loaded.eval()(input_ids=ids).logits, after)
     assert_close(model.merge_and_unload()(input_ids=ids).logits, after)
 

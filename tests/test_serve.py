@@ -68,7 +68,7 @@ def test_what_is_missing_is_named(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param([], id="one by one"),
+        pytest.param([], id="one by one", marks=pytest.mark.full),
         pytest.param(
             ["--continuous-batching", "--cb-num-blocks=20", "--cb-max-batch-tokens=64"],
             id="together",

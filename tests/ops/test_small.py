@@ -126,6 +126,20 @@ def test_second_derivatives_of_a_score_with_terms(given, layout) -> None:
     assert torch.autograd.gradgradcheck(function, leaves)
 
 
+def test_a_gradient_of_sinks_only_and_of_two_softmaxes() -> None:
+    q, k, v = make(2, 4, 2, 9, 9, 6, 3)
+    options = terms(0.7, True, "keys", (4, 2), (9, 9))
+    for inputs, layout in (([x.detach() for x in (q, k, v)], None), ((q, k, v), sa.GlobalWindowLayout((2, 4), 3))):
+        assert explain(*inputs, layout, **options).count("small: ") == (1 if layout is None else 2)
+        leaves = [x for x in (*inputs, options["sinks"]) if x.requires_grad]
+        results = []
+        for backend in ("auto", "reference"):
+            out = sa.structured_attention(*inputs, layout, backend=backend, **options)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        for actual, expected in zip(*results, strict=True):
+            assert_close(actual, expected)
+
+
 def test_what_is_kept_for_a_layout_serves_every_mode() -> None:
     layout = sa.LevelLayout((2, 2), (1000, 5))
     q, k, v = make(1, 2, 2, 11, 11, 4, 3)

@@ -130,6 +130,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
             scale=1.0 if levels is not None else call.one_level_scale,
             softcap=call.softcap,
             hidden=hidden,
+            keeps_tanh=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
             shape=(*front, repeats, num_queries, k.shape[1]),
         )
         sinks = None
@@ -273,6 +274,7 @@ class _Score(NamedTuple):
         scale: of one level.
         softcap: caps them before the mask.
         hidden: bool, broadcastable to ``shape`` without sinks, in place of ``mask``.
+        keeps_tanh: whether the tanh of the soft cap is kept, for the gradient.
         shape: of the scores with all axes of the call: (B, G, H / G, T, S), or with B and G exchanged.
     """
 
@@ -281,6 +283,7 @@ class _Score(NamedTuple):
     scale: float
     softcap: float | None
     hidden: Tensor | None
+    keeps_tanh: bool
     shape: tuple[int, int, int, int, int]
 
     def products(self, q: Tensor, keys: Tensor, mask: Tensor | None, factor: float) -> Tensor:
@@ -292,19 +295,19 @@ class _Score(NamedTuple):
             return _product(q, keys, self.scale * factor)
         return torch.baddbmm(mask, q, keys, alpha=self.scale)
 
-    def scores(self, q: Tensor, keys: Tensor, *, keeps_tanh: bool) -> tuple[Tensor, Tensor | None]:
-        """The scores before sinks; with a soft cap also the tanh of them, if it is to be kept. ``keys`` are (N, D, S)."""
+    def scores(self, q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scores before sinks; with a soft cap also the tanh of them, if it is kept. ``keys`` are (N, D, S)."""
         tanh = None
         if self.softcap is None:
             scores = self.products(q, keys, self.mask, 1.0)
         else:
             tanh = self.products(q, keys, None, 1 / self.softcap).tanh_()
-            scores = tanh * self.softcap if keeps_tanh else tanh.mul_(self.softcap)
+            scores = tanh * self.softcap if self.keeps_tanh else tanh.mul_(self.softcap)
             if self.mask is not None:
                 scores += self.mask
         if self.hidden is not None:
             scores.view(self.shape)[..., : self.hidden.shape[-1]].masked_fill_(self.hidden, -torch.inf)
-        return scores, tanh if keeps_tanh else None
+        return scores, tanh if self.keeps_tanh else None
 
     def clear(self, weights: Tensor) -> None:
         """Makes the weights of rows that see nothing 0 in place: they are NaN."""
@@ -324,7 +327,7 @@ class _SmallAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: _Score
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        scores, tanh = score.scores(q, k.transpose(1, 2), keeps_tanh=any(ctx.needs_input_grad))
+        scores, tanh = score.scores(q, k.transpose(1, 2))
         if sinks is not None:
             scores.view(score.shape)[..., -1] = sinks
         weights = torch.softmax(scores, -1, out=scores)

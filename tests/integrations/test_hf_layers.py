@@ -9,7 +9,7 @@ from hf_models import drafting, generate
 from test_hf_families import IDS, LEVELS, MASK, REAL, VOCAB, logits, make
 
 from structattn.errors import ConfigError
-from structattn.integrations.transformers import level_cache, load_structurized, structurize
+from structattn.integrations.transformers import LevelCacheLayer, level_cache, load_structurized, structurize
 from structattn.integrations.transformers.hybrid_cache import HybridCacheLayer
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS, relative_error
 
@@ -158,3 +158,11 @@ def test_states_follow_their_rows() -> None:
     assert cache.nbytes == 0
     assert in_pieces(model, (14,), cache).shape == (int(REAL.sum()), VOCAB)
     assert relative_error(in_pieces(model, (14,), level_cache(model)), logits(model)) <= SIX_DIGITS
+
+
+def test_shared_keys_follow_a_layer_to_its_device() -> None:
+    keys, _ = LevelCacheLayer().update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), 0)
+    assert keys.to("cpu") is keys
+    keys.is_appended = True
+    moved = keys.to("meta", non_blocking=True)
+    assert (moved.states.is_meta, moved.is_appended, moved.layer) == (True, True, keys.layer)

@@ -33,6 +33,14 @@ class PendingStates(Placeholder):
         self.states = states
         self.is_appended = False
 
+    def to(self, device: torch.device | str, **options: Any) -> PendingStates:
+        """These on a device: layers that share keys ask for them on theirs."""
+        if (states := self.states.to(device, **options)) is self.states:
+            return self
+        moved = PendingStates(self.layer, states)
+        moved.is_appended = self.is_appended
+        return moved
+
     @classmethod
     def misused(cls, what: str) -> Exception:
         return CacheError(

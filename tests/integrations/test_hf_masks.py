@@ -180,7 +180,8 @@ def test_an_encoder_that_makes_masks_of_four_dimensions_by_itself() -> None:
     with torch.no_grad():
         expected = model(IDS, attention_mask=HOLES).last_hidden_state
         found = on(model, PLAIN)(IDS, attention_mask=HOLES).last_hidden_state
-    assert_close(found[HOLES.bool()], expected[HOLES.bool()])
+    # Older versions have a softmax of float32.
+    torch.testing.assert_close(found[HOLES.bool()], expected[HOLES.bool()], rtol=0, atol=1e-6)
 
 
 def test_an_assistant_may_meet_the_padding_token() -> None:

@@ -24,9 +24,9 @@ test-more: $(VENV)/.installed-dev $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(PYTEST) tests/integrations --ignore-glob='*neuralforecast*' --ignore-glob='*frames*'
 	$(PYTEST) --full -m "full or hypothesis"
 
-# The share of lines and branches that `make test` reaches; processes that tests start are counted too. Details are in htmlcov/.
+# The share of lines and branches that all tests reach; processes that tests start are counted too. Details are in htmlcov/.
 coverage: $(VENV)/.installed-dev
-	$(PYTEST) --cov --cov-report=term:skip-covered --cov-report=html
+	$(PYTEST) --full --hypothesis-profile=few --cov --cov-report=term:skip-covered --cov-report=html
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile("many" if config.getoption("--full") else "few")
+    settings.load_profile(config.getoption("--hypothesis-profile") or ("many" if config.getoption("--full") else "few"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

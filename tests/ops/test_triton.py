@@ -181,7 +181,7 @@ CASES = {
     "mask, more queries": Case(layout=FREE, lengths=(41, 23), masked="TS"),
     "soft cap": Case(layout=FREE, lengths=(37, 37), softcap=0.7),
     "large soft cap, not causal": Case(layout=VALUES, lengths=(37, 37), scale=30.0, softcap=50.0, is_causal=False),
-    "ALiBi": Case(layout=HALVING, lengths=(41, 41), heads=(4, 2), batch=2, has_slopes=True),
+    "ALiBi": Case(layout=HALVING, lengths=(21, 21), heads=(2, 1), batch=2, has_slopes=True),
     "ALiBi, not causal, soft cap": Case(
         layout=FREE, lengths=(19, 47), is_causal=False, has_slopes=True, softcap=0.7, heads=(2, 1)
     ),
@@ -193,7 +193,7 @@ CASES = {
     "packed, not causal": Case(layout=WIDE, lengths=(80, 80), ends=(1, 50, 80), is_causal=False),
     "packed, free sizes, window": Case(layout=FREE, lengths=(53, 53), ends=(17, 53), window=11),
     "packed apart": Case(
-        layout=HALVING, lengths=(60, 71), ends=(3, 40, 40, 60), key_ends=(30, 41, 45, 71), heads=(4, 2)
+        layout=HALVING, lengths=(37, 45), ends=(3, 21, 21, 30, 37), key_ends=(20, 27, 31, 31, 45), heads=(2, 1)
     ),
     "packed apart, not causal": Case(
         layout=WIDE, lengths=(83, 50), ends=(1, 50, 50, 70, 83), key_ends=(20, 24, 24, 24, 50), is_causal=False
@@ -240,8 +240,12 @@ FULL = {
     "mask of keys, not causal",
     "mask, more queries",
     "large soft cap, not causal",
+    "ALiBi, not causal, soft cap",
+    "ALiBi, packed, window, mask",
+    "ALiBi, more queries",
     "packed",
     "packed, not causal",
+    "packed apart, not causal",
     "values",
     "values, large blocks",
     "surrounded by NaN, not causal",

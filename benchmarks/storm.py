@@ -139,7 +139,7 @@ class Storm:
         import openai
 
         start = time.monotonic()
-        async with openai.AsyncOpenAI(base_url=f"{self.base}/v1", api_key="none", timeout=600, max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{self.base}/v1", api_key="none", timeout=600, max_retries=5) as client:
             await asyncio.gather(self.watch(start), *(self.client(number, client) for number in range(AT_ONCE)))
 
 
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         started(port)
         storm = Storm(wanted, f"http://localhost:{port}", folder, time.monotonic() + 60 * given.minutes)
         asyncio.run(storm.run())
-    pools = [found for found in gc.get_objects() if isinstance(found, PagePool)]
+    pools = [found for found in gc.get_objects() if type(found) is PagePool]
     deadline = time.monotonic() + 60
     while any(pool.num_free < pool.num_pages for pool in pools) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -65,11 +65,7 @@ QUICK |= {"llama4_text", "bloom", "diffllama", "jetmoe", "whisper", "zamba2"}
 
 def marks(family):
     is_missing = family not in transformers.CONFIG_MAPPING
-    if family == "recurrent_gemma":  # its cache counted recurrent layers as attention
-        is_missing = not hasattr(transformers.RecurrentGemmaConfig(), "layer_types")
-    later = (
-        [pytest.mark.skip(reason=f"this transformers does not know {family}, or not its layers")] if is_missing else []
-    )
+    later = [pytest.mark.skip(reason=f"this transformers does not know {family}")] if is_missing else []
     return later if family in QUICK else [*later, pytest.mark.full]
 
 

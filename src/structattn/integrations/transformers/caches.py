@@ -73,14 +73,17 @@ def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_s
     """An empty cache for a model with structured attention, to be given as ``past_key_values``.
 
     Args:
-        model: only its number of layers is read.
+        model: only the numbers of its layers with attention are read.
         max_length, page_size: see ``LevelCacheLayer``, which raises ``ConfigError`` for them.
     """
     check_type("model", model, PreTrainedModel, "a model of transformers")
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
-    own = [_own_layer(layer, max_length=max_length, page_size=page_size) or layer for layer in layers]
-    return LevelCaches(layers=own)
+    # transformers 5.17 makes layers of keys for the recurrent layers of Recurrent Gemma too.
+    known = model.attention_layers() if hasattr(model, "attention_layers") else range(len(layers))
+    for index in set(known) & set(range(len(layers))):
+        layers[index] = _own_layer(layers[index], max_length=max_length, page_size=page_size) or layers[index]
+    return LevelCaches(layers=layers)
 
 
 def is_plain(layer: object) -> bool:

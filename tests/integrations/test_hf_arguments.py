@@ -119,6 +119,8 @@ def test_hidden_states_and_weights_are_returned(tmp_path) -> None:
     one.save_pretrained(tmp_path / "shown")
     assert len(type(one).from_pretrained(tmp_path / "shown")(IDS).attentions) == 2
     assert not one(IDS, output_attentions=False).attentions
+    for weights in changed(gpt2)(IDS, output_attentions=True).attentions:  # which hands the argument to no attention
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
     for model in (changed(), registered()):  # with levels: the weights give the output
         outs = []
         model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args, to=outs: to.append(args[0]))

@@ -15,9 +15,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+from transformers.utils import output_capturing
 
 from structattn.checks import quoted
 from structattn.errors import ConfigError
@@ -38,8 +39,20 @@ def record_outputs(model: PreTrainedModel) -> None:
 
     transformers notes it by class, when a model is made; up to 5.17 by the text of the class.
     """
-    key = str(type(model)) if type(_CAN_RECORD_REGISTRY) is dict else model
-    _CAN_RECORD_REGISTRY[key] = model._can_record_outputs
+    registry: Any = output_capturing._CAN_RECORD_REGISTRY
+    key = str(type(model)) if type(registry) is dict else model
+    registry[key] = model._can_record_outputs
+
+
+def collects_weights() -> bool:
+    """Whether the call of a model that is running collects attention weights, by an argument or by its config."""
+    collector: Any = output_capturing._active_collector
+    if (
+        torch.compiler.is_compiling() and not collector.compiling
+    ):  # a part of a model is compiled, where nothing is known of the call
+        return False
+    kept = collector.get()
+    return kept is not None and "attentions" in kept
 
 
 def _refuse(model: PreTrainedModel, name: str) -> None:

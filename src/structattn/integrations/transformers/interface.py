@@ -15,7 +15,7 @@ from structattn.checks import check_choice, quoted
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers.arguments import TERMS, check_arguments
 from structattn.integrations.transformers.cache import PendingStates
-from structattn.integrations.transformers.effect import register
+from structattn.integrations.transformers.effect import collects_weights, register
 from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.integrations.transformers.masks import StructuredMask
 from structattn.integrations.transformers.rotation import read_rotation
@@ -170,9 +170,7 @@ def attend(
         **terms,
     }
     asked = arguments.get("output_attentions")
-    if asked is None:  # not of this call: of all calls, by the config
-        asked = getattr(getattr(module, "config", None), "output_attentions", None)
-    shows_weights = bool(asked)
+    shows_weights = collects_weights() if asked is None else bool(asked)  # GPT-2 hands no argument to its attention
 
     def whole() -> Tensor:
         return variant.attend(q, k, v, dropout=dropout, **options)

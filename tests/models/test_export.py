@@ -46,7 +46,7 @@ def check(model, programs, prompts=PROMPTS, new=13, *, prefill=None, decode=None
         logits, cache = prefill(torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts]), positions)
         found = [logits]
         for token in further.unbind(1):
-            logits, cache = decode(token[:, None], positions, list(cache))
+            logits, cache = decode(token[:, None].contiguous(), positions, list(cache))  # AOTInductor reads no strides
             found.append(logits)
             positions = positions + 1
         for row, prompt in enumerate(prompts):

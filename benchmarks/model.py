@@ -91,9 +91,10 @@ class PlainCache(LevelCache):
         self._length = end
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: Any = "auto", layout: Any = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: Any = "auto", **options: Any
     ) -> Tensor:
-        """Adds one token and attends to all; the options are those of ``LevelCache``."""
+        """Adds one token and attends to all; the options are those of ``LevelCache``, and others than these are not given."""
+        assert all(value is None for value in options.values())
         self.append(k, v)
         assert self._kept is not None
         keys, values = (x[:, :, : self._length] for x in self._kept)

@@ -356,11 +356,13 @@ def test_wrong_values_raise_our_errors(name) -> None:
 def test_every_public_name_has_wrong_calls() -> None:
     elsewhere = {
         "Attention",
+        "DecoderPrograms",
         "LanguageModel",
         "LayerCaches",
         "LevelCache",
         "Sampling",
         "StructuredLinear",
+        "export_decoder",
         "replace_linears",
         "structured_attention",
     }

@@ -34,6 +34,11 @@ def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any])
     _NAMES.add(name)
 
 
+def is_registered(implementation: object) -> bool:
+    """Whether an implementation is one of ours."""
+    return implementation in _NAMES
+
+
 def record_outputs(model: PreTrainedModel) -> None:
     """Notes what ``output_hidden_states`` and ``output_attentions`` collect, for the class of a model that was changed after it was made.
 

@@ -209,12 +209,6 @@ class StructurizedModel(StructuredModelMixin):
         )
         return bool(plain.is_custom_code())  # type: ignore[attr-defined]
 
-    def _check_and_adjust_attn_implementation(self, implementation: Any, *args: Any, **kwargs: Any) -> Any:
-        # transformers would ask whether the implementation can be set: no, but this one is that of the model.
-        if implementation == IMPLEMENTATION:
-            return implementation
-        return super()._check_and_adjust_attn_implementation(implementation, *args, **kwargs)  # type: ignore[misc]
-
     def attention_layers(self) -> list[int]:
         """See ``StructuredModelMixin``: hybrid models have other layers too. An early exit lowers the number of layers for a moment."""
         modules = [module for module in self.modules() if isinstance(module, StructuredAttention)]  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from structattn.checks import check_path, quoted
 from structattn.errors import CheckpointError, ConfigError, ShapeError, nearest_name
 from structattn.integrations.transformers.auto_map import NotCopied
 from structattn.integrations.transformers.caches import guarded, level_cache_layer
+from structattn.integrations.transformers.effect import is_registered
 from structattn.integrations.transformers.inputs import check_inputs
 
 
@@ -171,6 +172,12 @@ class StructuredModelMixin(NotCopied):
     def _can_set_attn_implementation(cls) -> bool:
         """False. transformers itself would search the source of the module for the word."""
         return False
+
+    def _check_and_adjust_attn_implementation(self, implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        # transformers would ask whether the implementation can be set: no, but one of ours is that of the model, see `claim`.
+        if is_registered(implementation):
+            return implementation
+        return super()._check_and_adjust_attn_implementation(implementation, *args, **kwargs)  # type: ignore[misc]
 
     def set_attn_implementation(self, attn_implementation: Any, *_: Any, **__: Any) -> None:
         """Raises ``ConfigError``, unless nothing would change: the attention of this model is structured by its config."""

@@ -20,12 +20,12 @@ test: $(VENV)/.installed-dev lint
 test-full: test test-more
 
 # What test-full adds to test: the oldest transformers that the extra `hf` allows, what takes long, and many more random examples.
-test-more: $(VENV)/.installed-dev $(OLDEST)/.installed
+test-more: $(VENV)/.installed-more $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(PYTEST) tests/integrations --ignore-glob='*neuralforecast*' --ignore-glob='*frames*'
 	$(PYTEST) --full -m "full or hypothesis"
 
 # The share of lines and branches that all tests reach; processes that tests start are counted too. Details are in htmlcov/.
-coverage: $(VENV)/.installed-dev
+coverage: $(VENV)/.installed-more
 	$(PYTEST) --full --hypothesis-profile=few --cov --cov-report=term:skip-covered --cov-report=html
 
 lint: $(VENV)/.installed-dev
@@ -50,6 +50,10 @@ $(VENV)/.installed-train: $(BIN)/python $(INPUTS)
 $(VENV)/.installed-dev: $(BIN)/python $(INPUTS)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@ $(VENV)/.installed-train
+
+$(VENV)/.installed-more: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,test-more]"
+	@touch $@
 
 $(VENV)/.installed-docs: $(BIN)/python $(INPUTS)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"

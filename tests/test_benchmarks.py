@@ -462,6 +462,7 @@ def test_the_reference_of_decoding_is_the_definition() -> None:
         assert_close(decode.reference(2, 3, 128, layout, CPU, FLOAT32), expected)
 
 
+@pytest.mark.full
 def test_a_run_of_decoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "peak_bytes", lambda bench, group, case, device, dtype: 4 * 2**20)
     monkeypatch.setattr(run, "measure_ceilings", lambda *_: timing.Ceilings(flops_per_s=1e9, bytes_per_s=1e9))
@@ -538,6 +539,7 @@ def test_a_compiled_step_is_right() -> None:
         assert timing.checked_error(label, work, FLOAT32) < 5e-5
 
 
+@pytest.mark.full
 def test_the_command_runs_a_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "linear", "--quick", "--only", "forward/E=256,.*btt:1$", "--repeats", "1", "--patience", "0"]
     assert cli.main([*words, "--out", str(tmp_path)]) == 0

@@ -490,6 +490,7 @@ def test_a_sweep_at_a_small_width_is_part_of_the_results(tmp_path: Path) -> None
         )
 
 
+@pytest.mark.full
 def test_variants_and_processes_change_nothing_but_the_settings(tmp_path: Path, capsys, forked_workers) -> None:
     """Each variant gives the result of a separate comparison, also with several processes."""
     specs = ["--attention", "standard:1", "bilinear-btt:1"]

@@ -103,7 +103,7 @@ def real_polars(df):
     return pytest.importorskip("polars").from_pandas(df)
 
 
-@pytest.mark.parametrize("make", [PolarsFrame, real_polars])
+@pytest.mark.parametrize("make", [PolarsFrame, pytest.param(real_polars, marks=pytest.mark.full)])
 def test_polars(make) -> None:
     offsets = {
         "h": "1h",

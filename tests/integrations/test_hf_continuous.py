@@ -14,6 +14,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from structattn.errors import ConfigError, MissingDependencyError
 from structattn.integrations.transformers import StructAttnConfig, StructAttnForCausalLM, structurize
 
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 20):
+    pytest.skip("continuous batching with levels needs transformers 5.20", allow_module_level=True)
+
 VOCAB, CONTEXT = 50, 64
 SIZES = {
     "vocab_size": VOCAB,

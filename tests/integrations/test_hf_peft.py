@@ -45,6 +45,7 @@ ADAPTED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_trained_saved_and_merged(kind, tmp_path) -> None:
     peft = pytest.importorskip("peft", reason="LoRA: pip install peft")
@@ -63,6 +64,7 @@ def test_trained_saved_and_merged(kind, tmp_path) -> None:
     assert_close(model.merge_and_unload()(input_ids=ids).logits, after)
 
 
+@pytest.mark.full
 def test_defaults_added_to_the_table_of_peft() -> None:
     """As the page shows it: without it PEFT asks for target_modules."""
     peft = pytest.importorskip("peft")

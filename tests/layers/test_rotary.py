@@ -317,8 +317,8 @@ def test_gradients(length, scaling) -> None:
     assert torch.autograd.gradgradcheck(lambda x: module(x, positions), (x,))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.quick(dynamic=[True])
 def test_compiles_to_one_graph(dynamic) -> None:
     module = Rotary(split="interleaved", scaling=SCALINGS[3]).build((5, 3, 8))
     torch.compiler.reset()

@@ -295,6 +295,7 @@ def test_rank_allocation(dense) -> None:
     assert found.relative_error == pytest.approx(relative(found.matrix, dense), rel=SOLVED)
 
 
+@pytest.mark.full
 def test_rank_allocation_finds_where_the_rank_is() -> None:
     """A matrix of known ranks (0, 3, 1) per level: all others of the same total are worse."""
     torch.manual_seed(0)
@@ -378,6 +379,7 @@ def test_the_scale_does_not_matter_to_rank_allocation(scale) -> None:
     assert found.relative_error == pytest.approx(expected.relative_error, rel=SIX_DIGITS)
 
 
+@pytest.mark.full
 def test_a_batch_of_very_different_scales_is_fitted_matrix_by_matrix() -> None:
     dense = torch.stack([gaussian(), gaussian() * 1e-150])
     for text in ("mlr:2|1", "lowrank:3"):

@@ -81,6 +81,7 @@ def test_a_cache_is_reordered_saved_and_cropped(spec: str, tmp_path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.quick(spec=SPECS[2:])
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_cache_is_cropped_or_says_how_far_it_can_be(spec: str) -> None:
     model, padding = make(spec), [0, 3]

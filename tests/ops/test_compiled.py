@@ -206,6 +206,7 @@ def exported(module):
     return torch.export.export(module, module.inputs(3, 30), dynamic_shapes=module.shapes(batch, length)).module()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "option", "backend"),
     CASES

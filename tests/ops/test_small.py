@@ -239,10 +239,11 @@ def test_when_auto_takes_it() -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        "standard",
-        "bilinear-btt:1",
         "bilinear-mlr:1|1|1",
-        *(pytest.param(x, marks=pytest.mark.full) for x in ("standard:1", "bilinear-btt:2")),
+        *(
+            pytest.param(x, marks=pytest.mark.full)
+            for x in ("standard", "standard:1", "bilinear-btt:1", "bilinear-btt:2")
+        ),
     ],
 )
 def test_a_model_is_one_graph_and_stays_it(spec) -> None:

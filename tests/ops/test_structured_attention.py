@@ -217,6 +217,7 @@ def test_global_window_adds_two_softmaxes(scaling) -> None:
         assert_close(sa.structured_attention(q, k, v, sa.GlobalWindowLayout((5, 3), 2, scaling), **terms), far + near)
 
 
+@pytest.mark.quick(backend=["blocked"])
 @BACKENDS
 def test_dropout_is_reproducible_and_unbiased(backend) -> None:
     q, k, v = make(1, 1, 1, 12, 12, 4, 3, grad=False)

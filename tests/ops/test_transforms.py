@@ -163,6 +163,7 @@ def test_large_problems_keep_their_memory_inside_of_a_transform(monkeypatch) -> 
     assert_close(per_row, expected, gradient=True)
 
 
+@pytest.mark.full
 def test_compiled_and_exported_programs_refuse_forward_mode() -> None:
     q, k, v = make(4)
 

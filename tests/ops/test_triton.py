@@ -226,8 +226,13 @@ if not INTERPRETED:  # the interpreter computes bfloat16 wrongly
 
 # In `make test-full` alone: others have each of their options, in another combination.
 FULL = {
+    "equal sizes",
+    "fewer queries",
+    "mask of pairs",
+    "values, not causal",
     "halving, not causal",
     "free sizes",
+    "large blocks",
     "large blocks, not causal",
     "the same, not causal",
     "tiles that walk in larger steps",
@@ -276,7 +281,7 @@ DECODING = {
 
 
 @runs
-@pytest.mark.quick(splits=[1, 5])
+@pytest.mark.quick(splits=[5])
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("name", DECODING)
 def test_decoding_agrees_with_the_definition(name: str, splits: int) -> None:

@@ -277,6 +277,7 @@ def test_any_number_of_splits(name: str, splits: int) -> None:
     _check(CASES[name], splits)
 
 
+@pytest.mark.full
 @runs
 def test_every_length() -> None:
     """One row per length: tiles, blocks and splits begin and end everywhere."""

@@ -27,6 +27,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.full
 def test_the_command_writes_table_figure_and_report(tmp_path, capsys) -> None:
     out = tmp_path / "fits"
     own = tmp_path / "mine.npy"

@@ -209,6 +209,7 @@ def test_wrong_settings(change, message) -> None:
         CheckConfig(**change)
 
 
+@pytest.mark.full
 def test_the_command(tmp_path, capsys) -> None:
     out = tmp_path / "check"
     words = [

@@ -178,6 +178,7 @@ TINY = [
 ]
 
 
+@pytest.mark.full
 def test_a_grid_from_the_command_line(tmp_path: Path, capsys) -> None:
     settings = [part for change in TINY for part in ("--set", change)]
     command = ["compare", "text", "--preset", "scaling", *settings, "--attention", "standard", "mlr:2|2"]

@@ -380,6 +380,7 @@ def lines_of(path: Path, count: int) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_time_and_memory_of_a_document_do_not_depend_on_their_number(tmp_path) -> None:
     seconds = {}
     for count in (2000, 16000):

@@ -194,6 +194,7 @@ def history_of(folder: Path) -> list[dict[str, float]]:
     return load_checkpoint(latest_checkpoint(folder / "checkpoints")).state["progress"]["history"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["two", "two in parts", "one then two", "sharded", "sharded in parts", "one then sharded"]
 )
@@ -205,12 +206,14 @@ def test_two_processes_train_as_one_does(runs, name) -> None:
     assert held == whole / 2 if "sharded" in name else held == whole
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["two then one", "sharded then one"])
 def test_one_process_goes_on_where_two_were_stopped(runs, name) -> None:
     assert step_of(runs / name) == 4
     same(trained(runs / name, **({"micro_batch_size": 2} if name == "two then one" else {})), history_of(runs / "one"))
 
 
+@pytest.mark.full
 def test_two_processes_that_were_killed_resume_to_the_same_bits(runs) -> None:
     for part in ("model", "optimizer"):
         killed, whole = (
@@ -221,6 +224,7 @@ def test_two_processes_that_were_killed_resume_to_the_same_bits(runs) -> None:
         assert all(torch.equal(killed[key], whole[key]) for key in whole)
 
 
+@pytest.mark.full
 def test_a_sharded_run_saves_what_one_process_saves(runs) -> None:
     sharded, one = (load_checkpoint(latest_checkpoint(runs / name / "checkpoints")) for name in ("sharded", "one"))
     for part in ("model", "optimizer"):
@@ -231,6 +235,7 @@ def test_a_sharded_run_saves_what_one_process_saves(runs) -> None:
     assert all(torch.allclose(weights[key], expected[key], atol=ANOTHER_ORDER) for key in expected)
 
 
+@pytest.mark.full
 def test_a_sharded_run_stops_early_with_its_best_weights(runs) -> None:
     folder = runs / "sharded, best"
     history = history_of(folder)

@@ -365,6 +365,7 @@ def test_bad_settings_are_named(change) -> None:
         dataclasses.replace(CONFIG, **change)
 
 
+@pytest.mark.full
 def test_more_shapes_are_compiled_than_dynamo_allows_at_first() -> None:
     from torch._dynamo.utils import counters
 

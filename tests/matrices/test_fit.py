@@ -112,12 +112,14 @@ def test_never_worse_than_where_it_starts(text) -> None:
     assert fit(dense, near, refine=0).relative_error <= relative(near, dense) * (1 + COMPUTED)
 
 
+@pytest.mark.quick(text=["mlr:2|1|1", "kaleidoscope", "mlbtc:1x1x2|4x4x16s"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_same_seed_same_result(text) -> None:
     a, b = (fit(gaussian(), text, refine=30, seed=5).matrix for _ in range(2))
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
+@pytest.mark.quick(text=["kaleidoscope"])
 @pytest.mark.parametrize("text", ["mlr:2|1|1", "kaleidoscope", "kaleidoscope:2", "mlbtc:1x1x2|4x4x16s"])
 def test_a_seed_of_the_target_is_not_that_of_the_start(text) -> None:
     """A target drawn after ``torch.manual_seed(0)`` is no nearer to the start of seed 0 than to any other."""
@@ -360,6 +362,7 @@ def test_a_structure_of_ones_own_is_fitted_by_descent() -> None:
     assert (found.method, found.is_optimal) == ("its own start, L-BFGS", False)
 
 
+@pytest.mark.quick(text=["lowrank:3", "mlr:2|1|1", "butterfly:2", "kaleidoscope:2"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_scale_of_the_matrix_does_not_matter(text) -> None:
     """Same relative error whatever the unit of the numbers; powers of two, so that rounding is the same as well."""

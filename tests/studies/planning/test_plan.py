@@ -106,6 +106,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(precision=["bf16"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize(("spec", "changes", "batch"), CASES)
 def test_activations_are_what_autograd_saves(spec: str, changes: dict, batch: int, precision: str) -> None:
@@ -144,6 +145,7 @@ def test_activation_checkpointing_keeps_the_inputs_of_blocks(spec: str) -> None:
     assert kept.nbytes(2, 320) == pytest.approx(saved_bytes(model, 2, "float32"), rel=0.01)
 
 
+@pytest.mark.quick(spec=["mlr:20|10|10"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("spec", "vocab"), [("standard", VOCAB), ("bilinear-btt:1", VOCAB), ("mlr:20|10|10", 4096)])
 def test_the_highest_point_of_a_step(spec: str, vocab: int, checkpointing: bool) -> None:

@@ -101,7 +101,7 @@ def test_bilinear_mlr_level_by_level(norm: bool, scaling: str, divide: bool) -> 
 
 
 @pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("scaling", ["variance", "mup", "paper", "paper_sum"])
+@pytest.mark.parametrize("scaling", ["variance", "mup", "paper", "paper_sum", "standard"])
 def test_mlr_attention_by_loops(norm: bool, scaling: str) -> None:
     attn = layer(f"mlr:4|2|2@8|4|2,scaling={scaling}", num_kv_heads=2, qk_norm=norm)
     x = torch.randn(11, 32, dtype=torch.float64)
@@ -122,6 +122,7 @@ def test_mlr_attention_by_loops(norm: bool, scaling: str) -> None:
                     "mup": total * 8 / shared,
                     "paper": by_rank / levels,
                     "paper_sum": by_rank,
+                    "standard": total / math.sqrt(8),
                 }[scaling]
                 score[i, j] = value
         scores.append(score)

@@ -105,6 +105,7 @@ def test_scaling_as_factors_is_the_scaling() -> None:
                 "mup": plain * 8 / rank,
                 "paper": over_ranks / n,
                 "paper_sum": over_ranks,
+                "standard": plain / 6**0.5,
             }[scaling]
             got = per_count[n - 1] * sum(a * dot for a, dot in zip(per_level[:n], dots, strict=False))
             assert got == pytest.approx(expected)

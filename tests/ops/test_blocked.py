@@ -57,7 +57,7 @@ def cases(draw):
     levels = draw(st.integers(1, 4))
     ranks = tuple(draw(st.lists(st.integers(1, 3), min_size=levels, max_size=levels)))
     value_ranks = draw(st.none() | st.just(tuple(reversed(ranks))))
-    scaling = draw(st.sampled_from(["variance", "mup", "paper", "paper_sum"]))
+    scaling = draw(st.sampled_from(["variance", "mup", "paper", "paper_sum", "standard"]))
     T = draw(st.integers(1, 150))
     kind = draw(st.sampled_from(["whole", "whole", "packed", "padded"]))
     S = T if kind == "packed" else draw(st.just(T) | st.integers(1, 150))

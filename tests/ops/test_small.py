@@ -89,7 +89,7 @@ def test_it_is_the_definition(
     lengths=st.sampled_from([(1, 1), (1, 9), (3, 7), (17, 17), (33, 20)]),
     ranks=st.lists(st.integers(1, 4), min_size=2, max_size=4),
     steps=st.lists(st.sampled_from([1, 2, 3, 8]), min_size=4, max_size=4),
-    scaling=st.sampled_from(["variance", "mup", "paper", "paper_sum"]),
+    scaling=st.sampled_from(["variance", "mup", "paper", "paper_sum", "standard"]),
     is_causal=st.booleans(),
     window=st.sampled_from([None, 1, 4]),
     scale=st.sampled_from([None, 0.0, -1.3]),

@@ -25,7 +25,7 @@ nested = st.integers(1, 3).flatmap(
 
 @given(
     structure=nested,
-    scaling=st.sampled_from(["variance", "mup", "paper", "paper_sum"]),
+    scaling=st.sampled_from(["variance", "mup", "paper", "paper_sum", "standard"]),
     T=st.integers(1, 7),
     S=st.integers(1, 7),
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),

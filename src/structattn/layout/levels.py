@@ -28,9 +28,9 @@ from structattn.checks import (
 from structattn.errors import ConfigError, ShapeError
 from structattn.layout.checks import Boundaries, check_blocks, checked_boundaries, checked_positions, positive_ints
 
-Scaling = Literal["variance", "mup", "paper", "paper_sum"]
+Scaling = Literal["variance", "mup", "paper", "paper_sum", "standard"]
 MAX_COUNTED = 2**26  # positions whose visible pairs are counted one by one
-SCALINGS: tuple[Scaling, ...] = ("variance", "mup", "paper", "paper_sum")
+SCALINGS: tuple[Scaling, ...] = ("variance", "mup", "paper", "paper_sum", "standard")
 
 
 def _slices(ranks: tuple[int, ...]) -> tuple[slice, ...]:
@@ -60,7 +60,8 @@ class LevelLayout:
         block_sizes: block size of each level in positions, level 1 first; each divides the one before (equal is allowed).
             Empty in a free partition.
         scaling: ``"variance"`` 1/sqrt(R(i, j)), unit variance at every distance; ``"mup"`` 8/R(i, j); ``"paper"`` each
-            level over its rank, and the sum over l(i, j); ``"paper_sum"`` the same without the division by l(i, j).
+            level over its rank, and the sum over l(i, j); ``"paper_sum"`` the same without the division by l(i, j); ``"standard"``
+            1/sqrt(D) at every distance, as standard attention: for trained weights, where far pairs then score what is left of their product.
         value_ranks: dimensions of the value in each level, level 1 first; they sum to the value dimension. Default
             ``None``: every key gives its whole value.
         boundaries: the segments of a free partition; see ``from_boundaries``, which makes them.
@@ -211,6 +212,8 @@ class LevelLayout:
                 return per_rank, tuple(1 / n for n in range(1, self.num_levels + 1))
             case "paper_sum":
                 return per_rank, ones
+            case "standard":
+                return ones, (1 / math.sqrt(self.head_dim),) * self.num_levels
 
     @property
     def num_rows(self) -> int | None:

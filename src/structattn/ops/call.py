@@ -65,7 +65,7 @@ class Call:
             return self.scale
         rank = self.layout.ranks[0]
         match self.layout.scaling:
-            case "variance":
+            case "variance" | "standard":
                 return 1 / math.sqrt(rank)
             case "mup":
                 return 8 / rank

@@ -127,6 +127,8 @@ def scores(q: Tensor, k: Tensor, layout: LevelLayout, scale: float | None, num_s
             return total / num_shared
         case "paper_sum":
             return total
+        case "standard":
+            return total / layout.head_dim**0.5
 
 
 def attention(

@@ -172,6 +172,7 @@ def _attention_group(mode: str, dim: int = 64, length: int = 128) -> Group:
     return replace(group, cases=tuple(case for case in group.cases if case.label != attention.FLEX))  # compiles long
 
 
+@pytest.mark.quick(dim=[64])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mode", ["forward", "forward+backward"])
 def test_every_attention_is_right(mode: str, dim: int) -> None:

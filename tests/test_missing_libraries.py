@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 import importlib.metadata
@@ -61,6 +63,7 @@ for call in (without_triton, without_neuralforecast, without_chronos, without_ma
 """
 
 
+@pytest.mark.full
 def test_a_missing_library_is_named_where_it_is_needed_and_nowhere_else() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -38,7 +38,21 @@ def snippets(page: Path) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, m.start("code")), m["code"]) for m in found]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=names)
+# In `make test-full` alone.
+SLOW = {
+    "docs/export.md",
+    "docs/fitting.md",
+    "docs/neuralforecast.md",
+    "docs/serving.md",
+    "docs/tutorials/shrink-a-cache.md",
+}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.full] if names(page) in SLOW else []) for page in PAGES if snippets(page)],
+    ids=names,
+)
 def test_snippets_run_by_themselves(page, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     text = page.read_text()

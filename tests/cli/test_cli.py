@@ -399,6 +399,7 @@ def test_settings_from_text() -> None:
         apply_overrides(recipe, ("task.data=3",))
 
 
+@pytest.mark.full
 def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
     """As in ``structattn structures | head -1``."""
     command = [sys.executable, "-m", "structattn.cli", "structures"]

@@ -16,6 +16,7 @@ from structattn.integrations.transformers import StructAttnModel, structurize
 IDS = tokens(2, 17)
 
 
+@pytest.mark.full
 def test_without_the_import(tmp_path) -> None:
     for name, model in (("changed", changed()), ("own", own())):
         model.save_pretrained(tmp_path / name)

@@ -108,10 +108,10 @@ def test_other_decoders(family) -> None:
 def test_caches() -> None:
     model = on(trained(llama), LEVELS)
     for options in ({}, {"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}):
-        expected = generate(model, IDS, MASK, new=20, use_cache=False, **options)
+        expected = generate(model, IDS, MASK, new=12, use_cache=False, **options)
         cache = level_cache(model)
-        assert torch.equal(generate(model, IDS, MASK, new=20, past_key_values=cache, **options), expected)
-        assert torch.equal(generate(model, IDS, MASK, new=20, **options), expected)  # with transformers' dense cache
+        assert torch.equal(generate(model, IDS, MASK, new=12, past_key_values=cache, **options), expected)
+        assert torch.equal(generate(model, IDS, MASK, new=12, **options), expected)  # with transformers' dense cache
     found = []
     for options in ({"past_key_values": level_cache(model)}, {}, {"use_cache": False}):
         torch.manual_seed(4)
@@ -123,11 +123,11 @@ def test_caches() -> None:
         alone = IDS[row][REAL[row]][None]
         assert torch.equal(generate(model, alone, past_key_values=level_cache(model))[0, -12:], text[row, -12:])
     ids = tokens(1, 6)
-    expected = generate(model, ids, new=24)
+    expected = generate(model, ids, new=12)
     for assistant in (trained(llama, seed=5), copy.deepcopy(model)):
         cache = level_cache(model)
         assert torch.equal(
-            generate(model, ids, new=24, assistant_model=drafting(assistant), past_key_values=cache), expected
+            generate(model, ids, new=12, assistant_model=drafting(assistant), past_key_values=cache), expected
         )
     cache = level_cache(model)
     again = [generate(model, ids, past_key_values=cache)]

@@ -115,9 +115,9 @@ def test_beams_samples_and_assistants() -> None:
         found.append(generate(model, IDS, MASK, do_sample=True, use_cache=use_cache))
     assert torch.equal(*found)
     ids = tokens(1, 6)
-    expected = generate(model, ids, new=24)
+    expected = generate(model, ids, new=12)
     for assistant in (make("mlr:4|4", seed=5, max_position_embeddings=8), copy.deepcopy(model)):
-        assert torch.equal(generate(model, ids, new=24, assistant_model=drafting(assistant)), expected)
+        assert torch.equal(generate(model, ids, new=12, assistant_model=drafting(assistant)), expected)
 
 
 def test_attention_weights() -> None:

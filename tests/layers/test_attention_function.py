@@ -124,6 +124,7 @@ def test_it_is_a_value(make) -> None:
     assert sa.attention_function(sa.parse_spec("mlr:4|4"), context_length=64).layout == attend.layout
 
 
+@pytest.mark.full
 def test_it_compiles_without_a_graph_break() -> None:
     attend = sa.attention_function(LAYOUT, rotary="halves", tensor_layout="BTHD")
     x = torch.randn(1, 40, 2, 8)

@@ -94,7 +94,7 @@ def test_what_is_of_the_structure_is_found(text, shape) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [pytest.param(text, marks=pytest.mark.full if text.startswith("mlr") else []) for text in TEXTS]
+    "text", [pytest.param(text, marks=pytest.mark.full if text.startswith(("mlr", "mlbtc")) else []) for text in TEXTS]
 )
 def test_never_worse_than_where_it_starts(text) -> None:
     """The given matrix is a candidate, refinement only improves, and the given matrix is unchanged."""
@@ -410,8 +410,7 @@ def test_never_worse_than_no_matrix_at_all(text) -> None:
         "lowrank:2",
         "kronecker",
         "btt:2",
-        "butterfly:2",
-        *(pytest.param(x, marks=pytest.mark.full) for x in ("monarch", "mlr:2|1")),
+        *(pytest.param(x, marks=pytest.mark.full) for x in ("monarch", "butterfly:2", "mlr:2|1")),
     ],
 )
 def test_an_mlbtc_starts_from_any_other_fit(text) -> None:

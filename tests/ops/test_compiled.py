@@ -233,6 +233,7 @@ def test_exported_op(layout, option, backend) -> None:
     check(module, exported(module))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "option"), ATTENTIONS if ALL else [("global-window", "plain")])
 def test_compiled_attention(kind, option) -> None:
     module = Attention(kind, option)

@@ -90,6 +90,7 @@ def test_two_softmaxes_have_two_masks() -> None:
     assert counts.tolist() == [0.0, 1.0, 2.0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["auto", "blocked"])
 def test_a_compiled_call_has_the_seed_of_torch(backend) -> None:
     leaves = make(1, 2, 1, 20, 20)

@@ -200,6 +200,7 @@ def test_second_derivatives_of_a_compiled_program(layout, backend) -> None:
     assert_close(found[0], found[1], gradient=True)
 
 
+@pytest.mark.full
 def test_transforms_are_compiled_as_the_definition(monkeypatch) -> None:
     q, k, v = make(4)
 

@@ -165,7 +165,7 @@ CASES = {
     "window, not causal": Case(layout=WIDE, lengths=(70, 70), window=20, is_causal=False),
     "window of one": Case(layout=FREE, lengths=(19, 19), window=1, value_dim=5),
     "huge window": Case(layout=HALVING, lengths=(20, 20), window=10**12),
-    "grouped heads": Case(layout=WIDE, lengths=(23, 23), heads=(6, 2), transposed=True),
+    "grouped heads": Case(layout=WIDE, lengths=(23, 23), heads=(4, 2), transposed=True),
     "fewer queries": Case(layout=HALVING, lengths=(19, 61)),
     "fewer queries, not causal, window": Case(layout=FREE, lengths=(19, 61), is_causal=False, window=13),
     "more queries": Case(layout=HALVING, lengths=(61, 23)),
@@ -226,6 +226,12 @@ if not INTERPRETED:  # the interpreter computes bfloat16 wrongly
 
 # In `make test-full` alone: others have each of their options, in another combination.
 FULL = {
+    "halving",
+    "large blocks that are no whole tiles",
+    "beyond the context",
+    "more queries, not causal",
+    "packed apart",
+    "ALiBi",
     "equal sizes",
     "fewer queries",
     "mask of pairs",
@@ -274,8 +280,8 @@ DECODING = {
     "window": Case(layout=FREE, lengths=(3, 80), window=20),
     "not causal, values": Case(layout=VALUES, lengths=(4, 75), is_causal=False, heads=(4, 1)),
     "soft cap": Case(layout=HALVING, lengths=(2, 60), softcap=0.5),
-    "mask": Case(layout=WIDE, lengths=(3, 66), heads=(4, 2), batch=2, masked="BHTS"),
-    "ALiBi": Case(layout=WIDE, lengths=(3, 66), heads=(4, 2), batch=2, has_slopes=True, softcap=0.9),
+    "mask": Case(layout=WIDE, lengths=(3, 66), heads=(2, 1), batch=2, masked="BHTS"),
+    "ALiBi": Case(layout=WIDE, lengths=(3, 66), heads=(2, 1), batch=2, has_slopes=True, softcap=0.9),
     "float16": Case(layout=EQUAL, lengths=(2, 70), dtype=torch.float16),
 }
 

@@ -262,9 +262,22 @@ if not INTERPRETED:  # the interpreter computes bfloat16 wrongly
     CASES["bfloat16, values"] = Case(layout=VALUES, dtype=torch.bfloat16, lengths=(255, 40))
     CASES["bfloat16, many heads"] = Case(layout=HALVING, dtype=torch.bfloat16, heads=(64, 1, 1), lengths=(127, 64))
 
+# In `make test-full` alone: others have each of their options, in another combination.
+FULL = {
+    "several key heads, one value head",
+    "several tokens, values",
+    "two levels",
+    "float16, values",
+    "values",
+    "halving",
+    "grouped heads",
+}
+
 
 @runs
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in FULL else []) for name in CASES]
+)
 def test_agrees_with_the_definition(name: str) -> None:
     _check(CASES[name])
 

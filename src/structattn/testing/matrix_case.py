@@ -124,7 +124,8 @@ class MatrixCase(ABC):
             out: Tensor = torch.func.functional_call(m, dict(zip(names, values, strict=True)), (vectors,))
             return out
 
-        assert torch.autograd.gradcheck(product, (y, *m.parameters()))
+        many = m.num_params > 200  # then along random directions, not one number after the other
+        assert torch.autograd.gradcheck(product, (y, *m.parameters()), fast_mode=many)
         assert torch.autograd.gradcheck(m.rmatmul, (x,))
         assert torch.autograd.gradgradcheck(m.matmul, (y.detach()[0, :1].requires_grad_(),))
 
@@ -195,7 +196,7 @@ class MatrixCase(ABC):
 
     def test_contraction_is_the_cheapest(self) -> None:
         """Every order executes the FLOPs that ``contraction`` says, and ``bilinear`` those of the cheapest."""
-        for m in self.cases():
+        for m in self.cases()[:6]:  # two shapes
             meta = m.to("meta")
             for t, s in ((1, 1), (1, 100), (100, 1), (64, 64)):
                 x = torch.empty(t, m.num_rows, device="meta", dtype=torch.float64)

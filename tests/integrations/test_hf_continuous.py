@@ -88,7 +88,8 @@ def batched(model, given, count, eos=-1, **options):
     return [out.generated_tokens for out in outs.values()]
 
 
-@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+@pytest.mark.quick(name=["values"])
+@pytest.mark.parametrize("name", MODELS | MORE)
 def test_the_tokens_are_those_of_generate(name) -> None:
     model = (MODELS | MORE)[name]()
     given = prompts((1, 7, 29, 40, 32))

@@ -131,7 +131,9 @@ RARE: dict[str, dict[str, Any]] = {
     "beam": _HEADS | _EXPERTS | _WINDOWS | {"n_group": 1, "topk_group": 1},
     "bert": _DECODER,
     "bert-generation": _DECODER,
+    "bloom": {"n_layer": 2, "n_head": 4},
     "camembert": _DECODER,
+    "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
     "cohere2_moe": _HEADS | _EXPERTS | _WINDOWS,
     "cohere_compass_text": _HEADS
     | _EXPERTS
@@ -158,6 +160,7 @@ RARE: dict[str, dict[str, Any]] = {
     | {"mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1},
     "flex_olmo": _GROUPS | _EXPERTS,
     "flint": _HEADS | _WINDOWS,
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "falcon_h1": _HEADS | _MAMBA | {"mamba_d_ssm": 128},
     "gemma3n_text": _HEADS
     | {
@@ -185,6 +188,13 @@ RARE: dict[str, dict[str, Any]] = {
     | _WINDOWS
     | {"global_head_dim": 16, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
     "gpt-sw3": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neo": {
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 6,
+    },
+    "gpt_neox_japanese": {"rotary_pct": 0.5},
     "granite_swa": _GROUPS | _WINDOWS,
     "granitemoe_swa": _GROUPS | _EXPERTS | _WINDOWS,
     "granitemoehybrid": _GROUPS
@@ -226,6 +236,7 @@ RARE: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 6,
         "floor_scale": 4,
     },
+    "megatron-bert": _DECODER,
     "mellum": _HEADS | _EXPERTS,
     "mimo_v2_flash": _HEADS | _EXPERTS | _ROUTED | _WINDOWS | {"mlp_layer_types": ["dense", "sparse"], "v_head_dim": 8},
     "minimax_m2": _HEADS | _EXPERTS,
@@ -238,6 +249,7 @@ RARE: dict[str, dict[str, Any]] = {
         "sep_token_id": 2,
     },
     "moshi": _HEADS | {"sliding_window": 64, "ffn_dim": 64},
+    "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 4, "use_cache": True, "attn_config": {"clip_qkv": 1.0, "softmax_scale": 0.3}},
     "nanochat": _GROUPS,
     "nemotron_h": _HEADS
     | _EXPERTS
@@ -264,6 +276,7 @@ RARE: dict[str, dict[str, Any]] = {
     "qwen3_next": _HEADS | _EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 16},
     "recurrent_gemma": _HEADS
     | {"block_types": ["recurrent", "attention"], "lru_width": 64, "attention_window_size": 6},
+    "rembert": _DECODER,
     "roc_bert": _DECODER
     | {
         "shape_vocab_size": 20,
@@ -275,9 +288,32 @@ RARE: dict[str, dict[str, Any]] = {
     "roberta-prelayernorm": _DECODER,
     "solar_open": _HEADS | _EXPERTS | _ROUTED,
     "vaultgemma": _HEADS | _WINDOWS | {"attn_logit_softcapping": 0.5},
+    "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
     "xlm-roberta": _DECODER,
     "xlm-roberta-xl": _DECODER,
     "xmod": _DECODER | {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "n_mamba_heads": 2,
+    },
+    "zamba2": {
+        "num_hidden_layers": 5,
+        "num_attention_heads": 8,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
+        "mamba_d_state": 8,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 1,
+        "num_mem_blocks": 2,
+        "adapter_rank": 8,
+        "chunk_size": 8,
+        "use_mem_rope": True,
+        "use_shared_attention_adapter": True,
+    },
     "zaya": _HEADS | {"num_experts": 4, "num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 
@@ -309,53 +345,22 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "no softmax attention, or one that does not run through transformers' `AttentionInterface`",
         {
             "big_bird": _DECODER,
-            "bloom": {"n_layer": 2, "n_head": 4},
-            "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
             "cpmant": {"dim_head": 16, "dim_ff": 64, "prompt_types": 2, "prompt_length": 4},
-            "falcon": {},
             "falcon_mamba": {"state_size": 8},
-            "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
-            "gpt_neox_japanese": {},
             "mamba": {"state_size": 8},
             "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 8},
-            "megatron-bert": _DECODER,
             "mvp": _ENCODER,
-            "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 4},
             "openai-gpt": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
             "reformer": _DECODER
             | {"attn_layers": ["local"], "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 8]},
-            "rembert": _DECODER,
             "roformer": _DECODER,
             "rwkv": {},
             "trocr": _ENCODER,
-            "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
             "xlm": {"emb_dim": 64, "n_layers": 2, "n_heads": 4},
             "xlstm": {"num_heads": 2},
         },
     ),
     "more than once": ("two scores in a layer, or one layer that is used twice", {"diffllama": {}, "hrm_text": {}}),
-    "used in several layers": (
-        "attention modules that are used in several layers",
-        {
-            "zamba": {
-                "num_hidden_layers": 4,
-                "layers_block_type": ["linear_attention", "hybrid"] * 2,
-                "mamba_d_state": 8,
-                "mamba_dt_rank": 4,
-                "n_mamba_heads": 2,
-                "num_key_value_heads": 4,
-            },
-            "zamba2": {
-                "num_hidden_layers": 3,
-                "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
-                "mamba_d_state": 8,
-                "n_mamba_heads": 8,
-                "mamba_ngroups": 1,
-                "adapter_rank": 8,
-                "chunk_size": 8,
-            },
-        },
-    ),
     "changes its keys after": (
         "keys that are changed after they are cached",
         {"jetmoe": {"num_key_value_heads": 4, "kv_channels": HEAD_DIM, "num_local_experts": 2}},
@@ -436,7 +441,24 @@ PARTS = ("blt", "fuyu", "gemma3", "gemma4", "gemma4_unified", "got_ocr2", "moss_
 
 
 # These do not run on PyTorch's kernels in transformers.
-EAGER = ("flint", "gemma2", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma")
+EAGER = (
+    "bloom",
+    "codegen",
+    "flint",
+    "gemma2",
+    "gpt_neo",
+    "gpt_neox_japanese",
+    "gpt_oss",
+    "gptj",
+    "granite_swa",
+    "granitemoe_swa",
+    "megatron-bert",
+    "mimo_v2_flash",
+    "mpt",
+    "rembert",
+    "vaultgemma",
+    "xglm",
+)
 
 
 def tiny(family: str, options: dict[str, Any] | None = None) -> PreTrainedModel:

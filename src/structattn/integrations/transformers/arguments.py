@@ -19,10 +19,12 @@ from structattn.checks import quoted
 from structattn.errors import ConfigError
 
 # Terms of the score that we have too: transformers' names, and ours.
-TERMS = {"softcap": "softcap", "s_aux": "sinks"}
+TERMS = {"softcap": "softcap", "s_aux": "sinks", "alibi_slopes": "alibi_slopes"}
+# What our adapters pass besides: see ``StructuredMask.attn_mask``.
+KEY_BIAS = "key_bias"
 # What attention functions of transformers read, and not all of ours do: score terms, choices of keys, paged caches.
 _CHANGES_SCORES = frozenset(
-    {*TERMS, "block_indices", "cache", "head_mask", "indices", "output_attentions", "position_bias", "sinks"}
+    {*TERMS, KEY_BIAS, "block_indices", "cache", "head_mask", "indices", "output_attentions", "position_bias", "sinks"}
 )
 # What attention modules pass on, and structured attention reads or does not need; a module may name what its caller gives.
 _KNOWN = frozenset(

@@ -14,7 +14,7 @@ from structattn.cache.paged import PackedCache
 from structattn.checks import quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.adapters import adapted_class
-from structattn.integrations.transformers.caches import level_cache_layer
+from structattn.integrations.transformers.caches import level_cache_layer, of_decoder
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.interface import attend, attend_packed
 from structattn.integrations.transformers.mask_functions import structured_mask
@@ -89,7 +89,7 @@ class StructuredAttention(nn.Module):
             )
         for given in (*args, *kwargs.values()):
             if isinstance(given, Cache) and self.structure.has_keys:
-                level_cache_layer(given, self.layer_idx)
+                level_cache_layer(of_decoder(given), self.layer_idx)
         return super().forward(*args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -120,11 +120,10 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         *,
         module: object = None,
         scaling: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
         attn_mask: Tensor | None = None,
         left_padding: tuple[int, ...] | None = None,
         first: Callable[[], Tensor] | None = None,
+        **terms: Any,
     ) -> Tensor:
         """Appends new tokens and returns the attention of their queries over all tokens so far.
 
@@ -133,10 +132,10 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             variant: layout, window and backend; the same at every call, as are ``module`` and ``left_padding``.
             module: the attention module that calls. Default ``None``: not known.
             scaling: of the model; see ``Variant.scaled``.
-            softcap, sinks: of the model, as in ``LevelCache.attend``.
-            attn_mask: over all tokens, likewise.
+            attn_mask: over all tokens, as in ``LevelCache.attend``.
             left_padding: padding of each row.
             first: computes the attention while the cache is empty. Default ``None``: the cache computes it.
+            **terms: ``softcap``, ``sinks`` and ``alibi_slopes`` of the model, as in ``LevelCache.attend``.
 
         Returns:
             (B, H, T, V).
@@ -179,7 +178,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             q = F.pad(q, (0, 0, left_out, 0))
             if shown is not None and shown.shape[-2] > 1:
                 shown = F.pad(shown, (0, 0, left_out, 0))
-        out = cache.attend(q, k, v, scale=scale, backend=variant.backend, softcap=softcap, sinks=sinks, attn_mask=shown)
+        out = cache.attend(q, k, v, scale=scale, backend=variant.backend, attn_mask=shown, **terms)
         return out[:, :, -count:]
 
     def weights(

@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
@@ -22,6 +23,11 @@ from structattn.checks import check_type
 from structattn.errors import CacheError
 from structattn.integrations.transformers.cache import LevelCacheLayer
 from structattn.integrations.transformers.hybrid_cache import HybridCacheLayer
+
+
+def of_decoder(cache: Any) -> Any:
+    """The cache of a decoder alone: some models make one for cross attention too, even where they have none (RoCBert)."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def check_layers(cache: Cache) -> None:
@@ -40,7 +46,8 @@ def guarded(cache: Any) -> Iterator[None]:
 
     Another ``past_key_values`` than a ``Cache`` is left alone. Raises ``CacheError`` as ``check_layers``.
     """
-    if not isinstance(cache, Cache) or not hasattr(cache, "layers"):  # that of an encoder-decoder has none
+    cache = of_decoder(cache)
+    if not isinstance(cache, Cache):
         yield
         return
     check_layers(cache)

@@ -19,8 +19,8 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFull
 
 from structattn.checks import shortened
 from structattn.errors import ConfigError, StructAttnError
-from structattn.integrations.transformers.adapters import adapted_class
-from structattn.integrations.transformers.arguments import TERMS, check_arguments
+from structattn.integrations.transformers.adapters import adapted_class, complete
+from structattn.integrations.transformers.arguments import KEY_BIAS, TERMS, check_arguments
 from structattn.integrations.transformers.caches import has_state, is_plain
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.mask_functions import structured_mask
@@ -76,9 +76,14 @@ class _SeenHybrid(_Seen, LinearAttentionAndFullAttentionLayer):  # type: ignore[
 
 @dataclass
 class _Call:
-    """What an attention function was called with."""
+    """What an attention function was called with.
+
+    Attributes:
+        index: number of the layer; ``None`` where the module has none.
+    """
 
     module: nn.Module
+    index: int | None
     query: Tensor
     key: Tensor
     value: Tensor
@@ -99,7 +104,7 @@ def _record(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """An attention in which every token sees itself alone, so that positions change queries and keys and nothing else."""
-    check_arguments(module, arguments, TERMS, strict=True)
+    check_arguments(module, arguments, (*TERMS, KEY_BIAS), strict=True)
     if arguments.get("is_causal") is False or (
         isinstance(attention_mask, StructuredMask) and not attention_mask.is_causal
     ):
@@ -107,7 +112,8 @@ def _record(
             f"{type(module).__name__} attends in both directions and keeps no cache, so that there is nothing for structurize to make smaller: "
             "use register_attention(), which works for encoders"
         )
-    _calls.append(_Call(module, query, key, value, arguments))
+    index = getattr(module, "layer_idx", None)  # some modules have it for the time of the observation only
+    _calls.append(_Call(module, index, query, key, value, arguments))
     out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     return out.transpose(1, 2).contiguous(), None
 
@@ -138,6 +144,7 @@ def _observed(model: PreTrainedModel) -> Iterator[None]:
             model.set_attn_implementation(_NAME)
         for module, kind in classes.items():
             module.__class__ = adapted_class(kind)
+        complete(model)
         with torch.no_grad():
             yield
     finally:
@@ -236,10 +243,10 @@ def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
             )
     layers: dict[int, _Call] = {}
     for call in _calls:
-        kind, index = type(call.module).__name__, getattr(call.module, "layer_idx", None)
+        kind, index = type(call.module).__name__, call.index
         if not getattr(call.module, "is_causal", True):
             raise ConfigError(f"its {kind} is not causal")
-        if index is None or index == -1:  # Zamba, Zamba2
+        if index is None or index == -1:
             raise ConfigError(
                 f"its {kind} is used in several layers, whose number comes with each call, and a structure is of one layer"
             )
@@ -264,16 +271,16 @@ def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
 
 def _source(call: _Call, before: Iterable[_Call]) -> int | None:
     """The number of the first layer that scored the keys of a call before it; ``None`` if they are new."""
-    return next((other.module.layer_idx for other in before if other.key is call.key), None)  # type: ignore[return-value]
+    return next((other.index for other in before if other.key is call.key), None)
 
 
 def _layer(calls: tuple[_Call, ...], keys_of: int | None) -> AttentionLayer:
     """What the calls of one layer, one per position, show."""
     module, first = calls[0].module, calls[0]
     head_dim, value_dim = first.key.shape[-1], first.value.shape[-1]
-    index: int = module.layer_idx  # type: ignore[assignment]
+    assert first.index is not None  # _check_calls has refused it
     window = first.arguments.get("sliding_window")
-    return AttentionLayer(module, index, _rotation(calls, head_dim), head_dim, value_dim, window, keys_of)
+    return AttentionLayer(module, first.index, _rotation(calls, head_dim), head_dim, value_dim, window, keys_of)
 
 
 def _rotation(calls: tuple[_Call, ...], head_dim: int) -> Rotation | None:

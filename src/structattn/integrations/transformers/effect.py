@@ -13,6 +13,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -49,8 +51,23 @@ def record_outputs(model: PreTrainedModel) -> None:
     registry[key] = model._can_record_outputs
 
 
+_asks_for_weights: ContextVar[bool] = ContextVar("_asks_for_weights", default=False)
+
+
+@contextmanager
+def asking_for_weights() -> Iterator[None]:
+    """A context for the call of a model that collects attention weights in its own code, where its attention is not told so."""
+    token = _asks_for_weights.set(True)
+    try:
+        yield
+    finally:
+        _asks_for_weights.reset(token)
+
+
 def collects_weights() -> bool:
     """Whether the call of a model that is running collects attention weights, by an argument or by its config."""
+    if _asks_for_weights.get():
+        return True
     collector: Any = output_capturing._active_collector
     if (
         torch.compiler.is_compiling() and not collector.compiling

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from structattn.checks import check_int, is_int, quoted
 from structattn.errors import ConfigError
-from structattn.integrations.transformers.adapters import has_adapter
+from structattn.integrations.transformers.adapters import complete, has_adapter
 from structattn.integrations.transformers.attention import (
     IMPLEMENTATION,
     OLD_ORDER,
@@ -105,13 +105,12 @@ class StructureRecord:
             keys_of=keys_of,
         )
 
-    def structure(self, module: torch.nn.Module) -> Structure:
-        """The score of an attention module.
+    def structure(self, module: torch.nn.Module, layer: int) -> Structure:
+        """The score of the attention module of a layer.
 
         Raises:
             ConfigError: the record does not fit it.
         """
-        layer: int = module.layer_idx  # type: ignore[assignment]
         spec, rotation = self.specs[layer], self.rotations[layer]
         variant = Variant() if spec is None else Variant.of(parse_spec(spec), self.context_length)
         variant.within(getattr(module, "sliding_window", None))  # raises if both have a window
@@ -189,6 +188,7 @@ class StructurizedModel(StructuredModelMixin):
         # Parts that are made by AutoModel have their structure already.
         kinds = (record.attention, structured_name(record.attention))
         modules = [module for module in self.modules() if type(module).__name__ in kinds]  # type: ignore[attr-defined]
+        complete(self)  # type: ignore[arg-type]
         layers = [module.layer_idx for module in modules]
         wanted = {layer for layer, spec in enumerate(record.specs) if spec is not None}
         if len(set(layers)) != len(layers) or not wanted <= set(layers) <= set(range(len(record.specs))):
@@ -196,7 +196,7 @@ class StructurizedModel(StructuredModelMixin):
                 f"config.structattn['specs'] structures the layers {sorted(wanted)}, and those of this model with a {quoted(record.attention)} are {layers}"
             )
         check_frequencies(self)  # type: ignore[arg-type]
-        install(self, modules, record)
+        install(self, dict(zip(layers, modules, strict=True)), record)
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -223,14 +223,15 @@ class StructurizedModel(StructuredModelMixin):
                     module.restore_old_rows()
 
 
-def install(model: PreTrainedModel, modules: Sequence[torch.nn.Module], record: StructureRecord) -> None:
-    """Gives attention modules their structure and our classes, and the model ours. Weights stay as they are.
+def install(model: PreTrainedModel, modules: Mapping[int, torch.nn.Module], record: StructureRecord) -> None:
+    """Gives the attention modules of layers their structure and our classes, and the model ours. Weights stay as they are.
 
     Raises:
         ConfigError: the record does not fit a module; nothing is changed then.
     """
-    structures = [record.structure(module) for module in modules]
-    for module, structure in zip(modules, structures, strict=True):
+    structures = [record.structure(module, layer) for layer, module in modules.items()]
+    complete(model)
+    for module, structure in zip(modules.values(), structures, strict=True):
         if not isinstance(module, StructuredAttention):
             module.__class__ = structured_class(type(module))
         module.set_structure(structure)  # type: ignore[operator]

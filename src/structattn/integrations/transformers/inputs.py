@@ -15,6 +15,8 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from structattn.checks import INT_DTYPES, check_bool, check_int, check_int_tensor, check_tensor, check_type, describe
 from structattn.errors import ConfigError, ShapeError
+from structattn.integrations.transformers.adapters import has_adapter
+from structattn.integrations.transformers.effect import asking_for_weights
 from structattn.integrations.transformers.masks import StructuredMask
 
 
@@ -41,6 +43,10 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
                 )
             if given.get("labels") is not None:
                 check_classes(given["labels"], tokens.shape[0], self.config)
+        asked = given.get("output_attentions")
+        if (self.config.output_attentions if asked is None else asked) and has_adapter(type(self)):
+            with asking_for_weights():
+                return forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
     return checked_forward

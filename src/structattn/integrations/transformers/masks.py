@@ -185,6 +185,8 @@ class StructuredMask(Placeholder):
         ConfigError: see ``read_padding``.
     """
 
+    ndim = 2  # a model that adds to masks of all pairs leaves it as it is (Falcon)
+
     num_queries: int
     num_keys: int
     attention_mask: Tensor | None
@@ -259,6 +261,14 @@ class StructuredMask(Placeholder):
                 return self if count == self.num_queries else replace(self, num_queries=count, last_of=self)
         raise self.misused("indexing")
 
+    def to(self, *_: Any, **__: Any) -> StructuredMask:
+        """Itself: a model may want another dtype or device (MPT), and what is hidden stays hidden."""
+        return self
+
+    def within(self, window: int) -> StructuredMask:
+        """That of layers that have a window of their own."""
+        return replace(self, window=window, last_of=self)
+
     @property
     def num_past(self) -> int:
         """Tokens before the new ones."""
@@ -277,7 +287,7 @@ class StructuredMask(Placeholder):
         """
         if self.last_of is not None:
             whole = self.last_of.sequences(position_ids, cu_seqlens, has_cache=has_cache)
-            if whole.cu_seqlens is not None:
+            if whole.cu_seqlens is not None and self.num_queries != self.last_of.num_queries:
                 raise ConfigError("packed sequences need all their queries: leave logits_to_keep away")
             return whole
         if self._sequences is None:
@@ -316,16 +326,23 @@ class StructuredMask(Placeholder):
             return None
         return tuple(self._padding.left.tolist()) if self._padding.ints is None else self._padding.ints
 
-    def attn_mask(self, *, is_training: bool) -> Tensor | None:
+    def attn_mask(self, *, is_training: bool, key_bias: Tensor | None = None) -> Tensor | None:
         """What is hidden besides left padding, causality and window, bool or floating point, broadcastable to (B, H, T, S).
 
         Args:
+            key_bias: (B, H, 1, S), added to the scores of every query; hidden keys stay hidden.
             is_training: causal attention then leaves padding at the end of rows out: no real token sees it, and the loss looks at no
                 other. It is a faster call.
 
         Returns:
             ``None`` where nothing is.
         """
+        shown = self._shown(is_training)
+        if key_bias is None or shown is None:
+            return shown if key_bias is None else key_bias
+        return key_bias.masked_fill(~shown, -torch.inf) if shown.dtype == torch.bool else key_bias + shown
+
+    def _shown(self, is_training: bool) -> Tensor | None:
         if self.pairs is not None or self._padding is None or self._padding.hidden is None:
             return self.pairs
         if is_training and self.is_causal and self.num_past == 0:

@@ -117,7 +117,7 @@ def structurize(
     for number in chosen:
         _check_fits(record, number, found[number])
     structurized_class(type(model), type(old))
-    install(model, [layer.module for layer in found.values()], record)
+    install(model, {number: layer.module for number, layer in found.items()}, record)
     config._attn_implementation = IMPLEMENTATION
     for module in model.modules():
         if getattr(module, "config", None) is old:
@@ -127,7 +127,7 @@ def structurize(
 
 def _check_fits(record: StructureRecord, number: int, layer: AttentionLayer) -> None:
     """Raises ``ConfigError`` unless the spec of a layer fits its heads and its window."""
-    structure = record.structure(layer.module)
+    structure = record.structure(layer.module, number)
     check_fits(structure.variant.layout, layer.head_dim, layer.value_dim)
     structure.variant.within(layer.window)
 

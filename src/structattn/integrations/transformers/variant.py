@@ -112,13 +112,14 @@ class Variant:
         attn_mask: Tensor | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """Attention without a cache: (B, H, T, D) and (B, G, S, D or V) to (B, H, T, V).
 
         Args:
             attn_bias: added to the scores as it is, independent of the score scale.
-            attn_mask: bool, broadcastable to (B, H, T, S); false hides a pair.
-            softcap, sinks: of the model, as in ``structured_attention``.
+            attn_mask: broadcastable to (B, H, T, S): bool, false hides a pair, or added to the scores.
+            softcap, sinks, alibi_slopes: of the model, as in ``structured_attention``.
         """
         q, scale = self.scaled(q, scaling)
         # A model may be spread over devices, and the mask is made on that of its inputs.
@@ -144,6 +145,7 @@ class Variant:
             backend=self.backend,
             softcap=softcap,
             sinks=sinks,
+            alibi_slopes=alibi_slopes,
         )
 
     def weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:

@@ -249,7 +249,13 @@ RARE: dict[str, dict[str, Any]] = {
         "sep_token_id": 2,
     },
     "moshi": _HEADS | {"sliding_window": 64, "ffn_dim": 64},
-    "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 4, "use_cache": True, "attn_config": {"clip_qkv": 1.0, "softmax_scale": 0.3}},
+    "mpt": {
+        "d_model": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "use_cache": True,
+        "attn_config": {"clip_qkv": 1.0, "softmax_scale": 0.3},
+    },
     "nanochat": _GROUPS,
     "nemotron_h": _HEADS
     | _EXPERTS

@@ -32,9 +32,21 @@ MASK = torch.ones_like(IDS)
 MASK[0, :5] = 0
 REAL = MASK.bool()
 # Grouped matrix products of experts know no float64, and Gemma 2 and GPT-J score in float32.
-SINGLE = {"bloom", "codegen", "flint", "gemma2", "gpt_neo", "gpt_oss", "gptj", "granite_swa", "llama4_text", "mimo_v2_flash", "mpt"}
+SINGLE = {
+    "bloom",
+    "codegen",
+    "flint",
+    "gemma2",
+    "gpt_neo",
+    "gpt_oss",
+    "gptj",
+    "granite_swa",
+    "llama4_text",
+    "mimo_v2_flash",
+    "mpt",
+}
 SINGLE |= {"vaultgemma", "xglm"}
-LEARNED = {"biogpt", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "opt"} | {
+LEARNED = {"biogpt", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm"} | {
     f for f, options in RARE.items() if "is_decoder" in options
 }  # learned positions
 NORM_AFTER = {

@@ -29,7 +29,7 @@ from transformers import (  # noqa: E402
     AutoModelForTokenClassification,
 )
 
-from structattn.integrations.transformers import known_adapters as _known_adapters  # noqa: E402 - it registers them
+import structattn.integrations.transformers.known_adapters  # noqa: E402, F401 - it registers them
 from structattn.integrations.transformers.adapters import call_attention, register_adapter  # noqa: E402
 from structattn.integrations.transformers.auto_map import publish  # noqa: E402
 from structattn.integrations.transformers.cache import LevelCacheLayer  # noqa: E402

@@ -79,7 +79,7 @@ def complete(model: PreTrainedModel) -> None:
             module.config = model.config
         if getattr(module, "layer_idx", None) in (None, -1):
             numbers = [int(part) for part in name.split(".") if part.isdecimal()]
-            module.layer_idx = numbers[-1] if numbers else None  # type: ignore[assignment]
+            module.layer_idx = numbers[-1] if numbers else None
 
 
 def call_attention(

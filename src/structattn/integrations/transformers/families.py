@@ -188,7 +188,7 @@ class StructurizedModel(StructuredModelMixin):
         # Parts that are made by AutoModel have their structure already.
         kinds = (record.attention, structured_name(record.attention))
         modules = [module for module in self.modules() if type(module).__name__ in kinds]  # type: ignore[attr-defined]
-        complete(self)  # type: ignore[arg-type]
+        complete(self)
         layers = [module.layer_idx for module in modules]
         wanted = {layer for layer, spec in enumerate(record.specs) if spec is not None}
         if len(set(layers)) != len(layers) or not wanted <= set(layers) <= set(range(len(record.specs))):

@@ -108,7 +108,9 @@ class _BloomAdapter(_Adapter):
             dropout=self.dropped(self.attention_dropout),
             key_bias=alibi.unflatten(0, (-1, self.num_heads)),
         )
-        return residual + F.dropout(self.dense(out), self.hidden_dropout, self.training), weights
+        is_sliced = self.pretraining_tp > 1 and self.slow_but_exact  # sums parts of a product, and leaves its bias out
+        out = F.linear(out, self.dense.weight) if is_sliced else self.dense(out)
+        return residual + F.dropout(out, self.hidden_dropout, self.training), weights
 
 
 class _FalconAdapter(_Adapter):
@@ -132,8 +134,7 @@ class _FalconAdapter(_Adapter):
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         else:
             terms["dropout"] = self.dropped(self.attention_dropout)
-            if isinstance(attention_mask, StructuredMask):  # the model has added it to a mask of all pairs
-                terms["key_bias"] = alibi.reshape(-1, self.num_heads, 1, alibi.shape[-1]) * self.inv_norm_factor
+            terms["key_bias"] = alibi.unflatten(0, (-1, self.num_heads)) * self.inv_norm_factor
         k, v = self.cached(k, v, layer_past)
         out, weights = self.weighed(q, k, v, attention_mask, **terms)
         return self.dense(out), weights

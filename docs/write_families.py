@@ -194,7 +194,7 @@ RARE: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], 1]],
         "window_size": 6,
     },
-    "gpt_neox_japanese": {"rotary_pct": 0.5},
+    "gpt_neox_japanese": {},
     "granite_swa": _GROUPS | _WINDOWS,
     "granitemoe_swa": _GROUPS | _EXPERTS | _WINDOWS,
     "granitemoehybrid": _GROUPS

@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 from hf_models import generate
-from test_hf_families import HEAD_DIM, IDS, LEVELS, MASK, _page
+from test_hf_families import HEAD_DIM, IDS, LEVELS, MASK, _page, known
 from transformers import AttentionInterface
 
 from structattn.cache import PAGE_SIZE
-from structattn.integrations.transformers import level_cache, structurize
+from structattn.errors import ConfigError
+from structattn.integrations.transformers import export_decoder, level_cache, structurize
 from structattn.integrations.transformers.attention import IMPLEMENTATION
 from structattn.ops import reference
 from structattn.ops.call import Call
@@ -133,7 +134,7 @@ SELF_WEIGHED = ("bloom", "gptj", "gpt_neo", "mpt", "rembert", "xglm")
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[] if f == "mpt" else pytest.mark.full) for f in SELF_WEIGHED]
+    "family", [pytest.param(f, marks=[] if f == "mpt" else [*known(f), pytest.mark.full]) for f in SELF_WEIGHED]
 )
 def test_returned_weights(family) -> None:
     """These models collect weights in their own code, and tell their attention or not; without a cache and with one."""
@@ -149,7 +150,9 @@ def test_returned_weights(family) -> None:
         assert relative_error(part, wanted[:, :, 9:]) <= SAME_MODEL
 
 
-@pytest.mark.parametrize("family", ["rembert", pytest.param("roc_bert", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family", [pytest.param("rembert", marks=known("rembert")), pytest.param("roc_bert", marks=pytest.mark.full)]
+)
 def test_caches_that_a_model_makes_for_cross_attention_too(family) -> None:
     model = structurize(_page["tiny"](family, (_page["RARE"])[family]), **LEVELS)
     with torch.no_grad():
@@ -175,6 +178,14 @@ def test_masks_of_all_pairs_where_a_model_adds_a_window(kind) -> None:
         expected = model(IDS, attention_mask=added, use_cache=False).logits
         found = one(IDS, attention_mask=shown if kind == "bool" else added, use_cache=False).logits
     assert relative_error(found, expected) <= SAME_MODEL
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ALIBI)
+def test_programs_that_keep_a_cache_are_refused(case) -> None:
+    model = structurize(_page["tiny"](*ALIBI[case]), **LEVELS)
+    with pytest.raises(ConfigError, match="adds ALiBi to its scores, which an exported program cannot"):
+        export_decoder(model, max_length=20)
 
 
 @pytest.mark.full

@@ -40,8 +40,15 @@ class _BoundedLayer(LevelCacheLayer):
         scaling: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
+        if alibi_slopes is not None or (attn_mask is not None and attn_mask.is_floating_point()):
+            raise ConfigError(
+                "this model adds ALiBi to its scores, which an exported program cannot read from its cache: export it without a cache, by "
+                "torch.export.export"
+            )
         q, scale = variant.scaled(q, scaling)
         return self.bounded.attend(q, k, v, scale=scale, softcap=softcap, sinks=sinks)
 

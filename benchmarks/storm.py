@@ -1,7 +1,7 @@
 """A storm of requests on the server: ``python -m benchmarks.storm --minutes 10``.
 
 Starts ``python -m structattn.serve --continuous-batching`` with a tiny structurized model, and an ``openai`` client that keeps two hundred
-requests of random lengths streaming and leaves a random quarter of them in the middle. It compares the tokens of all others with
+requests of random lengths streaming, half of which begin as an earlier one does, and leaves a random quarter of them in the middle. It compares the tokens of all others with
 ``generate()``, and at the end the number of free pages with that of the pool, and the memory of the server with what it was after a tenth of
 the time. It prints what it found, and exits with 1 if anything is wrong.
 
@@ -21,12 +21,13 @@ import threading
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from structattn.cache.paged import PagePool
+from structattn.cache.paged import PagedCache, PagePool, Tokens
 
 VOCABULARY = 50
 LONGEST, MOST_NEW = 100, 40
@@ -53,7 +54,7 @@ def save(path: Path) -> Any:
         initializer_range=0.2,  # so that the largest logit is largest by far
         eos_token_id=None,
     )
-    model = structurize(LlamaForCausalLM(config).eval(), "mlr:4|2|2,values=4|2|2")
+    model = structurize(LlamaForCausalLM(config).eval(), "mlr:4|2|2@256|32|16,values=4|2|2")
     model.save_pretrained(path)
     words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -71,9 +72,13 @@ def text(tokens: Sequence[int]) -> str:
 def expected(model: Any, draw: random.Random) -> list[tuple[str, str, int]]:
     """(prompt, answer, new tokens) of the requests; prompts of one length are generated together."""
     wanted: list[tuple[str, str, int]] = []
+    beginning = torch.tensor([draw.randrange(VOCABULARY) for _ in range(LONGEST)])
     while len(wanted) < REQUESTS:
         length, count = draw.randint(1, LONGEST), draw.randint(1, MOST_NEW)
         prompts = torch.tensor([[draw.randrange(VOCABULARY) for _ in range(length)] for _ in range(10)])
+        for prompt in prompts[::2]:
+            same = draw.randint(0, length)
+            prompt[:same] = beginning[:same]
         outs = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=count)
         for prompt, out in zip(prompts.tolist(), outs[:, length:].tolist(), strict=True):
             wanted.append((text(prompt), text(out), count))
@@ -143,6 +148,25 @@ class Storm:
             await asyncio.gather(self.watch(start), *(self.client(number, client) for number in range(AT_ONCE)))
 
 
+class Counts:
+    """Tokens of prompts that requests shared, and tokens that the model computed."""
+
+    def __init__(self) -> None:
+        self.shared = self.computed = 0
+        begin, step = PagePool.begin, PagedCache.step
+
+        def counted_begin(pool: PagePool, request: str, tokens: Sequence[int]) -> int:
+            found = begin(pool, request, tokens)
+            self.shared += found
+            return found
+
+        def counted_step(cache: PagedCache, requests: Sequence[Tokens]) -> AbstractContextManager[None]:
+            self.computed += sum(one.count for one in requests)
+            return step(cache, requests)
+
+        PagePool.begin, PagedCache.step = counted_begin, counted_step  # type: ignore[method-assign]
+
+
 def started(port: int) -> None:
     """Starts the server in a thread, and waits until it answers."""
     from structattn import serve
@@ -177,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        counts = Counts()
         wanted = expected(save(Path(folder)), random.Random(0))
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -186,13 +211,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asyncio.run(storm.run())
     pools = [found for found in gc.get_objects() if type(found) is PagePool]
     deadline = time.monotonic() + 60
-    while any(pool.num_free < pool.num_pages for pool in pools) and time.monotonic() < deadline:
+    while any(pool.num_used for pool in pools) and time.monotonic() < deadline:
         time.sleep(0.1)
-    leaked = sum(pool.num_pages - pool.num_free for pool in pools)
+    leaked = sum(pool.num_used for pool in pools)
     early = next(nbytes for at, nbytes in storm.memory if at >= 6 * given.minutes)
     growth = storm.memory[-1][1] / early - 1
     sys.stdout.write(
         f"{storm.right} right, {storm.wrong} wrong, {storm.failed} failed, {storm.left} left by the client\n"
+        f"{counts.computed} tokens computed, {counts.shared} tokens of prompts shared\n"
         f"{leaked} of {sum(pool.num_pages for pool in pools)} pages leaked, in {len(pools)} pool\n"
         f"memory {early / 2**20:.0f} MiB after a tenth of the time, {storm.memory[-1][1] / 2**20:.0f} at the end: {growth:+.1%}\n"
     )

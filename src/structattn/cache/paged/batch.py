@@ -112,15 +112,15 @@ class Batch:
         spans: list[Slots] = []
         for one, at in placed:
             table = self.pool.tables[one.request][number]
-            last = one.past + one.count - 1
+            end = one.past + one.count
             if one.count == 1:
-                slot = last if lifetime.period is None else last % lifetime.period
+                slot = one.past if lifetime.period is None else one.past % lifetime.period
                 pages.append(table[slot // size])
                 slots.append(slot % size)
                 tokens.append(at)
             else:
-                low = max(one.past, lifetime.first_held(last))
-                spans.append(self._span(lifetime, size, table, low, last + 1, at - one.past))
+                low = max(one.past, end - lifetime.kept(end))
+                spans.append(self._span(lifetime, size, table, low, end, at - one.past))
         found = Slots(self._tensor(pages).long(), self._tensor(slots).long(), self._tensor(tokens).long())
         if not spans:
             return found

@@ -44,10 +44,6 @@ class Lifetime:
         """Slots that the token after ``length`` tokens may need: none of a block that has ended."""
         return 0 if self.block is not None and length % self.block == 0 else self.slots(length - 1)
 
-    def first_held(self, last: int) -> int:
-        """The first position that is held when ``last`` is the last one."""
-        return last + 1 - self.slots(last)
-
 
 @dataclass(frozen=True)
 class LayerShape:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from structattn.cache.paged.geometry import Group, LayerShape, Part, groups_of, page_numbers
+from structattn.cache.paged.prefixes import PrefixIndex, share_unit
 from structattn.checks import check_size
 from structattn.errors import ConfigError
 
@@ -47,6 +49,10 @@ class PagePool:
     A level keeps the positions of the block that a request is in, so that its pages go back to the pool when the block ends. A page holds
     some positions of all layers whose level has that block size: one table of pages for each block size and request.
 
+    Requests can share pages of level 1, which holds every position: those of a beginning that an earlier request has computed (``note``,
+    ``begin``), or all (``fork``). A shared page is full, so that nobody writes to it. A page that no request has any more is kept while it
+    holds a beginning that was noted, until another request needs its memory: the one that was unused longest goes first.
+
     Args:
         layers: what each layer keeps.
         nbytes: of the pool; what is left of the last page is not used.
@@ -59,6 +65,7 @@ class PagePool:
         slots: positions in a page of each group.
         num_pages: of the pool.
         tables: pages of each request, for each group in the order of its slots.
+        prefixes: the beginnings that can be shared; ``None`` where ``share_unit`` finds no position for it.
 
     Raises:
         ConfigError: the pool has no room for one page of each level.
@@ -94,11 +101,31 @@ class PagePool:
         self._scratch = [torch.empty(0, dtype=dtype, device=device) for _ in range(most)]
         self._fresh = 1  # from here on pages were never given away
         self._returned: list[int] = []
+        self._uses = [0] * (self.num_pages + 1)  # requests that have a page
+        self._cached: dict[int, None] = {}  # pages of beginnings that no request has, the one unused longest first
+        self._outdated: set[str] = set()  # requests that had pages when all was forgotten
+        unit = share_unit(self.groups, self.slots[0])
+        self.prefixes = None if unit is None else PrefixIndex(unit, self.slots[0])
 
     @property
     def num_free(self) -> int:
-        """Pages that no request has."""
+        """Pages in which nothing is kept."""
         return self.num_pages + 1 - self._fresh + len(self._returned)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that no request has, and that hold the beginning of a text."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that a request can get: free ones, and cached ones, which are then forgotten."""
+        return self.num_free + self.num_cached
+
+    @property
+    def num_used(self) -> int:
+        """Pages that requests have; one that several share counts once."""
+        return self.num_pages - self.num_available
 
     def levels(self, layer: int) -> list[LevelPages]:
         """The levels of a layer, keys first."""
@@ -111,15 +138,16 @@ class PagePool:
         return [found[number] for number in sorted(found)]
 
     def _wanted(self, past: int, count: int) -> list[int]:
-        """Pages of each group while ``count`` tokens follow ``past`` others."""
-        return [
-            -(-group.lifetime.slots(past + count - 1) // slots)
-            for group, slots in zip(self.groups, self.slots, strict=True)
-        ]
+        """Pages of each group while ``count`` tokens follow ``past`` others: one token is decoded from them, several need no block that they end."""
+        end = past + count
+        counts = (group.lifetime.slots(past) if count == 1 else group.lifetime.kept(end) for group in self.groups)
+        return [-(-found // slots) for found, slots in zip(counts, self.slots, strict=True)]
 
     def needed(self, length: int) -> int:
-        """Pages that a request of ``length`` tokens has when it is given all of them, or the last one."""
-        return sum(self._wanted(length - 1, 1))
+        """Pages that a request has after ``length`` tokens, and so at least while it is given the last of them."""
+        return sum(
+            -(-group.lifetime.kept(length) // slots) for group, slots in zip(self.groups, self.slots, strict=True)
+        )
 
     def missing(self, request: str, past: int, count: int) -> int:
         """Pages that a request lacks for ``count`` tokens after ``past`` others."""
@@ -128,7 +156,7 @@ class PagePool:
 
     def reserve(self, request: str, past: int, count: int) -> bool:
         """Gives a request the pages for ``count`` tokens after ``past`` others; false, and nothing is changed, where there are too few."""
-        if self.missing(request, past, count) > self.num_free:
+        if self.missing(request, past, count) > self.num_available:
             return False
         table = self.tables.setdefault(request, [[] for _ in self.groups])
         new = []
@@ -137,28 +165,138 @@ class PagePool:
                 pages.append(self._take())
                 new.append(pages[-1])
         if new:  # what another request has left must not reach this one, not even times 0: that of NaN is NaN
-            self.memory[torch.tensor(new, device=self.memory.device)] = 0
+            self.memory[self._index(new)] = 0
         return True
 
+    def begin(self, request: str, tokens: Sequence[int]) -> int:
+        """Gives a new request the pages of the longest beginning of its tokens that was noted.
+
+        The last token is never among them, since its logits are asked for. A page of which the beginning is only a part is copied.
+
+        Returns:
+            The tokens that the request need not compute.
+        """
+        length, pages = (0, []) if self.prefixes is None else self.prefixes.match(tokens[:-1])
+        own = length % self.slots[0]
+        for page in pages:
+            self._acquire(page)
+        if own and not self.num_available:
+            self._release(pages)
+            length = 0
+        if not length:
+            return 0
+        if own:
+            source = pages.pop()
+            pages.append(self._take())
+            self.memory[pages[-1]] = torch.where(self._first_slots(own), self.memory[source], 0)
+            self._release([source])
+        self.tables[request] = [pages, *([] for _ in self.groups[1:])]
+        return length
+
+    def _first_slots(self, count: int) -> Tensor:
+        """Which numbers of a page of the first group belong to its first slots."""
+        is_first = torch.zeros(self.memory.shape[1], dtype=torch.bool)
+        for part in self.groups[0].parts.values():
+            first = self.slots[0] * part.offset
+            found = is_first[first : first + part.heads * self.slots[0] * part.dim]
+            found.view(part.heads, self.slots[0], part.dim)[:, :count] = True
+        return is_first.to(self.memory.device)
+
+    def note(self, request: str, tokens: Sequence[int]) -> None:
+        """Lets later requests begin with pages of this one.
+
+        A page of it that is full, and that another request has computed as well, is given back, and that of the other one taken.
+
+        Args:
+            request: its name.
+            tokens: all of which it has computed the keys and values.
+        """
+        if self.prefixes is None or request in self._outdated:
+            return
+        own = self.tables[request][0]
+        self.prefixes.add(tokens, own)
+        length, known = self.prefixes.match(tokens)
+        for number in range(length // self.slots[0]):
+            if own[number] != known[number]:
+                self._acquire(known[number])
+                self._release([own[number]])
+                own[number] = known[number]
+
+    def fork(self, source: str, request: str, length: int) -> bool:
+        """Gives a new request what another one has after ``length`` tokens; false, and nothing is changed, where there are too few pages.
+
+        Full pages of level 1 are shared, and the others copied.
+        """
+        table, is_kept = self.tables[source], self.groups[0].lifetime.period is None
+        shared = table[0][: length // self.slots[0]] if is_kept else []
+        copied = [table[0][len(shared) :], *table[1:]]
+        if sum(map(len, copied)) > self.num_available:
+            return False
+        new = [[self._take() for _ in pages] for pages in copied]
+        for page in shared:
+            self._acquire(page)
+        self.memory[self._index(chain(*new))] = self.memory[self._index(chain(*copied))]
+        self.tables[request] = [[*shared, *new[0]], *new[1:]]
+        if source in self._outdated:
+            self._outdated.add(request)
+        return True
+
+    def _index(self, pages: Iterable[int]) -> Tensor:
+        return torch.tensor([*pages], device=self.memory.device, dtype=torch.int64)
+
     def _take(self) -> int:
+        """A page that no request has: one that is free, or else cached."""
+        if not self._returned and self._fresh > self.num_pages:
+            assert self.prefixes is not None
+            for page in self.prefixes.drop(next(iter(self._cached))):
+                if not self._uses[page]:
+                    del self._cached[page]
+                    self._returned.append(page)
         if self._returned:
-            return self._returned.pop()
-        self._fresh += 1
-        return self._fresh - 1
+            page = self._returned.pop()
+        else:
+            page = self._fresh
+            self._fresh += 1
+        self._uses[page] = 1
+        return page
+
+    def _acquire(self, page: int) -> None:
+        self._uses[page] += 1
+        self._cached.pop(page, None)
+
+    def _release(self, pages: Sequence[int]) -> None:
+        """Takes back pages, of which the last ones are used again first: without them those before can still be shared."""
+        for page in reversed(pages):
+            self._uses[page] -= 1
+            if self._uses[page]:
+                continue
+            if self.prefixes is not None and page in self.prefixes:
+                self._cached[page] = None
+            else:
+                self._returned.append(page)
 
     def trim(self, request: str, length: int) -> None:
         """Takes back the pages that no token after ``length`` tokens needs; those of a request without pages are none."""
         for group, slots, pages in zip(self.groups, self.slots, self.tables.get(request, ()), strict=False):
             kept = -(-group.lifetime.kept(length) // slots)
-            self._returned.extend(reversed(pages[kept:]))
+            self._release(pages[kept:])
             del pages[kept:]
 
     def free(self, request: str) -> None:
         """Takes back all pages of a request, if it has any."""
+        self._outdated.discard(request)
         for pages in self.tables.pop(request, ()):
-            self._returned.extend(reversed(pages))
+            self._release(pages)
 
     def free_all(self) -> None:
         """Takes back all pages."""
         for request in list(self.tables):
             self.free(request)
+
+    def forget(self) -> None:
+        """Forgets all beginnings, also those of present requests: the model has other weights now."""
+        if self.prefixes is not None:
+            self.prefixes = PrefixIndex(self.prefixes.unit, self.slots[0])
+            self._returned.extend(self._cached)
+            self._cached.clear()
+            self._outdated = set(self.tables)

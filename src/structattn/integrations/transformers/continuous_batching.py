@@ -7,6 +7,8 @@ a cache with the methods that it calls. All that is not public there is used her
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,16 +71,21 @@ class ServedCache(PagedCache):
     Attributes:
         max_batch_tokens: of one call of the model.
         num_blocks: pages of the pool.
+        use_prefix_sharing: whether a request begins with what an earlier one has computed.
     """
 
-    use_prefix_sharing = False
     max_blocks_per_request = max_decode_fast_path_length = 0
     # Keys are not read by index: no request takes anything of the budget for it.
     read_cache_limit = 0
     max_tokens_read = 1
 
-    def __init__(self, layers: list[LayerShape], pages: PagePool, max_batch_tokens: int) -> None:
+    def __init__(
+        self, layers: list[LayerShape], pages: PagePool, *, max_batch_tokens: int, allow_block_sharing: bool
+    ) -> None:
         super().__init__(layers, pages)
+        self.allow_block_sharing = allow_block_sharing
+        self._unit = pages.prefixes.unit if allow_block_sharing and pages.prefixes is not None else None
+        self.use_prefix_sharing = self._unit is not None
         self.pool = _Sectors()
         self.max_batch_tokens = max_batch_tokens
         self.num_blocks = pages.num_pages
@@ -89,11 +96,11 @@ class ServedCache(PagedCache):
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         past = state.current_len()
         if dry_run:
-            return self.pages.missing(state.request_id, past, request_len) <= self.pages.num_free
+            return self.pages.missing(state.request_id, past, request_len) <= self.pages.num_available
         return self.pages.reserve(state.request_id, past, request_len)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        free = self.pages.num_free
+        free = self.pages.num_available
         for count, needed in enumerate(list_blocks_needed):
             free -= needed[_GROUP]
             if free < 0:
@@ -105,55 +112,107 @@ class ServedCache(PagedCache):
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         self.pages.free_all()
+        self.pages.forget()  # the model may have been trained before the next session
 
     reset = free_all_requests
 
     def compute_free_capacity(self, relative: bool = True) -> float:
-        return self.pages.num_free / self.num_blocks if relative else self.pages.num_free * self.bytes_per_sector
+        free = self.pages.num_available
+        return free / self.num_blocks if relative else free * self.bytes_per_sector
 
     def extend_read_and_write_indices(self, *_: Any) -> None:
         """Nothing: the processor says in ``step`` which requests there are."""
 
-    # Without prefix sharing there is no page of two requests.
-
-    def evict_cached_blocks(self) -> bool:
-        return False
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        return self.pages.begin(request_id, prompt_ids) if self.use_prefix_sharing else 0
 
     def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
-        return {}
+        if self._unit is None:
+            return {}
+        past = state.current_len()
+        count = (past + request_len) // self._unit - past // self._unit
+        return {_GROUP: count} if count else {}
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
-        pass
+        if complete_blocks:
+            tokens = state.initial_tokens + state.generated_tokens
+            self.pages.note(state.request_id, tokens[: state.current_len()])
+
+    def evict_cached_blocks(self) -> bool:
+        return False  # they count as free, and who needs one takes it
 
     def prepare_fork_request(self, src_state: RequestState, dst_req_ids: list[str], copies: object) -> list[str]:
-        return []  # none is forked: transformers computes the others from their prompt
+        forked: list[str] = []
+        for name in dst_req_ids:
+            if not self.allow_block_sharing or not self.pages.fork(src_state.request_id, name, src_state.current_len()):
+                break  # transformers computes those that are left from their prompt
+            forked.append(name)
+        return forked
 
     def perform_cache_copy(self, copies: object) -> None:
-        pass
+        """Nothing: ``prepare_fork_request`` has copied."""
+
+
+class _Lenient:
+    """What goes before transformers' schedulers: one request ends where they end the manager, and with it all requests.
+
+    Attributes:
+        refuse: tells the request why: called with its state, a number of tokens, and the pages that they need.
+    """
+
+    refuse: Callable[[RequestState, int, int], None]
+
+    def add_waiting_request(self: Any, state: RequestState) -> None:
+        length = len(state.initial_tokens)
+        if (needed := self.cache.pages.needed(length)) > self.cache.num_blocks:
+            self.refuse(state, length, needed)
+        else:
+            super().add_waiting_request(state)  # type: ignore[misc]
+
+    def schedule_batch(self: Any, token_budget: int, cache_budget: int) -> Any:
+        if not self.active_requests:  # the one for which new ones were held back may have been cancelled
+            self.block_new_requests = False
+        while True:
+            batch = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
+            if (
+                batch[0] is not None or len(self.active_requests) > 1
+            ):  # of several, some can give their pages to the others
+                return batch
+            # A chunk may need more pages than the whole prompt: at its end, a block may be full that has ended by then.
+            state = next(iter((self.active_requests or self.waiting_requests).values()))
+            count = min(len(state.remaining_prefill_tokens) or 1, token_budget)
+            table = self.cache.pages.tables.get(state.request_id, ())
+            needed = sum(map(len, table)) + self.cache.pages.missing(state.request_id, state.position_offset, count)
+            self.refuse(state, state.position_offset + count, needed)
+            self.finish_request(state.request_id)
+            if self.waiting_requests.pop(state.request_id, None) is not None:
+                self.waiting_requests_order.remove(state.request_id)
+            self.block_new_requests = False
+
+    def _schedule_request(self: Any, state: RequestState, request_tokens: list[int], *rest: Any) -> None:
+        if state.num_children and len(request_tokens) == 1:  # transformers would compute none of them before it forks
+            count, state.num_children = state.num_children, 0
+            for number in range(count):
+                child = state.create_equivalent_initial_request()
+                child.request_id = f"{state.request_id}__child#{number}"
+                self.add_waiting_request(child)
+        super()._schedule_request(state, request_tokens, *rest)  # type: ignore[misc]
 
 
 class _Processor(ContinuousBatchProcessor):  # type: ignore[misc]
     """Tells the cache which tokens the next call of the model has."""
 
-    def _update_tp_group_state(self) -> bool:
-        """Takes the new requests. transformers ends the manager, and with it all requests, when later nothing fits."""
-        is_stopping = bool(super()._update_tp_group_state())
-        for state in [*(self.scheduler.active_requests or self.scheduler.waiting_requests).values()]:
-            length = state.position_offset + max(1, len(state.remaining_prefill_tokens))
-            if (needed := self.cache.pages.needed(length)) > self.cache.num_blocks:
-                self._refuse(
-                    state, f"{length} tokens need {needed} pages of the cache, which has {self.cache.num_blocks}"
-                )
-        return is_stopping
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.scheduler.refuse = self._refuse
 
-    def _refuse(self, state: RequestState, why: str) -> None:
+    def _refuse(self, state: RequestState, length: int, needed: int) -> None:
         """Ends one request, which is larger than the whole pool."""
-        error = CacheError(f"{why}: give it more memory (num_blocks or max_memory_percent of ContinuousBatchingConfig)")
+        error = CacheError(
+            f"{length} tokens need {needed} pages of the cache, which has {self.cache.num_blocks}: give it more memory "
+            "(num_blocks or max_memory_percent of ContinuousBatchingConfig)"
+        )
         self._handle_request_error(error, state)
-        self.scheduler.finish_request(state.request_id)
-        if self.scheduler.waiting_requests.pop(state.request_id, None) is not None:
-            self.scheduler.waiting_requests_order.remove(state.request_id)
-        self.scheduler.block_new_requests = False
 
     def _generation_step(self, model: PreTrainedModel) -> None:
         # What a request has processed counts the tokens of this call already.
@@ -162,6 +221,10 @@ class _Processor(ContinuousBatchProcessor):  # type: ignore[misc]
             for one in self.inputs_and_outputs.requests_in_batch
         ]
         with self.cache.step(requests):
+            if (
+                stream := self.inputs_and_outputs.compute_stream
+            ) is not None:  # pages were set to zero or copied on another one
+                stream.wait_stream(torch.accelerator.current_stream(stream.device))
             super()._generation_step(model)
 
 
@@ -194,17 +257,29 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
                 "continuous batching with levels runs on one device: load the model without tensor parallelism"
             )
         self._layers, self._dtype = _probed(model)
-        self._use_prefix_sharing = False
 
     def switch_to_cb_friendly_attn(self, *_: Any, **__: Any) -> None:
         """Nothing: the attention of the model is given by its config."""
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """transformers' own; what was computed before is not shared with requests that come later, since the weights may be others."""
+        with super().pause():
+            yield
+            self.batch_processor.cache.pages.forget()
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         if isinstance(self.batch_processor, ContinuousBatchProcessor):  # of an earlier session
             self.batch_processor.reset()
             return self.batch_processor
         options = self.continuous_batching_config
-        cache = ServedCache(self._layers, self._pages(), options.max_batch_tokens or _MAX_BATCH_TOKENS)
+        cache = ServedCache(
+            self._layers,
+            self._pages(),
+            max_batch_tokens=options.max_batch_tokens or _MAX_BATCH_TOKENS,
+            allow_block_sharing=options.allow_block_sharing,
+        )
+        self._use_prefix_sharing = cache.use_prefix_sharing
         update_cb_config_after_cache_creation(options, cache.num_blocks, cache.max_batch_tokens)
         if options.scheduler_type not in SCHEDULER_MAPPING:
             raise ConfigError(
@@ -225,7 +300,7 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             background_thread_status=self.background_thread_status,
             model_device=self.model.device,
             model_dtype=self.model.dtype,
-            scheduler=SCHEDULER_MAPPING[options.scheduler_type](
+            scheduler=type("Scheduler", (_Lenient, SCHEDULER_MAPPING[options.scheduler_type]), {})(
                 cache, options.safety_margin, options.max_requests_per_batch
             ),
             distributed_helper=self.distributed_helper,

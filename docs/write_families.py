@@ -205,6 +205,18 @@ RARE: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": _HEADS | _EXPERTS | {"moe_topk": 2},
     "hy_v3": _HEADS | _EXPERTS | {"first_k_dense_replace": 1},
     "hyperclovax": _HEADS,
+    "inkling_text": _HEADS
+    | _ROUTED
+    | {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "d_rel": 8,
+        "rel_extent": 16,
+        "sliding_window_size": 6,
+        "moe_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+    },
     "internlm3": _HEADS,
     "iquestcoder": _HEADS,
     "jais2": _HEADS,
@@ -385,24 +397,7 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "a mask that is neither causal nor one of all pairs",
         {"git": {"vision_config": _PART | {"image_size": 8, "patch_size": 4}}},
     ),
-    "position_bias": (
-        "a bias of the scores by position",
-        {
-            "inkling2_text": _HEADS | _ROUTED | _EXPERTS,
-            "inkling_text": _HEADS
-            | _ROUTED
-            | {
-                "swa_num_attention_heads": 4,
-                "swa_num_key_value_heads": 2,
-                "swa_head_dim": 16,
-                "d_rel": 8,
-                "rel_extent": 16,
-                "sliding_window_size": 6,
-                "moe_intermediate_size": 16,
-                "num_experts_per_tok": 2,
-            },
-        },
-    ),
+    "argument 'sinks'": ("a sink for each token", {"inkling2_text": _HEADS | _ROUTED | _EXPERTS}),
     "computes with the attention mask": (
         "a mask that is computed from the tokens",
         {

@@ -184,14 +184,14 @@ def test_masks_of_all_pairs_where_a_model_adds_a_window(kind) -> None:
 @pytest.mark.parametrize("case", ALIBI)
 def test_programs_that_keep_a_cache_are_refused(case) -> None:
     model = structurize(_page["tiny"](*ALIBI[case]), **LEVELS)
-    with pytest.raises(ConfigError, match="adds ALiBi to its scores, which an exported program cannot"):
+    with pytest.raises(ConfigError, match="adds ALiBi or another bias to its scores, which an exported program cannot"):
         export_decoder(model, max_length=20)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["bloom", "falcon", "mpt", "gpt_neo"])
+@pytest.mark.parametrize("family", ["bloom", "falcon", "mpt", "gpt_neo", "inkling_text"])
 def test_gradients_are_those_of_the_model(family) -> None:
-    options = dict(ALIBI.values()) | {"gpt_neo": _page["RARE"]["gpt_neo"]}
+    options = _page["RARE"] | dict(ALIBI.values())
     models = plain_and_one_level(family, options[family], eager=family != "falcon")
     labels = IDS.where(MASK.cumsum(-1) > 1, -100)  # the first real token is foretold by padding
     for model in models:

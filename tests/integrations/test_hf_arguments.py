@@ -67,8 +67,11 @@ def test_what_passes_through(kind) -> None:
 def test_what_changes_the_score_is_refused(kind) -> None:
     model = MODELS[kind]()
     for name, value in {
-        **({"softcap": 30.0, "s_aux": torch.zeros(4)} if kind == "own" else {}),
-        "position_bias": torch.zeros(1, 4, 12, 12),
+        **(
+            {"softcap": 30.0, "s_aux": torch.zeros(4), "position_bias": torch.zeros(1, 4, 12, 12)}
+            if kind == "own"
+            else {}
+        ),
         "head_mask": torch.ones(4),
         "cache": object(),
     }.items():

@@ -43,6 +43,10 @@ ENCODERS = {
         transformers.ModernBertConfig(**TEXT, local_attention=6, global_attn_every_n_layers=2)
     ),
     "llama": lambda: llama(is_causal=False, use_cache=False).model,
+    # a bias for each distance, which its first layer learns for all
+    "t5": lambda: transformers.T5EncoderModel(
+        transformers.T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    ),
     "vit": lambda: transformers.ViTModel(transformers.ViTConfig(**IMAGES, image_size=16, patch_size=4)),
     "dinov2": lambda: transformers.Dinov2Model(transformers.Dinov2Config(**IMAGES, image_size=16, patch_size=4)),
 }
@@ -91,12 +95,14 @@ def gradient(model, out):
 def by_definition(model):
     """The model with the reference attention instead, with the visible pairs of transformers' dense mask."""
 
-    def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
+    def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, position_bias=None, **_):
         order = level_order(LAYOUT.ranks, "low_far")
         padding = None if attention_mask is None else (~attention_mask.any(2)).cumprod(-1).sum(-1)[:, 0]
         bias = None
         if attention_mask is not None:
             bias = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)
+        if position_bias is not None:
+            bias = position_bias if bias is None else bias + position_bias
         out, _ = reference.attention(
             query[..., order] * scaling * HEAD_DIM**0.5,
             key[..., order],

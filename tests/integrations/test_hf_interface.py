@@ -21,7 +21,7 @@ from hf_models import (
 )
 from transformers.masking_utils import create_causal_mask
 
-from structattn.errors import CacheError, ConfigError
+from structattn.errors import CacheError, ConfigError, ShapeError
 from structattn.integrations.transformers import level_cache, register_attention
 from structattn.layout.levels import LevelLayout
 from structattn.testing.tolerances import SAME_MODEL, assert_close, relative_error
@@ -200,9 +200,13 @@ def test_a_lost_mask() -> None:
         attention(x, angles, attention_mask=mask)
 
 
-def test_terms_that_are_not_supported() -> None:
-    with pytest.raises(ConfigError, match="position_bias"):
-        on(trained(llama), PLAIN)(IDS, position_bias=torch.zeros(1, 4, 17, 17))
+def test_a_position_bias_is_added_to_the_scores() -> None:
+    model = on(trained(llama), LEVELS)
+    bias = torch.randn(1, 4, 17, 17, dtype=torch.float64)
+    mask = bias.masked_fill(torch.ones(17, 17, dtype=torch.bool).triu(1), -torch.inf)
+    torch.testing.assert_close(model(IDS, position_bias=bias).logits, model(IDS, attention_mask=mask).logits)
+    with pytest.raises(ShapeError, match="attn_mask"):
+        model(IDS, position_bias=bias[..., 1:])
 
 
 def test_chunks_of_llama_4() -> None:

@@ -20,11 +20,11 @@ from structattn.errors import ConfigError
 
 # Terms of the score that we have too: transformers' names, and ours.
 TERMS = {"softcap": "softcap", "s_aux": "sinks", "alibi_slopes": "alibi_slopes"}
-# What our adapters pass besides: see ``StructuredMask.attn_mask``.
-KEY_BIAS = "key_bias"
+# Added to the scores, (1 or B, 1 or H, 1 or T, S): it travels with the mask.
+POSITION_BIAS = "position_bias"
 # What attention functions of transformers read, and not all of ours do: score terms, choices of keys, paged caches.
 _CHANGES_SCORES = frozenset(
-    {*TERMS, KEY_BIAS, "block_indices", "cache", "head_mask", "indices", "output_attentions", "position_bias", "sinks"}
+    {*TERMS, POSITION_BIAS, "block_indices", "cache", "head_mask", "indices", "output_attentions", "sinks"}
 )
 # What attention modules pass on, and structured attention reads or does not need; a module may name what its caller gives.
 _KNOWN = frozenset(
@@ -65,8 +65,7 @@ def check_arguments(
             continue
         if name in _CHANGES_SCORES or strict or (module is not None and _is_named(type(module), name)):
             raise ConfigError(
-                f"structured attention does not know the argument {quoted(name)} of this model's attention (a position "
-                "bias, returned attention weights and paged caches are not supported): leaving it out would change the "
+                f"structured attention does not know the argument {quoted(name)} of this model's attention: leaving it out would change the "
                 "result silently"
             )
 

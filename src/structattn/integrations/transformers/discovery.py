@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFull
 from structattn.checks import shortened
 from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.transformers.adapters import adapted_class, complete
-from structattn.integrations.transformers.arguments import KEY_BIAS, TERMS, check_arguments
+from structattn.integrations.transformers.arguments import POSITION_BIAS, TERMS, check_arguments
 from structattn.integrations.transformers.caches import has_state, is_plain
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.mask_functions import structured_mask
@@ -104,7 +104,7 @@ def _record(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """An attention in which every token sees itself alone, so that positions change queries and keys and nothing else."""
-    check_arguments(module, arguments, (*TERMS, KEY_BIAS), strict=True)
+    check_arguments(module, arguments, (*TERMS, POSITION_BIAS), strict=True)
     if arguments.get("is_causal") is False or (
         isinstance(attention_mask, StructuredMask) and not attention_mask.is_causal
     ):

@@ -66,7 +66,7 @@ def asking_for_weights() -> Iterator[None]:
 
 def collects_weights() -> bool:
     """Whether the call of a model that is running collects attention weights, by an argument or by its config."""
-    if _asks_for_weights.get():
+    if not torch.compiler.is_compiling() and _asks_for_weights.get():
         return True
     collector: Any = output_capturing._active_collector
     if (

@@ -46,7 +46,7 @@ class _BoundedLayer(LevelCacheLayer):
     ) -> Tensor:
         if alibi_slopes is not None or (attn_mask is not None and attn_mask.is_floating_point()):
             raise ConfigError(
-                "this model adds ALiBi to its scores, which an exported program cannot read from its cache: export it without a cache, by "
+                "this model adds ALiBi or another bias to its scores, which an exported program cannot read from its cache: export it without a cache, by "
                 "torch.export.export"
             )
         q, scale = variant.scaled(q, scaling)

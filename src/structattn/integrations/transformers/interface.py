@@ -13,7 +13,7 @@ from structattn.cache.options import ScoreOptions
 from structattn.cache.paged import PackedCache
 from structattn.checks import check_choice, quoted
 from structattn.errors import CacheError, ConfigError
-from structattn.integrations.transformers.arguments import KEY_BIAS, TERMS, check_arguments
+from structattn.integrations.transformers.arguments import POSITION_BIAS, TERMS, check_arguments
 from structattn.integrations.transformers.cache import PendingStates
 from structattn.integrations.transformers.effect import collects_weights, register
 from structattn.integrations.transformers.mask_functions import structured_mask
@@ -131,7 +131,7 @@ def attend(
             with a cache that holds tokens already.
         CacheError: the cache and the mask count different tokens.
     """
-    check_arguments(module, arguments, (*TERMS, KEY_BIAS, "output_attentions"))
+    check_arguments(module, arguments, (*TERMS, POSITION_BIAS, "output_attentions"))
     layer = key.layer if isinstance(key, PendingStates) else None
     is_shared = isinstance(key, PendingStates) and key.is_appended
     if is_shared and layer is not None:
@@ -166,7 +166,7 @@ def attend(
         "scaling": scaling,
         "sequences": sequences,
         "is_causal": mask.is_causal,
-        "attn_mask": mask.attn_mask(is_training=module.training, key_bias=arguments.get(KEY_BIAS)),
+        "attn_mask": mask.attn_mask(is_training=module.training, position_bias=arguments.get(POSITION_BIAS)),
         **terms,
     }
     asked = arguments.get("output_attentions")

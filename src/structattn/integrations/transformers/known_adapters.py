@@ -106,7 +106,7 @@ class _BloomAdapter(_Adapter):
             attention_mask,
             scaling=self.inv_norm_factor,
             dropout=self.dropped(self.attention_dropout),
-            key_bias=alibi.unflatten(0, (-1, self.num_heads)),
+            position_bias=alibi.unflatten(0, (-1, self.num_heads)),
         )
         is_sliced = self.pretraining_tp > 1 and self.slow_but_exact  # sums parts of a product, and leaves its bias out
         out = F.linear(out, self.dense.weight) if is_sliced else self.dense(out)
@@ -134,7 +134,7 @@ class _FalconAdapter(_Adapter):
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         else:
             terms["dropout"] = self.dropped(self.attention_dropout)
-            terms["key_bias"] = alibi.unflatten(0, (-1, self.num_heads)) * self.inv_norm_factor
+            terms["position_bias"] = alibi.unflatten(0, (-1, self.num_heads)) * self.inv_norm_factor
         k, v = self.cached(k, v, layer_past)
         out, weights = self.weighed(q, k, v, attention_mask, **terms)
         return self.dense(out), weights

@@ -326,11 +326,11 @@ class StructuredMask(Placeholder):
             return None
         return tuple(self._padding.left.tolist()) if self._padding.ints is None else self._padding.ints
 
-    def attn_mask(self, *, is_training: bool, key_bias: Tensor | None = None) -> Tensor | None:
+    def attn_mask(self, *, is_training: bool, position_bias: Tensor | None = None) -> Tensor | None:
         """What is hidden besides left padding, causality and window, bool or floating point, broadcastable to (B, H, T, S).
 
         Args:
-            key_bias: (B, H, 1, S), added to the scores of every query; hidden keys stay hidden.
+            position_bias: broadcastable to (B, H, T, S), added to the scores; hidden keys stay hidden.
             is_training: causal attention then leaves padding at the end of rows out: no real token sees it, and the loss looks at no
                 other. It is a faster call.
 
@@ -338,9 +338,9 @@ class StructuredMask(Placeholder):
             ``None`` where nothing is.
         """
         shown = self._shown(is_training)
-        if key_bias is None or shown is None:
-            return shown if key_bias is None else key_bias
-        return key_bias.masked_fill(~shown, -torch.inf) if shown.dtype == torch.bool else key_bias + shown
+        if position_bias is None or shown is None:
+            return shown if position_bias is None else position_bias
+        return position_bias.masked_fill(~shown, -torch.inf) if shown.dtype == torch.bool else position_bias + shown
 
     def _shown(self, is_training: bool) -> Tensor | None:
         if self.pairs is not None or self._padding is None or self._padding.hidden is None:

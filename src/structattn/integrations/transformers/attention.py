@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -146,6 +149,20 @@ def structured_class(kind: type[nn.Module]) -> type[StructuredAttention]:
     return _CLASSES[kind]
 
 
+# A variable, as many models do not hand an argument on to their attention; each thread has its own.
+_packed: ContextVar[PackedCache | None] = ContextVar("packed", default=None)
+
+
+@contextmanager
+def packed_cache(cache: PackedCache) -> Iterator[None]:
+    """A context in which all attention of structurized models is that of the requests of this cache."""
+    token = _packed.set(cache)
+    try:
+        yield
+    finally:
+        _packed.reset(token)
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -166,8 +183,10 @@ def _attention(
             f"attn_implementation={IMPLEMENTATION!r} belongs to models that structurize() changed, and {type(module).__name__} is of "
             "none: use register_attention() and its name"
         )
-    cache = kwargs.get("cache")
-    own = partial(attend_packed, cache=kwargs.pop("cache")) if isinstance(cache, PackedCache) else attend
+    own: Callable[..., tuple[Tensor, Tensor | None]] = attend
+    if (cache := _packed.get()) is not None:
+        own = partial(attend_packed, cache=cache)
+        kwargs.pop("cache", None)  # which transformers gives to the model, and some models hand on
     return own(
         module, module.structure.variant, module.runs, query, key, value, attention_mask, dropout, scaling, kwargs
     )

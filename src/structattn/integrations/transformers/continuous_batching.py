@@ -17,6 +17,7 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from structattn.cache.paged import LayerShape, PagedCache, PagePool, ShapeProbe, Tokens
 from structattn.errors import CacheError, ConfigError, MissingDependencyError
+from structattn.integrations.transformers.attention import packed_cache
 from structattn.memory import free_memory
 
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 20):
@@ -220,7 +221,7 @@ class _Processor(ContinuousBatchProcessor):  # type: ignore[misc]
             Tokens(one.state.request_id, one.state.position_offset - one.query_length, one.query_length)
             for one in self.inputs_and_outputs.requests_in_batch
         ]
-        with self.cache.step(requests):
+        with self.cache.step(requests), packed_cache(self.cache):
             if (
                 stream := self.inputs_and_outputs.compute_stream
             ) is not None:  # pages were set to zero or copied on another one
@@ -333,17 +334,26 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 @torch.no_grad()
 def _probed(model: PreTrainedModel) -> tuple[list[LayerShape], torch.dtype]:
     """What the cache of a model keeps, and in which dtype: a call with one token shows it."""
-    probe, token = ShapeProbe(), torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    model(input_ids=token, position_ids=token, use_cache=False, is_causal=True, cache=probe)
-    count = model.config.get_text_config().num_hidden_layers
+    probe, config = ShapeProbe(), model.config.get_text_config()
+    first = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    token = first + 1 if getattr(config, "pad_token_id", None) == 0 else first
+    with packed_cache(probe):
+        found = model(input_ids=token, position_ids=first, use_cache=False, is_causal=True, cache=probe).logits
+    count = config.num_hidden_layers
     if sorted(probe.layers) != list(range(count)):
         raise ConfigError(
             f"{type(model).__name__} has {count} layers, and those with the numbers {sorted(probe.layers)} asked for the cache of continuous batching: "
-            "the others keep something else, or their attention does not pass arguments on; use generate()"
+            "the others keep something else; use generate()"
         )
     if len(probe.places) != 1:
         raise ConfigError(
             f"continuous batching with levels keeps keys and values in one dtype on one device, and this model has {sorted(map(str, probe.places))}"
+        )
+    own = model(input_ids=token, use_cache=False).logits
+    if (own - found).norm() > 0.05 * own.norm():
+        raise ConfigError(
+            f"the first token of {type(model).__name__} is not at position 0, where continuous batching of transformers puts it (RoBERTa counts from "
+            "its padding token on): use generate()"
         )
     ((dtype, _),) = probe.places
     return [probe.layers[index] for index in range(count)], dtype

@@ -47,6 +47,10 @@ class GenerationError(StructAttnError, RuntimeError):
     """A language model gives logits from which no token can be chosen."""
 
 
+class CalibrationError(StructAttnError, RuntimeError):
+    """The activations of a model hold NaN or infinity, from which nothing can be learned; the message says where."""
+
+
 class TrainingDivergedError(StructAttnError, RuntimeError):
     """The training loss stopped being a finite number."""
 

@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar
 
@@ -77,14 +77,15 @@ def inner_bars() -> Iterator[None]:
         _inside = before
 
 
-def counted(parts: Sequence[Part], text: str) -> Iterator[Part]:
+def counted(parts: Iterable[Part], text: str) -> Iterator[Part]:
     """The parts of work that may take minutes, one after the other, below ``inner_bars`` with a bar that is removed at the end.
 
     Args:
-        parts: what is done.
+        parts: what is done; how much of it is shown if there is a length.
         text: what it is.
     """
-    with progress_bar(total=len(parts), desc=text, leave=False, delay=_SOON_S, show=_inside) as bar:
+    total = len(parts) if isinstance(parts, Sized) else None
+    with progress_bar(total=total, desc=text, leave=False, delay=_SOON_S, show=_inside) as bar:
         for part in parts:
             yield part
             bar.update()

@@ -7,6 +7,7 @@ Permuting the dimensions of queries and keys alike changes no score, so they are
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -82,6 +83,17 @@ def check_split(split: Any) -> RotarySplit:
     return split
 
 
+def even_ranks(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """The number of rotary pairs of each level; raises ``ConfigError`` where a rank is odd."""
+    for level, rank in enumerate(ranks, start=1):
+        if rank % 2:
+            raise ConfigError(
+                f"ranks must be even with rotary positions, which rotate two dimensions together: level {level} of "
+                f"{'|'.join(map(str, ranks))} has {rank}"
+            )
+    return tuple(rank // 2 for rank in ranks)
+
+
 def level_pairs(ranks: tuple[int, ...], split: RotarySplit) -> tuple[tuple[int, ...], ...]:
     """Which of the D / 2 rotary pairs each level gets, as ``Rotary`` with that split does it.
 
@@ -95,12 +107,7 @@ def level_pairs(ranks: tuple[int, ...], split: RotarySplit) -> tuple[tuple[int, 
     Raises:
         ConfigError: a rank is odd.
     """
-    for level, rank in enumerate(ranks, start=1):
-        if rank % 2:
-            raise ConfigError(
-                f"ranks must be even with rotary positions, which rotate two dimensions together: level {level} of "
-                f"{'|'.join(map(str, ranks))} has {rank}"
-            )
+    even_ranks(ranks)
     frequencies = Rotary(split=split).frequencies(ranks)
     fast_to_slow = sorted((theta for level in frequencies for theta in level), reverse=True)
     number = {theta: pair for pair, theta in enumerate(fast_to_slow)}
@@ -126,8 +133,13 @@ def dimension_order(ranks: tuple[int, ...], split: RotarySplit, rotation: Rotati
     """
     if len(ranks) == 1:
         return tuple(range(ranks[0]))
-    pairs = rotation.pairs(sum(ranks))
-    return tuple(pairs[pair][end] for level in level_pairs(ranks, split) for end in (0, 1) for pair in level)
+    return dimensions_of(level_pairs(ranks, split), rotation, sum(ranks))
+
+
+def dimensions_of(levels: Iterable[Sequence[int]], rotation: Rotation, head_dim: int) -> tuple[int, ...]:
+    """The dimensions of a head in the order of levels, of which each has these of its rotary pairs: 0 is the fastest."""
+    pairs = rotation.pairs(head_dim)
+    return tuple(pairs[pair][end] for level in levels for end in (0, 1) for pair in level)
 
 
 def rotation_of(rotary: str | Rotation, head_dim: int) -> Rotation:

@@ -34,6 +34,8 @@ from structattn.integrations.transformers.adapters import call_attention, regist
 from structattn.integrations.transformers.auto_map import publish  # noqa: E402
 from structattn.integrations.transformers.cache import LevelCacheLayer  # noqa: E402
 from structattn.integrations.transformers.caches import LevelCaches, level_cache  # noqa: E402
+from structattn.integrations.transformers.calibration.collect import calibrate  # noqa: E402
+from structattn.integrations.transformers.calibration.record import Calibration  # noqa: E402
 from structattn.integrations.transformers.config import StructAttnConfig  # noqa: E402
 from structattn.integrations.transformers.export import export_decoder  # noqa: E402
 from structattn.integrations.transformers.families import class_named  # noqa: E402
@@ -65,6 +67,7 @@ if not TYPE_CHECKING:
 
 
 __all__ = [
+    "Calibration",
     "LevelCacheLayer",
     "LevelCaches",
     "StructAttnConfig",
@@ -72,6 +75,7 @@ __all__ = [
     "StructAttnForSequenceClassification",
     "StructAttnForTokenClassification",
     "StructAttnModel",
+    "calibrate",
     "call_attention",
     "export_decoder",
     "level_cache",

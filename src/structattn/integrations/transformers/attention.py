@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,10 +20,18 @@ from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.adapters import adapted_class
 from structattn.integrations.transformers.caches import level_cache_layer, of_decoder
 from structattn.integrations.transformers.effect import register
-from structattn.integrations.transformers.interface import attend, attend_packed
+from structattn.integrations.transformers.interface import Reorder, attend, attend_packed
 from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.integrations.transformers.variant import Variant
-from structattn.layers.rotary_order import RotarySplit, Rotation, dimension_order, runs_of
+from structattn.layers.rotary_order import (
+    RotarySplit,
+    Rotation,
+    dimension_order,
+    dimensions_of,
+    even_ranks,
+    reordered,
+    runs_of,
+)
 
 # The attn_implementation of structurized models: it makes transformers build our masks.
 IMPLEMENTATION = "structurized"
@@ -38,30 +47,81 @@ class Structure:
     Attributes:
         variant: layout and window.
         order: the model's dimension at each position in the order of the levels; ``None`` where they are the same.
+        head_orders: the same for each key head, where they differ; empty where they do not.
         has_keys: the layer makes and caches keys; otherwise it scores those of another layer.
     """
 
     variant: Variant
     order: tuple[int, ...] | None
     has_keys: bool = True
+    head_orders: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(
-        cls, variant: Variant, split: RotarySplit | None, rotation: Rotation | None, *, has_keys: bool = True
+        cls,
+        variant: Variant,
+        split: RotarySplit | tuple[tuple[int, ...], ...] | None,
+        rotation: Rotation | None,
+        *,
+        has_keys: bool = True,
     ) -> Structure:
-        """That of a variant in a layer with these rotary pairs.
+        """That of a variant in a layer with these rotary pairs; ``split`` is a rule, or the order of the pairs of each key head.
 
         Raises:
             ConfigError: a rank is odd.
         """
         if variant.layout is None or split is None or rotation is None:
             return cls(variant, None, has_keys)
+        if isinstance(split, tuple):
+            sizes = even_ranks(variant.layout.ranks)
+            orders = (dimensions_of(_cut(pairs, sizes), rotation, 2 * sum(sizes)) for pairs in split)
+            return cls(variant, None, has_keys, tuple(orders))
         return cls(variant, dimension_order(variant.layout.ranks, split, rotation), has_keys)
 
     @property
-    def runs(self) -> tuple[slice, ...]:
-        """The order as slices of consecutive dimensions; empty where nothing is permuted."""
-        return () if self.order is None or len(runs := runs_of(self.order)) == 1 else runs
+    def reorder(self) -> Reorder:
+        """What puts the dimensions of queries and keys in their order."""
+        if self.head_orders:
+            return HeadOrders(self.head_orders)
+        runs = () if self.order is None else runs_of(self.order)
+        return partial(reordered, runs=runs)
+
+
+def _cut(pairs: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Pairs as one piece of each size."""
+    ends = list(accumulate(sizes))
+    return [pairs[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+class HeadOrders:
+    """Puts dimensions in an order of each key head; the query heads of a group have that of its keys.
+
+    Args:
+        orders: the dimension of the head at each position, for each key head.
+    """
+
+    def __init__(self, orders: tuple[tuple[int, ...], ...]) -> None:
+        self.orders = orders
+        self._by_device: dict[torch.device, Tensor] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Queries or keys, (B, H or G, T, D).
+
+        Raises:
+            ConfigError: there are other heads than in the orders, as with tensor parallelism.
+        """
+        index = self._by_device.get(x.device)
+        if index is None:
+            index = torch.tensor(self.orders, device=x.device)
+            if not torch.compiler.is_compiling():  # a compiled program cannot keep objects for later calls
+                self._by_device[x.device] = index
+        if x.shape[1] % len(self.orders):
+            raise ConfigError(
+                f"the calibrated order of dimensions is of {len(self.orders)} key heads, and this call has {x.shape[1]}: tensor parallelism, which "
+                "splits heads, needs rotary_split='low_far' or 'interleaved'"
+            )
+        index = index.repeat_interleave(x.shape[1] // len(self.orders), dim=0)
+        return x.gather(-1, index[None, :, None, :].expand(x.shape[0], -1, x.shape[2], -1))
 
 
 class StructuredAttention(nn.Module):
@@ -73,11 +133,11 @@ class StructuredAttention(nn.Module):
     config: Any
     layer_idx: int
     structure: Structure
-    runs: tuple[slice, ...]
+    reorder: Reorder
 
     def set_structure(self, structure: Structure) -> None:
         """Makes this the score of the layer."""
-        self.structure, self.runs = structure, structure.runs
+        self.structure, self.reorder = structure, structure.reorder
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module of transformers; a layer of the cache that is empty becomes a ``LevelCacheLayer``.
@@ -188,7 +248,7 @@ def _attention(
         own = partial(attend_packed, cache=cache)
         kwargs.pop("cache", None)  # which transformers gives to the model, and some models hand on
     return own(
-        module, module.structure.variant, module.runs, query, key, value, attention_mask, dropout, scaling, kwargs
+        module, module.structure.variant, module.reorder, query, key, value, attention_mask, dropout, scaling, kwargs
     )
 
 

@@ -45,6 +45,7 @@ class AttentionLayer:
         module: the attention module.
         index: number of the layer.
         rotation: of its queries and keys; ``None``: the same at every position.
+        num_heads, num_kv_heads: query heads, and key and value heads.
         head_dim, value_dim: dimensions of each key and value head.
         window: its sliding window.
         keys_of: number of the layer whose keys it scores; ``None`` if it has keys of its own.
@@ -53,6 +54,8 @@ class AttentionLayer:
     module: nn.Module
     index: int
     rotation: Rotation | None
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
     value_dim: int
     window: int | None
@@ -129,8 +132,8 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 @contextmanager
-def _observed(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which the model's attention is ``_record``, in eval mode; afterwards everything is as before."""
+def observed(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """A context in which the model's attention is one of our implementations, in eval mode and without gradients; afterwards everything is as before."""
     # Some models keep tensors of a call in their modules, such as recurrent states.
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     classes = {module: type(module) for module in model.modules() if adapted_class(type(module)) is not type(module)}
@@ -139,9 +142,9 @@ def _observed(model: PreTrainedModel) -> Iterator[None]:
         for module, _, _ in before:
             module.training = False
         if classes:
-            model.config._attn_implementation = _NAME
+            model.config._attn_implementation = implementation
         else:
-            model.set_attn_implementation(_NAME)
+            model.set_attn_implementation(implementation)
         for module, kind in classes.items():
             module.__class__ = adapted_class(kind)
         complete(model)
@@ -157,7 +160,6 @@ def _observed(model: PreTrainedModel) -> Iterator[None]:
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
-        _calls.clear()
 
 
 def find_attention(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
@@ -189,7 +191,7 @@ def find_attention(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
 
 def _found(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     """See ``find_attention``; an error of the model itself is raised as it is."""
-    inputs = _inputs(model)
+    inputs = random_inputs(model)
     positions = torch.zeros(1, _TOKENS, dtype=torch.int64, device=next(iter(inputs.values())).device)
     is_rotary = any(name.endswith("inv_freq") for name, _ in model.named_buffers())
     passes: list[list[_Call]] = []
@@ -198,10 +200,13 @@ def _found(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
         cache.layers = [_seen(layer) for layer in cache.layers]
         if cache.layer_class_to_replicate is DynamicLayer:
             cache.layer_class_to_replicate = _Seen
-        with _observed(model):
-            model(**inputs, position_ids=positions + position, past_key_values=cache, use_cache=True)
-            _check_calls(model, cache)
-            passes.append(list(_calls))
+        try:
+            with observed(model, _NAME):
+                model(**inputs, position_ids=positions + position, past_key_values=cache, use_cache=True)
+                _check_calls(model, cache)
+                passes.append(list(_calls))
+        finally:
+            _calls.clear()
     first = passes[0]
     return tuple(
         _layer(calls, _source(calls[0], first[:number])) for number, calls in enumerate(zip(*passes, strict=True))
@@ -215,7 +220,7 @@ def _seen(layer: Any) -> Any:
     return _SeenHybrid(layer.number_of_states) if has_state(layer) else layer
 
 
-def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+def random_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     """Random tokens; on the meta device, where tokens cannot be looked at, hidden states."""
     table: Any = model.get_input_embeddings()
     # Where parts are offloaded to the meta device, hooks move the tokens.
@@ -277,10 +282,19 @@ def _source(call: _Call, before: Iterable[_Call]) -> int | None:
 def _layer(calls: tuple[_Call, ...], keys_of: int | None) -> AttentionLayer:
     """What the calls of one layer, one per position, show."""
     module, first = calls[0].module, calls[0]
-    head_dim, value_dim = first.key.shape[-1], first.value.shape[-1]
+    head_dim = first.key.shape[-1]
     assert first.index is not None  # _check_calls has refused it
-    window = first.arguments.get("sliding_window")
-    return AttentionLayer(module, first.index, _rotation(calls, head_dim), head_dim, value_dim, window, keys_of)
+    return AttentionLayer(
+        module=module,
+        index=first.index,
+        rotation=_rotation(calls, head_dim),
+        num_heads=first.query.shape[1],
+        num_kv_heads=first.key.shape[1],
+        head_dim=head_dim,
+        value_dim=first.value.shape[-1],
+        window=first.arguments.get("sliding_window"),
+        keys_of=keys_of,
+    )
 
 
 def _rotation(calls: tuple[_Call, ...], head_dim: int) -> Rotation | None:

@@ -27,9 +27,10 @@ from structattn.integrations.transformers.config import OwnErrors, ReturnsWeight
 from structattn.integrations.transformers.effect import record_outputs
 from structattn.integrations.transformers.inputs import checked
 from structattn.integrations.transformers.loading import StructuredModelMixin, structure_entry
+from structattn.integrations.transformers.pair_orders import CALIBRATED, AnySplit, check_any_split, read_pair_orders
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.layers.checks import check_fits
-from structattn.layers.rotary_order import RotarySplit, Rotation, check_split
+from structattn.layers.rotary_order import Rotation
 from structattn.spec.attention import parse_spec
 
 # Version 0.1 did not record these two: its models were of these attention classes, and rotated all pairs (i, i + D / 2) or none.
@@ -48,18 +49,21 @@ class StructureRecord:
     Attributes:
         specs: attention spec of each layer; ``None`` for unchanged layers.
         context_length: from which blocks are halved.
-        rotary_split: ``None`` for models without rotary positions.
+        rotary_split: ``None`` for models without rotary positions; ``"calibrated"``: see ``pair_orders``.
         attention: name of the attention class of transformers.
         rotations: rotary pairs of each layer, as ``Rotation`` writes them; ``None`` for layers that rotate nothing.
         keys_of: number of the layer whose keys each layer scores; ``None`` where it has keys of its own. Recorded where there are any.
+        pair_orders: for each layer and key head the rotary pairs in the order of the levels, where they are calibrated. They are part of the
+            config, as the specs are: the weights remain those of the plain model, in names and order.
     """
 
     specs: tuple[str | None, ...]
     context_length: int
-    rotary_split: RotarySplit | None
+    rotary_split: AnySplit | None
     attention: str
     rotations: tuple[str | None, ...]
     keys_of: tuple[int | None, ...]
+    pair_orders: tuple[tuple[tuple[int, ...], ...] | None, ...]
 
     @classmethod
     def read(cls, config: PreTrainedConfig) -> StructureRecord:
@@ -99,10 +103,13 @@ class StructureRecord:
         return cls(
             specs=specs,
             context_length=length,
-            rotary_split=None if split is None else check_split(split),
+            rotary_split=None if split is None else check_any_split(split),
             attention=attention,
             rotations=rotations,
             keys_of=keys_of,
+            pair_orders=read_pair_orders(
+                given.get("pair_orders"), specs, rotations, length, is_needed=split == CALIBRATED
+            ),
         )
 
     def structure(self, module: torch.nn.Module, layer: int) -> Structure:
@@ -117,7 +124,9 @@ class StructureRecord:
         if isinstance(dim := getattr(module, "head_dim", None), int):
             check_fits(variant.layout, dim, dim)
         pairs = None if rotation is None else Rotation.parse(rotation)
-        return Structure.of(variant, self.rotary_split, pairs, has_keys=self.keys_of[layer] is None)
+        orders = self.pair_orders[layer]
+        split = None if self.rotary_split == CALIBRATED else self.rotary_split
+        return Structure.of(variant, orders or split, pairs, has_keys=self.keys_of[layer] is None)
 
 
 def _one_per_layer(name: str, given: Any, count: int, what: str) -> tuple[str | None, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -33,6 +35,8 @@ from structattn.layers.rotary_order import (
 )
 from structattn.layout.halving import Halving
 from structattn.ops import Backend
+
+Reorder = Callable[[Tensor], Tensor]  # of (B, heads, T, D), along D
 
 
 def checked_mask(
@@ -102,7 +106,7 @@ def _is_cross_attention(module: nn.Module) -> bool:
 def attend(
     module: nn.Module,
     variant: Variant,
-    runs: tuple[slice, ...],
+    reorder: Reorder,
     query: Tensor,
     key: Tensor | PendingStates,
     value: Tensor | PendingStates,
@@ -116,7 +120,7 @@ def attend(
     Args:
         module: the attention module that calls.
         variant: layout, window and backend; the window of the mask is added.
-        runs: of consecutive dimensions, in the order of the levels; empty if the order is unchanged.
+        reorder: puts the dimensions of keys and queries in the order of the levels.
         query: (B, H, T, D), rotated.
         key, value: (B, G, S, D or V), or what a ``LevelCacheLayer`` returned: then only the new ones.
         attention_mask: what ``structured_mask`` returned; ``None`` of an encoder that hides nothing.
@@ -156,7 +160,7 @@ def attend(
     check_fits(variant.layout, query.shape[-1], v.shape[-1])
     _check_lengths(query, k, mask, is_new=layer is not None)
     # Under autocast rotary embedding and norms give float32, projections 16 bits.
-    q, k = (reordered(x, runs).to(v.dtype) for x in (query, k))
+    k, q = (reorder(x).to(v.dtype) for x in (k, query))
     has_cache = layer is not None or bool(arguments.get("use_cache"))
     position_ids = None if layer is not None and layer.has_positions else arguments.get("position_ids")
     sequences = mask.sequences(position_ids, arguments.get("cu_seq_lens_q"), has_cache=has_cache)
@@ -217,7 +221,7 @@ def attend(
 def attend_packed(
     module: nn.Module,
     variant: Variant,
-    runs: tuple[slice, ...],
+    reorder: Reorder,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -246,7 +250,7 @@ def attend_packed(
         )
     variant = variant.within(mask.window)
     check_fits(variant.layout, query.shape[-1], value.shape[-1])
-    q, k = (reordered(x, runs).to(value.dtype) for x in (query, key))
+    k, q = (reorder(x).to(value.dtype) for x in (key, query))
     q, scale = variant.scaled(q, scaling)
     terms = {own: arguments.get(name) for name, own in TERMS.items()}
     options = ScoreOptions(scale=scale, **terms)
@@ -316,7 +320,9 @@ class RegisteredAttention:
         variant = self.variant(module)
         check_fits(variant.layout, query.shape[-1], query.shape[-1])
         runs = self._runs(module, query.shape[-1])
-        return attend(module, variant, runs, query, key, value, attention_mask, dropout, scaling, kwargs)
+        return attend(
+            module, variant, partial(reordered, runs=runs), query, key, value, attention_mask, dropout, scaling, kwargs
+        )
 
 
 def _check_lengths(query: Tensor, key: Tensor, mask: StructuredMask, *, is_new: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from transformers import AutoConfig, PreTrainedModel
 from structattn.checks import check_path, check_type, describe, is_int, quoted, shortened
 from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.transformers.attention import IMPLEMENTATION
+from structattn.integrations.transformers.calibration.absorb import Absorption
+from structattn.integrations.transformers.calibration.basis import pair_order
+from structattn.integrations.transformers.calibration.record import Calibration
 from structattn.integrations.transformers.discovery import AttentionLayer, find_attention
 from structattn.integrations.transformers.families import (
     StructureRecord,
@@ -22,10 +25,12 @@ from structattn.integrations.transformers.families import (
     structurized_class,
     structurized_config,
 )
+from structattn.integrations.transformers.pair_orders import CALIBRATED, AnySplit, check_any_split
 from structattn.integrations.transformers.variant import trained_spec
 from structattn.layers.checks import check_fits
-from structattn.layers.rotary_order import RotarySplit, check_split
-from structattn.spec.attention import AttentionSpec
+from structattn.layers.rotary_order import even_ranks
+from structattn.layout.levels import LevelLayout
+from structattn.spec.attention import AttentionSpec, parse_spec
 from structattn.spec.layers import LayerSpecs
 
 
@@ -34,10 +39,11 @@ def structurize(
     spec: str | AttentionSpec | Sequence[str | AttentionSpec],
     *,
     layers: Sequence[int] | None = None,
-    rotary_split: RotarySplit = "low_far",
+    rotary_split: AnySplit = "low_far",
     context_length: int | None = None,
+    calibration: Calibration | None = None,
 ) -> PreTrainedModel:
-    """Puts structured attention into a trained decoder of transformers; its weights are kept.
+    """Puts structured attention into a trained decoder of transformers; without a calibration its weights are kept.
 
     With one level the logits are unchanged up to rounding. With several, pairs in one block of the deepest level
     keep their scores, and farther ones lose the dimensions of the levels that they do not share: fine-tune the
@@ -47,14 +53,24 @@ def structurize(
     rotary pairs. Adapters of the original model fit, loaded before or after. The frequencies remain those of the model, with its
     RoPE scaling for long contexts.
 
+    With a calibration, levels keep what far tokens need most. With ``rotary_split="calibrated"`` each key head has its own order of
+    rotary pairs, applied after the rotation: level 1 gets those without which the output changes most. Hierarchical values (``values=``) get
+    the basis in which the dimensions that are dropped matter least, and so do queries and keys without rotary positions: these bases are
+    written into the projections, and the logits are unchanged until levels drop dimensions. Such specs need ``scaling=standard``, the
+    scale of the trained model at every distance: the default one enlarges what is left of far scores by sqrt(D / rank).
+
+    A pair could also be multiplied by a complex number c in queries and 1 / conj(c) in keys. That changes no score and no choice of pairs, so that
+    it is left out: it would only matter for caches of fewer bits.
+
     Args:
         model: it is changed in place: its class, its config and its attention modules.
         spec: a layout and a window, such as ``"mlr:32|16|16"``, ``"mlr:32|32,values=32|32"`` or ``"window:512"``; a list that is
             repeated over the chosen layers, such as ``"[mlr:32|32,window:512]"``; or one per chosen layer.
         layers: numbers of the layers to change. Default: all.
         rotary_split: ``"low_far"``: the global level gets the slowest frequencies; ``"interleaved"``: every level gets some of
-            the whole range. No effect without rotary positions.
+            the whole range; ``"calibrated"``: see above. No effect without rotary positions.
         context_length: from which blocks are halved. Default: ``config.max_position_embeddings``.
+        calibration: of this model, from ``calibrate``. Default ``None``: no weight changes.
 
     Returns:
         The model, now of a class such as ``StructAttnLlamaForCausalLM``. ``save_pretrained`` keeps the structure, and
@@ -63,9 +79,13 @@ def structurize(
     Raises:
         ConfigError: the model is not of a supported class, or is structurized already; the spec asks for other weights; ranks are
             odd (with rotary positions) or do not sum to the head dimension; both a layer and the spec have a window; the rotary
-            frequencies depend on the length.
+            frequencies depend on the length; the calibration is missing, or of a model with other heads; or a basis would change
+            where values (or queries and keys) are not those of a linear layer, as with norms, adapters and quantized weights.
 
     Cost: of a forward pass, one more copy of queries and keys in each layer with levels.
+
+    Source: MHA2MLA (arXiv 2502.14837) and TransMLA (2502.07864) restructure rotary pairs and values for one latent vector;
+        KQ-SVD (2512.05916) for keys without rotary positions. Levels by distance are ours.
     """
     check_type("model", model, PreTrainedModel, "a model of transformers")
     if isinstance(model, StructurizedModel):
@@ -73,7 +93,12 @@ def structurize(
             f"{type(model).__name__} is structurized already: structurize the plain model again, from its original weights"
         )
     old = model.config
-    split = check_split(rotary_split)
+    split = check_any_split(rotary_split)
+    check_type(
+        "calibration", calibration, Calibration | None, "a Calibration or None", "calibrate(model, batches) makes one"
+    )
+    if split == CALIBRATED and calibration is None:
+        raise ConfigError("rotary_split 'calibrated' needs calibration=calibrate(model, batches)")
     if old.get_text_config(decoder=True) is not old or not hasattr(old, "num_hidden_layers"):
         raise ConfigError(
             f"{type(model).__name__} cannot be structurized: its decoder is one of several parts (with an encoder, images or sound) that have a config "
@@ -82,6 +107,8 @@ def structurize(
     check_frequencies(model)
     length = getattr(old, "max_position_embeddings", None) if context_length is None else context_length
     found = {layer.index: layer for layer in find_attention(model)}
+    if calibration is not None:
+        calibration.check(list(found.values()))
     if length is None:
         raise ConfigError(
             f"the config of {type(model).__name__} has no max_position_embeddings to halve blocks from: give structurize a context_length"
@@ -113,16 +140,43 @@ def structurize(
     if any(layer.keys_of is not None for layer in found.values()):
         every = range(old.num_hidden_layers)
         config.structattn["keys_of"] = [found[number].keys_of if number in found else None for number in every]
+    layouts = {number: layout for number, one in enumerate(specs) if (layout := _levels(one, length)) is not None}
+    if split == CALIBRATED and calibration is not None:
+        config.structattn["pair_orders"] = _pair_orders(calibration, layouts, old.num_hidden_layers)
     record = StructureRecord.read(config)
     for number in chosen:
         _check_fits(record, number, found[number])
+    bases = None if calibration is None else Absorption(model, list(found.values()), calibration, layouts)
     structurized_class(type(model), type(old))
     install(model, {number: layer.module for number, layer in found.items()}, record)
     config._attn_implementation = IMPLEMENTATION
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
+    if bases is not None:
+        bases.write()
     return model
+
+
+def _levels(spec: str | None, length: int) -> LevelLayout | None:
+    """The layout of a spec with several levels."""
+    layout = None if spec is None else parse_spec(spec).layout_for(length)
+    return layout if isinstance(layout, LevelLayout) and layout.num_levels > 1 else None
+
+
+def _pair_orders(calibration: Calibration, layouts: Mapping[int, LevelLayout], count: int) -> list[list[str] | None]:
+    """The orders of rotary pairs of each layer, as texts; layers that share keys have one."""
+    found: list[list[str] | None] = [None] * count
+    for layer in calibration.layers:
+        number = layer.shape.index
+        if layer.rotation is None or number not in layouts:
+            continue
+        even_ranks(layouts[number].ranks)
+        check_fits(layouts[number], layer.shape.head_dim, layer.shape.value_dim)
+        source = number if layer.shape.keys_of is None else layer.shape.keys_of
+        sharing = [other for other in calibration.layers if source in (other.shape.index, other.shape.keys_of)]
+        found[number] = [" ".join(map(str, head)) for head in pair_order(calibration, sharing, layouts[number])]
+    return found
 
 
 def _check_fits(record: StructureRecord, number: int, layer: AttentionLayer) -> None:

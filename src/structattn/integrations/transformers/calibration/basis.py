@@ -1,0 +1,129 @@
+"""Which dimensions of a head come first, so that what is dropped for far tokens changes the output least.
+
+Rotary pairs may be permuted, and nothing else: a mixture of pairs of different frequencies would score by positions. Values, and queries and keys
+without rotary positions, may be multiplied by any invertible matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration
+from structattn.layout.levels import LevelLayout
+
+_RIDGE = 1e-6  # of the mean eigenvalue, so that every direction has an inverse
+
+
+def ranked_pairs(effects: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary pairs by what is lost without them.
+
+    The loss without the pairs of a set is the sum of their products z_p . z_p'. From no pair on, the one that adds least is dropped next.
+
+    Args:
+        effects: (G, P, P), sums of z_p . z_p'.
+
+    Returns:
+        (G, P) int64, the pair to keep first, second ...; and (G, P + 1), the loss if that many are kept.
+
+    Cost: O(G P^2).
+    """
+    heads, count = effects.shape[:2]
+    dropped = effects.new_zeros(heads, count, dtype=torch.bool)
+    added = effects.diagonal(dim1=1, dim2=2).clone()
+    order = torch.empty(heads, count, dtype=torch.int64)
+    losses = effects.new_zeros(heads, count + 1)
+    rows = torch.arange(heads)
+    for kept in reversed(range(count)):
+        pair = added.masked_fill(dropped, torch.inf).argmin(dim=1)
+        losses[:, kept] = losses[:, kept + 1] + added[rows, pair]
+        order[:, kept] = pair
+        dropped[rows, pair] = True
+        added += 2 * effects[rows, pair]
+    return order, losses.clamp(min=0)
+
+
+def pair_order(calibration: Calibration, layers: Sequence[LayerCalibration], layout: LevelLayout) -> list[list[int]]:
+    """The rotary pairs of each key head in the order of the levels of a layout.
+
+    Level 1 gets those without which far keys change the output most, each further level those of the rest that matter outside the blocks
+    of the next one.
+
+    Args:
+        calibration: which block sizes are known; the nearest one is taken.
+        layers: a layer, and others that score its keys.
+        layout: even ranks.
+    """
+    blocks = [calibration.nearest_block(size) for size in layout.block_sizes[1:]]
+    found: list[list[int]] = []
+    for head in range(layers[0].shape.num_kv_heads):
+        left = list(range(layers[0].shape.head_dim // 2))
+        order: list[int] = []
+        for rank, block in zip(layout.ranks, [*blocks, None], strict=True):
+            own = left
+            if block is not None:
+                effects = sum(layer.moments.pair_effects[block, head] for layer in layers)
+                assert isinstance(effects, Tensor)
+                ranked, _ = ranked_pairs(effects[left][:, left][None])
+                own = sorted(left[n] for n in ranked[0, : rank // 2].tolist())
+            order += own
+            left = [pair for pair in left if pair not in own]
+        found.append(order)
+    return found
+
+
+def value_basis(layer: LayerCalibration, block: int) -> tuple[Tensor, Tensor]:
+    """The basis of values whose last dimensions add least to the outputs when far keys lose them.
+
+    With F = E[f f^T] of the far sums f (see ``moments``) and M = E[W^T W] of the output projection, and X = M^(1/2), the eigenvectors U of X F X, the
+    largest first, give v' = v A with A = X U / c, and W' with W' v' = W v. Any r leading dimensions of v' are the best r, and the columns of W' are
+    orthogonal; c leaves the norm of W as it is.
+
+    Returns:
+        A, (G, V, V); and the losses if the first 0 ... V dimensions are kept, (G, V + 1).
+    """
+    root = _root(layer.metric)
+    values, vectors = torch.linalg.eigh(root @ layer.moments.value_effects[block] @ root)
+    size = layer.metric.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=1e-300).sqrt()
+    return root @ vectors.flip(-1) / size[:, None, None], _tails(values.flip(-1))
+
+
+def key_basis(layer: LayerCalibration, *, centered: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The basis of queries and keys without rotary positions whose leading dimensions approximate their product best (KQ-SVD).
+
+    With the second moments C_q and C_k of the queries of a group and of its keys, and C_q^(1/2) C_k^(1/2) = U S V^T:
+    q' = q C_q^(-1/2) U S^(1/2) and k' = k C_k^(-1/2) V S^(1/2). The product is unchanged, and queries and keys have equal second moments S.
+
+    Args:
+        centered: the mean key is subtracted; it adds the same number to all scores of a query.
+
+    Returns:
+        The two matrices, (G, D, D); and the expected squares of what is lost of q.k, summed over the heads of a group, if the first
+        0 ... D dimensions are kept, (G, D + 1).
+
+    Source: KQ-SVD, arXiv 2512.05916; ours is on moments of activations, with the heads of a group stacked.
+    """
+    sums = layer.moments
+    keys = sums.key_products / sums.tokens
+    if centered:
+        mean = sums.key_sum / sums.tokens
+        keys = keys - mean[:, :, None] * mean[:, None]
+    q, k = _root(sums.query_products / sums.tokens), _root(keys)
+    left, sizes, right = torch.linalg.svd(q @ k)
+    gain = sizes.sqrt()[:, None]
+    return torch.linalg.solve(q, left) * gain, torch.linalg.solve(k, right.mT) * gain, _tails(sizes.square())
+
+
+def _tails(losses: Tensor) -> Tensor:
+    """The sums of the last D, D - 1, ... 0 numbers, (G, D + 1)."""
+    sums = losses.clamp(min=0).flip(-1).cumsum(-1).flip(-1)
+    return torch.cat([sums, torch.zeros_like(sums[:, :1])], dim=1)
+
+
+def _root(x: Tensor) -> Tensor:
+    """The symmetric square root of positive semidefinite matrices, made invertible."""
+    values, vectors = torch.linalg.eigh(x)
+    floor = _RIDGE * values.mean(dim=-1, keepdim=True).clamp(min=1e-300)
+    return vectors * values.clamp(min=0).add(floor).sqrt()[:, None] @ vectors.mT

@@ -1,0 +1,285 @@
+"""``calibrate``: what the activations of a trained decoder say about the dimensions of its heads."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from structattn.checks import MAX_LENGTH, check_size, check_type, describe
+from structattn.errors import CalibrationError, ConfigError
+from structattn.integrations.transformers.arguments import TERMS
+from structattn.integrations.transformers.calibration.moments import Moments, distance_bucket
+from structattn.integrations.transformers.calibration.projections import Projections, find_projections, input_weights
+from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration, LayerShape
+from structattn.integrations.transformers.discovery import AttentionLayer, find_attention, observed
+from structattn.integrations.transformers.effect import register
+from structattn.integrations.transformers.families import StructurizedModel
+from structattn.integrations.transformers.inputs import check_inputs
+from structattn.integrations.transformers.interface import attend
+from structattn.integrations.transformers.mask_functions import structured_mask
+from structattn.integrations.transformers.masks import Sequences, StructuredMask
+from structattn.integrations.transformers.variant import Variant
+from structattn.layout.checks import positive_ints
+from structattn.progress import counted
+
+_NAME = "structattn_calibration"
+_SMALLEST_BLOCK = 16
+_CHUNK = 64  # queries whose scores are held at once
+_DISTANCES = 32  # of distance_bucket, more than a text has
+_KNOWN = ("input_ids", "attention_mask", "labels")
+
+
+class _Layer:
+    """What is summed of one layer while batches pass."""
+
+    def __init__(self, found: AttentionLayer, projections: Projections) -> None:
+        self.found, self.shape = found, LayerShape.of(found)
+        self.scale = 1 / math.sqrt(found.head_dim)
+        self.moments: Moments | None = None
+        metrics = torch.eye(found.value_dim, dtype=torch.float64).expand(found.num_heads, -1, -1)
+        if projections.out is not None:
+            weight = input_weights(projections.out).double().cpu()
+            metrics = weight @ weight.mT
+        self.metric = metrics.unflatten(0, (found.num_kv_heads, -1)).mean(dim=1)
+        values, vectors = torch.linalg.eigh(metrics)
+        self.root = vectors * values.clamp(min=0).sqrt()[:, None] @ vectors.mT
+
+    def ready(self, like: Tensor, num_blocks: int) -> Moments:
+        """The sums, made for the first batch on the device of its states."""
+        if self.moments is None:
+            own = self.shape
+            pairs = 0 if own.rotation is None else own.head_dim // 2
+            sizes = (own.num_kv_heads, own.head_dim, own.value_dim, pairs, num_blocks, _DISTANCES)
+            self.moments = Moments.zeros(*sizes, device=like.device)
+            self.root = self.root.to(like)
+        return self.moments
+
+    def finished(self, longest: int) -> LayerCalibration:
+        """What was found, on the host."""
+        assert self.moments is not None
+        tensors = {name: x.cpu() for name, x in self.moments.tensors().items()}
+        last = int(distance_bucket(torch.tensor(longest - 1))) + 1
+        tensors |= {name: tensors[name][:last] for name in ("pair_energy", "pair_counts")}
+        return LayerCalibration(shape=self.shape, scale=self.scale, metric=self.metric, moments=Moments(**tensors))
+
+
+class _Collector:
+    """Sums over the batches that pass through the attention function.
+
+    Attributes:
+        layers: of each attention module.
+        block_sizes: ascending.
+        num_queries: of each row.
+        spans: first and end of the real tokens of each row of this batch.
+        rows: how many rows were before.
+    """
+
+    def __init__(self, layers: dict[nn.Module, _Layer], block_sizes: tuple[int, ...], num_queries: int | None) -> None:
+        self.layers, self.block_sizes, self.num_queries = layers, block_sizes, num_queries
+        self.spans: list[tuple[int, int]] = []
+        self.rows = 0
+
+    def add(
+        self, module: nn.Module, states: tuple[Tensor, ...], mask: object, scaling: float | None, terms: dict[str, Any]
+    ) -> None:
+        """Adds one layer of one batch: queries (B, H, T, D), keys and values (B, G, T, D or V)."""
+        layer = self.layers[module]
+        variant = Variant()
+        chunk_size = None
+        if isinstance(mask, StructuredMask):
+            variant, chunk_size = variant.within(mask.window, mask.chunk_size), mask.chunk_size
+        if scaling is not None:
+            layer.scale = scaling
+        moments = layer.ready(_accurate(states[0]), len(self.block_sizes))
+        for row, (first, end) in enumerate(self.spans):
+            q, k, v = (_accurate(x[row, :, first:end]) for x in states)
+            for name, x in (("queries", q), ("keys", k), ("values", v)):
+                if not bool(x.isfinite().all()):
+                    raise CalibrationError(
+                        f"the {name} of layer {layer.shape.index} hold NaN or infinity: the model, its dtype or the tokens of this batch cannot "
+                        "be calibrated with"
+                    )
+            moments.add_tokens(q, k, v)
+            for start, stop in self._runs(self.rows + row, end - first):
+                weights = variant.weights(
+                    q[None, :, start:stop], k[None, :, :stop], scaling=scaling, sequences=Sequences(), **terms
+                )[0]
+                moments.add_queries(
+                    q[:, start:stop],
+                    k[:, :stop],
+                    v[:, :stop],
+                    weights,
+                    scale=layer.scale,
+                    root=layer.root,
+                    rotation=layer.found.rotation,
+                    block_sizes=self.block_sizes,
+                    chunk_size=chunk_size,
+                )
+
+    def _runs(self, row: int, length: int) -> list[tuple[int, int]]:
+        """The runs of neighboring queries of a row that are looked at: one at a random place, or all."""
+        count = length if self.num_queries is None else min(self.num_queries, length)
+        generator = torch.Generator().manual_seed(row)
+        first = int(torch.randint(length - count + 1, (), generator=generator))
+        return [(at, min(at + _CHUNK, first + count)) for at in range(first, first + count, _CHUNK)]
+
+
+def _accurate(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+_active: list[_Collector] = []
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention of the model, whose queries, keys and values are seen by the collector."""
+    terms = {own: arguments[name] for name, own in TERMS.items() if arguments.get(name) is not None}
+    _active[-1].add(module, (query, key, value), attention_mask, scaling, terms)
+    return attend(module, Variant(), _unchanged, query, key, value, attention_mask, dropout, scaling, arguments)
+
+
+register(_NAME, _attention, structured_mask)
+
+
+def _inputs(batch: object, model: PreTrainedModel) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+    """The tokens and the mask of a batch, and where the real tokens of each row begin and end."""
+    given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    for name in given:
+        if name not in _KNOWN:
+            raise ConfigError(
+                f"a batch has {', '.join(_KNOWN)}, got {describe(name)}: texts that are packed or have positions of their own cannot be calibrated with"
+            )
+    inputs = {name: given[name] for name in ("input_ids", "attention_mask") if given.get(name) is not None}
+    check_inputs(model.config, inputs)
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    if mask is None:
+        spans = [(0, ids.shape[1])] * ids.shape[0]
+    else:
+        if mask.dim() != 2:
+            raise ConfigError(f"calibrate takes a padding mask of shape (batch, tokens), got {tuple(mask.shape)}")
+        real = mask != 0
+        counts, firsts = real.sum(dim=1), real.int().argmax(dim=1)
+        if bool((counts == 0).any()):
+            raise ConfigError("a row of a batch has no real token: leave it out")
+        spans = [(first, first + count) for first, count in zip(firsts.tolist(), counts.tolist(), strict=True)]
+        if not all(bool(row[first:end].all()) for row, (first, end) in zip(real, spans, strict=True)):
+            raise ConfigError(
+                "the attention mask hides tokens between real ones: calibrate takes padding at the ends of rows only"
+            )
+        # As generate() does: a row begins at position 0, wherever its padding ends.
+        if "position_ids" in inspect.signature(model.base_model.forward).parameters:
+            inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    return {name: x.to(model.device) for name, x in inputs.items()}, spans
+
+
+def _blocks(given: Sequence[int] | None, length: int) -> tuple[int, ...]:
+    """The block sizes, checked: by default powers of 2 below the length of the first batch."""
+    if given is None:
+        sizes = tuple(2**n for n in range(4, max(length - 1, 1).bit_length()))
+        if not sizes:
+            raise ConfigError(
+                f"the first batch has texts of {length} tokens, in which all are near: give longer ones, of more than {_SMALLEST_BLOCK} tokens, or "
+                "block_sizes"
+            )
+        return sizes
+    sizes = positive_ints(given, "block_sizes", MAX_LENGTH)
+    if list(sizes) != sorted(set(sizes)):
+        raise ConfigError(f"block_sizes must rise, got {describe(given)}")
+    return sizes
+
+
+def calibrate(
+    model: PreTrainedModel,
+    batches: Iterable[Tensor | Mapping[str, Tensor]],
+    *,
+    block_sizes: Sequence[int] | None = None,
+    num_queries: int | None = 64,
+) -> Calibration:
+    """Measures which dimensions of the heads of a trained decoder its far tokens need.
+
+    For each layer and key/value head it sums the second moments of queries, keys and values; and for each block size n what the
+    attention output loses, to first order, when keys outside the block of a query lose dimensions. With attention weights a, scores s = c q.k
+    and outputs o, a rotary pair p of keys changes the output by
+
+        z_p = sum over far j of a_ij s_p(i, j) (v_j - o_i),
+
+    and all products z_p . z_p' are kept, since the effects of pairs add or cancel; dimensions P of the values change it by P f with
+    f = sum over far j of a_ij v_j. Both are measured behind the output projection, where it is known.
+
+    Args:
+        model: a plain decoder that ``structurize`` takes; unchanged afterwards.
+        batches: token ids (B, T), or dicts with ``input_ids`` and ``attention_mask`` (padding at the ends of rows). They are read once, and
+            few are enough: some 10,000 tokens, of the length at which the model will be used.
+        block_sizes: rising. Default: powers of 2 from 16 on, below the length of the first batch.
+        num_queries: queries of each row whose scores are looked at, neighbors at a random place, the same ones in every run. ``None``: all.
+
+    Returns:
+        A ``Calibration``, for ``structurize(rotary_split="calibrated")`` and ``allocate``. ``save`` and ``load`` are its file.
+
+    Raises:
+        ConfigError: see ``structurize``; or no batches, short ones, or other arguments.
+        CalibrationError: queries, keys or values are NaN or infinite; the message says which, and in which layer.
+
+    Cost: a forward pass without output head of all tokens; per layer and row 2 H M T D (V + D) FLOPs for the M queries. Memory does not
+        depend on the number of batches: per layer 8 B G (P^2 + V^2) bytes for B block sizes, G heads and P = D / 2 pairs.
+
+    Source: ours. MHA2MLA (arXiv 2502.14837) chooses rotary pairs by the norms of queries and keys, KQ-SVD (2512.05916) shows that queries count as
+        much as keys, CARE (2603.17946) uses the covariance of activations; none distinguishes distances.
+    """
+    check_type("model", model, PreTrainedModel, "a model of transformers")
+    if isinstance(model, StructurizedModel):
+        raise ConfigError(f"{type(model).__name__} is structurized already: calibrate the plain model")
+    check_type("batches", batches, Iterable, "an iterable of tensors (batch, tokens) or of dicts with input_ids")
+    if num_queries is not None:
+        check_size("num_queries", num_queries, MAX_LENGTH)
+    found = find_attention(model)
+    projections = find_projections(model, [layer.module for layer in found])
+    layers = {layer.module: _Layer(layer, projections[layer.module]) for layer in found}
+    collector: _Collector | None = None
+    longest = 0
+    try:
+        for batch in counted(batches, "calibrating"):
+            inputs, spans = _inputs(batch, model)
+            longest = max(longest, *(end - first for first, end in spans))
+            if collector is None:
+                collector = _Collector(layers, _blocks(block_sizes, longest), num_queries)
+                _active.append(collector)
+            collector.spans = spans
+            with observed(model, _NAME):
+                model.base_model(**inputs, use_cache=False)
+            collector.rows += len(spans)
+    finally:
+        if collector is not None:
+            _active.remove(collector)
+    if collector is None:
+        raise ConfigError("calibrate needs at least one batch, got none")
+    if longest <= collector.block_sizes[0]:
+        raise ConfigError(
+            f"the longest text has {longest} tokens, all in one block of {collector.block_sizes[0]}: give longer texts, or smaller block_sizes"
+        )
+    return Calibration(
+        layers=tuple(layer.finished(longest) for layer in layers.values()),
+        block_sizes=collector.block_sizes,
+        context_length=longest,
+        element_size=model.dtype.itemsize,
+    )

@@ -1,0 +1,201 @@
+"""``Calibration``: what ``calibrate`` found, as a value and as a file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from structattn.checks import check_path
+from structattn.errors import CheckpointError, ConfigError
+from structattn.files import write_atomic
+from structattn.integrations.transformers.calibration.moments import Moments
+from structattn.integrations.transformers.discovery import AttentionLayer
+from structattn.layers.rotary_order import Rotation
+
+FORMAT_VERSION = 1
+_KEY = "structattn_calibration"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """The sizes of an attention layer.
+
+    Attributes:
+        index: number of the layer.
+        rotation: rotary pairs, as ``Rotation`` writes them; ``None``: none.
+        num_heads, num_kv_heads: H and G.
+        head_dim, value_dim: D and V.
+        window: sliding window.
+        keys_of: number of the layer whose keys it scores; ``None`` if it has keys of its own.
+    """
+
+    index: int
+    rotation: str | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None
+    keys_of: int | None
+
+    @classmethod
+    def of(cls, layer: AttentionLayer) -> LayerShape:
+        """That of a layer that was found in a model."""
+        return cls(
+            index=layer.index,
+            rotation=None if layer.rotation is None else str(layer.rotation),
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            value_dim=layer.value_dim,
+            window=layer.window,
+            keys_of=layer.keys_of,
+        )
+
+    def __str__(self) -> str:
+        pairs = "no rotary pairs" if self.rotation is None else f"rotary pairs {self.rotation}"
+        return f"{self.num_heads} heads, {self.num_kv_heads} of keys, of {self.head_dim} and {self.value_dim} dimensions, {pairs}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerCalibration:
+    """What is known of one layer.
+
+    Attributes:
+        shape: its sizes.
+        scale: c in its scores c q.k.
+        metric: (G, V, V), the mean of W^T W over the heads of a group, W being the columns of a head in the output projection; the
+            identity where that projection is not known.
+        moments: sums over tokens.
+    """
+
+    shape: LayerShape
+    scale: float
+    metric: Tensor
+    moments: Moments
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """The rotary pairs."""
+        return None if self.shape.rotation is None else Rotation.parse(self.shape.rotation)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calibration:
+    """What the activations of a model say about each attention layer; ``calibrate`` makes it.
+
+    Attributes:
+        layers: in the order of the model, attention layers only.
+        block_sizes: ascending; what is lost outside blocks of these sizes is known.
+        context_length: of the longest sequence, in tokens.
+        element_size: bytes of a cached number in the dtype of the model.
+    """
+
+    layers: tuple[LayerCalibration, ...]
+    block_sizes: tuple[int, ...]
+    context_length: int
+    element_size: int
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the shapes of the model's attention layers."""
+        return hashlib.sha256(json.dumps(_plain(self)["layers"], sort_keys=True).encode()).hexdigest()
+
+    def check(self, layers: Sequence[AttentionLayer]) -> None:
+        """Raises ``ConfigError`` unless these layers have the shapes of the model that was calibrated."""
+        shapes = [LayerShape.of(layer) for layer in layers]
+        if len(shapes) != len(self.layers):
+            raise ConfigError(
+                f"the calibration is of a model with {len(self.layers)} attention layers, and this one has {len(shapes)}: calibrate this model"
+            )
+        for own, other in zip(self.layers, shapes, strict=True):
+            if own.shape != other:
+                raise ConfigError(
+                    f"the calibration is of another model: layer {own.shape.index} has {own.shape} there, and layer {other.index} of this model "
+                    f"{other}: calibrate this model"
+                )
+
+    def nearest_block(self, size: int) -> int:
+        """The number of the calibrated block size that is nearest to a size, as a ratio."""
+        return min(range(len(self.block_sizes)), key=lambda n: abs(math.log2(self.block_sizes[n] / size)))
+
+    def save(self, path: str | Path) -> None:
+        """Writes one safetensors file, completely or not at all.
+
+        Raises:
+            ConfigError: the path is none.
+            CheckpointError: it cannot be written; a file that was there is untouched.
+        """
+        path = check_path("path", path)
+        tensors = {
+            f"{number}.{name}": x.cpu().contiguous()
+            for number, layer in enumerate(self.layers)
+            for name, x in {"metric": layer.metric, **layer.moments.tensors()}.items()
+        }
+        record = json.dumps(_plain(self), sort_keys=True)
+        write_atomic(path, save_tensors(tensors, {_KEY: record, "sha256": _hash(record, tensors)}))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Reads what ``save`` wrote, and verifies it.
+
+        Raises:
+            ConfigError: the path is none.
+            CheckpointError: the file is missing, damaged, changed, or no calibration.
+        """
+        path = check_path("path", path)
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                metadata = file.metadata() or {}
+            tensors = load_tensors(path.read_bytes())
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read the calibration {path}: {error}; it is missing or damaged") from error
+        if _KEY not in metadata:
+            raise CheckpointError(f"{path} is no calibration that structattn saved: its metadata has no {_KEY!r}")
+        record = metadata[_KEY]
+        if _hash(record, tensors) != metadata.get("sha256"):
+            raise CheckpointError(f"{path} was changed since it was written: its hash does not fit; calibrate again")
+        data = json.loads(record)
+        if data["format_version"] != FORMAT_VERSION:
+            raise CheckpointError(f"{path}: expected format version {FORMAT_VERSION}, got {data['format_version']}")
+        layers = tuple(
+            LayerCalibration(
+                shape=LayerShape(**shape),
+                scale=scale,
+                metric=tensors[f"{number}.metric"],
+                moments=Moments(**{field.name: tensors[f"{number}.{field.name}"] for field in fields(Moments)}),
+            )
+            for number, (shape, scale) in enumerate(zip(data["layers"], data["scales"], strict=True))
+        )
+        return cls(
+            layers=layers,
+            block_sizes=tuple(data["block_sizes"]),
+            context_length=data["context_length"],
+            element_size=data["element_size"],
+        )
+
+
+def _plain(calibration: Calibration) -> dict[str, Any]:
+    """All of a calibration but its tensors."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "layers": [vars(layer.shape) for layer in calibration.layers],
+        "scales": [layer.scale for layer in calibration.layers],
+        "block_sizes": calibration.block_sizes,
+        "context_length": calibration.context_length,
+        "element_size": calibration.element_size,
+    }
+
+
+def _hash(record: str, tensors: dict[str, Tensor]) -> str:
+    return hashlib.sha256(record.encode() + save_tensors(tensors)).hexdigest()

@@ -1,0 +1,51 @@
+"""Which level gets which rotary pairs in structurized models: by a rule, or in an order of each key head that a calibration gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from structattn.checks import check_choice, quoted
+from structattn.errors import ConfigError
+from structattn.layers.rotary_order import ROTARY_SPLITS, RotarySplit, check_split
+from structattn.spec.attention import parse_spec
+
+CALIBRATED: Literal["calibrated"] = "calibrated"
+AnySplit = RotarySplit | Literal["calibrated"]
+
+
+def check_any_split(split: Any) -> AnySplit:
+    """The split; raises ``ConfigError`` unless it is known."""
+    if isinstance(split, str) and split == "per_level":
+        return check_split(split)
+    check_choice("rotary_split", split, (*ROTARY_SPLITS, CALIBRATED))
+    return split
+
+
+def read_pair_orders(
+    given: Any, specs: Sequence[str | None], rotations: Sequence[str | None], length: int, *, is_needed: bool
+) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
+    """The entry ``pair_orders``, checked: texts such as ``"2 0 1"``, one for each key head of a layer with rotary pairs and levels."""
+    if given is None and not is_needed:
+        return (None,) * len(specs)
+    name = "config.structattn['pair_orders']"
+    if not isinstance(given, list | tuple) or len(given) != len(specs):
+        raise ConfigError(f"{name} needs a list of texts or null for each of {len(specs)} layers, got {quoted(given)}")
+    found: list[tuple[tuple[int, ...], ...] | None] = []
+    for layer, (texts, spec, rotation) in enumerate(zip(given, specs, rotations, strict=True)):
+        layout = None if spec is None else parse_spec(spec).layout_for(length)
+        if rotation is None or layout is None or len(layout.ranks) == 1:
+            found.append(None)
+            continue
+        pairs = [str(pair) for pair in range(sum(layout.ranks) // 2)]
+        if not isinstance(texts, list | tuple) or not texts:
+            raise ConfigError(
+                f"{name} needs an order of rotary pairs for each key head of layer {layer}, got {quoted(texts)}"
+            )
+        for text in texts:
+            if not isinstance(text, str) or sorted(text.split()) != sorted(pairs):
+                raise ConfigError(
+                    f"{name} of layer {layer} needs each of {len(pairs)} rotary pairs once, got {quoted(text)}"
+                )
+        found.append(tuple(tuple(map(int, text.split())) for text in texts))
+    return tuple(found)

@@ -34,6 +34,7 @@ from structattn.integrations.transformers.adapters import call_attention, regist
 from structattn.integrations.transformers.auto_map import publish  # noqa: E402
 from structattn.integrations.transformers.cache import LevelCacheLayer  # noqa: E402
 from structattn.integrations.transformers.caches import LevelCaches, level_cache  # noqa: E402
+from structattn.integrations.transformers.calibration.allocate import allocate  # noqa: E402
 from structattn.integrations.transformers.calibration.collect import calibrate  # noqa: E402
 from structattn.integrations.transformers.calibration.record import Calibration  # noqa: E402
 from structattn.integrations.transformers.config import StructAttnConfig  # noqa: E402
@@ -75,6 +76,7 @@ __all__ = [
     "StructAttnForSequenceClassification",
     "StructAttnForTokenClassification",
     "StructAttnModel",
+    "allocate",
     "calibrate",
     "call_attention",
     "export_decoder",

@@ -38,8 +38,14 @@ _KNOWN = ("input_ids", "attention_mask", "labels")
 class _Layer:
     """What is summed of one layer while batches pass."""
 
-    def __init__(self, found: AttentionLayer, projections: Projections) -> None:
+    def __init__(self, found: AttentionLayer, projections: Projections, *, is_shared: bool) -> None:
         self.found, self.shape = found, LayerShape.of(found)
+        keys = projections.key
+        self.options = {
+            "has_key_basis": found.rotation is not None or (projections.has_keys and not is_shared),
+            "has_value_basis": projections.has_values and not is_shared,
+            "has_key_bias": keys is not None and getattr(keys.layer, "bias", None) is not None,
+        }
         self.scale = 1 / math.sqrt(found.head_dim)
         self.moments: Moments | None = None
         metrics = torch.eye(found.value_dim, dtype=torch.float64).expand(found.num_heads, -1, -1)
@@ -66,7 +72,9 @@ class _Layer:
         tensors = {name: x.cpu() for name, x in self.moments.tensors().items()}
         last = int(distance_bucket(torch.tensor(longest - 1))) + 1
         tensors |= {name: tensors[name][:last] for name in ("pair_energy", "pair_counts")}
-        return LayerCalibration(shape=self.shape, scale=self.scale, metric=self.metric, moments=Moments(**tensors))
+        return LayerCalibration(
+            shape=self.shape, scale=self.scale, metric=self.metric, moments=Moments(**tensors), **self.options
+        )
 
 
 class _Collector:
@@ -254,7 +262,13 @@ def calibrate(
         check_size("num_queries", num_queries, MAX_LENGTH)
     found = find_attention(model)
     projections = find_projections(model, [layer.module for layer in found])
-    layers = {layer.module: _Layer(layer, projections[layer.module]) for layer in found}
+    sources = {layer.keys_of for layer in found}
+    layers = {
+        layer.module: _Layer(
+            layer, projections[layer.module], is_shared=layer.keys_of is not None or layer.index in sources
+        )
+        for layer in found
+    }
     collector: _Collector | None = None
     longest = 0
     try:

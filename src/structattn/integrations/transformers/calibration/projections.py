@@ -60,6 +60,16 @@ class Projections:
     value: Rows | None
     out: Rows | None
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether the basis of queries and keys can be changed."""
+        return self.query is not None and self.key is not None
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the basis of values can be changed."""
+        return self.value is not None and self.out is not None
+
 
 @dataclass
 class _Probe:

@@ -24,6 +24,7 @@ from structattn.layers.rotary_order import Rotation
 
 FORMAT_VERSION = 1
 _KEY = "structattn_calibration"
+_OPTIONS = ("scale", "has_key_basis", "has_value_basis", "has_key_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +78,15 @@ class LayerCalibration:
         metric: (G, V, V), the mean of W^T W over the heads of a group, W being the columns of a head in the output projection; the
             identity where that projection is not known.
         moments: sums over tokens.
+        has_key_basis, has_value_basis: whether ``structurize`` can choose which dimensions of keys, and of values, come first.
+        has_key_bias: whether the mean key can be subtracted.
     """
 
     shape: LayerShape
     scale: float
+    has_key_basis: bool
+    has_value_basis: bool
+    has_key_bias: bool
     metric: Tensor
     moments: Moments
 
@@ -171,11 +177,11 @@ class Calibration:
         layers = tuple(
             LayerCalibration(
                 shape=LayerShape(**shape),
-                scale=scale,
+                **options,
                 metric=tensors[f"{number}.metric"],
                 moments=Moments(**{field.name: tensors[f"{number}.{field.name}"] for field in fields(Moments)}),
             )
-            for number, (shape, scale) in enumerate(zip(data["layers"], data["scales"], strict=True))
+            for number, (shape, options) in enumerate(zip(data["layers"], data["options"], strict=True))
         )
         return cls(
             layers=layers,
@@ -190,7 +196,7 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "layers": [vars(layer.shape) for layer in calibration.layers],
-        "scales": [layer.scale for layer in calibration.layers],
+        "options": [{name: getattr(layer, name) for name in _OPTIONS} for layer in calibration.layers],
         "block_sizes": calibration.block_sizes,
         "context_length": calibration.context_length,
         "element_size": calibration.element_size,

@@ -15,8 +15,17 @@ from test_hf_structurize import adapt
 from transformers.masking_utils import sdpa_mask
 
 from structattn.errors import CalibrationError, CheckpointError, ConfigError
-from structattn.integrations.transformers import Calibration, calibrate, load_structurized, structurize
+from structattn.integrations.transformers import (
+    Calibration,
+    allocate,
+    calibrate,
+    level_cache,
+    load_structurized,
+    structurize,
+)
+from structattn.integrations.transformers.calibration.allocate import _groups, _options, _per_layer, _uniform
 from structattn.integrations.transformers.calibration.basis import key_basis, ranked_pairs, value_basis
+from structattn.spec.attention import parse_spec
 from structattn.testing.tolerances import COMPUTED, SIX_DIGITS, assert_close, relative_error
 
 BLOCKS = (4, 8, 16)
@@ -136,6 +145,35 @@ def test_sums_by_the_definition() -> None:
         assert relative_error(sums.query_products, grouped.mT @ grouped) < COMPUTED
         assert relative_error(sums.key_sum, k.sum(1)) < COMPUTED
         assert (sums.tokens, sums.queries) == (14, 14)
+
+
+def test_sensitivity_by_the_definition() -> None:
+    model = trained(llama)
+    found = calibrated(model, IDS[:2])
+    before = logits(model, IDS[:2]).log_softmax(-1)
+    for number, layer in enumerate(found.layers):
+        columns = model.model.layers[number].self_attn.o_proj.weight.detach().view(DIM, 4, 8)
+
+        def square(x, columns=columns):  # of each head behind the output projection
+            return torch.einsum("ehv,bhtv->bhte", columns, x).square().sum()
+
+        def attention(module, query, key, value, attention_mask, scaling=None, number=number, square=square, **_):
+            k, v = (x.repeat_interleave(2, 1) for x in (key, value))
+            i = torch.arange(40)
+            weights = (query @ k.mT * scaling).masked_fill(i > i[:, None], -torch.inf).softmax(-1)
+            out, far = weights @ v, (weights * (i < i[:, None] // 4 * 4)) @ v
+            if module.layer_idx == number:
+                out = out - far * (0.05 * square(out) / square(far)).sqrt()
+            return out.transpose(1, 2), None
+
+        name = f"lessened{number}"
+        transformers.AttentionInterface.register(name, attention)
+        transformers.AttentionMaskInterface.register(name, sdpa_mask)
+        changed = copy.deepcopy(model)
+        changed.set_attn_implementation(name)
+        after = logits(changed, IDS[:2]).log_softmax(-1)
+        wanted = float((before.exp() * (before - after)).sum(-1).mean()) / 0.05
+        assert layer.sensitivity == pytest.approx(wanted, rel=1e-3)  # differences of float32
 
 
 def assert_equal_sums(a, b) -> None:
@@ -293,6 +331,86 @@ def test_layers_may_have_their_own_specs() -> None:
     structurize(model, [spec("2|6", "64|8", "2|6")], layers=[1], rotary_split="calibrated", calibration=found)
     assert model.config.structattn["pair_orders"][0] is None
     assert torch.equal(model.model.layers[0].self_attn.v_proj.weight, before)
+
+
+# Which ranks fit a budget
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, mistral])
+def test_the_cache_fits_the_budget(make) -> None:
+    model = trained(make) if make is not mistral else _trained(make)
+    found = calibrated(model)
+    plain = level_cache(structurize(copy.deepcopy(model), "mlr:8"), max_length=CONTEXT)
+    ids = tokens(1, CONTEXT)
+    model_of = partial(structurize, rotary_split="calibrated", calibration=found)
+    one_level = structurize(copy.deepcopy(model), "mlr:8")
+    logits(one_level, ids, past_key_values=plain)
+    before = logits(model, ids).log_softmax(-1)
+    divergences = []
+    for compression in (1.3, 2.0, 2.7):
+        specs = allocate(found, compression=compression, context_length=CONTEXT)
+        assert len(specs) == LAYERS
+        changed = model_of(copy.deepcopy(model), specs)
+        cache = level_cache(changed, max_length=CONTEXT)
+        after = logits(changed, ids, past_key_values=cache).log_softmax(-1)
+        divergences.append(float((before.exp() * (before - after)).sum(-1).mean()))
+        assert 0.85 * plain.nbytes <= compression * cache.nbytes <= plain.nbytes
+        per_token = allocate(found, bytes_per_token=plain.nbytes / CONTEXT / compression, context_length=CONTEXT)
+        assert per_token == specs
+    assert divergences == sorted(divergences)
+    assert divergences[0] < 0.3 * divergences[-1]
+
+
+def test_more_cache_never_loses_more() -> None:
+    found = calibrated(trained(qwen3))
+    groups = [_options(found, layers, CONTEXT) for layers in _groups(found)]
+
+    def loss(chosen):
+        return sum(float(group.losses[n]) for group, n in zip(groups, chosen, strict=True))
+
+    plain = sum(float(group.sizes[-1]) for group in groups)
+    budgets = [plain * share for share in torch.linspace(0.3, 1, 40).tolist()]
+    own = [loss(_per_layer(groups, budget)) for budget in budgets]
+    assert own == sorted(own, reverse=True)
+    assert own[-1] == 0
+    common = [loss(_uniform(groups, budget)) for budget in budgets]
+    assert sum(own) < sum(common)
+    specs = allocate(found, compression=2.0, ranks="uniform")
+    assert specs[0] == specs[1]
+    assert allocate(found, compression=1) == [parse_spec("standard")] * LAYERS
+
+
+def test_values_stay_whole_where_their_basis_cannot_change() -> None:
+    model = trained(llama)
+    adapt(model)
+    found = calibrated(model)
+    specs = allocate(found, compression=1.5)
+    assert all(spec.layout.value_ranks is None for spec in specs if spec.layout is not None)
+    structurize(model, specs, rotary_split="calibrated", calibration=found)
+
+
+def test_refused_budgets() -> None:
+    found = calibrated(trained(llama))
+    for options, message in (
+        ({}, "give a budget"),
+        ({"compression": 2.0, "bytes_per_token": 10}, "give a budget"),
+        ({"compression": 0.5}, "compression must be"),
+        ({"compression": float("nan")}, "compression must be"),
+        ({"bytes_per_token": 0}, "bytes_per_token must be"),
+        ({"compression": 2.0, "ranks": "equal"}, "unknown ranks"),
+        ({"compression": 2.0, "context_length": 0}, "context_length"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            allocate(found, **options)
+    for ranks in ("per_layer", "uniform"):
+        with pytest.raises(
+            ConfigError, match=r"no ranks .* 100 times .* smallest one of 40 tokens is (\d\.\d+) times"
+        ) as error:
+            allocate(found, compression=100, ranks=ranks)
+        nearest = float(str(error.value).partition("tokens is ")[2].partition(" ")[0])
+        assert len(allocate(found, compression=nearest - 0.01, ranks=ranks)) == LAYERS
+    with pytest.raises(ConfigError, match="calibration must be a Calibration"):
+        allocate("found", compression=2.0)
 
 
 # What is kept

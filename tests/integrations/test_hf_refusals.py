@@ -57,7 +57,7 @@ def is_in(phrase: str, message: str) -> bool:
 
 def test_every_refusal_is_listed() -> None:
     phrases, missing, count = [phrase for row in rows() for phrase in row], [], 0
-    for path in sorted(SOURCE.glob("*.py")):
+    for path in sorted(SOURCE.rglob("*.py")):
         for line, message in messages(path):
             count += 1
             names_wrong_value = re.search(r"\bgot\b", message) is not None
@@ -68,7 +68,7 @@ def test_every_refusal_is_listed() -> None:
 
 
 def test_no_row_is_of_an_error_that_is_gone() -> None:
-    own = [message for path in SOURCE.glob("*.py") for _, message in messages(path)]
+    own = [message for path in SOURCE.rglob("*.py") for _, message in messages(path)]
     masks = (SOURCE / "masks.py").read_text(encoding="utf-8")  # what only a compiled program raises
     gone = [row for row in rows() if not any(is_in(one, message) for one in row for message in (*own, masks))]
     assert not gone

@@ -28,7 +28,7 @@ class _Options:
         layers: the first one has the keys.
         specs: (block number, key rank, value rank) of each option; the last option is plain attention, block number -1.
         sizes: numbers that the cache holds, float64.
-        losses: expected relative squared error of the attention output, summed over the layers.
+        losses: expected change of the predictions, summed over the layers.
     """
 
     layers: tuple[LayerCalibration, ...]
@@ -49,9 +49,10 @@ def allocate(
 
     Every layer gets two levels, of keys and of values: level 1 keeps r_1 and v_1 dimensions of all T tokens, level 2 the others of one block of n
     tokens, so that a key/value head holds r_1 T + (D - r_1) n + v_1 T + (V - v_1) n numbers; or the layer stays plain. The loss of a
-    choice is, to first order, the squared error of the attention output relative to its square:
+    choice is the expected change of the model's predictions, in nats per token: to first order, the squared error of the attention output
+    relative to its square, times the sensitivity of the layer,
 
-        (sum over heads of |sum of z_p over dropped pairs|^2 + |P f|^2) / |o|^2
+        sensitivity (sum over heads of |sum of z_p over dropped pairs|^2 + |P f|^2) / |o|^2
 
     in the terms of ``calibrate``; without rotary positions the first term is the dropped variance of scores (the tail of the singular values)
     times the spread of values. The choices of each layer that lie on the lower convex hull of loss over size are taken in the order of
@@ -131,9 +132,9 @@ def _options(calibration: Calibration, layers: tuple[LayerCalibration, ...], len
             continue
         of_keys, of_values = torch.zeros(head + 1), torch.zeros(value + 1)
         for layer in layers:
-            total = layer.moments.output.clamp(min=1e-300)
-            of_keys = of_keys + _key_losses(layer, block) / total
-            of_values = of_values + value_basis(layer, block)[1].sum(dim=0) / total
+            unit = layer.sensitivity / layer.moments.output.clamp(min=1e-300)
+            of_keys = of_keys + _key_losses(layer, block) * unit
+            of_values = of_values + value_basis(layer, block)[1].sum(dim=0) * unit
         far, near = _tokens(length, shape.window), _tokens(min(size, length), shape.window)
         keys = key_ranks * far + (head - key_ranks) * near
         values = value_ranks * far + (value - value_ranks) * near

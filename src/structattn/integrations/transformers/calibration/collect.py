@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 
 from structattn.checks import MAX_LENGTH, check_size, check_type, describe
 from structattn.errors import CalibrationError, ConfigError
-from structattn.integrations.transformers.arguments import TERMS
+from structattn.integrations.transformers.arguments import POSITION_BIAS, TERMS
 from structattn.integrations.transformers.calibration.moments import Moments, distance_bucket
 from structattn.integrations.transformers.calibration.projections import Projections, find_projections, input_weights
 from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration, LayerShape
+from structattn.integrations.transformers.calibration.sensitivity import same, sensitivities
 from structattn.integrations.transformers.discovery import AttentionLayer, find_attention, observed
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.families import StructurizedModel
@@ -48,6 +49,7 @@ class _Layer:
         }
         self.scale = 1 / math.sqrt(found.head_dim)
         self.moments: Moments | None = None
+        self.sensitivity = 0.0
         metrics = torch.eye(found.value_dim, dtype=torch.float64).expand(found.num_heads, -1, -1)
         if projections.out is not None:
             weight = input_weights(projections.out).double().cpu()
@@ -73,7 +75,12 @@ class _Layer:
         last = int(distance_bucket(torch.tensor(longest - 1))) + 1
         tensors |= {name: tensors[name][:last] for name in ("pair_energy", "pair_counts")}
         return LayerCalibration(
-            shape=self.shape, scale=self.scale, metric=self.metric, moments=Moments(**tensors), **self.options
+            shape=self.shape,
+            scale=self.scale,
+            sensitivity=self.sensitivity,
+            metric=self.metric,
+            moments=Moments(**tensors),
+            **self.options,
         )
 
 
@@ -116,7 +123,11 @@ class _Collector:
             moments.add_tokens(q, k, v)
             for start, stop in self._runs(self.rows + row, end - first):
                 weights = variant.weights(
-                    q[None, :, start:stop], k[None, :, :stop], scaling=scaling, sequences=Sequences(), **terms
+                    q[None, :, start:stop],
+                    k[None, :, :stop],
+                    scaling=scaling,
+                    sequences=Sequences(),
+                    **_of_queries(terms, row, first, start, stop),
                 )[0]
                 moments.add_queries(
                     q[:, start:stop],
@@ -138,16 +149,23 @@ class _Collector:
         return [(at, min(at + _CHUNK, first + count)) for at in range(first, first + count, _CHUNK)]
 
 
+def _of_queries(terms: dict[str, Any], row: int, first: int, start: int, stop: int) -> dict[str, Any]:
+    """The terms of the score of some queries of a row whose real tokens begin at ``first``."""
+    terms = dict(terms)
+    if (slopes := terms.get("alibi_slopes")) is not None and slopes.dim() == 2:
+        terms["alibi_slopes"] = slopes[row]
+    if (bias := terms.pop(POSITION_BIAS, None)) is not None:
+        bias = bias[min(row, len(bias) - 1)][None, ..., first : first + stop]
+        terms["attn_mask"] = bias if bias.shape[2] == 1 else bias[:, :, first + start : first + stop]
+    return terms
+
+
 def _accurate(x: Tensor) -> Tensor:
     """In float32 at least."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 _active: list[_Collector] = []
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
 
 
 def _attention(
@@ -161,9 +179,10 @@ def _attention(
     **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention of the model, whose queries, keys and values are seen by the collector."""
-    terms = {own: arguments[name] for name, own in TERMS.items() if arguments.get(name) is not None}
+    names = {**TERMS, POSITION_BIAS: POSITION_BIAS}
+    terms = {own: arguments[name] for name, own in names.items() if arguments.get(name) is not None}
     _active[-1].add(module, (query, key, value), attention_mask, scaling, terms)
-    return attend(module, Variant(), _unchanged, query, key, value, attention_mask, dropout, scaling, arguments)
+    return attend(module, Variant(), same, query, key, value, attention_mask, dropout, scaling, arguments)
 
 
 register(_NAME, _attention, structured_mask)
@@ -223,7 +242,7 @@ def calibrate(
     block_sizes: Sequence[int] | None = None,
     num_queries: int | None = 64,
 ) -> Calibration:
-    """Measures which dimensions of the heads of a trained decoder its far tokens need.
+    """Measures which dimensions of the heads of a trained decoder its far tokens need, and how much each layer matters.
 
     For each layer and key/value head it sums the second moments of queries, keys and values; and for each block size n what the
     attention output loses, to first order, when keys outside the block of a query lose dimensions. With attention weights a, scores s = c q.k
@@ -232,7 +251,8 @@ def calibrate(
         z_p = sum over far j of a_ij s_p(i, j) (v_j - o_i),
 
     and all products z_p . z_p' are kept, since the effects of pairs add or cancel; dimensions P of the values change it by P f with
-    f = sum over far j of a_ij v_j. Both are measured behind the output projection, where it is known.
+    f = sum over far j of a_ij v_j. Both are measured behind the output projection, where it is known. What such an error does to the predictions
+    of the model is measured on the first batch, in nats per token: each layer in turn loses some of what far keys contribute.
 
     Args:
         model: a plain decoder that ``structurize`` takes; unchanged afterwards.
@@ -248,7 +268,7 @@ def calibrate(
         ConfigError: see ``structurize``; or no batches, short ones, or other arguments.
         CalibrationError: queries, keys or values are NaN or infinite; the message says which, and in which layer.
 
-    Cost: a forward pass without output head of all tokens; per layer and row 2 H M T D (V + D) FLOPs for the M queries. Memory does not
+    Cost: a forward pass without output head of all tokens, and one with it of up to 2,048 tokens for each layer; per layer and row 2 H M T D (V + D) FLOPs for the M queries. Memory does not
         depend on the number of batches: per layer 8 B G (P^2 + V^2) bytes for B block sizes, G heads and P = D / 2 pairs.
 
     Source: ours. MHA2MLA (arXiv 2502.14837) chooses rotary pairs by the norms of queries and keys, KQ-SVD (2512.05916) shows that queries count as
@@ -281,6 +301,13 @@ def calibrate(
             collector.spans = spans
             with observed(model, _NAME):
                 model.base_model(**inputs, use_cache=False)
+            if collector.rows == 0:
+                roots = {module: layer.root for module, layer in layers.items()}
+                real = torch.zeros(inputs["input_ids"].shape, dtype=torch.bool, device=model.device)
+                for row, (first, end) in enumerate(spans):
+                    real[row, first:end] = True
+                for module, change in sensitivities(model, inputs, real, roots, collector.block_sizes[0]).items():
+                    layers[module].sensitivity = change
             collector.rows += len(spans)
     finally:
         if collector is not None:

@@ -24,7 +24,7 @@ from structattn.layers.rotary_order import Rotation
 
 FORMAT_VERSION = 1
 _KEY = "structattn_calibration"
-_OPTIONS = ("scale", "has_key_basis", "has_value_basis", "has_key_bias")
+_OPTIONS = ("scale", "sensitivity", "has_key_basis", "has_value_basis", "has_key_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,7 @@ class LayerCalibration:
     Attributes:
         shape: its sizes.
         scale: c in its scores c q.k.
+        sensitivity: what a relative squared error of its attention output changes in the predictions, in nats per token.
         metric: (G, V, V), the mean of W^T W over the heads of a group, W being the columns of a head in the output projection; the
             identity where that projection is not known.
         moments: sums over tokens.
@@ -84,6 +85,7 @@ class LayerCalibration:
 
     shape: LayerShape
     scale: float
+    sensitivity: float
     has_key_basis: bool
     has_value_basis: bool
     has_key_bias: bool

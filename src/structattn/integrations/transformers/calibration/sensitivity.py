@@ -1,0 +1,144 @@
+"""How much a model's predictions change with the attention output of each layer, found by changing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from structattn.integrations.transformers.discovery import observed
+from structattn.integrations.transformers.effect import register
+from structattn.integrations.transformers.interface import attend
+from structattn.integrations.transformers.mask_functions import structured_mask
+from structattn.integrations.transformers.variant import Variant
+from structattn.layout.levels import LevelLayout
+from structattn.progress import counted
+
+_NAME = "structattn_sensitivity"
+_ERROR = 0.05  # relative squared error of the attention output: small, so that the change is proportional to it
+_TOKENS = 2048  # from which the change is measured, since logits are many numbers
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Which layer is changed now, and how.
+
+    Attributes:
+        module: the attention module; ``None``: none.
+        root: (H, V, V), the square root of W^T W of each head of the output projection.
+        block_size: keys outside the block of a query are far.
+        real: (B, T) bool.
+    """
+
+    module: nn.Module | None
+    root: Tensor
+    block_size: int
+    real: Tensor
+
+
+_active: list[_Change] = []
+
+
+def same(x: Tensor) -> Tensor:
+    """The order of dimensions that is no other."""
+    return x
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention of the model; in one layer, part of what far keys contribute is taken away."""
+    change = _active[-1]
+    if module is not change.module:
+        return attend(module, Variant(), same, query, key, value, attention_mask, dropout, scaling, arguments)
+    head, dims = query.shape[-1], value.shape[-1]
+    size = -(-query.shape[2] // change.block_size) * change.block_size
+    # The values twice: those of level 1 are summed over all keys, those of level 2 over the keys of the block.
+    layout = LevelLayout((head, 1), (size, change.block_size), "standard", (dims, dims))
+    both, _ = attend(
+        module,
+        Variant(layout=layout),
+        same,
+        F.pad(query, (0, 1)),
+        F.pad(key, (0, 1)),
+        torch.cat([value, value], dim=-1),
+        attention_mask,
+        dropout,
+        head**-0.5 if scaling is None else scaling,
+        arguments,
+    )
+    out, near = both.split(dims, dim=-1)
+    far = out - near
+    root = change.root.to(out)
+
+    def square(x: Tensor) -> Tensor:
+        return torch.einsum("bthv,hvw->bthw", x, root)[change.real].float().square().sum()
+
+    return out - far * (_ERROR * square(out) / square(far).clamp(min=1e-30)).sqrt().to(out), None
+
+
+register(_NAME, _attention, structured_mask)
+
+
+def _predictions(model: PreTrainedModel, inputs: Mapping[str, Tensor], real: Tensor) -> Tensor:
+    """What the model says of each real token: log probabilities, or features of a model without an output head."""
+    with observed(model, _NAME):
+        if model.get_output_embeddings() is None:
+            return model.base_model(**inputs, use_cache=False).last_hidden_state[real].double()
+        return model(**inputs, use_cache=False).logits[real].float().log_softmax(-1)
+
+
+def sensitivities(
+    model: PreTrainedModel,
+    inputs: Mapping[str, Tensor],
+    real: Tensor,
+    roots: Mapping[nn.Module, Tensor],
+    block_size: int,
+) -> dict[nn.Module, float]:
+    """For each attention module, the change of the predictions for each unit of relative squared error of its output.
+
+    The change is the Kullback-Leibler divergence in nats per token (the relative squared error of the last features, for a model without an output
+    head). The output of one layer at a time loses a part of what far keys contribute to it, an error of 5 %.
+
+    Args:
+        inputs: of a batch; its first rows are used, some 2,000 tokens.
+        real: (B, T) bool, tokens that are no padding.
+        roots: (H, V, V) of each module, see ``_Change``.
+        block_size: keys outside the block of a query are far.
+
+    Cost: a forward pass of these tokens for each layer, and one more.
+    """
+    rows = max(1, _TOKENS // real.shape[1])
+    inputs, real = {name: x[:rows] for name, x in inputs.items()}, real[:rows]
+    found = {}
+    before: Tensor | None = None
+    for module in counted([None, *roots], "measuring the sensitivity of layers"):
+        root = torch.empty(0) if module is None else roots[module]
+        _active.append(_Change(module, root, block_size, real))
+        try:
+            after = _predictions(model, inputs, real)
+        finally:
+            _active.pop()
+        if before is None:
+            before = after
+        elif module is not None:
+            found[module] = _distance(before, after) / _ERROR
+    return found
+
+
+def _distance(before: Tensor, after: Tensor) -> float:
+    if before.dtype == torch.float64:
+        return float((after - before).square().sum() / before.square().sum().clamp(min=1e-300))
+    return max(0.0, float((before.exp() * (before - after)).sum(-1).mean()))

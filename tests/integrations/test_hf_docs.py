@@ -27,7 +27,7 @@ def test_the_examples_run(monkeypatch, tmp_path) -> None:
         transformers.AutoTokenizer, "from_pretrained", lambda name: lambda text, return_tensors: encoding
     )
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(examples) == 4  # the last, of PEFT, runs in test_hf_peft
+    assert len(examples) == 5  # the last, of PEFT, runs in test_hf_peft
     values: dict = {}
     exec(examples[0], values)
     assert type(values["model"]) is StructAttnForCausalLM
@@ -37,6 +37,10 @@ def test_the_examples_run(monkeypatch, tmp_path) -> None:
     assert type(values["model"]).__name__ == "StructAttnQwen3ForCausalLM"
     shown = json.loads("{" + re.search(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)[1] + "}")["structattn"]
     assert values["model"].config.structattn == shown | {"specs": ["mlr:64|32|32"] * 2, "rotations": ["halves:128"] * 2}
-    values = {}
+    values = {"batches": [tokens(2, 60)]}
     exec(examples[2], values)
+    assert values["model"].config.structattn["rotary_split"] == "calibrated"
+    assert Path("calibration.safetensors").is_file()
+    values = {}
+    exec(examples[3], values)
     assert values["text"].shape[0] == 2

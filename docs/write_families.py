@@ -229,6 +229,7 @@ RARE: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 4,
         "use_mamba_kernels": False,
     },
+    "jetmoe": {"num_key_value_heads": 4, "kv_channels": HEAD_DIM, "num_local_experts": 4, "num_experts_per_tok": 2},
     "kolibri1": _HEADS | _EXPERTS | _WINDOWS,
     "laguna": _HEADS
     | _EXPERTS
@@ -379,10 +380,6 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         },
     ),
     "more than once": ("two scores in a layer, or one layer that is used twice", {"diffllama": {}, "hrm_text": {}}),
-    "changes its keys after": (
-        "keys that are changed after they are cached",
-        {"jetmoe": {"num_key_value_heads": 4, "kv_channels": HEAD_DIM, "num_local_experts": 2}},
-    ),
     "holds more than keys and values": ("a cache of compressed keys", {"deepseek_v4": _LATENT}),
     "block_indices": (
         "keys that are chosen by the tokens",

@@ -130,7 +130,7 @@ def test_falcon_rounds_its_bias_as_transformers_does() -> None:
     assert relative_error(logits(one, mask, ids), logits(model, mask, ids)) <= SIX_DIGITS
 
 
-SELF_WEIGHED = ("bloom", "gptj", "gpt_neo", "mpt", "rembert", "xglm")
+SELF_WEIGHED = ("bloom", "gptj", "gpt_neo", "jetmoe", "mpt", "rembert", "xglm")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_programs_that_keep_a_cache_are_refused(case) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["bloom", "falcon", "mpt", "gpt_neo", "inkling_text"])
+@pytest.mark.parametrize("family", ["bloom", "falcon", "mpt", "gpt_neo", "inkling_text", "jetmoe"])
 def test_gradients_are_those_of_the_model(family) -> None:
     options = _page["RARE"] | dict(ALIBI.values())
     models = plain_and_one_level(family, options[family], eager=family != "falcon")

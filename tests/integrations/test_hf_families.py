@@ -278,6 +278,24 @@ class OutsideAdapter(torch.nn.Module):
         return call_attention(self, query, key, value, mask, scaling=1 / float(self.scale_attn), dropout=0.0)
 
 
+class ChangingAttention(OutsideAttention):
+    pass
+
+
+class ChangingAdapter(torch.nn.Module):
+    def weigh(self, query, key, value, mask):
+        return call_attention(self, query, 2 * key, value, mask, scaling=None, dropout=0.0)
+
+
+def test_keys_that_are_changed_after_they_are_cached() -> None:
+    model = _page["tiny"]("gptj")
+    for block in model.transformer.h:
+        block.attn.__class__ = ChangingAttention
+    register_adapter(ChangingAttention, ChangingAdapter)
+    with pytest.raises(ConfigError, match="ChangingAttention changes its keys after it has cached them"):
+        structurize(model, f"mlr:{HEAD_DIM}")
+
+
 def test_an_adapter_from_outside() -> None:
     model = _page["tiny"]("gptj").double()
     for block in model.transformer.h:

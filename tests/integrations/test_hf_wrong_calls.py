@@ -188,6 +188,8 @@ def test_wrong_inputs(kind) -> None:
     for mask in (LONGS * 0, LONGS * float("nan"), "x", torch.tensor(1), LONGS[0], LONGS[None]):
         with pytest.raises(StructAttnError):
             model.generate(IDS, attention_mask=mask, max_new_tokens=1, pad_token_id=0)
+    with pytest.raises(StructAttnError, match="generate needs use_cache=True with past_key_values"):
+        model.generate(IDS, past_key_values=level_cache(model), use_cache=False, max_new_tokens=1)
     for embeds in (
         *INPUTS["inputs_embeds"][:-1],
         *(torch.ones(1, 5, 32).to(x) for x in (torch.long, torch.float64, "meta")),

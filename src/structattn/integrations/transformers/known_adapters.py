@@ -219,6 +219,37 @@ class _BertAdapter(_Adapter):
         return self.weighed(q, k, v, attention_mask, scaling=dim**-0.5, dropout=self.dropped(self.dropout))
 
 
+class _JetMoeAdapter(_Adapter):
+    """Its queries are of experts e for key heads g, with the experts first, so that query head e G + g reads key head g."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: object = None,
+        position_embeddings: Any = None,
+        past_key_values: Any = None,
+        **arguments: Any,
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        from transformers.models.jetmoe.modeling_jetmoe import apply_rotary_pos_emb
+
+        queries, router_logits, topology = self.experts.map(hidden_states)
+        keys, values = self.kv_proj(hidden_states).chunk(2, dim=-1)
+        q, k, v = (_heads(x.flatten(2), self.head_dim) for x in (queries, keys, values))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        groups = k.shape[1]
+        k, v = self.cached(k, v, past_key_values)
+        dropout = self.attention_dropout if self.training else 0.0
+        arguments |= {"scaling": self.scaling, "dropout": dropout}
+        out, weights = weighed(self, _swapped(q, 1, (-1, groups)), k, v, attention_mask, **arguments)
+        out = self.experts.reduce(_swapped(out, 2, (groups, -1)).unflatten(2, (-1, groups)).flatten(3), topology)
+        return out.flatten(2), None if weights is None else _swapped(weights, 1, (groups, -1)), router_logits
+
+
+def _swapped(x: Tensor, dim: int, parts: tuple[int, int]) -> Tensor:
+    """Heads (a, b) of this dimension in the order (b, a)."""
+    return x.unflatten(dim, parts).transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
 class _NumberedAdapter(nn.Module):
     """Zamba and Zamba2: they run through the interface, and only lack the number of the layer, which comes with each call."""
 
@@ -234,6 +265,7 @@ for _file, _attention, _kind in (
     ("xglm.modeling_xglm", "XGLMAttention", _XGLMAdapter),
     ("rembert.modeling_rembert", "RemBertSelfAttention", _BertAdapter),
     ("megatron_bert.modeling_megatron_bert", "MegatronBertSelfAttention", _BertAdapter),
+    ("jetmoe.modeling_jetmoe", "JetMoeAttention", _JetMoeAdapter),
     ("zamba.modeling_zamba", "ZambaAttention", _NumberedAdapter),
     ("zamba2.modeling_zamba2", "Zamba2Attention", _NumberedAdapter),
 ):

@@ -138,6 +138,12 @@ class StructuredModelMixin(NotCopied):
             and self.generation_config.bos_token_id is None  # type: ignore[attr-defined]
         ):
             raise ConfigError("generate needs inputs: the token ids of the prompts, (batch, tokens)")
+        settings = (kwargs.get("generation_config"), self.generation_config)  # type: ignore[attr-defined]
+        asked = (kwargs.get("use_cache"), *(getattr(one, "use_cache", None) for one in settings))
+        if kwargs.get("past_key_values") is not None and next((x for x in asked if x is not None), None) is False:
+            raise ConfigError(
+                "generate needs use_cache=True with past_key_values, got False: the config of this model may have it"
+            )
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:

@@ -244,7 +244,8 @@ def _attention(
             "none: use register_attention() and its name"
         )
     own: Callable[..., tuple[Tensor, Tensor | None]] = attend
-    if (cache := _packed.get()) is not None:
+    cache = None if torch.compiler.is_compiling() else _packed.get()  # which a compiled program cannot read
+    if cache is not None:
         own = partial(attend_packed, cache=cache)
         kwargs.pop("cache", None)  # which transformers gives to the model, and some models hand on
     return own(

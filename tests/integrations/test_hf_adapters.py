@@ -96,10 +96,12 @@ def test_alibi_by_its_definition(case, monkeypatch) -> None:
     assert max(errors) <= SAME_MODEL
 
 
-@pytest.mark.parametrize("mask", [HOLES, RIGHT], ids=["holes", "right"])
+@pytest.mark.quick(case=["bloom"], hidden=["holes"])
+@pytest.mark.parametrize("hidden", ["holes", "right"])
 @pytest.mark.parametrize("case", ALIBI)
-def test_hidden_tokens_are_counted_as_the_model_counts_them(case, mask) -> None:
+def test_hidden_tokens_are_counted_as_the_model_counts_them(case, hidden) -> None:
     """BLOOM and Falcon count real tokens only, MPT all."""
+    mask = HOLES if hidden == "holes" else RIGHT
     model, one = plain_and_one_level(*ALIBI[case], eager=case != "falcon")
     expected = logits(model, mask)
     assert relative_error(logits(one, mask), expected) <= SAME_MODEL
@@ -110,6 +112,7 @@ def test_hidden_tokens_are_counted_as_the_model_counts_them(case, mask) -> None:
     assert torch.equal(generate(levels, IDS, mask, new=6, use_cache=True), uncached)
 
 
+@pytest.mark.quick(case=["one key head", "ALiBi, groups"])
 @pytest.mark.parametrize("case", FALCONS)
 def test_layouts_of_falcon(case) -> None:
     model, one = plain_and_one_level("falcon", FALCONS[case], eager=False)
@@ -168,6 +171,7 @@ def test_bloom_whose_products_are_sums() -> None:
     assert relative_error(logits(one, MASK), logits(model, MASK)) <= SAME_MODEL
 
 
+@pytest.mark.quick(kind=["added"])
 @pytest.mark.parametrize("kind", ["bool", "added"])
 def test_masks_of_all_pairs_where_a_model_adds_a_window(kind) -> None:
     model, one = plain_and_one_level("gpt_neo", _page["RARE"]["gpt_neo"])

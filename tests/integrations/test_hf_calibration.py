@@ -23,8 +23,10 @@ from structattn.integrations.transformers import (
     load_structurized,
     structurize,
 )
-from structattn.integrations.transformers.calibration.allocate import _groups, _options, _per_layer, _uniform
-from structattn.integrations.transformers.calibration.basis import key_basis, ranked_pairs, value_basis
+from structattn.integrations.transformers.calibration.allocate import cheapest
+from structattn.integrations.transformers.calibration.basis import key_basis, ranked_pairs, value_basis, value_losses
+from structattn.integrations.transformers.calibration.choices import choices
+from structattn.layout.levels import LevelLayout
 from structattn.spec.attention import parse_spec
 from structattn.testing.tolerances import COMPUTED, SIX_DIGITS, assert_close, relative_error
 
@@ -57,6 +59,12 @@ def mistral():
     )
 
 
+def bigcode():
+    """Four query heads of one key head, without rotary positions."""
+    sizes = {"vocab_size": VOCAB, "n_embd": DIM, "n_layer": LAYERS, "n_head": 4, "n_positions": CONTEXT}
+    return transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(**sizes, bos_token_id=1, eos_token_id=None))
+
+
 def opt():
     sizes = {name: SIZES[name] for name in SIZES if name != "intermediate_size"}
     return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, ffn_dim=48, word_embed_proj_dim=DIM))
@@ -70,6 +78,7 @@ FAMILIES = {
     "neox": neox,
     "mistral": mistral,
     "opt": opt,
+    "bigcode": bigcode,
 }
 
 
@@ -278,14 +287,15 @@ def test_keys_without_rotary_positions_are_approximated_best() -> None:
 
 
 def test_values_keep_the_most_in_the_first_dimensions() -> None:
-    found = calibrated(trained(llama)).layers[1]
-    basis, losses = value_basis(found, 1)
-    effects = found.moments.value_effects[1]
+    calibration = calibrated(trained(llama))
+    found = calibration.layers[1]
+    effects, losses = found.moments.value_effects[1], value_losses(found, 1)
     for rank in (1, 4, 7):
+        basis = value_basis(calibration, found, LevelLayout((4, 4), (64, 8), "standard", (rank, 8 - rank)))
         keep = basis[..., :rank] @ torch.linalg.inv(basis)[:, :rank]
         lost = torch.eye(8, dtype=torch.float64) - keep
         wanted = torch.einsum("gij,gik,gkl,glj->g", lost, effects, lost, found.metric)
-        assert relative_error(losses[:, rank], wanted) < 1e-4
+        assert relative_error(losses[rank], wanted.sum()) < 1e-4
         plain = found.metric[:, rank:, rank:] * effects[:, rank:, rank:]
         assert bool((wanted <= plain.sum((1, 2))).all())
 
@@ -363,17 +373,20 @@ def test_the_cache_fits_the_budget(make) -> None:
 
 def test_more_cache_never_loses_more() -> None:
     found = calibrated(trained(qwen3))
-    groups = [_options(found, layers, CONTEXT) for layers in _groups(found)]
+    groups = [choices(found, [layer], CONTEXT) for layer in found.layers]
+    together = [choices(found, found.layers, CONTEXT)]
 
-    def loss(chosen):
+    def loss(groups, budget):
+        chosen = cheapest(groups, budget)
+        assert sum(float(group.sizes[n]) for group, n in zip(groups, chosen, strict=True)) <= budget
         return sum(float(group.losses[n]) for group, n in zip(groups, chosen, strict=True))
 
     plain = sum(float(group.sizes[-1]) for group in groups)
     budgets = [plain * share for share in torch.linspace(0.3, 1, 40).tolist()]
-    own = [loss(_per_layer(groups, budget)) for budget in budgets]
+    own = [loss(groups, budget) for budget in budgets]
     assert own == sorted(own, reverse=True)
     assert own[-1] == 0
-    common = [loss(_uniform(groups, budget)) for budget in budgets]
+    common = [loss(together, budget) for budget in budgets]
     assert sum(own) < sum(common)
     specs = allocate(found, compression=2.0, ranks="uniform")
     assert specs[0] == specs[1]

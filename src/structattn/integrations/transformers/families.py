@@ -122,7 +122,8 @@ class StructureRecord:
         variant = Variant() if spec is None else Variant.of(parse_spec(spec), self.context_length)
         variant.within(getattr(module, "sliding_window", None))  # raises if both have a window
         if isinstance(dim := getattr(module, "head_dim", None), int):
-            check_fits(variant.layout, dim, dim)
+            value_dim = getattr(module, "v_head_dim", dim)
+            check_fits(variant.layout, dim, value_dim if isinstance(value_dim, int) else dim)
         pairs = None if rotation is None else Rotation.parse(rotation)
         orders = self.pair_orders[layer]
         split = None if self.rotary_split == CALIBRATED else self.rotary_split

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ class Absorption:
         projections = find_projections(model, [layer.module for layer in found]) if needed else {}
         known = {layer.shape.index: layer for layer in calibration.layers}
         sources = {layer.keys_of for layer in found}
-        uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
         self.parts: list[tuple[Projections, LayerCalibration, LevelLayout]] = []
         for layer in needed:
             one, layout = projections[layer.module], layouts[layer.index]
@@ -57,14 +55,11 @@ class Absorption:
                 [] if layer.rotation else ["queries", "keys"]
             )
             for name in names:
-                rows = getattr(one, _FIELDS[name])
-                if rows is None:
+                if getattr(one, _FIELDS[name]) is None:
                     raise ConfigError(
-                        f"the {name} of {where} are not those of a linear layer: there is a norm, a clamp, a gate, an adapter (merge it first) or a "
-                        f"quantized weight between: {_REMEDY}"
+                        f"the {name} of {where} are not those of a linear layer: there is a norm, a clamp, a gate, an adapter (merge it first), a "
+                        f"quantized weight or one that other layers use: {_REMEDY}"
                     )
-                if uses[id(rows.layer.weight)] > 1:
-                    raise ConfigError(f"the weight that makes the {name} of {where} is used elsewhere too: {_REMEDY}")
             self.parts.append((one, known[layer.index], layout))
 
     @torch.no_grad()
@@ -72,7 +67,7 @@ class Absorption:
         """Changes the weights. The logits stay what they are, up to rounding, until levels drop dimensions."""
         for projections, layer, layout in self.parts:
             if layout.value_ranks is not None and projections.value is not None and projections.out is not None:
-                basis, _ = value_basis(layer, self.calibration.nearest_block(layout.block_sizes[1]))
+                basis = value_basis(self.calibration, layer, layout)
                 _multiply_outputs(projections.value, basis)
                 _multiply_inputs(projections.out, torch.linalg.inv(basis))
             if layer.shape.rotation is None and projections.query is not None and projections.key is not None:
@@ -96,10 +91,10 @@ def _needs(layer: AttentionLayer, layout: LevelLayout | None) -> bool:
 
 
 def _multiply_outputs(rows: Rows, matrices: Tensor) -> None:
-    """Output features x of each head become x A; (G, D, D)."""
+    """Output features x of each head become x A; (G, D, D), and heads are grouped."""
     layer: Any = rows.layer
     is_first = not isinstance(layer, Conv1D)  # the axis of outputs
-    for index, matrix in zip(rows.index, matrices, strict=True):
+    for index, matrix in _by_head(rows, matrices):
         _multiply(layer.weight, index, matrix, axis=0 if is_first else 1)
         if layer.bias is not None:
             _multiply(layer.bias, index, matrix, axis=0)
@@ -109,8 +104,13 @@ def _multiply_inputs(rows: Rows, matrices: Tensor) -> None:
     """The layer reads features x A of each head as it read x; ``matrices`` are the inverses of A, (G, V, V), and heads are grouped."""
     layer: Any = rows.layer
     axis = 0 if isinstance(layer, Conv1D) else 1
-    for index, matrix in zip(rows.index, matrices.repeat_interleave(len(rows.index) // len(matrices), 0), strict=True):
+    for index, matrix in _by_head(rows, matrices):
         _multiply(layer.weight, index, matrix.mT, axis=axis)
+
+
+def _by_head(rows: Rows, matrices: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """The features of each head, and the matrix of its group."""
+    return zip(rows.index, matrices.repeat_interleave(len(rows.index) // len(matrices), dim=0), strict=True)
 
 
 def _multiply(parameter: nn.Parameter, index: Tensor, matrix: Tensor, *, axis: int) -> None:

@@ -74,20 +74,48 @@ def pair_order(calibration: Calibration, layers: Sequence[LayerCalibration], lay
     return found
 
 
-def value_basis(layer: LayerCalibration, block: int) -> tuple[Tensor, Tensor]:
-    """The basis of values whose last dimensions add least to the outputs when far keys lose them.
+def value_basis(calibration: Calibration, layer: LayerCalibration, layout: LevelLayout) -> Tensor:
+    """The basis of values whose dimensions add least to the outputs where the levels of a layout drop them.
 
     With F = E[f f^T] of the far sums f (see ``moments``) and M = E[W^T W] of the output projection, and X = M^(1/2), the eigenvectors U of X F X, the
-    largest first, give v' = v A with A = X U / c, and W' with W' v' = W v. Any r leading dimensions of v' are the best r, and the columns of W' are
-    orthogonal; c leaves the norm of W as it is.
+    largest first, give v' = v A with A = X U / c, and W' with W' v' = W v: its columns are orthogonal, and c leaves the norm of W as it is.
+    The first v_1 eigenvectors are of what lies outside the blocks of level 2; the others are turned among themselves for level 3, and so on.
+
+    Args:
+        calibration: which block sizes are known; the nearest one is taken.
+        layer: the layer.
+        layout: with ``value_ranks``.
 
     Returns:
-        A, (G, V, V); and the losses if the first 0 ... V dimensions are kept, (G, V + 1).
+        A, (G, V, V).
     """
+    assert layout.value_ranks is not None
     root = _root(layer.metric)
-    values, vectors = torch.linalg.eigh(root @ layer.moments.value_effects[block] @ root)
-    size = layer.metric.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=1e-300).sqrt()
-    return root @ vectors.flip(-1) / size[:, None, None], _tails(values.flip(-1))
+    vectors = torch.eye(root.shape[-1], dtype=root.dtype).expand_as(root)
+    kept: list[Tensor] = []
+    for rank, size in zip(layout.value_ranks, layout.block_sizes[1:], strict=False):
+        effects = root @ layer.moments.value_effects[calibration.nearest_block(size)] @ root
+        vectors = vectors @ torch.linalg.eigh(vectors.mT @ effects @ vectors).eigenvectors.flip(-1)
+        kept.append(vectors[..., :rank])
+        vectors = vectors[..., rank:]
+    norm = layer.metric.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=1e-300).sqrt()
+    return root @ torch.cat([*kept, vectors], dim=-1) / norm[:, None, None]
+
+
+def value_losses(layer: LayerCalibration, block: int) -> Tensor:
+    """What is lost if the values of keys outside a block keep the best 0 ... V dimensions, summed over heads, (V + 1,)."""
+    root = _root(layer.metric)
+    return _tails(torch.linalg.eigvalsh(root @ layer.moments.value_effects[block] @ root).flip(-1)).sum(dim=0)
+
+
+def key_losses(layer: LayerCalibration, block: int) -> Tensor:
+    """What is lost if keys outside a block keep 0 ... D dimensions, summed over heads, (D + 1,)."""
+    sums = layer.moments
+    if layer.shape.rotation is not None:
+        return ranked_pairs(sums.pair_effects[block])[1].sum(dim=0).repeat_interleave(2)[:-1]
+    per_group = layer.shape.num_heads // layer.shape.num_kv_heads
+    variance = layer.scale**2 * key_basis(layer, centered=layer.has_key_bias)[2] / per_group
+    return (variance * sums.spread[block][:, None]).sum(dim=0)
 
 
 def key_basis(layer: LayerCalibration, *, centered: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,7 +42,8 @@ class _Layer:
     def __init__(self, found: AttentionLayer, projections: Projections, *, is_shared: bool) -> None:
         self.found, self.shape = found, LayerShape.of(found)
         keys = projections.key
-        self.options = {
+        self.options: dict[str, Any] = {
+            "chunk_size": None,
             "has_key_basis": found.rotation is not None or (projections.has_keys and not is_shared),
             "has_value_basis": projections.has_values and not is_shared,
             "has_key_bias": keys is not None and getattr(keys.layer, "bias", None) is not None,
@@ -106,9 +107,9 @@ class _Collector:
         """Adds one layer of one batch: queries (B, H, T, D), keys and values (B, G, T, D or V)."""
         layer = self.layers[module]
         variant = Variant()
-        chunk_size = None
         if isinstance(mask, StructuredMask):
-            variant, chunk_size = variant.within(mask.window, mask.chunk_size), mask.chunk_size
+            variant = variant.within(mask.window, mask.chunk_size)
+            layer.options["chunk_size"] = mask.chunk_size
         if scaling is not None:
             layer.scale = scaling
         moments = layer.ready(_accurate(states[0]), len(self.block_sizes))
@@ -138,7 +139,7 @@ class _Collector:
                     root=layer.root,
                     rotation=layer.found.rotation,
                     block_sizes=self.block_sizes,
-                    chunk_size=chunk_size,
+                    chunk_size=variant.chunk_size,
                 )
 
     def _runs(self, row: int, length: int) -> list[tuple[int, int]]:

@@ -7,9 +7,10 @@ unchanged, or times a constant, is a row of the layer that it equals; what is no
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -59,6 +60,12 @@ class Projections:
     key: Rows | None
     value: Rows | None
     out: Rows | None
+
+    def owned(self, uses: Mapping[int, int]) -> Projections:
+        """Without those whose weights are used elsewhere too; ``uses`` counts parameters by their id."""
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        shared = {name: None for name, rows in known.items() if rows and uses[id(rows.layer.weight)] > 1}
+        return replace(self, **shared)
 
     @property
     def has_keys(self) -> bool:
@@ -148,6 +155,8 @@ def find_projections(model: PreTrainedModel, modules: Sequence[nn.Module]) -> di
     """
     first = _probed(model, modules, {})
     found = {module: _projections(probe) for module, probe in first.items()}
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    found = {module: one.owned(uses) for module, one in found.items()}
     others = {rows.layer: rows.index.flatten() for one in found.values() if (rows := one.value) is not None}
     second = _probed(model, modules, others)
     return {

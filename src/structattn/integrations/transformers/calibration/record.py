@@ -24,7 +24,7 @@ from structattn.layers.rotary_order import Rotation
 
 FORMAT_VERSION = 1
 _KEY = "structattn_calibration"
-_OPTIONS = ("scale", "sensitivity", "has_key_basis", "has_value_basis", "has_key_bias")
+_OPTIONS = ("scale", "sensitivity", "has_key_basis", "has_value_basis", "has_key_bias", "chunk_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,7 @@ class LayerCalibration:
         moments: sums over tokens.
         has_key_basis, has_value_basis: whether ``structurize`` can choose which dimensions of keys, and of values, come first.
         has_key_bias: whether the mean key can be subtracted.
+        chunk_size: tokens only see their own chunk of this many; ``None``: all earlier ones.
     """
 
     shape: LayerShape
@@ -89,6 +90,7 @@ class LayerCalibration:
     has_key_basis: bool
     has_value_basis: bool
     has_key_bias: bool
+    chunk_size: int | None
     metric: Tensor
     moments: Moments
 

@@ -125,11 +125,11 @@ def test_a_beginning_is_computed_once(name, monkeypatch) -> None:
 
 def test_what_a_request_has_written_is_shared_with_the_next_turn(monkeypatch) -> None:
     model = MODELS["values"]()
-    question = text(23)
-    with served(model, monkeypatch, max_batch_tokens=13) as server:  # prompts in chunks
+    question = text(40)
+    with served(model, monkeypatch, max_batch_tokens=18) as server:  # prompts in chunks
         ((answer, _),) = server.ask(question, count=15)
         turn = [*question, *answer, *text(8, 3)]
-        assert server.ask(turn) == [(expected(model, turn, 3), len(turn) + 2 - 32)]
+        assert server.ask(turn) == [(expected(model, turn, 3), len(turn) + 2 - 48)]
 
 
 @pytest.mark.full
@@ -160,6 +160,15 @@ def test_answers_of_one_prompt_share_it(length, monkeypatch) -> None:
         if length == 21:
             assert server.computed == (20 + 3 * 6) + (20 - UNIT + 3 * 6)
         assert not server.pages.num_used
+
+
+def test_all_answers_of_a_prompt_that_is_too_long_fail(monkeypatch) -> None:
+    with served(MODELS["values"](), monkeypatch, sequences=3, num_blocks=6) as server:
+        server.manager.add_request(text(100))
+        results = [server.manager.get_result(timeout=60) for _ in range(3)]
+        assert len({result.request_id for result in results}) == 3
+        assert all("give it more memory" in result.error for result in results)
+        assert server.manager.is_running()
 
 
 @pytest.mark.full
@@ -243,6 +252,9 @@ def test_a_request_that_held_back_others_may_be_cancelled(monkeypatch) -> None:
             server.manager.cancel_request(str(number))
         tokens = text(9)
         server.manager.add_request(tokens, request_id="next", max_new_tokens=3)
-        while (result := server.manager.get_result(timeout=60)).request_id != "next":
-            pass
-        assert result.generated_tokens == expected(model, tokens, 3)
+        found = {}
+        while "next" not in found:
+            result = server.manager.get_result(timeout=60)
+            assert result is not None, "the request was not admitted"
+            found[result.request_id] = result.generated_tokens
+        assert found["next"] == expected(model, tokens, 3)

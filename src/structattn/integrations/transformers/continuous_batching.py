@@ -154,6 +154,15 @@ class ServedCache(PagedCache):
         """Nothing: ``prepare_fork_request`` has copied."""
 
 
+def _children(state: RequestState) -> list[RequestState]:
+    """The other answers to the prompt of a request, which is not to be forked any more, as requests."""
+    count, state.num_children = state.num_children, 0
+    children = [state.create_equivalent_initial_request() for _ in range(count)]
+    for number, child in enumerate(children):
+        child.request_id = f"{state.request_id}__child#{number}"
+    return children
+
+
 class _Lenient:
     """What goes before transformers' schedulers: one request ends where they end the manager, and with it all requests.
 
@@ -175,9 +184,8 @@ class _Lenient:
             self.block_new_requests = False
         while True:
             batch = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
-            if (
-                batch[0] is not None or len(self.active_requests) > 1
-            ):  # of several, some can give their pages to the others
+            # Of several active requests, transformers makes some give their pages to the others.
+            if batch[0] is not None or len(self.active_requests) > 1:
                 return batch
             # A chunk may need more pages than the whole prompt: at its end, a block may be full that has ended by then.
             state = next(iter((self.active_requests or self.waiting_requests).values()))
@@ -191,11 +199,8 @@ class _Lenient:
             self.block_new_requests = False
 
     def _schedule_request(self: Any, state: RequestState, request_tokens: list[int], *rest: Any) -> None:
-        if state.num_children and len(request_tokens) == 1:  # transformers would compute none of them before it forks
-            count, state.num_children = state.num_children, 0
-            for number in range(count):
-                child = state.create_equivalent_initial_request()
-                child.request_id = f"{state.request_id}__child#{number}"
+        if len(request_tokens) == 1:  # transformers would compute none of them before it forks
+            for child in _children(state):
                 self.add_waiting_request(child)
         super()._schedule_request(state, request_tokens, *rest)  # type: ignore[misc]
 
@@ -213,7 +218,8 @@ class _Processor(ContinuousBatchProcessor):  # type: ignore[misc]
             f"{length} tokens need {needed} pages of the cache, which has {self.cache.num_blocks}: give it more memory "
             "(num_blocks or max_memory_percent of ContinuousBatchingConfig)"
         )
-        self._handle_request_error(error, state)
+        for one in (state, *_children(state)):
+            self._handle_request_error(error, one)
 
     def _generation_step(self, model: PreTrainedModel) -> None:
         # What a request has processed counts the tokens of this call already.
@@ -222,9 +228,8 @@ class _Processor(ContinuousBatchProcessor):  # type: ignore[misc]
             for one in self.inputs_and_outputs.requests_in_batch
         ]
         with self.cache.step(requests), packed_cache(self.cache):
-            if (
-                stream := self.inputs_and_outputs.compute_stream
-            ) is not None:  # pages were set to zero or copied on another one
+            stream = self.inputs_and_outputs.compute_stream
+            if stream is not None:  # pages were set to zero or copied on another one
                 stream.wait_stream(torch.accelerator.current_stream(stream.device))
             super()._generation_step(model)
 

@@ -542,6 +542,10 @@ def test_refused_uses() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             structurize(other, levels, rotary_split="calibrated", calibration=found)
+    with pytest.raises(ConfigError, match=r"write mlr:4\|4@64\|8,values=4\|4,scaling=standard"):
+        structurize(
+            model, levels.replace("scaling=standard", "scaling=paper"), rotary_split="calibrated", calibration=found
+        )
     with pytest.raises(ConfigError, match="ranks must be even"):
         structurize(model, spec("3|5", "64|8"), rotary_split="calibrated", calibration=found)
     adapt(model)

@@ -56,8 +56,9 @@ def structurize(
     With a calibration, levels keep what far tokens need most. With ``rotary_split="calibrated"`` each key head has its own order of
     rotary pairs, applied after the rotation: level 1 gets those without which the output changes most. Hierarchical values (``values=``) get
     the basis in which the dimensions that are dropped matter least, and so do queries and keys without rotary positions: these bases are
-    written into the projections, and the logits are unchanged until levels drop dimensions. Such specs need ``scaling=standard``, the
-    scale of the trained model at every distance: the default one enlarges what is left of far scores by sqrt(D / rank).
+    written into the projections, and the logits are unchanged until levels drop dimensions. Calibrated keys need specs with
+    ``scaling=standard``, the scale of the trained model at every distance: the default one would enlarge what is left of far scores by
+    sqrt(D / rank).
 
     A pair could also be multiplied by a complex number c in queries and 1 / conj(c) in keys. That changes no score and no choice of pairs, so that
     it is left out: it would only matter for caches of fewer bits.
@@ -141,6 +142,12 @@ def structurize(
         every = range(old.num_hidden_layers)
         config.structattn["keys_of"] = [found[number].keys_of if number in found else None for number in every]
     layouts = {number: layout for number, one in enumerate(specs) if (layout := _levels(one, length)) is not None}
+    for number, layout in layouts.items() if calibration is not None else ():
+        if (split == CALIBRATED or rotations[number] is None) and layout.scaling != "standard":
+            raise ConfigError(
+                f"calibrated keys keep the scale of the trained scores at every distance, and the spec of layer {number} has "
+                f"scaling={layout.scaling}: write {str(specs[number]).replace(f',scaling={layout.scaling}', '')},scaling=standard"
+            )
     if split == CALIBRATED and calibration is not None:
         config.structattn["pair_orders"] = _pair_orders(calibration, layouts, old.num_hidden_layers)
     record = StructureRecord.read(config)

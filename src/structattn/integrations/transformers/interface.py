@@ -238,6 +238,10 @@ def attend_packed(
         ConfigError: see ``attend``; or there is dropout.
         CacheError: see ``PagedCache.attend``.
     """
+    if arguments.get(POSITION_BIAS) is not None:
+        raise ConfigError(
+            f"{type(module).__name__} adds a bias to its scores, which a paged cache does not know: use generate()"
+        )
     check_arguments(module, arguments, TERMS)
     mask = checked_mask(attention_mask, module, query, key, arguments.get("is_causal"))
     if not mask.is_causal or dropout > 0:

@@ -65,6 +65,13 @@ def bigcode():
     return transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(**sizes, bos_token_id=1, eos_token_id=None))
 
 
+def exaone():
+    """Layer 0 has rotary positions, layer 1 none and a norm of queries and keys."""
+    kinds = ["sliding_attention", "full_attention"]
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 24, "layer_types": kinds}
+    return transformers.Exaone4ForCausalLM(transformers.Exaone4Config(**sizes))
+
+
 def opt():
     sizes = {name: SIZES[name] for name in SIZES if name != "intermediate_size"}
     return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, ffn_dim=48, word_embed_proj_dim=DIM))
@@ -79,6 +86,7 @@ FAMILIES = {
     "mistral": mistral,
     "opt": opt,
     "bigcode": bigcode,
+    "exaone": exaone,
 }
 
 
@@ -237,7 +245,7 @@ def spec(keys, blocks, values=None):
     return text if values is None else f"{text},values={values}"
 
 
-MORE = ("qwen3", "neox", "mistral", "opt")
+MORE = ("qwen3", "neox", "mistral", "opt", "bigcode")
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,14 @@ class Structure:
         *,
         has_keys: bool = True,
     ) -> Structure:
-        """That of a variant in a layer with these rotary pairs; ``split`` is a rule, or the order of the pairs of each key head.
+        """That of a variant in a layer with these rotary pairs; ``split`` is a rule, or the order of the pairs of each key head,
+        of single dimensions where nothing is rotated.
 
         Raises:
             ConfigError: a rank is odd.
         """
+        if isinstance(split, tuple) and rotation is None:
+            return cls(variant, None, has_keys, split)
         if variant.layout is None or split is None or rotation is None:
             return cls(variant, None, has_keys)
         if isinstance(split, tuple):

@@ -25,7 +25,10 @@ def check_any_split(split: Any) -> AnySplit:
 def read_pair_orders(
     given: Any, specs: Sequence[str | None], rotations: Sequence[str | None], length: int, *, is_needed: bool
 ) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
-    """The entry ``pair_orders``, checked: texts such as ``"2 0 1"``, one for each key head of a layer with rotary pairs and levels."""
+    """The entry ``pair_orders``, checked: texts such as ``"2 0 1"``, one for each key head of a layer with rotary pairs and levels.
+
+    Where nothing is rotated they may be orders of single dimensions.
+    """
     if given is None and not is_needed:
         return (None,) * len(specs)
     name = "config.structattn['pair_orders']"
@@ -34,10 +37,10 @@ def read_pair_orders(
     found: list[tuple[tuple[int, ...], ...] | None] = []
     for layer, (texts, spec, rotation) in enumerate(zip(given, specs, rotations, strict=True)):
         layout = None if spec is None else parse_spec(spec).layout_for(length)
-        if rotation is None or layout is None or len(layout.ranks) == 1:
+        if layout is None or len(layout.ranks) == 1 or (rotation is None and texts is None):
             found.append(None)
             continue
-        pairs = [str(pair) for pair in range(sum(layout.ranks) // 2)]
+        pairs = [str(pair) for pair in range(sum(layout.ranks) // (1 if rotation is None else 2))]
         if not isinstance(texts, list | tuple) or not texts:
             raise ConfigError(
                 f"{name} needs an order of rotary pairs for each key head of layer {layer}, got {quoted(texts)}"

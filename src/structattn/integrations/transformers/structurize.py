@@ -176,9 +176,10 @@ def _pair_orders(calibration: Calibration, layouts: Mapping[int, LevelLayout], c
     found: list[list[str] | None] = [None] * count
     for layer in calibration.layers:
         number = layer.shape.index
-        if layer.rotation is None or number not in layouts:
+        if layer.has_key_basis or number not in layouts:
             continue
-        even_ranks(layouts[number].ranks)
+        if layer.rotation is not None:
+            even_ranks(layouts[number].ranks)
         check_fits(layouts[number], layer.shape.head_dim, layer.shape.value_dim)
         source = number if layer.shape.keys_of is None else layer.shape.keys_of
         sharing = [other for other in calibration.layers if source in (other.shape.index, other.shape.keys_of)]

@@ -39,9 +39,9 @@ class Absorption:
         layouts: Mapping[int, LevelLayout],
     ) -> None:
         self.calibration = calibration
-        needed = [layer for layer in found if _needs(layer, layouts.get(layer.index))]
-        projections = find_projections(model, [layer.module for layer in found]) if needed else {}
         known = {layer.shape.index: layer for layer in calibration.layers}
+        needed = [layer for layer in found if _needs(known[layer.index], layouts.get(layer.index))]
+        projections = find_projections(model, [layer.module for layer in found]) if needed else {}
         sources = {layer.keys_of for layer in found}
         self.parts: list[tuple[Projections, LayerCalibration, LevelLayout]] = []
         for layer in needed:
@@ -52,7 +52,7 @@ class Absorption:
                     f"{where} shares keys and values with other layers, whose basis cannot be changed: {_REMEDY}"
                 )
             names = (["values", "output"] if layout.value_ranks else []) + (
-                [] if layer.rotation else ["queries", "keys"]
+                ["queries", "keys"] if known[layer.index].has_key_basis else []
             )
             for name in names:
                 if getattr(one, _FIELDS[name]) is None:
@@ -70,7 +70,7 @@ class Absorption:
                 basis = value_basis(self.calibration, layer, layout)
                 _multiply_outputs(projections.value, basis)
                 _multiply_inputs(projections.out, torch.linalg.inv(basis))
-            if layer.shape.rotation is None and projections.query is not None and projections.key is not None:
+            if layer.has_key_basis and projections.query is not None and projections.key is not None:
                 has_bias = getattr(projections.key.layer, "bias", None) is not None
                 queries, keys, _ = key_basis(layer, centered=has_bias)
                 if has_bias:
@@ -83,11 +83,11 @@ _FIELDS = {"values": "value", "output": "out", "queries": "query", "keys": "key"
 _REMEDY = "leave calibration away, or give this layer a spec without values= (with rotary positions) or of one level"
 
 
-def _needs(layer: AttentionLayer, layout: LevelLayout | None) -> bool:
+def _needs(layer: LayerCalibration, layout: LevelLayout | None) -> bool:
     """Whether a basis of a layer changes."""
     if layout is None or layout.num_levels == 1:
         return False
-    return layout.value_ranks is not None or layer.rotation is None
+    return layout.value_ranks is not None or layer.has_key_basis
 
 
 def _multiply_outputs(rows: Rows, matrices: Tensor) -> None:

@@ -46,7 +46,7 @@ def ranked_pairs(effects: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pair_order(calibration: Calibration, layers: Sequence[LayerCalibration], layout: LevelLayout) -> list[list[int]]:
-    """The rotary pairs of each key head in the order of the levels of a layout.
+    """The rotary pairs (or single dimensions, see ``moments``) of each key head in the order of the levels of a layout.
 
     Level 1 gets those without which far keys change the output most, each further level those of the rest that matter outside the blocks
     of the next one.
@@ -54,12 +54,14 @@ def pair_order(calibration: Calibration, layers: Sequence[LayerCalibration], lay
     Args:
         calibration: which block sizes are known; the nearest one is taken.
         layers: a layer, and others that score its keys.
-        layout: even ranks.
+        layout: even ranks where there are pairs.
     """
     blocks = [calibration.nearest_block(size) for size in layout.block_sizes[1:]]
     found: list[list[int]] = []
+    count = layers[0].moments.pair_effects.shape[-1]
+    size = layers[0].shape.head_dim // count
     for head in range(layers[0].shape.num_kv_heads):
-        left = list(range(layers[0].shape.head_dim // 2))
+        left = list(range(count))
         order: list[int] = []
         for rank, block in zip(layout.ranks, [*blocks, None], strict=True):
             own = left
@@ -67,7 +69,7 @@ def pair_order(calibration: Calibration, layers: Sequence[LayerCalibration], lay
                 effects = sum(layer.moments.pair_effects[block, head] for layer in layers)
                 assert isinstance(effects, Tensor)
                 ranked, _ = ranked_pairs(effects[left][:, left][None])
-                own = sorted(left[n] for n in ranked[0, : rank // 2].tolist())
+                own = sorted(left[n] for n in ranked[0, : rank // size].tolist())
             order += own
             left = [pair for pair in left if pair not in own]
         found.append(order)
@@ -111,8 +113,10 @@ def value_losses(layer: LayerCalibration, block: int) -> Tensor:
 def key_losses(layer: LayerCalibration, block: int) -> Tensor:
     """What is lost if keys outside a block keep 0 ... D dimensions, summed over heads, (D + 1,)."""
     sums = layer.moments
-    if layer.shape.rotation is not None:
-        return ranked_pairs(sums.pair_effects[block])[1].sum(dim=0).repeat_interleave(2)[:-1]
+    if not layer.has_key_basis:
+        of_parts = ranked_pairs(sums.pair_effects[block])[1].sum(dim=0)
+        size = layer.shape.head_dim // (len(of_parts) - 1)
+        return of_parts.repeat_interleave(size)[: layer.shape.head_dim + 1]
     per_group = layer.shape.num_heads // layer.shape.num_kv_heads
     variance = layer.scale**2 * key_basis(layer, centered=layer.has_key_bias)[2] / per_group
     return (variance * sums.spread[block][:, None]).sum(dim=0)

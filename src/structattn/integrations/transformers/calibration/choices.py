@@ -79,7 +79,7 @@ def choices(calibration: Calibration, layers: Sequence[LayerCalibration], length
     specs: list[tuple[tuple[int, ...], ...]] = []
     sizes, losses = [], []
     sets = [some for count in range(1, _MOST_BLOCKS + 1) for some in combinations(known, count)]
-    for some in sets if all(layer.has_key_basis for layer in layers) else []:
+    for some in sets:
         blocks = [calibration.block_sizes[n] for n in reversed(some)]
         if any(a % b for a, b in pairwise(blocks)):
             continue

@@ -44,13 +44,14 @@ class _Layer:
         keys = projections.key
         self.options: dict[str, Any] = {
             "chunk_size": None,
-            "has_key_basis": found.rotation is not None or (projections.has_keys and not is_shared),
+            "has_key_basis": found.rotation is None and projections.has_keys and not is_shared,
             "has_value_basis": projections.has_values and not is_shared,
             "has_key_bias": keys is not None and getattr(keys.layer, "bias", None) is not None,
         }
         self.scale = 1 / math.sqrt(found.head_dim)
         self.moments: Moments | None = None
         self.sensitivity = 0.0
+        self.parts: Tensor | None = None
         metrics = torch.eye(found.value_dim, dtype=torch.float64).expand(found.num_heads, -1, -1)
         if projections.out is not None:
             weight = input_weights(projections.out).double().cpu()
@@ -63,8 +64,12 @@ class _Layer:
         """The sums, made for the first batch on the device of its states."""
         if self.moments is None:
             own = self.shape
-            pairs = 0 if own.rotation is None else own.head_dim // 2
-            sizes = (own.num_kv_heads, own.head_dim, own.value_dim, pairs, num_blocks, _DISTANCES)
+            if self.found.rotation is not None:
+                self.parts = torch.tensor(self.found.rotation.pairs(own.head_dim), device=like.device)
+            elif not self.options["has_key_basis"]:
+                self.parts = torch.arange(own.head_dim, device=like.device)[:, None]
+            count = 0 if self.parts is None else len(self.parts)
+            sizes = (own.num_kv_heads, own.head_dim, own.value_dim, count, num_blocks, _DISTANCES)
             self.moments = Moments.zeros(*sizes, device=like.device)
             self.root = self.root.to(like)
         return self.moments
@@ -137,7 +142,7 @@ class _Collector:
                     weights,
                     scale=layer.scale,
                     root=layer.root,
-                    rotation=layer.found.rotation,
+                    parts=layer.parts,
                     block_sizes=self.block_sizes,
                     chunk_size=variant.chunk_size,
                 )

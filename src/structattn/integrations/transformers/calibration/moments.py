@@ -8,7 +8,8 @@ which i lies. If the score of the pair (i, j) loses s_p(i, j), the part of dimen
 which is 0 for a part that is the same for all keys; and if far values lose the dimensions of a projection P, it changes by P f with
 f = sum over far j of a_ij v_j. Both are measured behind the output projection W of the head, |x|^2 = |W x|^2 = x^T (W^T W) x.
 
-Axes: G key/value heads, N query heads of each, M queries, S keys, D and V dimensions, P rotary pairs, B block sizes.
+Axes: G key/value heads, N query heads of each, M queries, S keys, D and V dimensions, P rotary pairs (or single dimensions where nothing is rotated),
+B block sizes.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-
-from structattn.layers.rotary_order import Rotation
 
 
 @dataclass(kw_only=True)
@@ -31,7 +30,8 @@ class Moments:
         query_products: (G, D, D), sum of q q^T over tokens and the query heads of a group.
         key_sum, key_products: (G, D) and (G, D, D), over tokens.
         value_sum, value_products: (G, V) and (G, V, V).
-        pair_effects: (B, G, P, P), sum of z_p . z_p' over queries and the heads of a group; P is 0 without rotary positions.
+        pair_effects: (B, G, P, P), sum of z_p . z_p' over queries and the heads of a group; P is 0 where queries
+            and keys get another basis.
         pair_energy, pair_counts: (distances, G, P) and (distances,), sum of s_p(i, j)^2, of which the mean over the keys of each query is
             subtracted, and how many pairs of a query of the first group and a
             key: at distances 0, 1, 2 and 3, 4 to 7, and so on.
@@ -100,7 +100,7 @@ class Moments:
         *,
         scale: float,
         root: Tensor,
-        rotation: Rotation | None,
+        parts: Tensor | None,
         block_sizes: tuple[int, ...],
         chunk_size: int | None,
     ) -> None:
@@ -111,7 +111,7 @@ class Moments:
             weights: attention weights, (H, M, S).
             scale: c in the score c q.k.
             root: (H, V, V), the square root of W^T W of each head.
-            rotation: of queries and keys.
+            parts: (P, 2) int64, the dimensions of the rotary pairs, or (P, 1) of single dimensions; ``None``: their effects are not summed.
             block_sizes: ascending.
             chunk_size: of a model in which tokens see their own chunk only, from whose start blocks are counted.
         """
@@ -130,11 +130,11 @@ class Moments:
             at = out @ root[head]
             distance = (moved.square().sum(1)[None] - 2 * at @ moved.T + at.square().sum(1)[:, None]).clamp(min=0)
             costs = own.square() * distance
-            parts = None if rotation is None else _pair_scores(q[head], key, rotation, scale)
-            if parts is not None:
-                self._add_energy(parts, places, group)
+            scores = None if parts is None else _part_scores(q[head], key, parts, scale)
+            if scores is not None:
+                self._add_energy(scores, places, group)
             lost = torch.zeros_like(out)
-            effect = None if parts is None else out.new_zeros(parts.shape[0], count, value.shape[1])
+            effect = None if scores is None else out.new_zeros(scores.shape[0], count, value.shape[1])
             later = torch.zeros_like(places)
             for block in reversed(
                 range(len(block_sizes))
@@ -145,8 +145,8 @@ class Moments:
                     shown = (keys >= later[:, None]) & (keys < starts[block][:, None])
                     near = own[:, first:end] * shown
                     lost = lost + near @ value[first:end]
-                    if parts is not None and effect is not None:
-                        weighted = parts[:, :, first:end] * near
+                    if scores is not None and effect is not None:
+                        weighted = scores[:, :, first:end] * near
                         effect = effect + weighted @ moved[first:end] - weighted.sum(-1, keepdim=True) * at
                 is_far = torch.arange(length, device=q.device) < starts[block][:, None]
                 self.spread[block, group] += (costs * is_far).double().sum()
@@ -176,7 +176,6 @@ def distance_bucket(distance: Tensor) -> Tensor:
     return torch.frexp(distance.double())[1].long()
 
 
-def _pair_scores(q: Tensor, k: Tensor, rotation: Rotation, scale: float) -> Tensor:
-    """The part of each rotary pair in the scores, (P, M, S)."""
-    pairs = torch.tensor(rotation.pairs(q.shape[-1]), device=q.device)
-    return q[:, pairs].transpose(0, 1) @ k[:, pairs].permute(1, 2, 0) * scale
+def _part_scores(q: Tensor, k: Tensor, parts: Tensor, scale: float) -> Tensor:
+    """What each part of the dimensions adds to the scores, (P, M, S)."""
+    return q[:, parts].transpose(0, 1) @ k[:, parts].permute(1, 2, 0) * scale

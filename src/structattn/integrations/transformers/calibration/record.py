@@ -79,7 +79,8 @@ class LayerCalibration:
         metric: (G, V, V), the mean of W^T W over the heads of a group, W being the columns of a head in the output projection; the
             identity where that projection is not known.
         moments: sums over tokens.
-        has_key_basis, has_value_basis: whether ``structurize`` can choose which dimensions of keys, and of values, come first.
+        has_key_basis, has_value_basis: whether ``structurize`` can change the basis of queries and keys, and of values. Without one for keys, their rotary
+            pairs, or their dimensions, are put in an order.
         has_key_bias: whether the mean key can be subtracted.
         chunk_size: tokens only see their own chunk of this many; ``None``: all earlier ones.
     """

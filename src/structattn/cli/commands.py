@@ -14,6 +14,7 @@ from structattn.cli.lists import InfoCommand, PresetsCommand, SettingsCommand, S
 from structattn.cli.runs import EvaluateCommand, GenerateCommand
 from structattn.cli.session import Session
 from structattn.cli.train import CompareCommand, SweepCommand, TrainCommand
+from structattn.cli.uptrain import UptrainCommand
 
 
 class Command(Protocol):
@@ -27,6 +28,7 @@ COMMANDS: dict[str, type[Command]] = {
     "compare": CompareCommand,
     "train": TrainCommand,
     "sweep": SweepCommand,
+    "uptrain": UptrainCommand,
     "evaluate": EvaluateCommand,
     "generate": GenerateCommand,
     "fit": FitCommand,

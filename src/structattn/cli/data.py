@@ -22,9 +22,11 @@ class DataPrepareCommand:
     kind: tyro.conf.Positional[Literal["text"]]
     """The kind of the data."""
     source: str
-    """A text file, a file of JSON lines, a folder of them, or the name of a data set, such as openwebtext, which is streamed."""
+    """A text file, a file of JSON lines or Parquet, a folder of them, or the name of a data set, such as openwebtext, which is streamed."""
     tokens: str = "chars"
-    """chars, the 96 characters of the paper; bytes; or bpe, byte-pair encoding trained on the training documents."""
+    """chars, the 96 characters of the paper; bytes; bpe, byte-pair encoding trained on the training documents; or model, those of --model."""
+    model: str = ""
+    """The model whose tokens are used: a folder that save_pretrained wrote, or a name on the hub."""
     vocab_size: int = 4096
     """Number of tokens of bpe."""
     unknown: str = "error"
@@ -32,7 +34,7 @@ class DataPrepareCommand:
     document_start: str = ""
     """In text files, a line that starts with this text starts a document. Default: each file is a document."""
     text_column: str = "text"
-    """The field of JSON lines and data sets that holds the text."""
+    """The field of JSON lines, Parquet and data sets that holds the text."""
     dataset_split: str = "train"
     """The split of a data set."""
     max_documents: int | None = None
@@ -59,6 +61,7 @@ class DataPrepareCommand:
         config = PrepareConfig(
             source=source,
             tokens=cast(Any, self.tokens),  # a wrong word is named by the settings
+            model=self.model,
             vocab_size=self.vocab_size,
             unknown=cast(Any, self.unknown),
             validation=self.validation,

@@ -95,6 +95,7 @@ OTHER_MEANINGS = {
     ("studies/settings.py", "text"),  # a type, in words
     ("studies/report/figures/examples.py", "forecast"),  # a field of an example
     ("studies/tasks/chronos/task.py", "forecast"),  # the same, and a word of a seed
+    ("studies/uptrain.py", "uptraining"),  # the function that runs this task
 }
 
 

@@ -71,6 +71,7 @@ class Task(ABC):
             takes. ``data`` is an absolute path. The data are identified by their digest, so they may be moved.
         reads_text: whether its models know words, lines and paragraphs, which are the levels of ``mlr-text``.
         no_skill_score: the score of a model that has learned nothing, where that is the same for all data; ``None`` where it is not.
+        scores_before_training: whether the first entry of a run's history is of the model before its first step.
     """
 
     name: ClassVar[str]
@@ -78,6 +79,7 @@ class Task(ABC):
     data_options: ClassVar[dict[str, DataOption]] = {}
     reads_text: ClassVar[bool] = False
     no_skill_score: ClassVar[float | None] = None
+    scores_before_training: ClassVar[bool] = False
     metric: str
     metric_label: str
     question: ClassVar[str]

@@ -30,6 +30,7 @@ TASKS: dict[str, str] = {
     "icl-regression": "structattn.studies.tasks.icl_regression",
     "text": "structattn.studies.tasks.text",
     "chronos": "structattn.studies.tasks.chronos",
+    "uptraining": "structattn.studies.tasks.uptraining",
 }
 
 

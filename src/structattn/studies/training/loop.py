@@ -216,6 +216,9 @@ def _loop(
     bar = progress_bar(total=config.steps, initial=state.step, desc=run.spec, unit="step", show=show_progress and main)
     is_single = run.accelerator.num_processes == 1
     between = 1 if not is_single and run.accelerator.device.type == "cpu" else _STEPS_BETWEEN_WAITS
+    if state.step == 0 and task.scores_before_training and not state.history:
+        _validate(run, board)
+        on_evaluation(state.history[-1])
     run.model.train()
     on_steps(state.step)
     try:

@@ -1,4 +1,4 @@
-"""Documents, one at a time: from text files, folders, JSON lines, or a streamed data set."""
+"""Documents, one at a time: from text files, folders, JSON lines, Parquet, or a streamed data set."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from structattn.studies.data.plain_text import ReadingStoppedError, is_there, op
 
 _TEXTS = (".txt", ".md", ".rst", ".text")
 _LINES = (".jsonl", ".ndjson")
+_PARQUET = ".parquet"
 # The endings of names: of the files of a folder, and of those with one record in each line.
-_READ = (*_TEXTS, *_LINES, *(f"{ending}.gz" for ending in (*_TEXTS, *_LINES)))
+_READ = (*_TEXTS, *_LINES, _PARQUET, *(f"{ending}.gz" for ending in (*_TEXTS, *_LINES)))
 _OF_LINES = (*_LINES, ".json", *(f"{ending}.gz" for ending in (*_LINES, ".json")))
 # Common names of data sets, and their names on the hub.
 KNOWN_DATASETS = {"openwebtext": "Skylion007/openwebtext"}
@@ -35,11 +36,11 @@ class Source:
     """Where documents come from.
 
     Args:
-        path: a text file; a file of JSON lines (``.jsonl``); a folder, all of whose such files are read in the order of their paths,
+        path: a text file; a file of JSON lines (``.jsonl``) or Parquet; a folder, all of whose such files are read in the order of their paths,
             without hidden ones; each also compressed with gzip; or else the name of a data set for the library ``datasets``, which is
             streamed.
         document_start: in text files a line that begins with this begins a document. Default: a file is a document.
-        text_column: of JSON lines and data sets, the field with the text.
+        text_column: of JSON lines, Parquet and data sets, the field with the text.
         dataset_split: of a data set.
         max_documents: the number of leading documents to read. Default ``None``: all.
     """
@@ -68,11 +69,13 @@ class Source:
             found = _texts_in(root)
             first = next(found, None)
             if first is None:
-                raise DataError(f"{self.path}: expected files with one of {', '.join((*_TEXTS, *_LINES))}, got none")
+                raise DataError(
+                    f"{self.path}: expected files with one of {', '.join((*_TEXTS, *_LINES, _PARQUET))}, got none"
+                )
             return chain([first], found)
         if there:
             return iter([str(root)])
-        if self.path.startswith((".", "/", "~")) or root.suffix.lower() in (*_TEXTS, *_LINES, ".json", ".gz"):
+        if self.path.startswith((".", "/", "~")) or root.suffix.lower() in (*_TEXTS, *_LINES, _PARQUET, ".json", ".gz"):
             raise DataError(f"expected a text file or a folder at {self.path}, got no such file. Check the path")
         return None
 
@@ -82,13 +85,16 @@ class Source:
         Raises:
             DataError: a file has another format, or lacks the field.
             ReadingStoppedError: a file cannot be read, or a data set stops in the middle.
-            MissingDependencyError: a data set, and ``datasets`` is not installed.
+            MissingDependencyError: a data set or Parquet, and ``datasets`` or ``pyarrow`` is not installed.
         """
         files = self.files()
         every = _dataset(self) if files is None else (doc for path in files for doc in self._read(path))
         return islice((doc for doc in every if not doc.text.isspace() and doc.text), skip, self.max_documents)
 
     def _read(self, path: str) -> Iterator[Document]:
+        if path.lower().endswith(_PARQUET):
+            yield from _parquet(path, self.text_column)
+            return
         of_lines = path.lower().endswith(_OF_LINES)
         if not of_lines and not self.document_start:
             yield Document(read_text(path, "a text file"), path)
@@ -145,6 +151,29 @@ def _json_lines(file: IO[str], path: str, column: str) -> Iterator[Document]:
         except (ValueError, RecursionError) as error:  # also numbers that are too long and lists that are too deep
             raise DataError(f"{where}: expected JSON, one record in each line, got: {error}") from None
         yield Document(_field(record, column, where), where)
+
+
+def _parquet(path: str, column: str) -> Iterator[Document]:
+    """The texts of a column, a part of the file at a time."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{path} is Parquet, which needs pyarrow, which is not installed; pip install 'structattn[data]'"
+        ) from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            number = 0
+            for part in file.iter_batches(batch_size=256, columns=[column] if column in names else names[:0]):
+                for record in part.to_pylist():
+                    number += 1
+                    yield Document(
+                        _field(record or dict.fromkeys(names), column, f"{path}, record {number}"),
+                        f"{path}, record {number}",
+                    )
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path}: expected a Parquet file, got: {_first_line(error)}") from error
 
 
 def _field(record: Any, column: str, where: str) -> str:

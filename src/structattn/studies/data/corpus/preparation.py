@@ -19,7 +19,14 @@ from structattn.progress import progress_bar
 from structattn.studies.data.corpus.corpus import MANIFEST, Corpus
 from structattn.studies.data.corpus.documents import Source
 from structattn.studies.data.corpus.shards import PROGRESS, ShardWriter
-from structattn.studies.data.corpus.tokenizers import BytePairs, Bytes, Characters, Tokenizer, tokenizer_from
+from structattn.studies.data.corpus.tokenizers import (
+    BytePairs,
+    Bytes,
+    Characters,
+    ModelTokens,
+    Tokenizer,
+    tokenizer_from,
+)
 from structattn.studies.data.plain_text import ReadingStoppedError
 from structattn.studies.data.splits import SPLITS, DataSplit
 from structattn.studies.folders import OF_EVERY_FOLDER, Owner, opened
@@ -39,7 +46,9 @@ class PrepareConfig:
 
     Args:
         source: where the documents are from.
-        tokens: ``"chars"``, the 96 of the paper; ``"bytes"`` of UTF-8; or ``"bpe"``, byte pairs learned from the training documents.
+        tokens: ``"chars"``, the 96 of the paper; ``"bytes"`` of UTF-8; ``"bpe"``, byte pairs learned from the training documents; or ``"model"``,
+            those of a trained model.
+        model: of ``tokens="model"``: its folder, or its name on the hub.
         vocab_size: of the byte pairs.
         bpe_characters: the number of leading characters of the training documents from which byte pairs are learned.
         unknown: what happens to a character that is not one of the 96: ``"error"`` or ``"drop"``.
@@ -52,7 +61,8 @@ class PrepareConfig:
     """
 
     source: Source
-    tokens: Literal["chars", "bytes", "bpe"] = "chars"
+    tokens: Literal["chars", "bytes", "bpe", "model"] = "chars"
+    model: str = ""
     vocab_size: int = 4096
     bpe_characters: int = 50_000_000
     unknown: Literal["error", "drop"] = "error"
@@ -61,7 +71,11 @@ class PrepareConfig:
     shard_tokens: int = 2**24
 
     def __post_init__(self) -> None:
-        check_choice("tokens", self.tokens, ("chars", "bytes", "bpe"))
+        check_choice("tokens", self.tokens, ("chars", "bytes", "bpe", "model"))
+        if bool(self.model) != (self.tokens == "model"):
+            raise ConfigError(
+                f"tokens=model and a model belong together: got tokens={self.tokens} and model={self.model!r}"
+            )
         for name in ("validation", "test"):
             check_number(name, getattr(self, name), above=0, below=1)
         if self.validation + self.test >= 1:
@@ -227,6 +241,8 @@ def _tokenizer(config: PrepareConfig) -> Tokenizer:
         return Characters(config.unknown)
     if config.tokens == "bytes":
         return Bytes()
+    if config.tokens == "model":
+        return ModelTokens.of(config.model)
     return BytePairs.train(_training_texts(config), config.vocab_size)
 
 

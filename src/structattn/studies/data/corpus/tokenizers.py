@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from structattn.checks import check_choice
+from structattn.checks import check_choice, shortened
 from structattn.errors import ConfigError, DataError, MissingDependencyError
 from structattn.layout.text import TextUnits
 
@@ -128,6 +128,7 @@ class BytePairs:
     """
 
     unit = "token"
+    kind = "bpe"
 
     def __init__(self, definition: str) -> None:
         self._definition = definition
@@ -174,7 +175,48 @@ class BytePairs:
         return np.array([len(self._tokenizer.id_to_token(i)) for i in range(self.vocab_size)], dtype=np.int64)
 
     def description(self) -> dict[str, Any]:
-        return {"kind": "bpe", "definition": json.loads(self._definition)}
+        return {"kind": self.kind, "definition": json.loads(self._definition)}
+
+
+class ModelTokens(BytePairs):
+    """The tokenizer of a model of transformers, of any kind that ``tokenizers`` knows, without its special tokens.
+
+    Args:
+        definition: the text of ``tokenizer.json``.
+    """
+
+    kind = "model"
+
+    @classmethod
+    def of(cls, model: str) -> ModelTokens:
+        """That of a folder with a ``tokenizer.json``, or of a model on the hub.
+
+        Raises:
+            MissingDependencyError: transformers is not installed.
+            DataError: there is none.
+        """
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise MissingDependencyError(
+                "the tokens of a model need transformers, which is not installed; pip install 'structattn[hf]'"
+            ) from error
+        try:
+            found = AutoTokenizer.from_pretrained(model)
+        except Exception as error:  # transformers raises many kinds
+            raise DataError(f"expected a model with a tokenizer at {model}, got: {shortened(str(error))}") from error
+        if not found.is_fast:
+            raise DataError(
+                f"{model}: expected a tokenizer with a tokenizer.json, got a {type(found).__name__} without: save it as a fast one"
+            )
+        return cls(found.backend_tokenizer.to_str())
+
+    def encode(self, text: str, source: str = "the text") -> Ids:
+        Bytes().encode(text, source)
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._type)
+
+    def token_sizes(self) -> npt.NDArray[np.int64]:
+        return np.array([len(self.decode([i]).encode()) for i in range(self.vocab_size)], dtype=np.int64)
 
 
 def _library() -> Any:
@@ -206,4 +248,6 @@ def tokenizer_from(description: dict[str, Any]) -> Tokenizer:
         return Bytes()
     if kind == "bpe" and "definition" in description:
         return BytePairs(json.dumps(description["definition"]))
-    raise DataError(f"expected a tokenizer of kind chars, bytes or bpe, got {kind!r}")
+    if kind == "model" and "definition" in description:
+        return ModelTokens(json.dumps(description["definition"]))
+    raise DataError(f"expected a tokenizer of kind chars, bytes, bpe or model, got {kind!r}")

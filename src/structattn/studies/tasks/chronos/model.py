@@ -6,6 +6,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from structattn.studies.tied import without_copies
+
 
 def integration() -> Any:
     """``structattn.integrations.chronos``, imported when a task is made: it needs chronos-forecasting."""
@@ -29,8 +31,7 @@ class ChronosForecaster(nn.Module):
         super().__init__()
         self.model = model
         self.num_inputs, self.num_outputs = num_inputs, num_outputs
-        self.register_state_dict_post_hook(_drop_copies)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_add_copies)  # type: ignore[no-untyped-call]
+        without_copies(self)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
         """Logits, (B, outputs, tokens), of (B, inputs) tokens and their mask, and of (B, outputs) labels with ``-100`` for none."""
@@ -44,24 +45,3 @@ class ChronosForecaster(nn.Module):
     def pipeline(self) -> Any:
         """Chronos' own ``ChronosPipeline`` around the model."""
         return integration().pipeline_around(self.model)
-
-
-def _copies(module: nn.Module) -> dict[str, str]:
-    """The shared parameters: each further name of one, and its first name (T5's stacks share their embeddings, with the head too in some models)."""
-    first: dict[Tensor, str] = {}
-    found = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if first.setdefault(parameter, name) != name:
-            found[name] = first[parameter]
-    return found
-
-
-def _drop_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for name in _copies(module):
-        state.pop(prefix + name, None)
-
-
-def _add_copies(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, owner in _copies(module).items():
-        if prefix + owner in state:
-            state.setdefault(prefix + name, state[prefix + owner])

@@ -20,6 +20,7 @@ from structattn.models.language_model import LanguageModel
 from structattn.progress import counted
 from structattn.seeds import generator
 from structattn.studies.data.corpus import Tokenizer, Windows, text_units, tokenizer_from
+from structattn.studies.data.text_data import open_text_data
 from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import (
     Baseline,
@@ -31,7 +32,6 @@ from structattn.studies.tasks.base import (
     check_sizes_of,
     on_device_of,
 )
-from structattn.studies.tasks.text.data import open_text_data
 from structattn.studies.tasks.text.details import attention_by_distance, by_octave, octaves, positions_in_documents
 
 _NONE = -100  # a target that is not scored

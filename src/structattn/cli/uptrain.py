@@ -1,0 +1,69 @@
+"""The command that gives a trained model a smaller cache: uptrain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from structattn.cli.output import print_results, require_extra
+from structattn.cli.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class UptrainCommand:
+    """Give a trained model of transformers a smaller key/value cache, and train it until it is nearly as good as before.
+
+    Example:
+      structattn uptrain MODEL --data books/ --compression 4 --tokens 50000000 --out smaller
+    """
+
+    model: tyro.conf.Positional[str]
+    """A folder that save_pretrained wrote, or a name on the hub."""
+    data: Path
+    """A file or a folder of text, JSON lines or Parquet; or a corpus with the tokens of the model."""
+    tokens: int
+    """Tokens to train on; 1 to 5 % of what the model was trained on is a start."""
+    out: Path
+    """Folder of the results: model/, results/report.html, corpus/."""
+    compression: float = 4.0
+    """How many times smaller keys and values are."""
+    context_length: int = 512
+    """Tokens of a window."""
+    batch_size: int = 16
+    """Windows of a step."""
+    learning_rate: float = 5e-4
+    """The highest learning rate."""
+    lora_rank: int = 0
+    """Train adapters of this rank on attention, instead of all weights; needs peft."""
+    attention: str = ""
+    """The student in place of --compression, such as mlr:16|8|8,values=16|16."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A setting, as section.field=value, such as task.distillation=0.9; may be repeated (see `structattn settings uptraining`)."""
+    resume: bool = False
+    """Continue what --out already holds."""
+
+    def execute(self, session: Session) -> None:
+        require_extra()
+        from structattn.studies.report.pages import text
+        from structattn.studies.uptrain import uptrain
+
+        done = uptrain(
+            self.model,
+            self.data,
+            self.out,
+            tokens=self.tokens,
+            compression=self.compression,
+            context_length=self.context_length,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            lora_rank=self.lora_rank,
+            attention=self.attention,
+            changes=self.set,
+            resume=self.resume,
+            command=session.line,
+            on_open=lambda folder: session.began(folder, f"{self.tokens:,} tokens"),
+        )
+        print_results(text(done.results.record), done.results)
+        print(f"model    {done.model}")

@@ -1,0 +1,11 @@
+"""A trained language model of transformers gets a smaller key/value cache, and is trained until it is as good as before.
+
+The model (the teacher) is any decoder that ``structurize`` knows; the student is a copy of it with other attention. Needs the extra ``hf``.
+"""
+
+from structattn.studies.tasks.uptraining.presets import PRESETS
+from structattn.studies.tasks.uptraining.task import UptrainTask
+
+__all__ = ["PRESETS", "TASK"]
+
+TASK = UptrainTask

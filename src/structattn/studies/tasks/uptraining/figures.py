@@ -1,0 +1,125 @@
+"""What healing brings: the loss against tokens with the teacher's line, loss by position, and recall by distance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from structattn.studies.records.comparison import ComparisonRecord
+from structattn.studies.report.figures.octaves import loss_by_position
+from structattn.studies.report.plot import Drawing, label_left, mark_axis, panel_grid, shared_legend, spec_style
+from structattn.studies.report.table import Table
+
+
+def _variants(record: ComparisonRecord) -> list[str | None]:
+    return list(dict.fromkeys(row.variant for row in record.rows))
+
+
+def _teacher(record: ComparisonRecord, variant: str | None) -> Any:
+    return next((row for row in record.baselines if row.variant == variant), None)
+
+
+def healing(record: ComparisonRecord) -> Drawing | None:
+    """Validation loss against the tokens of training, from the student as it was made; a line for the teacher."""
+    key = f"validation_{record.metric}"
+    rows = [row for row in record.rows if row.histories and key in row.histories[0][0]]
+    if not rows:
+        return None
+    length = record.config["task"]["context_length"]
+    specs = list(dict.fromkeys(row.spec for row in rows))
+    figure, panels = panel_grid(len(_variants(record)), 3.4)
+    for ax, variant in zip(panels, _variants(record), strict=True):
+        for row in rows:
+            if row.variant == variant:
+                steps = [entry["step"] * row.batch_size * length for entry in row.histories[0]]
+                curves = [[entry[key] for entry in history] for history in row.histories]
+                mean = [sum(values) / len(values) for values in zip(*curves, strict=False)]
+                ax.plot(steps[: len(mean)], mean, ms=3, lw=1.3, label=row.spec, **spec_style(specs, row.spec))
+        if (teacher := _teacher(record, variant)) is not None and teacher.validation is not None:
+            ax.axhline(teacher.validation, color="0.3", lw=1, ls=":", label="teacher")
+        ax.set_title(variant or "", fontsize=9, loc="left")
+        ax.set_xlabel("tokens of training")
+    label_left(panels, "validation loss, nats per token")
+    shared_legend(figure, panels)
+    return figure, "From the student as it was made (0 tokens) to the healed one; dotted, the teacher.", "Healing."
+
+
+def recall_by_distance(record: ComparisonRecord) -> Drawing | None:
+    """The share of tokens of a repeated passage that are guessed right, by how far back it was."""
+    found = [row for row in record.rows if _recall(row.metrics)]
+    if not found:
+        return None
+    specs = list(dict.fromkeys(row.spec for row in found))
+    figure, panels = panel_grid(len(_variants(record)), 3.2)
+    for ax, variant in zip(panels, _variants(record), strict=True):
+        for row in found:
+            if row.variant == variant:
+                ax.plot(
+                    *zip(*_recall(row.metrics), strict=True),
+                    ms=4,
+                    lw=1.3,
+                    label=row.spec,
+                    **spec_style(specs, row.spec),
+                )
+        teacher = _teacher(record, variant)
+        if teacher is not None and _recall(teacher.metrics):
+            ax.plot(*zip(*_recall(teacher.metrics), strict=True), color="0.3", ls=":", label="teacher")
+        ax.set_xscale("log", base=2)
+        mark_axis(ax.xaxis, [float(distance) for distance, _ in _recall(found[0].metrics)], lambda value: f"{value:g}")
+        ax.set_ylim(0, 1.02)
+        ax.set_title(variant or "", fontsize=9, loc="left")
+        ax.set_xlabel("distance to the first passage, tokens")
+    label_left(panels, "share of right guesses")
+    shared_legend(figure, panels)
+    return (
+        figure,
+        "Recall: a passage of random tokens comes twice, and the second time its tokens can be looked up.",
+        "Recall.",
+    )
+
+
+def _recall(metrics: dict[str, float]) -> list[tuple[float, float]]:
+    pairs = [
+        (float(name.removeprefix("recall_")), value) for name, value in metrics.items() if name.startswith("recall_")
+    ]
+    return sorted(pairs)
+
+
+def costs(record: ComparisonRecord) -> Table | None:
+    """What each student needs to decode, and what it lost and won back."""
+    key = f"validation_{record.metric}"
+    rows = []
+    for row in record.rows:
+        teacher = _teacher(record, row.variant)
+        before = [history[0][key] for history in row.histories if history and key in history[0]]
+        after = [history[-1][key] for history in row.histories if history and key in history[-1]]
+        if teacher is None or not before or "cache_bytes" not in row.details:
+            continue
+        one_shot = sum(before) / len(before) - teacher.validation
+        healed = sum(after) / len(after) - teacher.validation
+        rows.append(
+            [
+                row.variant or "",
+                row.spec,
+                f"{teacher.details['cache_bytes'] / row.details['cache_bytes']:.2f}",
+                f"{one_shot:+.4f}",
+                f"{healed:+.4f}",
+                f"{100 * (1 - healed / one_shot):.0f} %" if one_shot > 0 else "",
+                "" if row.details["decode_ms"] is None else f"{row.details['decode_ms']:.2f}",
+            ]
+        )
+    if not rows:
+        return None
+    return Table.of(
+        ("setting", "attention", "cache", "one-shot", "healed", "recovered", "ms per token"),
+        rows,
+        words=("setting", "attention"),
+        title="Cost and quality",
+        notes=(
+            "cache: how many times smaller than the teacher's at full context; one-shot, healed: validation loss above the teacher's, before and "
+            "after training; recovered: the share of the one-shot loss that training won back; ms per token: of decoding at full context.",
+        ),
+    )
+
+
+FIGURES = {"healing": healing, "loss-by-position": loss_by_position, "recall-by-distance": recall_by_distance}
+TABLES = {"costs": costs}

@@ -1,0 +1,43 @@
+"""What decoding costs a model: the bytes of its cache, and the time of a token."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from torch import Tensor
+
+_TOKENS = 16  # decoded for a time
+
+
+def _cache_of(model: Any, tokens: Tensor, room: int) -> Any:
+    """The cache after a prompt, with room for so many tokens: of structured attention a compressed one, else that of the model."""
+    from structattn.integrations.transformers import level_cache
+    from structattn.integrations.transformers.families import StructurizedModel
+
+    own = model.get_base_model() if hasattr(model, "get_base_model") else model
+    given = {"past_key_values": level_cache(own, max_length=room)} if isinstance(own, StructurizedModel) else {}
+    return model(input_ids=tokens, use_cache=True, **given).past_key_values
+
+
+def cache_bytes(model: Any, tokens: Tensor, mask: Tensor | None) -> int:
+    """Bytes that the cache of the tokens of one prompt, (1, T), needs at its end: of the rows that a mask shows to the last token."""
+    cache = _cache_of(model, tokens, tokens.shape[1])
+    if hasattr(cache, "nbytes"):
+        return int(cache.nbytes)
+    layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    total = sum(x.numel() * x.element_size() for layer in layers for x in (layer.keys, layer.values))
+    shown = tokens.shape[1] if mask is None else int(mask[-1].sum())
+    return total * shown // tokens.shape[1]
+
+
+def decode_ms(model: Any, tokens: Tensor) -> float:
+    """Median milliseconds of one more token after a prompt, (1, T)."""
+    cache = _cache_of(model, tokens[:, :-_TOKENS], tokens.shape[1])
+    times = []
+    for token in tokens[:, -_TOKENS:].split(1, dim=1):
+        start = time.perf_counter()
+        float(model(input_ids=token, use_cache=True, past_key_values=cache).logits[0, 0, 0])  # waits for the device
+        times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times)

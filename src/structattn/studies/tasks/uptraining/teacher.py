@@ -1,0 +1,116 @@
+"""The trained model that a student is made from and learns from."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from structattn.checks import quoted, shortened
+from structattn.errors import ConfigError, MissingDependencyError
+from structattn.seeds import seeded
+from structattn.studies.tasks.uptraining.taps import Attended, tapped
+
+# The sizes of the model that is made where none is given.
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+class Teacher:
+    """A plain model of transformers in eval mode whose weights stay as they are.
+
+    Args:
+        source: a folder or a name on the hub; empty: a small Llama with new weights, the same in every process.
+        vocab_size: of that new one.
+
+    Attributes:
+        model: float32, on the CPU until it is asked.
+        tokenizer: its own, where it has one.
+        sha256: of its weights.
+
+    Raises:
+        MissingDependencyError: transformers is not installed.
+        ConfigError: there is no such model, its weights are no safetensors, or its attention cannot be structurized.
+    """
+
+    def __init__(self, source: str, vocab_size: int) -> None:
+        try:
+            import transformers
+        except ImportError as error:
+            raise MissingDependencyError(
+                "uptraining needs transformers, which is not installed: pip install 'structattn[hf]'"
+            ) from error
+        from structattn.integrations.transformers.discovery import find_attention
+
+        self.tokenizer: Any = None
+        with torch.device("cpu"):
+            if source:
+                self.model: Any = _loaded(transformers, source)
+                self.tokenizer = _tokenizer(transformers, source)
+            else:
+                with seeded(0, torch.device("cpu")):
+                    self.model = transformers.LlamaForCausalLM(
+                        transformers.LlamaConfig(vocab_size=vocab_size, **_SMALL)
+                    )
+            self.model.eval().requires_grad_(False)
+            self.layers: list[nn.Module] = [layer.module for layer in find_attention(self.model)]
+        digest = hashlib.sha256()
+        for name, value in sorted(self.model.state_dict().items()):
+            digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+        self.sha256 = digest.hexdigest()
+
+    def to(self, device: torch.device) -> Teacher:
+        """On a device, where it stays."""
+        if self.model.device != device:
+            self.model.to(device)
+        return self
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, V) of tokens (B, T)."""
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    @torch.no_grad()
+    def attended(self, tokens: Tensor) -> Attended:
+        """What enters and leaves its attention layers."""
+        with tapped(self.layers) as found:
+            self.model(input_ids=tokens, use_cache=False)
+        return found
+
+
+def _loaded(transformers: Any, source: str) -> Any:
+    if Path(source).is_absolute() and not Path(source).is_dir():
+        raise ConfigError(f"expected the folder of a model at {source}, got no such folder. Check task.model")
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:  # transformers raises many kinds, from a wrong name to weights that are damaged
+        raise ConfigError(
+            f"task.model={quoted(source)} cannot be loaded as a language model of transformers: {shortened(str(error))}"
+        ) from error
+    if report["missing_keys"] or report["mismatched_keys"]:
+        raise ConfigError(
+            f"task.model={quoted(source)} has not all weights of a {type(model).__name__}: {shortened(', '.join(map(str, report['missing_keys'])))} "
+            "are missing: give a whole model"
+        )
+    return model
+
+
+def _tokenizer(transformers: Any, source: str) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(source)
+    except Exception:  # a model may come without one: then the corpus says what its tokens are
+        return None

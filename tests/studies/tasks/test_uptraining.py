@@ -1,0 +1,293 @@
+"""Uptraining: students are made from a teacher, learn from it, and come out as a checkpoint of transformers."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import transformers
+
+from structattn.cli import main
+from structattn.errors import ConfigError, DataError
+from structattn.integrations.transformers import load_structurized
+from structattn.studies.data.corpus import PrepareConfig, Source, prepare
+from structattn.studies.data.corpus.tokenizers import BytePairs
+from structattn.studies.tasks.registry import recipe_for
+from structattn.studies.tasks.uptraining.config import UptrainConfig
+from structattn.studies.tasks.uptraining.recall import distances, recall
+from structattn.studies.tasks.uptraining.students import Compressed, SharedHeads, Window, student_form
+from structattn.studies.tasks.uptraining.task import UptrainTask
+from structattn.studies.uptrain import uptrain
+from structattn.testing.tolerances import ANOTHER_ORDER, SAME_MODEL, assert_close
+
+SMOKE = recipe_for("uptraining", "smoke").task
+PLAIN = dataclasses.replace(SMOKE, rotary_split="low_far")
+
+
+@pytest.fixture(scope="module")
+def task() -> UptrainTask:
+    return UptrainTask(PLAIN)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict:
+    """A Llama with a tokenizer of its own, and texts in three forms."""
+    root = tmp_path_factory.mktemp("trained")
+    texts = [f"PEP {n}: " + " ".join(f"word{(n * k) % 37} of {k}" for k in range(60)) + "\n" for n in range(120)]
+    tokenizer = BytePairs.train(texts, 300)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(root / "model")
+    (root / "model" / "tokenizer.json").write_text(json.dumps(tokenizer.description()["definition"]))
+    (root / "model" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    parquet.write_table(pyarrow.table({"text": texts, "number": list(range(120))}), root / "text.parquet")
+    return {"root": root, "model": root / "model", "lines": root / "text.jsonl", "parquet": root / "text.parquet"}
+
+
+def test_forms() -> None:
+    assert student_form("cache:4") == Compressed(4.0)
+    assert student_form("cache:2.5,ranks=uniform") == Compressed(2.5, "uniform")
+    assert student_form("heads:2") == SharedHeads(2)
+    assert student_form("recent:20,sinks=3") == Window(20, 3)
+    assert "20 tokens, and the first 3" in UptrainTask.describe_spec("recent:20,sinks=3")
+    for text, words in (
+        ("cache:much", "cache:TIMES"),
+        ("heads:0", "heads:COUNT"),
+        ("recent:5,sink=1", "unknown option 'sink'"),
+        ("mlr:8|", "mlr"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            UptrainTask.check_spec(text)
+
+
+def test_one_level_is_the_teacher(task) -> None:
+    windows = task._windows("test")[:2, :-1]
+    expected = task.teacher(windows)
+    for spec in ("mlr:16", "unchanged", "recent:64", "heads:2"):
+        student = task.build_model(spec).eval()
+        assert all(p.requires_grad for p in student.parameters())
+        assert_close(student(windows)[0].detach(), expected)
+    found = task.evaluate(task.build_model("mlr:16").eval(), "test")
+    assert found["kl_to_teacher"] == pytest.approx(0, abs=1e-6)
+    assert found["nats_per_token"] == pytest.approx(task.baselines()[0].metrics["nats_per_token"], rel=SAME_MODEL)
+
+
+def test_a_window_hides_what_is_behind_it(task) -> None:
+    student = task.build_model("recent:5,sinks=2").eval()
+    tokens = task._windows("test")[:1, :20]
+    changed = tokens.clone()
+    changed[:, 2:6] = (changed[:, 2:6] + 1) % 96
+    first, second = student(tokens)[0], student(changed)[0]
+    layers = len(task.teacher.layers)
+    seen_from = 5 + layers * 4 + 1  # a layer carries a token 4 places further
+    assert_close(first[:, seen_from:], second[:, seen_from:])
+    assert not torch.allclose(first[:, 2:6], second[:, 2:6])
+
+
+def test_what_is_learned(task) -> None:
+    """First the outputs of attention from the teacher's inputs, then the text and the teacher's predictions."""
+    batch = task.batch(0, 0, 2)
+    assert torch.equal(batch["tokens"], task.batch(0, 0, 2)["tokens"])
+    same, other = task.build_model("unchanged"), task.build_model("mlr:8|8")
+    assert task.loss(same, batch, 0).item() == pytest.approx(0, abs=1e-9)
+    loss = task.loss(other, batch, 0)
+    assert 1e-6 < float(loss) < 1
+    loss.backward()
+    learning = {name for name, p in other.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert learning
+    assert all("self_attn" in name for name in learning)
+    assert all(p.grad is not None for p in other.parameters())  # as DDP expects
+    logits, targets = task.teacher(batch["tokens"][:, :-1]), batch["tokens"][:, 1:]
+    nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets)
+    assert float(task.loss(same, batch, task.config.attention_steps)) == pytest.approx(
+        0.5 * float(nats), rel=SAME_MODEL
+    )
+
+
+def test_recall_of_one_who_looks_it_up() -> None:
+    def copies(tokens):
+        """Continues as after the last place with the same four tokens."""
+        logits = torch.zeros(*tokens.shape, 50)
+        for row, text in enumerate(tokens.tolist()):
+            for place in range(4, len(text)):
+                for before in range(place - 1, 3, -1):
+                    if text[before - 3 : before + 1] == text[place - 3 : place + 1]:
+                        logits[row, place, text[before + 1]] = 1
+                        break
+        return logits
+
+    windows = torch.randint(50, (6, 64), generator=torch.Generator().manual_seed(0))
+    assert distances(64, 8) == [8, 16, 32]
+    vocab = torch.arange(50)
+    assert recall(copies, windows, 8, vocab) == dict.fromkeys([8, 16, 32], 1.0)
+    assert max(recall(lambda tokens: torch.zeros(*tokens.shape, 50), windows, 8, vocab).values()) < 0.2
+
+
+def test_what_decoding_needs(task) -> None:
+    whole = task.baselines()[0].details
+    assert (
+        whole["cache_bytes"] == 2 * 2 * 2 * 16 * 64 * 4
+    )  # keys and values, layers, heads, dimensions, tokens, float32
+    smaller = task.details(task.build_model("mlr:4|12@64|16,values=4|12").eval())
+    assert smaller["cache_bytes"] == whole["cache_bytes"] // 64 * (64 * 4 + 16 * 12) // 16
+    assert task.details(task.build_model("recent:12,sinks=4").eval())["cache_bytes"] == whole["cache_bytes"] // 4
+    assert len(smaller["loss_by_position"]) == len(smaller["octaves"])
+    assert smaller["decode_ms"] > 0
+
+
+def test_a_budget_is_kept() -> None:
+    task = UptrainTask(SMOKE)
+    whole = task.baselines()[0].details["cache_bytes"]
+    for spec in ("cache:2", "cache:2,ranks=uniform"):
+        assert whole / 4 < task.details(task.build_model(spec).eval())["cache_bytes"] <= whole / 2
+    with pytest.raises(ConfigError, match="no ranks give a cache that is 60 times smaller"):
+        task.build_model("cache:60")
+
+
+@pytest.mark.full
+def test_a_model_is_uptrained_and_saved(trained, tmp_path) -> None:
+    options = {
+        "tokens": 500,
+        "context_length": 32,
+        "batch_size": 2,
+        "attention": "mlr:8|8@32|8,values=8|8",
+        "show_progress": False,
+    }
+    changes = ("task.eval_windows=4", "task.recall_tokens=8", "task.rotary_split=low_far")
+    done = uptrain(trained["model"], trained["parquet"], tmp_path / "out", changes=changes, **options)
+    (row,) = done.results.record.rows
+    assert row.steps == (8,)
+    assert [entry["step"] for entry in row.histories[0]] == list(range(9))  # from the model as it was made
+    page = done.results.report.read_text()
+    assert "recovered" in page
+    assert "Healing" in page
+    loaded = load_structurized(done.model)
+    assert type(loaded).__name__ == "StructAttnLlamaForCausalLM"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(done.model)
+    ids = tokenizer("PEP 7: word3 of 4", return_tensors="pt")["input_ids"]
+    task = UptrainTask(UptrainConfig(**done.results.record.config["task"]))
+    weights = {name: p.detach().clone() for name, p in loaded.named_parameters()}
+    before = task.build_model(row.spec).model
+    assert weights.keys() == dict(before.named_parameters()).keys()
+    assert not torch.equal(loaded(ids).logits, before(ids).logits)  # it was trained
+    with pytest.raises(ConfigError, match="has files"):
+        uptrain(trained["model"], trained["parquet"], tmp_path / "out", changes=changes, **options)
+    stamp = (done.model / "model.safetensors").stat().st_mtime_ns
+    again = uptrain(trained["model"], trained["parquet"], tmp_path / "out", changes=changes, resume=True, **options)
+    assert again.results.record.rows[0].scores == row.scores
+    assert (done.model / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_what_does_not_fit_is_named(trained, tmp_path, task) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        UptrainTask(UptrainConfig(model=str(tmp_path / "nowhere")))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        UptrainTask(UptrainConfig(model=str(tmp_path / "empty")))
+    with pytest.raises(DataError, match="those of another tokenizer"):
+        UptrainTask(UptrainConfig(model=str(trained["model"])))
+    prepare(
+        PrepareConfig(source=Source(path=str(trained["lines"])), tokens="model", model=str(trained["model"])),
+        tmp_path / "corpus",
+        show_progress=False,
+    )
+    with pytest.raises(DataError, match="expected more than 16777216 tokens in each split"):
+        UptrainTask(UptrainConfig(model=str(trained["model"]), data=str(tmp_path / "corpus"), context_length=2**24))
+    with pytest.raises(ConfigError, match="groups of equal size"):
+        task.build_model("heads:3")
+    with pytest.raises(ConfigError, match="belong together"):
+        PrepareConfig(source=Source(path="x"), tokens="model")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_two_processes_have_the_losses_of_one(tmp_path, fsdp) -> None:
+    words = ["train", "uptraining", "--preset", "smoke", "--attention", "mlr:8|8,values=8|8"]
+    words += ["--set", "task.rotary_split=low_far", "--out"]
+    assert main([*words, str(tmp_path / "one")]) == 0
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "structattn.cli",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_FSDP": str(fsdp).lower()}
+    done = subprocess.run([*launcher, *words, str(tmp_path / "two")], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    one, two = (
+        json.loads((tmp_path / name / "run.json").read_text())["progress"]["history"] for name in ("one", "two")
+    )
+    for a, b in zip(one, two, strict=True):
+        for name in ("train_loss", "validation_nats_per_token"):
+            assert a[name] == pytest.approx(b[name], rel=ANOTHER_ORDER)
+
+
+@pytest.mark.full
+def test_adapters_alone_learn_and_are_merged(trained, tmp_path) -> None:
+    pytest.importorskip("peft")
+    options = {"tokens": 500, "context_length": 32, "batch_size": 2, "lora_rank": 2, "show_progress": False}
+    changes = ("task.eval_windows=4", "task.recall_tokens=8", "task.rotary_split=low_far")
+    done = uptrain(trained["model"], trained["lines"], tmp_path, attention="mlr:8|8", changes=changes, **options)
+    loaded = dict(load_structurized(done.model).named_parameters())
+    plain = dict(transformers.LlamaForCausalLM.from_pretrained(trained["model"]).named_parameters())
+    assert loaded.keys() == plain.keys()
+    changed = {name for name in plain if not torch.equal(plain[name], loaded[name])}
+    assert changed
+    assert all("self_attn" in name for name in changed)
+
+
+@pytest.mark.full
+def test_a_killed_run_ends_with_the_same_weights(trained, tmp_path) -> None:
+    words = [
+        "uptrain",
+        str(trained["model"]),
+        "--data",
+        str(trained["lines"]),
+        "--tokens",
+        "6000",
+        "--context-length",
+        "32",
+    ]
+    words += [
+        "--batch-size",
+        "2",
+        "--attention",
+        "mlr:8|8",
+        "--set",
+        "task.rotary_split=low_far",
+        "--set",
+        "task.recall_tokens=8",
+    ]
+    assert main([*words, "--out", str(tmp_path / "whole")]) == 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "structattn.cli", *words, "--out", str(tmp_path / "killed")], stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.glob("killed/results/runs/**/checkpoints/step-*")) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "killed" / "model").exists()
+    assert main([*words, "--out", str(tmp_path / "killed"), "--resume"]) == 0
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert weights[0] == weights[1]

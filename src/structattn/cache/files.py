@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from structattn.checks import check_device, check_path
 from structattn.errors import CheckpointError
-from structattn.files import write_atomic
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextHistory, TextUnits
+from structattn.tensor_files import read_tensors, write_tensors
 
 FORMAT_VERSION = 1
 _KEY = "structattn_cache"
@@ -39,10 +34,6 @@ def _layout_of(data: dict[str, Any] | None) -> Layout | None:
     return LevelLayout(
         tuple(data["ranks"]), tuple(data["block_sizes"]), data["scaling"], data["value_ranks"], data["boundaries"]
     )
-
-
-def _digest(record: str, tensors: dict[str, Tensor]) -> str:
-    return hashlib.sha256(record.encode() + save_tensors(tensors)).hexdigest()
 
 
 State = tuple[dict[str, Any], dict[str, Tensor]]
@@ -72,8 +63,7 @@ def save(path: str | Path, layers: Sequence[tuple[State, Layout | None]], text: 
         tensors["text.table"] = torch.tensor(list(text.table.marks), dtype=torch.uint8)
         for row, marks in enumerate(text.marks):
             tensors[f"text.{row}"] = torch.tensor(list(marks), dtype=torch.uint8)
-    record = json.dumps(data, sort_keys=True)
-    write_atomic(path, save_tensors(tensors, {_KEY: record, "sha256": _digest(record, tensors)}))
+    write_tensors(path, _KEY, data, tensors)
 
 
 def load(
@@ -85,28 +75,8 @@ def load(
         ConfigError: the path or the device is none.
         CheckpointError: the file is missing, truncated, changed, or not a cache.
     """
-    path = check_path("path", path)
     device = None if device is None else check_device("device", device)
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-        tensors = load_tensors(path.read_bytes())
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # a dtype that is none is a KeyError
-        raise CheckpointError(f"cannot read the cache {path}: {error}; it is missing or damaged") from error
-    if _KEY not in metadata:
-        raise CheckpointError(f"{path} is not a cache that structattn saved: its metadata has no {_KEY!r}")
-    record = metadata[_KEY]
-    if _digest(record, tensors) != metadata.get("sha256"):
-        raise CheckpointError(f"{path} was changed since it was written: its hash does not fit; decode again")
-    data = json.loads(record)
-    if data["format_version"] != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: expected format version {FORMAT_VERSION}, got {data['format_version']}")
+    data, tensors = read_tensors(path, _KEY, what="cache", remedy="decode again", version=FORMAT_VERSION)
     found: list[tuple[State, Layout | None]] = []
     for number, plain in enumerate(data["layers"]):
         own = {name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == str(number)}

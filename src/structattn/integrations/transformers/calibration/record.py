@@ -10,17 +10,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from structattn.checks import check_path
-from structattn.errors import CheckpointError, ConfigError
-from structattn.files import write_atomic
+from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.moments import Moments
 from structattn.integrations.transformers.discovery import AttentionLayer
 from structattn.layers.rotary_order import Rotation
+from structattn.tensor_files import read_tensors, write_tensors
 
 FORMAT_VERSION = 1
 _KEY = "structattn_calibration"
@@ -153,8 +150,7 @@ class Calibration:
             for number, layer in enumerate(self.layers)
             for name, x in {"metric": layer.metric, **layer.moments.tensors()}.items()
         }
-        record = json.dumps(_plain(self), sort_keys=True)
-        write_atomic(path, save_tensors(tensors, {_KEY: record, "sha256": _hash(record, tensors)}))
+        write_tensors(path, _KEY, _plain(self), tensors)
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -164,21 +160,7 @@ class Calibration:
             ConfigError: the path is none.
             CheckpointError: the file is missing, damaged, changed, or no calibration.
         """
-        path = check_path("path", path)
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                metadata = file.metadata() or {}
-            tensors = load_tensors(path.read_bytes())
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read the calibration {path}: {error}; it is missing or damaged") from error
-        if _KEY not in metadata:
-            raise CheckpointError(f"{path} is no calibration that structattn saved: its metadata has no {_KEY!r}")
-        record = metadata[_KEY]
-        if _hash(record, tensors) != metadata.get("sha256"):
-            raise CheckpointError(f"{path} was changed since it was written: its hash does not fit; calibrate again")
-        data = json.loads(record)
-        if data["format_version"] != FORMAT_VERSION:
-            raise CheckpointError(f"{path}: expected format version {FORMAT_VERSION}, got {data['format_version']}")
+        data, tensors = read_tensors(path, _KEY, what="calibration", remedy="calibrate again", version=FORMAT_VERSION)
         layers = tuple(
             LayerCalibration(
                 shape=LayerShape(**shape),
@@ -206,7 +188,3 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
         "context_length": calibration.context_length,
         "element_size": calibration.element_size,
     }
-
-
-def _hash(record: str, tensors: dict[str, Tensor]) -> str:
-    return hashlib.sha256(record.encode() + save_tensors(tensors)).hexdigest()

@@ -225,7 +225,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare", "forecast", "--set", "task.embed_dim=33"], "num_heads must divide"),
         (
             ["compare", "nearest-neighbor", "--data", "x.csv"],
-            "--data belongs to forecast, text, chronos, not to nearest-neighbor",
+            "--data belongs to forecast, text, chronos, uptraining, not to nearest-neighbor",
         ),
         (["compare", "text", "--time", "date"], "--time belongs to forecast, not to text"),
         (["compare", "forecast", "--data", "missing.csv"], "missing.csv"),
@@ -289,6 +289,10 @@ def test_options_are_frozen() -> None:
         commands.TrainCommand: task | {"attention", "seed"},
         commands.SweepCommand: task
         | {"param", "trials", "attention", "seed", "scheduler", "grace_period", "jobs", "ray_address"},
+        commands.UptrainCommand: {
+            *("model", "data", "tokens", "out", "compression", "context_length", "batch_size", "learning_rate"),
+            *("lora_rank", "attention", "set", "resume"),
+        },
         commands.EvaluateCommand: {"run", "data", "cache"},
         commands.GenerateCommand: {
             *("run", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "cache"),
@@ -301,7 +305,17 @@ def test_options_are_frozen() -> None:
         },
         commands.MupRolesCommand: {"attention", "embed_dim", "heads"},
         commands.DataPrepareCommand: {
-            *("kind", "source", "tokens", "vocab_size", "unknown", "document_start", "text_column", "dataset_split"),
+            *(
+                "kind",
+                "source",
+                "tokens",
+                "model",
+                "vocab_size",
+                "unknown",
+                "document_start",
+                "text_column",
+                "dataset_split",
+            ),
             *("max_documents", "validation", "test", "out", "resume"),
         },
         commands.DataInfoCommand: {"folder", "verify"},

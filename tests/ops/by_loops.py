@@ -64,6 +64,8 @@ def loops(
                         s = scale * total
                     elif scaling == "variance":
                         s = total / math.sqrt(shared)
+                    elif scaling == "standard":
+                        s = total / math.sqrt(q.shape[-1])
                     elif scaling == "mup":
                         s = total * 8 / shared
                     else:

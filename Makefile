@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/transformers-oldest
 INPUTS := pyproject.toml constraints.txt
+# Modules are compiled when they are first imported: most of those that are installed never are.
+INSTALL := $(BIN)/python -m pip install -q --no-compile
 # One process per core, each with one thread: most tests are far too small for more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -44,24 +46,24 @@ $(BIN)/python:
 		  $(PYTHON) -m pip --python $(VENV)/bin/python install pip setuptools; }
 
 $(VENV)/.installed-train: $(BIN)/python $(INPUTS)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[train]"
+	$(INSTALL) -c constraints.txt -e ".[train]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(BIN)/python $(INPUTS)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	$(INSTALL) -c constraints.txt -e ".[dev]"
 	@touch $@ $(VENV)/.installed-train
 
 $(VENV)/.installed-more: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,test-more]"
+	$(INSTALL) -c constraints.txt -e ".[dev,test-more]"
 	@touch $@
 
 $(VENV)/.installed-docs: $(BIN)/python $(INPUTS)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
+	$(INSTALL) -c constraints.txt -e ".[docs]"
 	@touch $@
 
 $(OLDEST)/.installed: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install -q --upgrade --target $(OLDEST) httpx
-	$(BIN)/python -m pip install -q --upgrade --target $(OLDEST) --no-deps transformers==5.17.0 "huggingface_hub<2"
+	$(INSTALL) --upgrade --target $(OLDEST) httpx
+	$(INSTALL) --upgrade --target $(OLDEST) --no-deps transformers==5.17.0 "huggingface_hub<2"
 	@touch $@
 
 clean:

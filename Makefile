@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/transformers-oldest
 INPUTS := pyproject.toml constraints.txt
-# Modules are compiled when they are first imported: most of those that are installed never are.
+# Modules are compiled afterwards, by all cores.
 INSTALL := $(BIN)/python -m pip install -q --no-compile
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # One process per core, each with one thread: most tests are far too small for more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -47,10 +48,12 @@ $(BIN)/python:
 
 $(VENV)/.installed-train: $(BIN)/python $(INPUTS)
 	$(INSTALL) -c constraints.txt -e ".[train]"
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-dev: $(BIN)/python $(INPUTS)
 	$(INSTALL) -c constraints.txt -e ".[dev]"
+	@$(COMPILE)
 	@touch $@ $(VENV)/.installed-train
 
 $(VENV)/.installed-more: $(VENV)/.installed-dev

@@ -104,6 +104,7 @@ def test_learning_rates_are_chosen_on_validation(tmp_path: Path) -> None:
     assert row["learning_rate"] == 0.01
 
 
+@pytest.mark.full
 def test_a_learning_rate_is_judged_by_the_weights_that_it_ends_with(tmp_path: Path) -> None:
     """Without early stopping those of the last step, however good the run was before."""
     settings = [

@@ -323,6 +323,7 @@ def test_the_search_with_ray(tmp_path) -> None:
     assert nf.predict().AutoStructTransformer.notna().all()
 
 
+@pytest.mark.full
 def test_the_example_of_the_page_runs(capsys) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(compile(code, PAGE.name, "exec"), {})

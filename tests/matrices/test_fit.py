@@ -268,6 +268,7 @@ def line_kernel(n=64):
     return torch.exp(-8 * (x[:, None] - x).abs())
 
 
+@pytest.mark.full
 def test_mlr_beats_low_rank_where_near_pairs_matter() -> None:
     dense = line_kernel()
     low_rank = fit(dense, "lowrank:8").relative_error

@@ -60,6 +60,7 @@ def exported():
     return model, export_decoder(model, max_length=29, batch_size=len(PROMPTS))
 
 
+@pytest.mark.full
 def test_tokens_are_those_of_generate(exported) -> None:
     model, programs = exported
     assert model.training  # as it was before

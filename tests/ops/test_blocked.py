@@ -122,6 +122,7 @@ def test_every_feature_equals_reference(case, budget, size, seed) -> None:
         assert_same(leaves, layout, **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("repeats", [1, 2])
 @pytest.mark.parametrize("T", [257, 512])
 def test_long_enough_for_every_kind_of_tile(repeats: int, T: int) -> None:

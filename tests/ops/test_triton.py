@@ -226,6 +226,7 @@ if not INTERPRETED:  # the interpreter computes bfloat16 wrongly
 
 # In `make test-full` alone: others have each of their options, in another combination.
 FULL = {
+    "mask of queries, packed",
     "halving",
     "large blocks that are no whole tiles",
     "beyond the context",

@@ -60,6 +60,7 @@ def one_thread():
         ),
     ],
 )
+@pytest.mark.full
 def test_sizes_do_not_depend_on_the_width_under_mup(structure) -> None:
     slopes = coordinate_check(structure, "mup", FLAT).slopes
     for quantity in QUANTITIES:

@@ -27,6 +27,7 @@ def test_exact_curves_come_back(floor, slope, exponent, first) -> None:
     assert found.compute(found.loss(points[2])) == pytest.approx(points[2])
 
 
+@pytest.mark.full
 def test_fits_of_noisy_curves_are_unbiased_and_their_intervals_cover() -> None:
     law = PowerLaw(1.2, 0.9, 0.25, float(np.exp(np.log(COMPUTE).mean())))
     rng = np.random.default_rng(0)
@@ -44,6 +45,7 @@ def test_fits_of_noisy_curves_are_unbiased_and_their_intervals_cover() -> None:
     assert np.mean(covered, axis=0).min() >= 0.85
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ratio", [0.8, 1.0])
 @pytest.mark.quick(ratio=[0.8])
 def test_multipliers_are_unbiased_and_their_intervals_cover(ratio) -> None:

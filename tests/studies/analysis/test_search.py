@@ -101,6 +101,7 @@ def test_critical_differences_without_spread_or_seeds() -> None:
     assert found.differences[2] > 0
 
 
+@pytest.mark.full
 def test_a_search_from_the_command_line(tmp_path: Path, capsys) -> None:
     small = (
         "task.embed_dim=8", "task.num_layers=1", "task.patch_length=8", "training.steps=4", "training.warmup_steps=1",

@@ -343,6 +343,7 @@ def test_shorter_and_longer_prompts() -> None:
         model(torch.zeros(1, 7, 4), torch.zeros(1, 7))
 
 
+@pytest.mark.full
 def test_the_loss_falls_below_knowing_nothing() -> None:
     task = task_of(dim=1, num_points=5, embed_dim=16)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Trains the Llama that docs/results/uptraining.md restructures: ``python docs/results/train_teacher.py CORPUS OUT``.
+"""Trains a small Llama as a teacher for ``structattn compare uptraining``: ``python docs/results/train_teacher.py CORPUS OUT``.
 
 CORPUS is a folder of ``structattn data prepare text --tokens bpe``; OUT gets the model and its tokenizer, as transformers saves them. Training
 goes on from its last checkpoint if it is started again.

@@ -13,7 +13,7 @@ from structattn.cli.session import Session
 
 @dataclass(frozen=True, kw_only=True)
 class UptrainCommand:
-    """Give a trained model of transformers a smaller key/value cache, and train it until it is nearly as good as before.
+    """Give a trained model of transformers a smaller key/value cache, and train it with the original as its teacher.
 
     Example:
       structattn uptrain MODEL --data books/ --compression 4 --tokens 50000000 --out smaller
@@ -24,7 +24,7 @@ class UptrainCommand:
     data: Path
     """A file or a folder of text, JSON lines or Parquet; or a corpus with the tokens of the model."""
     tokens: int
-    """Tokens to train on; 1 to 5 % of what the model was trained on is a start."""
+    """Tokens to train on; the report shows the loss against them."""
     out: Path
     """Folder of the results: model/, results/report.html, corpus/."""
     compression: float = 4.0

@@ -20,7 +20,7 @@ def share_unit(groups: Sequence[Group], slots: int) -> int | None:
         slots: positions in a page of the first group.
 
     Returns:
-        The least common multiple of the blocks, or so many of it that a page fits in.
+        The least common multiple of the blocks, or the smallest multiple of it in which a page fits.
     """
     first, *others = (group.lifetime for group in groups)
     if first.period is not None or any(lifetime.block is None for lifetime in others):

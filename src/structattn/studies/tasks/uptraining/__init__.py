@@ -1,4 +1,4 @@
-"""A trained language model of transformers gets a smaller key/value cache, and is trained until it is as good as before.
+"""A trained language model of transformers gets a smaller key/value cache, and is trained further with the original as its teacher.
 
 The model (the teacher) is any decoder that ``structurize`` knows; the student is a copy of it with other attention. Needs the extra ``hf``.
 """

@@ -12,7 +12,7 @@ _TOKENS = 16  # decoded for a time
 
 
 def _cache_of(model: Any, tokens: Tensor, room: int) -> Any:
-    """The cache after a prompt, with room for so many tokens: of structured attention a compressed one, else that of the model."""
+    """The cache after a prompt, with a capacity of ``room`` tokens: of structured attention a compressed one, else that of the model."""
     from structattn.integrations.transformers import level_cache
     from structattn.integrations.transformers.families import StructurizedModel
 

@@ -1,4 +1,4 @@
-"""The presets of uptraining: the result of docs/results/uptraining.md, and smaller ones."""
+"""The presets of uptraining: a comparison of ways to a smaller cache, and smaller ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PRESETS = {
             ),
             seeds=2,
         ),
-        "docs/results/uptraining.md: three splits, four sizes, and the rivals, healed by 5 % of the teacher's tokens; needs --data and task.model",
+        "three splits, three sizes, uniform ranks and two other ways to a smaller cache, 50 steps of 8,192 tokens; needs --data and task.model; not run yet",
     ),
     "smoke": Preset(
         replace(

@@ -1,7 +1,7 @@
 """Trains a small Llama as a teacher for ``structattn compare uptraining``: ``python docs/results/train_teacher.py CORPUS OUT``.
 
-CORPUS is a folder of ``structattn data prepare text --tokens bpe``; OUT gets the model and its tokenizer, as transformers saves them. Training
-goes on from its last checkpoint if it is started again.
+CORPUS is a folder of ``structattn data prepare text --tokens bpe --vocab-size 1024``, of the text that lookup_text.py wrote; OUT gets the
+model and its tokenizer, as transformers saves them. Training goes on from its last checkpoint if it is started again.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=900)
     args = parser.parse_args()
     corpus = Corpus(args.corpus)
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from structattn.studies.records.comparison import ComparisonRecord
 from structattn.studies.report.figures.octaves import loss_by_position
 from structattn.studies.report.plot import Drawing, label_left, mark_axis, panel_grid, shared_legend, spec_style
 from structattn.studies.report.table import Table
+from structattn.studies.tasks.uptraining.recall import MOST_LOOKED_UP
 
 
 def _variants(record: ComparisonRecord) -> list[str | None]:
@@ -20,7 +21,21 @@ def _teacher(record: ComparisonRecord, variant: str | None) -> Any:
 
 def healing(record: ComparisonRecord) -> Drawing | None:
     """Validation loss against the tokens of training, from the student as it was made; a line for the teacher."""
-    key = f"validation_{record.metric}"
+    caption = "From the student as it was made (0 tokens) to the healed one; dotted, the teacher."
+    return _against_tokens(record, record.metric, "validation loss, nats per token", caption, "Healing.")
+
+
+def recall_healing(record: ComparisonRecord) -> Drawing | None:
+    """Recall at the longest distance against the tokens of training, on the validation split; a line for the teacher."""
+    far = _farthest(record)
+    if far is None:
+        return None
+    caption = f"Recall of a passage {far} tokens before, on {MOST_LOOKED_UP} windows at most; dotted, the teacher."
+    return _against_tokens(record, f"recall_{far}", "share of right guesses", caption, "Recall and healing.")
+
+
+def _against_tokens(record: ComparisonRecord, score: str, label: str, caption: str, title: str) -> Drawing | None:
+    key = f"validation_{score}"
     rows = [row for row in record.rows if row.histories and key in row.histories[0][0]]
     if not rows:
         return None
@@ -34,13 +49,19 @@ def healing(record: ComparisonRecord) -> Drawing | None:
                 curves = [[entry[key] for entry in history] for history in row.histories]
                 mean = [sum(values) / len(values) for values in zip(*curves, strict=False)]
                 ax.plot(steps[: len(mean)], mean, ms=3, lw=1.3, label=row.spec, **spec_style(specs, row.spec))
-        if (teacher := _teacher(record, variant)) is not None and teacher.validation is not None:
-            ax.axhline(teacher.validation, color="0.3", lw=1, ls=":", label="teacher")
+        if (teacher := _teacher(record, variant)) is not None and "validation" in teacher.details:
+            ax.axhline(teacher.details["validation"][score], color="0.3", lw=1, ls=":", label="teacher")
         ax.set_title(variant or "", fontsize=9, loc="left")
         ax.set_xlabel("tokens of training")
-    label_left(panels, "validation loss, nats per token")
+    label_left(panels, label)
     shared_legend(figure, panels)
-    return figure, "From the student as it was made (0 tokens) to the healed one; dotted, the teacher.", "Healing."
+    return figure, caption, title
+
+
+def _farthest(record: ComparisonRecord) -> int | None:
+    """The longest distance at which recall was measured during training."""
+    found = [_recall(row.metrics) for row in record.rows]
+    return int(found[0][-1][0]) if found and found[0] else None
 
 
 def recall_by_distance(record: ComparisonRecord) -> Drawing | None:
@@ -86,7 +107,7 @@ def _recall(metrics: dict[str, float]) -> list[tuple[float, float]]:
 
 def costs(record: ComparisonRecord) -> Table | None:
     """What each student needs to decode, and what it lost and won back."""
-    key = f"validation_{record.metric}"
+    key, far = f"validation_{record.metric}", _farthest(record)
     rows = []
     for row in record.rows:
         teacher = _teacher(record, row.variant)
@@ -94,8 +115,9 @@ def costs(record: ComparisonRecord) -> Table | None:
         after = [history[-1][key] for history in row.histories if history and key in history[-1]]
         if teacher is None or not before or "cache_bytes" not in row.details:
             continue
-        one_shot = sum(before) / len(before) - teacher.validation
-        healed = sum(after) / len(after) - teacher.validation
+        one_shot = _mean(before) - teacher.validation
+        healed = _mean(after) - teacher.validation
+        looked_up = f"validation_recall_{far}"
         rows.append(
             [
                 row.variant or "",
@@ -104,22 +126,38 @@ def costs(record: ComparisonRecord) -> Table | None:
                 f"{one_shot:+.4f}",
                 f"{healed:+.4f}",
                 f"{100 * (1 - healed / one_shot):.0f} %" if one_shot > 0 else "",
+                *(
+                    f"{_mean([history[at][looked_up] for history in row.histories]):.2f}"
+                    if looked_up in row.histories[0][at]
+                    else ""
+                    for at in (0, -1)
+                ),
                 "" if row.details["decode_ms"] is None else f"{row.details['decode_ms']:.2f}",
             ]
         )
     if not rows:
         return None
     return Table.of(
-        ("setting", "attention", "cache", "one-shot", "healed", "recovered", "ms per token"),
+        ("setting", "attention", "cache", "one-shot", "healed", "recovered", "recall", "healed recall", "ms per token"),
         rows,
         words=("setting", "attention"),
         title="Cost and quality",
         notes=(
             "cache: how many times smaller than the teacher's at full context; one-shot, healed: validation loss above the teacher's, before and "
-            "after training; recovered: the share of the one-shot loss that training won back; ms per token: of decoding at full context.",
+            "after training; recovered: the share of the one-shot loss that training won back; recall, healed recall: "
+            f"the share of right guesses {far} tokens after the first passage, before and after training; ms per token: of decoding at full context.",
         ),
     )
 
 
-FIGURES = {"healing": healing, "loss-by-position": loss_by_position, "recall-by-distance": recall_by_distance}
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+FIGURES = {
+    "healing": healing,
+    "recall-healing": recall_healing,
+    "loss-by-position": loss_by_position,
+    "recall-by-distance": recall_by_distance,
+}
 TABLES = {"costs": costs}

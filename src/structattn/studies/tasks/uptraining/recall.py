@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from structattn.seeds import generator
 
+MOST_LOOKED_UP = 32  # windows whose recall is measured during training
 _CUE = 4  # tokens of the second passage that are not scored: they say which passage it is
 
 
@@ -23,7 +24,9 @@ def distances(context_length: int, size: int) -> list[int]:
     return found
 
 
-def recall(predict: Callable[[Tensor], Tensor], windows: Tensor, size: int, vocab: Tensor) -> dict[int, float]:
+def recall(
+    predict: Callable[[Tensor], Tensor], windows: Tensor, size: int, vocab: Tensor, at: Sequence[int]
+) -> dict[int, float]:
     """The share of right first guesses in the second passage, by the distance between the two.
 
     A passage is ``size`` tokens drawn from ``vocab``, so that nothing but the first passage tells them. It replaces tokens of a window
@@ -34,13 +37,14 @@ def recall(predict: Callable[[Tensor], Tensor], windows: Tensor, size: int, voca
         windows: text, (N, T).
         size: tokens of a passage.
         vocab: tokens to draw from, such as those of a text: frequent ones come more often.
+        at: distances between the beginnings of the two passages.
 
     Returns:
         By distance; the first tokens of the second passage, 4 at most, are a cue and are not scored.
     """
     count, length = windows.shape
     found = {}
-    for distance in distances(length, size):
+    for distance in at:
         made = generator("recall", distance)
         passages = vocab[torch.randint(len(vocab), (count, size), generator=made)]
         first = torch.randint(length - distance - size + 1, (count,), generator=made)

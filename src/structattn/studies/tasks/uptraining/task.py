@@ -20,7 +20,7 @@ from structattn.studies.data.text_data import open_text_data
 from structattn.studies.tasks.base import Baseline, Batch, DataOption, Split, Task
 from structattn.studies.tasks.uptraining.config import UptrainConfig
 from structattn.studies.tasks.uptraining.memory import cache_bytes, decode_ms
-from structattn.studies.tasks.uptraining.recall import recall
+from structattn.studies.tasks.uptraining.recall import MOST_LOOKED_UP, distances, recall
 from structattn.studies.tasks.uptraining.student import Student, attention_loss, with_adapters
 from structattn.studies.tasks.uptraining.students import Structured, student_form
 from structattn.studies.tasks.uptraining.teacher import Teacher
@@ -171,7 +171,10 @@ class UptrainTask(Task):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
-        """``nats_per_token``; on the test split also ``kl_to_teacher``, and ``recall_D``, the share of right guesses at distance D."""
+        """``nats_per_token`` and ``recall_D``, the share of right guesses at distance D: of the longest one, on 32 windows at most.
+
+        On the test split ``recall_D`` is of all distances and windows, and ``kl_to_teacher`` is there too.
+        """
         self.teacher.to(next(model.parameters()).device)
         return self._scores(_predictor(model), split)
 
@@ -187,25 +190,27 @@ class UptrainTask(Task):
         found = {self.metric: nats / count}
         if is_test:
             found["kl_to_teacher"] = divergence / count
-            found |= {f"recall_{distance}": share for distance, share in self._recall(predict).items()}
-        return found
+        return found | self._recall(predict, split)
 
-    def _recall(self, predict: Callable[[Tensor], Tensor]) -> dict[int, float]:
-        device = self.teacher.model.device
-        vocab = self._windows("test").flatten()
-        windows = self._windows("test")[:, :-1]
-        return recall(lambda tokens: predict(tokens.to(device)), windows, self.config.recall_tokens, vocab)
+    def _recall(self, predict: Callable[[Tensor], Tensor], split: Split) -> dict[str, float]:
+        text, config, device = self._windows(split), self.config, self.teacher.model.device
+        at, windows = distances(config.context_length, config.recall_tokens), text[:, :-1]
+        if split != "test":
+            at, windows = at[-1:], windows[:: -(-len(windows) // MOST_LOOKED_UP)]
+        found = recall(lambda tokens: predict(tokens.to(device)), windows, config.recall_tokens, text.flatten(), at)
+        return {f"recall_{distance}": share for distance, share in found.items()}
 
     @torch.no_grad()
     def baselines(self) -> list[Baseline]:
-        """The teacher as it is."""
+        """The teacher as it is; its ``details`` also have its scores of ``validation``."""
+        validation = self._scores(self.teacher, "validation")
         return [
             Baseline(
                 name="teacher",
                 metrics=self._scores(self.teacher, "test"),
                 note="the model as it was given",
-                validation=self._scores(self.teacher, "validation")[self.metric],
-                details=self._details(self.teacher, self.teacher.model, None),
+                validation=validation[self.metric],
+                details=self._details(self.teacher, self.teacher.model, None) | {"validation": validation},
             )
         ]
 

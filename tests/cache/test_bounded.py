@@ -17,6 +17,8 @@ LAYOUTS = {
     "equal blocks, values": sa.LevelLayout((2, 2, 2), (20, 20, 5), "mup", (1, 3, 2)),
     "values": sa.LevelLayout((3, 3), (64, 16), "paper_sum", (4, 2)),
     "paper": sa.LevelLayout((3, 2, 1), (32, 16, 4), "paper"),
+    "sliding, values": sa.LevelLayout.sliding((3, 2, 1), (None, 9, 4), "paper", (1, 3, 2)),
+    "window": sa.LevelLayout.sliding((6,), (9,)),
     "global window": sa.GlobalWindowLayout((2, 4), 7),
 }
 

@@ -23,12 +23,15 @@ LAYOUTS = {
     "levels": sa.LevelLayout((3, 2, 3), (64, 16, 8)),
     "values": sa.LevelLayout((5, 3), (64, 16), "paper", (2, 6)),
     "segments": sa.LevelLayout.from_boundaries((5, 3), [(0, 9, 30)]),
+    "sliding": sa.LevelLayout.sliding((4, 2, 2), (None, 14, 6), value_ranks=(4, 3, 1)),
 }
 
 
 # Each layout once, and window and padding in all four ways; all of them together are in `make test-full`.
 STEPS = [
-    pytest.param(layout, window, padding, marks=[] if place == 2 * bool(window) + bool(padding) else pytest.mark.full)
+    pytest.param(
+        layout, window, padding, marks=[] if place % 4 == 2 * bool(window) + bool(padding) else pytest.mark.full
+    )
     for place, layout in enumerate(sorted(LAYOUTS))
     for window in (None, 10)
     for padding in (None, (0, 3))

@@ -24,6 +24,8 @@ LAYOUTS = {
     "equal blocks": (LevelLayout((4, 2, 2), (16, 8, 8), "mup"), None),
     "long window": (LevelLayout((4, 4), (32, 8)), 11),
     "short window": (LevelLayout((4, 2, 2), (32, 16, 2), value_ranks=(2, 2, 2)), 5),
+    "sliding": (LevelLayout.sliding((4, 2, 2), (None, 9, 4), "paper", (2, 2, 2)), None),
+    "sliding window": (LevelLayout.sliding((4, 4), (12, 5)), 11),
     "two softmaxes": (GlobalWindowLayout((4, 4), 6), None),
 }
 HEADS, DIM, VALUE_DIM = 4, 8, 6

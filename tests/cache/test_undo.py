@@ -62,6 +62,7 @@ def croppable(cache):
 CASES = {
     "levels": {"layout": LEVELS},
     "ring": {"layout": LEVELS, "window": 3, "page_size": 2},
+    "rings": {"layout": sa.LevelLayout.sliding((2, 2, 2), (None, 5, 3), value_ranks=(2, 2, 2)), "page_size": 2},
     "rows": {"layout": LEVELS, "left_padding": [0, 3], "page_size": 2},
     "chunks of rows": {"layout": LEVELS, "chunk_size": 6, "left_padding": [0, 3]},
     "ring of rows": {"layout": None, "window": 3, "left_padding": [0, 3]},

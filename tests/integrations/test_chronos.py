@@ -43,6 +43,7 @@ SPECS = [
     "mlr:4|2|2",
     "mlr:4|4,values=4|4",
     "window:5",
+    "sliding:4|4@-|5",
     "global-window:4|4@5",
     "[standard,window:5]",
 ]

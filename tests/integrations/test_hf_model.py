@@ -23,6 +23,7 @@ SPECS = [
     "mlr:4|4,values=6|2",
     "window:5",
     "mlr:4|4+window:5",
+    "sliding:4|4@-|5,values=6|2",
     "global-window:4|4@5",
     "bilinear-btt:1",
     "bilinear-mlr:4|2|1|1",

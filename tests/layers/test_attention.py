@@ -22,6 +22,7 @@ SPECS = [
     "mlr:4|2|2",
     "mlr:4|4@4|2,scaling=paper",
     "window:3",
+    "sliding:4|2|2@-|4|2",
     "global-window:4|4@3",
     "bilinear-btt:1+mlr:16|8|8",
     "bilinear-mlr:4|2|2+mlr:8|8",

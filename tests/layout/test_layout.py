@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import structattn as sa
 from structattn.errors import ConfigError
 from structattn.layout.cost import visible_pairs, visible_pairs_per_level
-from structattn.layout.levels import SCALINGS
+from structattn.layout.scaling import SCALINGS
 from structattn.testing.tolerances import TWO_DECIMALS
 
 
@@ -118,10 +118,15 @@ def test_scaling_as_factors_is_the_scaling() -> None:
     S=st.integers(1, 25),
     window=st.sampled_from([None, 1, 4]),
     is_causal=st.booleans(),
-    is_free=st.booleans(),
+    form=st.sampled_from(["blocks", "segments", "windows"]),
+    windows=st.lists(st.integers(1, 26), min_size=3, max_size=3),
+    unbounded=st.integers(0, 3),
 )
-def test_visible_pairs_per_level_by_brute_force(cuts, T, S, window, is_causal, is_free) -> None:
-    if is_free:
+def test_visible_pairs_per_level_by_brute_force(cuts, T, S, window, is_causal, form, windows, unbounded) -> None:
+    windows = [None] * unbounded + sorted(windows, reverse=True)[unbounded:]
+    if form == "windows":
+        layout = sa.LevelLayout.sliding((1, 2, 3), windows)
+    elif form == "segments":
         second = tuple(sorted({0, *cuts[0]}))
         layout = sa.LevelLayout.from_boundaries((1, 2, 3), [(0,), second, tuple(sorted({*second, *cuts[1]}))])
     else:
@@ -131,12 +136,17 @@ def test_visible_pairs_per_level_by_brute_force(cuts, T, S, window, is_causal, i
         for j in range(S):
             if (is_causal and j > i) or (window is not None and abs(i - j) >= window):
                 continue
-            for level in range(layout.shared_levels(i, j)):
+            shared = layout.shared_levels(i, j)
+            if form == "windows":
+                assert shared == sum(reach is None or abs(i - j) < reach for reach in windows)
+            assert layout.shared_rank(i, j) == sum((1, 2, 3)[:shared])
+            for level in range(shared):
                 counts[level] += 1
     assert visible_pairs_per_level(layout, T, S, window, is_causal) == tuple(counts)
     if T == S and window is None:
         assert layout.shared_pairs(T, is_causal) == tuple(counts)
         assert layout.value_flops(T, 9, is_causal) == 2 * 9 * counts[0]
+        assert layout.score_flops(T, is_causal) == 2 * (counts[0] + 2 * counts[1] + 3 * counts[2])
 
 
 def test_free_segments_and_hierarchical_values() -> None:
@@ -182,11 +192,66 @@ def test_bad_boundaries_are_named(boundaries, message: str) -> None:
         sa.LevelLayout.from_boundaries((2, 1, 1), boundaries)
 
 
-def test_sizes_and_boundaries_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="not both"):
-        sa.LevelLayout((2,), (4,), boundaries=(((0,),),))
+def test_block_sizes_boundaries_and_windows_exclude_each_other() -> None:
+    for other in ({"boundaries": (((0,),),)}, {"windows": (4,)}):
+        with pytest.raises(ConfigError, match="give one of block_sizes, boundaries and windows"):
+            sa.LevelLayout((2,), (4,), **other)
+    with pytest.raises(ConfigError, match="with boundaries and windows expected"):
+        sa.LevelLayout((2,), (), boundaries=(((0,),),), windows=(4,))
     with pytest.raises(ConfigError, match="value_ranks needs one dimension per level: expected 2"):
         sa.LevelLayout((2, 2), (4, 2), value_ranks=(3,))
+
+
+def test_sliding_levels() -> None:
+    layout = sa.LevelLayout.sliding([3, 1, 2], [None, 5, 5], value_ranks=[1, 2, 3])
+    assert layout == sa.LevelLayout((3, 1, 2), (), value_ranks=(1, 2, 3), windows=(None, 5, 5))
+    assert hash(layout) == hash(sa.LevelLayout.sliding((3, 1, 2), (None, 5, 5), "variance", (1, 2, 3)))
+    assert (layout.num_rows, layout.select_rows([2, 0])) == (None, layout)
+    assert [layout.shared_levels(i, j) for i, j in ((9, 5), (9, 4), (0, 4), (-3, 1), (-3, 2), (2**62, -(2**62)))] == [
+        3,
+        1,
+        3,
+        3,
+        1,
+        1,
+    ]
+    narrow = torch.tensor([250, 3], dtype=torch.uint8)  # whose differences wrap
+    assert layout.shared_levels(narrow[:, None], narrow).tolist() == [[3, 1], [1, 3]]
+    assert [layout.window_of(2, window) for window in (None, 3, 9)] == [5, 3, 5]
+    assert [layout.window_of(1, window) for window in (None, 3)] == [None, 3]
+    assert sa.LevelLayout((2,), (4,)).window_of(1, 3) == 3
+    assert layout.key_cache_size(100) == 100 * 3 + 5 * 3
+    assert layout.key_cache_size(4) == 4 * 6
+    assert layout.value_cache_size(100, 6) == 100 + 5 * 5
+    assert sa.LevelLayout.sliding((3, 3), (7, 2)).value_cache_size(100, 9) == 7 * 9
+    assert (
+        sa.LevelLayout.sliding((3, 3), (7, 2)).shared_rank(torch.arange(10), torch.tensor(0)).tolist()
+        == [6] * 2 + [3] * 5 + [0] * 3
+    )
+    for ask in (
+        lambda: layout.blocks(2, torch.arange(3)),
+        lambda: layout.block_start(1, 3),
+        lambda: layout.lengths(2, 9),
+    ):
+        with pytest.raises(ConfigError, match="sliding levels have no blocks"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("windows", "message"),
+    [
+        ((None, 3), "one window per rank: got 3 ranks .* and 2 windows"),
+        ((None, 3, 4), "must not grow: expected at most 3, the window of level 2, at level 3, got 4"),
+        ((8, None, None), "must not grow: expected at most 8, the window of level 1, at level 2, got None"),
+        ((None, 3, 0), "windows: level 3 must be an int of at least 1, got 0"),
+        ((None, 3, "x"), "windows: level 3 must be an int"),
+        (3, "tuple or list of ints or None"),
+        ("888", "tuple or list of ints or None"),
+    ],
+)
+def test_bad_windows_are_named(windows, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sa.LevelLayout.sliding((2, 1, 1), windows)
 
 
 @pytest.mark.full  # Inductor's first program takes a quarter of a minute

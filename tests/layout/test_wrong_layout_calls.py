@@ -138,6 +138,17 @@ TABLE = {
             "scaling": (None, *NAME),
             "value_ranks": (*INTS, (4,)),
             "boundaries": (3, "x", ((0,), (0, 4))),
+            "windows": (3, "x", (8, 4)),
+        },
+    ),
+    "LevelLayout.sliding": (
+        sa.LevelLayout.sliding,
+        {"ranks": (4, 4), "windows": (None, 4)},
+        {
+            "ranks": (None, *INTS),
+            "windows": (None, (), (4, 8), (4, None), (None,), (None, 4, 4), *INTS),
+            "scaling": (None, *NAME),
+            "value_ranks": (*INTS, (4,)),
         },
     ),
     "LevelLayout.halving": (
@@ -172,6 +183,7 @@ TABLE = {
         },
     ),
     "LevelLayout.score_factors": (LEVELS.score_factors, {}, {"scale": NUMBER}),
+    "LevelLayout.window_of": (LEVELS.window_of, {"level": 2}, {"level": (None, *SIZE, 3), "window": SIZE}),
     "LevelLayout.blocks": (
         LEVELS.blocks,
         {"level": 2, "positions": torch.arange(4)},

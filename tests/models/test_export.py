@@ -114,6 +114,7 @@ def test_what_does_not_fit_is_refused(exported) -> None:
         ("standard", {"rotary": False, "num_kv_heads": 1}),
         ("[mlr:8|4|4,standard]", {"num_layers": 2, "rotary": False}),
         ("mlr:8|4|4+window:5", {}),
+        ("sliding:8|4|4@-|9|4,values=8|4|4", {}),
         ("window:5", {}),
         ("global-window:8|8@5", {}),
         ("bilinear-btt:1", {}),

@@ -20,6 +20,7 @@ SPECS = [
     "mlr:8|4|2|2,values=2|2|4|8",
     "bilinear-btt:1",
     "window:5",
+    "sliding:8|4|4@-|9|4,values=8|4|4",
     "global-window:8|8@5",
     "mlr:8|8@24|4+window:7",
     "[mlr:8|4|2|2,scaling=paper,window:5]",

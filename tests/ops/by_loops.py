@@ -1,12 +1,22 @@
 """The definition of ``structured_attention`` written as Python loops, that shares no code with it."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
 
+@dataclass(frozen=True)
+class Window:
+    """Of a level that slides; ``None`` reaches every position."""
+
+    size: int | None
+
+
 def in_one_block(blocks, i, j):
-    """Whether two positions share a level, given as a block size or as the starts of its segments."""
+    """Whether two positions share a level, given as a block size, as the starts of its segments, or as a ``Window``."""
+    if isinstance(blocks, Window):
+        return blocks.size is None or abs(i - j) < blocks.size
     if isinstance(blocks, int):
         return math.floor(i / blocks) == math.floor(j / blocks)
     segment = [sum(start <= x for start in blocks) for x in (i, j)]
@@ -34,7 +44,7 @@ def loops(
 ):
     """One head after another, one pair after another. q (B,H,T,D), k, v (B,G,S,·). Returns out, lse.
 
-    ``sizes`` has a block size or segment starts per level, or such a list per batch row.
+    ``sizes`` has a block size, segment starts or a ``Window`` per level, or such a list per batch row.
     """
     B, H, T, _ = q.shape
     G, S = k.shape[1], k.shape[2]
@@ -50,6 +60,8 @@ def loops(
                     if is_causal and j > i:
                         continue
                     if window is not None and abs(i - j) >= window:
+                        continue
+                    if isinstance(levels[0], Window) and not in_one_block(levels[0], i, j):
                         continue
                     if mask is not None and not mask[b, h, t, j]:
                         continue

@@ -83,7 +83,12 @@ def cases(draw):
             options["cu_seqlens_k"] = torch.tensor([0, *sorted(inner), S])
     if kind == "padded":
         options["left_padding"] = torch.tensor(draw(st.lists(st.integers(0, S), min_size=batch, max_size=batch)))
-    if draw(st.integers(0, 2)):
+    how = draw(st.sampled_from(["blocks", "windows", "blocks", "segments", "windows"]))
+    if how == "windows":
+        windows = sorted(draw(st.lists(st.integers(1, 160), min_size=levels, max_size=levels)), reverse=True)
+        unbounded = draw(st.integers(0, levels))
+        layout = sa.LevelLayout.sliding(ranks, [None] * unbounded + windows[unbounded:], scaling, value_ranks)
+    elif how == "blocks":
         sizes = [draw(st.integers(1, 9))]
         for _ in range(levels - 1):
             sizes.insert(0, sizes[0] * draw(st.sampled_from([1, 2, 2, 3, 5])))
@@ -271,8 +276,14 @@ def test_the_operator_is_registered_right() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_flops_are_counted_exactly(window) -> None:
-    layout = sa.LevelLayout((4, 2, 2), (32, 16, 8), value_ranks=(2, 1, 1))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        sa.LevelLayout((4, 2, 2), (32, 16, 8), value_ranks=(2, 1, 1)),
+        sa.LevelLayout.sliding((4, 2, 2), (30, 12, 5), value_ranks=(2, 1, 1)),
+    ],
+)
+def test_flops_are_counted_exactly(window, layout) -> None:
     T, S, H = 20, 33, 4
     pairs = visible_pairs_per_level(layout, T, S, window, True)
     scores = 2 * H * sum(r * n for r, n in zip(layout.ranks, pairs, strict=True))

@@ -11,7 +11,7 @@ import torch
 
 import structattn as sa
 from structattn.errors import ShapeError
-from structattn.ops import operators as custom_op
+from structattn.ops import flat_layout
 from structattn.testing.tolerances import assert_close
 
 LAYOUTS = {
@@ -19,6 +19,7 @@ LAYOUTS = {
     "levels": sa.LevelLayout((4, 2, 2), (16, 8, 4)),
     "values": sa.LevelLayout((4, 2, 2), (16, 8, 4), value_ranks=(2, 4, 2)),
     "segments": sa.LevelLayout.from_boundaries((4, 4), ((0,), (0, 5, 9))),
+    "sliding": sa.LevelLayout.sliding((4, 2, 2), (None, 9, 4), value_ranks=(2, 4, 2)),
     "global-window": sa.GlobalWindowLayout((4, 4), 5),
 }
 OPTIONS = [
@@ -42,7 +43,12 @@ CASES = [
     for layout, option, backend in product(LAYOUTS, OPTIONS, BACKENDS)
     if layout != "global-window" or option not in ("window", "scale", "lse")
 ]
-MODELS = list(product(["standard", "mlr:4|4", "bilinear-btt:1", "global-window:4|4@5"], ["plain", "padding", "packed"]))
+MODELS = list(
+    product(
+        ["standard", "mlr:4|4", "sliding:4|4@-|9", "bilinear-btt:1", "global-window:4|4@5"],
+        ["plain", "padding", "packed"],
+    )
+)
 MODULES = {
     "plain": {},
     "grouped heads": {"num_kv_heads": 2},
@@ -216,6 +222,7 @@ def exported(module):
         ("none", "terms", "blocked"),
         ("levels", "alibi", "auto"),
         ("levels", "apart", "auto"),
+        ("sliding", "packed", "blocked"),
     ],
 )
 def test_compiled_op_takes_other_lengths_as_one_program(layout, option, backend) -> None:
@@ -226,7 +233,14 @@ def test_compiled_op_takes_other_lengths_as_one_program(layout, option, backend)
 
 @pytest.mark.parametrize(
     ("layout", "option", "backend"),
-    CASES if ALL else [("none", "plain", "auto"), ("levels", "bias", "auto"), ("levels", "terms", "auto")],
+    CASES
+    if ALL
+    else [
+        ("none", "plain", "auto"),
+        ("levels", "bias", "auto"),
+        ("levels", "terms", "auto"),
+        ("sliding", "few queries", "auto"),
+    ],
 )
 def test_exported_op(layout, option, backend) -> None:
     module = Op(layout, option, backend)
@@ -280,8 +294,12 @@ def test_programs_check_the_lengths_that_they_are_given(backend) -> None:
 
 
 def test_an_empty_list_of_an_operator_may_be_none() -> None:  # AOTInductor makes it so
-    assert custom_op._layout((4, 4), (8, 4), None, None, "variance") == sa.LevelLayout((4, 4), (8, 4))
+    layout_of = flat_layout.layout_of
+    assert layout_of((4, 4), (8, 4), None, None, None, "variance") == sa.LevelLayout((4, 4), (8, 4))
     for operator in (torch.ops.structattn.attention, torch.ops.structattn.attention_backward):
-        assert str(operator.default._schema).count("int[]? ") == 3
-    segments = custom_op._layout((4, 4), None, None, [1, 2, 1, 0, 2, 0, 3], "mup")
+        assert str(operator.default._schema).count("int[]? ") == 4
+    assert layout_of((4, 4), None, (1, 2), None, [0, 3], "mup") == sa.LevelLayout.sliding(
+        (4, 4), (None, 3), "mup", (1, 2)
+    )
+    segments = layout_of((4, 4), None, None, [1, 2, 1, 0, 2, 0, 3], None, "mup")
     assert segments == sa.LevelLayout.from_boundaries((4, 4), ((0,), (0, 3)), "mup")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from by_loops import loops, make
+from by_loops import Window, loops, make
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +12,11 @@ from structattn.testing.tolerances import SOLVED, assert_close
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "blocked"])
 
 
-@pytest.mark.parametrize("layout", [None, sa.LevelLayout((4, 2, 2), (8, 4, 2)), sa.GlobalWindowLayout((4, 4), 3)])
+SLIDING = sa.LevelLayout.sliding((4, 2, 2), (7, 4, 2))
+LAYOUTS = [None, sa.LevelLayout((4, 2, 2), (8, 4, 2)), SLIDING, sa.GlobalWindowLayout((4, 4), 3)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("is_causal", [True, False])
 @BACKENDS
 def test_packed_sequences_equal_each_alone(layout, is_causal: bool, backend) -> None:
@@ -28,7 +32,9 @@ def test_packed_sequences_equal_each_alone(layout, is_causal: bool, backend) -> 
 
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=4),
-    sizes=st.sampled_from([(9, 9, 9), (8, 4, 2), None]),  # None: segments of each sequence
+    sizes=st.sampled_from(
+        [(9, 9, 9), (8, 4, 2), (Window(None), Window(3), Window(2)), None]
+    ),  # None: segments of each sequence
     is_causal=st.booleans(),
     window=st.sampled_from([None, 2]),
     with_bias=st.booleans(),
@@ -46,6 +52,8 @@ def test_packed_sequences_of_queries_and_keys_apart(
     starts = [[(0,), (0, 2), (0, 2, 3)], [(0,), (0,), (0, 1)]]
     if sizes is None:
         layout = sa.LevelLayout.from_boundaries((3, 2, 1), [starts[n % 2] for n in range(N)])
+    elif isinstance(sizes[0], Window):
+        layout = sa.LevelLayout.sliding((3, 2, 1), [window.size for window in sizes])
     else:
         layout = sa.LevelLayout((3, 2, 1), sizes)
     bias = torch.randn(4, T, S, dtype=torch.float64).requires_grad_() if with_bias else None
@@ -83,7 +91,7 @@ def test_packed_sequences_of_queries_and_keys_apart(
         torch.testing.assert_close(torch.zeros_like(x) if grad is None else grad, right, rtol=SOLVED, atol=1e-11)
 
 
-@pytest.mark.parametrize("layout", [None, sa.LevelLayout((4, 2, 2), (8, 4, 2))])
+@pytest.mark.parametrize("layout", LAYOUTS[:3])
 @pytest.mark.parametrize("T", [10, 2])
 @pytest.mark.parametrize("window", [None, 3])
 @BACKENDS
@@ -105,7 +113,7 @@ def test_left_padding_equals_rows_without_it(layout, T: int, window, backend) ->
     assert bool((out[2] == 0).all())
 
 
-@pytest.mark.parametrize("layout", [None, sa.LevelLayout((4, 2, 2), (8, 4, 2)), sa.GlobalWindowLayout((4, 4), 3)])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("backend", ["auto", "reference", "blocked"])
 def test_a_padding_mask_on_the_right_equals_shorter_rows(layout, is_causal: bool, backend) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from by_loops import loops, make
+from by_loops import Window, loops, make
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +38,7 @@ nested = st.integers(1, 3).flatmap(
     softcap=st.sampled_from([None, None, 0.8]),
     with_sinks=st.booleans(),
     slopes_of=st.sampled_from([None, "head", "row"]),
+    sliding=st.booleans(),
     cuts=st.none() | st.lists(st.lists(st.integers(1, 6), max_size=2), min_size=6, max_size=6),
     backend=st.sampled_from(["auto", "reference", "blocked"]),
 )
@@ -56,12 +57,18 @@ def test_outputs_and_all_gradients_equal_the_definition(
     softcap,
     with_sinks,
     slopes_of,
+    sliding,
     cuts,
     backend,
 ) -> None:
     ranks, steps = structure
     value_ranks = tuple(reversed(ranks)) if with_value_ranks else None
-    if cuts is None:
+    if sliding:  # the first levels reach every position, while steps are 3
+        bounded = next((level for level, step in enumerate(steps) if step < 3), len(steps))
+        windows = [None if level < bounded else sum(steps[level:]) for level in range(len(steps))]
+        sizes = [Window(window) for window in windows]
+        layout = sa.LevelLayout.sliding(ranks, windows, scaling, value_ranks)
+    elif cuts is None:
         sizes, size = [], 1
         for step in reversed(steps):
             size *= step

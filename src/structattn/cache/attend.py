@@ -191,7 +191,7 @@ def fused_attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Ten
         softcap=options.softcap,
         mask=options.attn_mask,
         slopes=options.slopes,
-        multiples=(0, *sizes[1:]) if sizes and softmax.window is None and not is_chunked else None,
+        multiples=(0, *sizes[1:]) if sizes and not softmax.slides and not is_chunked else None,
         max_count=int(counts[0].max()),
     )
     return out if options.sinks is None else with_sinks(out, lse, options.sinks.detach())[0]

@@ -21,7 +21,7 @@ from structattn.ops import Backend
 
 def _start(level: Level, position: Tensor) -> Tensor:
     """The first position of the blocks of positions."""
-    if level.number == 1:
+    if level.number == 1 or level.layout.windows is not None:
         return position.new_zeros(())
     return position - position % level.layout.block_sizes[level.number - 1]
 
@@ -88,7 +88,7 @@ class BoundedLevels:
     @property
     def is_plain(self) -> bool:
         """Whether there is one level and no window."""
-        return len(self.key_levels) == 1 and self.window is None
+        return len(self.key_levels) == 1 and not self.softmaxes[0].slides
 
     @property
     def _levels(self) -> list[Level]:

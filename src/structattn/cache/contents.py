@@ -260,7 +260,7 @@ class Contents:
         """New tokens in runs that lie in one block of every level; single ones with a window, whose rings forget."""
         if count == 1:
             return [(0, 1)]
-        is_single = any(softmax.window is not None for softmax in self.softmaxes)
+        is_single = any(softmax.slides for softmax in self.softmaxes)
         pads = [(row, pad) for row, _, pad in self.rows]
         levels = [level for softmax in self.softmaxes for level in softmax.levels]
         edges = [

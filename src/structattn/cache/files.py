@@ -32,7 +32,12 @@ def _layout_of(data: dict[str, Any] | None) -> Layout | None:
         first, second = data["ranks"]
         return GlobalWindowLayout((first, second), data["window"], data.get("scaling", "variance"))
     return LevelLayout(
-        tuple(data["ranks"]), tuple(data["block_sizes"]), data["scaling"], data["value_ranks"], data["boundaries"]
+        tuple(data["ranks"]),
+        tuple(data["block_sizes"]),
+        data["scaling"],
+        data["value_ranks"],
+        data["boundaries"],
+        data.get("windows"),
     )
 
 

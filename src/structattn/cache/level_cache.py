@@ -1,4 +1,4 @@
-"""``LevelCache``: the keys and values of one attention layer, of which each level keeps only the block that decoding is in."""
+"""``LevelCache``: the keys and values of one attention layer, of which each level keeps only the block that decoding is in, or its window."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class LevelCache(CacheRows, OfOneLayer):
 
     A pair of positions shares level l only inside one block of that level, so level l keeps the slices of the keys (and, with
     ``value_ranks``, of the values) of the block that decoding is in: T r_1 + sum over l > 1 of r_l min(T, block_size_l)
-    numbers per key head instead of T D (``layout.key_cache_size``). With a sliding window a level keeps at most the window.
+    numbers per key head instead of T D (``layout.key_cache_size``). With a sliding window, or sliding levels, a level keeps at most
+    its window.
 
     Blocks are counted from the first real token of each row. What is kept carries no gradient.
 

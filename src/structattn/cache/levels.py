@@ -16,7 +16,7 @@ class Level:
     Attributes:
         layout, number: which level of which layout.
         rank: numbers per position.
-        window: of the softmax.
+        window: of the softmax, or of the level where that is shorter.
         chunk_size: of chunks that see nothing of each other; ``None`` for none.
     """
 
@@ -29,7 +29,7 @@ class Level:
     @property
     def _block(self) -> int | None:
         """The longest block, or ``None`` for no limit."""
-        if self.number == 1 or self.layout.boundaries is not None:
+        if self.number == 1 or not self.layout.block_sizes:
             return self.chunk_size
         size = self.layout.block_sizes[self.number - 1]
         return size if self.chunk_size is None else min(size, self.chunk_size)
@@ -58,7 +58,7 @@ class Level:
         """The first position of the block of ``position``."""
         # Blocks are counted from the start of a chunk.
         chunk = 0 if self.chunk_size is None else position - position % self.chunk_size
-        if self.number == 1:
+        if self.number == 1 or self.layout.windows is not None:
             return chunk
         # Every step asks this for every level, and `block_start` checks its arguments.
         if self.layout.boundaries is None:
@@ -75,20 +75,24 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax:
-    """One softmax: its levels, which dimensions of queries and keys they have, and its window."""
+    """One softmax: its levels, and which dimensions of queries and keys they have."""
 
     layout: LevelLayout
     dims: slice
-    window: int | None
     levels: tuple[Level, ...]
+
+    @property
+    def slides(self) -> bool:
+        """Whether levels have windows, so that a token may leave one at every step."""
+        return any(level.window is not None for level in self.levels)
 
 
 def _softmax(layout: LevelLayout, dims: slice, window: int | None, chunk_size: int | None) -> Softmax:
     levels = tuple(
-        Level(layout=layout, number=number, rank=rank, window=window, chunk_size=chunk_size)
+        Level(layout=layout, number=number, rank=rank, window=layout.window_of(number, window), chunk_size=chunk_size)
         for number, rank in enumerate(layout.ranks, start=1)
     )
-    return Softmax(layout=layout, dims=dims, window=window, levels=levels)
+    return Softmax(layout=layout, dims=dims, levels=levels)
 
 
 def softmaxes_of(
@@ -109,7 +113,8 @@ def softmaxes_of(
 
 def widest(softmaxes: Sequence[Softmax]) -> Level:
     """The level that needs the most positions."""
-    return next((softmax.levels[0] for softmax in softmaxes if softmax.window is None), softmaxes[0].levels[0])
+    first = [softmax.levels[0] for softmax in softmaxes]
+    return next((level for level in first if level.window is None), first[0])
 
 
 def value_levels(softmaxes: Sequence[Softmax], layout: Layout | None, value_dim: int) -> tuple[Level, ...]:

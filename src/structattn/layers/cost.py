@@ -92,8 +92,7 @@ def attention_cost(
     if isinstance(layout, LevelLayout):
         counts = visible_pairs_per_level(layout, num_queries, num_keys, window, is_causal)
         scores = 2 * sum(rank * n for rank, n in zip(layout.ranks, counts, strict=True))
-        if layout.value_ranks is not None:
-            values = 2 * sum(rank * n for rank, n in zip(layout.value_ranks, counts, strict=True))
+        values = 2 * sum(rank * n for rank, n in zip(layout.value_ranks or (head_dim,), counts, strict=False))
     elif layout is not None:
         full = visible_pairs(num_keys, num_keys, None, is_causal)
         scores = round(layout.score_flops(num_keys, is_causal) * pairs / full)

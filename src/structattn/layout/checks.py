@@ -1,4 +1,4 @@
-"""The checks of layouts: rank lists, block sizes, segment boundaries, positions."""
+"""The checks of layouts: rank lists, block sizes, positions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from structattn.checks import INT_DTYPES, MAX_LENGTH, MAX_SIZE, check_sizes, check_tensor, describe, is_int
 from structattn.errors import ConfigError, ShapeError, StructAttnError
-
-Boundaries = tuple[tuple[tuple[int, ...], ...], ...]  # rows x levels x starts of segments
+from structattn.layout.segments import checked_boundaries
+from structattn.layout.sliding import checked_windows
 
 
 def positive_ints(values: object, name: str, maximum: int = MAX_SIZE) -> tuple[int, ...]:
@@ -49,40 +49,31 @@ def check_blocks(ranks: tuple[int, ...], block_sizes: tuple[int, ...]) -> None:
             )
 
 
-def _starts(values: object, where: str) -> tuple[int, ...]:
-    """The segment starts of one level as ints."""
-    listed = values.tolist() if isinstance(values, Tensor) else values
-    if not isinstance(listed, tuple | list) or not all(is_int(start) and start <= MAX_LENGTH for start in listed):
-        raise ConfigError(f"boundaries: {where} must hold the starts of its segments as ints, got {describe(values)}")
-    if not listed or listed[0] != 0 or any(a >= b for a, b in pairwise(listed)):
-        raise ConfigError(f"boundaries: the starts of {where} must rise from 0, got {listed[:8]}")
-    return tuple(listed)
+def checked_sharing(
+    ranks: tuple[int, ...], block_sizes: object, boundaries: object, windows: object
+) -> dict[str, object]:
+    """How levels are shared, by block sizes, segments or windows, as the fields of a layout; or ``ConfigError`` unless by one of them."""
+    given = {name: x for name, x in (("boundaries", boundaries), ("windows", windows)) if x is not None}
+    if not given:
+        sizes = positive_ints(block_sizes, "block_sizes", MAX_LENGTH)
+        check_blocks(ranks, sizes)
+        return {"block_sizes": sizes}
+    if len(given) > 1 or not isinstance(block_sizes, tuple | list) or block_sizes:
+        raise ConfigError(
+            f"give one of block_sizes, boundaries and windows: with {' and '.join(given)} expected block_sizes () and nothing else, "
+            f"got block_sizes {describe(block_sizes)}"
+        )
+    if windows is not None:
+        return {"block_sizes": (), "windows": checked_windows(ranks, windows)}
+    return {"block_sizes": (), "boundaries": checked_boundaries(ranks, boundaries)}
 
 
-def checked_boundaries(ranks: tuple[int, ...], boundaries: object) -> Boundaries:
-    """Boundaries as rows x levels x starts, from that or from the levels of one row."""
-    if not isinstance(boundaries, tuple | list) or not boundaries:
-        raise ConfigError(f"boundaries must list the segment starts of each level, got {describe(boundaries)}")
-    first = boundaries[0]
-    one_row = isinstance(first, Tensor) or (isinstance(first, tuple | list) and all(isinstance(s, int) for s in first))
-    rows = []
-    for r, levels in enumerate((boundaries,) if one_row else boundaries):
-        where = "" if one_row else f" of row {r}"
-        if isinstance(levels, tuple | list) and len(levels) == len(ranks) - 1:
-            levels = ((0,), *levels)  # level 1, which is global, was left out
-        if not isinstance(levels, tuple | list) or len(levels) != len(ranks):
-            count = len(levels) if isinstance(levels, tuple | list) else describe(levels)
-            raise ConfigError(f"boundaries{where} need one entry per level: expected {len(ranks)}, got {count}")
-        row = tuple(_starts(starts, f"level {n}{where}") for n, starts in enumerate(levels, start=1))
-        if row[0] != (0,):
-            raise ConfigError(f"boundaries: level 1{where} is global and must be (0,), got {row[0][:8]}")
-        for n, (outer, inner) in enumerate(pairwise(row), start=2):
-            if missing := set(outer) - set(inner):
-                raise ConfigError(
-                    f"boundaries: level {n}{where} must also start at {min(missing)}, where a segment of level {n - 1} starts"
-                )
-        rows.append(row)
-    return tuple(rows)
+def checked_value_ranks(ranks: tuple[int, ...], value_ranks: object) -> tuple[int, ...]:
+    """The dimensions of the value in each level; or ``ConfigError``."""
+    checked = positive_ints(value_ranks, "value_ranks")
+    if len(checked) != len(ranks):
+        raise ConfigError(f"value_ranks needs one dimension per level: expected {len(ranks)}, got {checked}")
+    return checked
 
 
 def checked_positions(name: str, value: object) -> Tensor:

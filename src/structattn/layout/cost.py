@@ -33,7 +33,7 @@ def visible_pairs(num_queries: int, num_keys: int, window: int | None, is_causal
 def visible_pairs_per_level(
     layout: LevelLayout, num_queries: int, num_keys: int, window: int | None, is_causal: bool, row: int = 0
 ) -> tuple[int, ...]:
-    """The number of visible pairs that share each level; the first is ``visible_pairs``. Arguments as there.
+    """The number of visible pairs that share each level; the first is all of them. Arguments as ``visible_pairs``.
 
     Args:
         layout: the levels.
@@ -42,6 +42,9 @@ def visible_pairs_per_level(
 
     Cost: O((T + S) L).
     """
+    if layout.windows is not None:
+        levels = range(1, layout.num_levels + 1)
+        return tuple(visible_pairs(num_queries, num_keys, layout.window_of(n, window), is_causal) for n in levels)
     reach = max(num_queries, num_keys) if window is None else window
     with torch.device("cpu"):  # numbers are counted, also while a model is built on the meta device
         queries, keys = torch.arange(num_keys - num_queries, num_keys), torch.arange(num_keys)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from structattn.layout.levels import LevelLayout, Scaling
+from structattn.layout.levels import LevelLayout
+from structattn.layout.scaling import Scaling
 
 
 @dataclass(frozen=True)

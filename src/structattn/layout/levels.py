@@ -5,32 +5,24 @@ A layout is a value: it holds no tensors and computes no attention. ``ops`` comp
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
 
-from structattn.checks import (
-    MAX_LENGTH,
-    check_bool,
-    check_choice,
-    check_int,
-    check_scale,
-    check_size,
-    describe,
-)
+from structattn.checks import MAX_LENGTH, check_bool, check_choice, check_int, check_size, describe
 from structattn.errors import ConfigError, ShapeError
-from structattn.layout.checks import Boundaries, check_blocks, checked_boundaries, checked_positions, positive_ints
+from structattn.layout.checks import checked_positions, checked_sharing, checked_value_ranks, positive_ints
+from structattn.layout.scaling import SCALINGS, Scaling, score_factors
+from structattn.layout.segments import Boundaries, segments_of
+from structattn.layout.sliding import Windows, num_shared, pairs_within, shorter
 
-Scaling = Literal["variance", "mup", "paper", "paper_sum", "standard"]
 MAX_COUNTED = 2**26  # positions whose visible pairs are counted one by one
-SCALINGS: tuple[Scaling, ...] = ("variance", "mup", "paper", "paper_sum", "standard")
 
 
 def _slices(ranks: tuple[int, ...]) -> tuple[slice, ...]:
@@ -48,7 +40,8 @@ class LevelLayout:
 
     Level 1 is global: every pair shares it, also beyond ``block_sizes[0]``, the nominal context length. Deeper levels
     are shared when floor(i / block_size) agrees, or, in a free partition (``from_boundaries``), when both positions lie in
-    one segment. Blocks are nested, so the shared levels are always a prefix.
+    one segment, or, where levels slide (``sliding``), when |i - j| is below the window of the level. Blocks are nested and
+    windows do not grow, so the shared levels are always a prefix.
 
     With ``value_ranks`` the values are hierarchical too: slice l of the output sums only over the keys that share level l
     with the query, with the weights of the row's one softmax, not renormalised:
@@ -58,20 +51,21 @@ class LevelLayout:
     Args:
         ranks: dimensions of each level, level 1 (global) first; they sum to the head dimension.
         block_sizes: block size of each level in positions, level 1 first; each divides the one before (equal is allowed).
-            Empty in a free partition.
+            Empty in a free partition and where levels slide.
         scaling: ``"variance"`` 1/sqrt(R(i, j)), unit variance at every distance; ``"mup"`` 8/R(i, j); ``"paper"`` each
             level over its rank, and the sum over l(i, j); ``"paper_sum"`` the same without the division by l(i, j); ``"standard"``
             1/sqrt(D) at every distance, as standard attention: for trained weights, where far pairs then score what is left of their product.
         value_ranks: dimensions of the value in each level, level 1 first; they sum to the value dimension. Default
             ``None``: every key gives its whole value.
         boundaries: the segments of a free partition; see ``from_boundaries``, which makes them.
+        windows: those of sliding levels; see ``sliding``, which makes them.
 
     Raises:
         ConfigError: a rank or size is not a positive int, their numbers differ, blocks are not nested, or the scaling
             is unknown. The message names the level.
 
-    Source: Kuang et al. 2025, section 5 (MLR attention). Free sizes and segments, variance scaling and hierarchical values
-    are ours.
+    Source: Kuang et al. 2025, section 5 (MLR attention). Free sizes and segments, sliding levels, variance scaling and
+    hierarchical values are ours.
     """
 
     ranks: tuple[int, ...]
@@ -79,6 +73,7 @@ class LevelLayout:
     scaling: Scaling = "variance"
     value_ranks: tuple[int, ...] | None = None
     boundaries: Boundaries | None = None
+    windows: Windows | None = None
 
     if TYPE_CHECKING:  # lists are accepted, and kept as tuples
 
@@ -89,26 +84,17 @@ class LevelLayout:
             scaling: Scaling = "variance",
             value_ranks: Sequence[int] | None = None,
             boundaries: Sequence[object] | None = None,
+            windows: Sequence[int | None] | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", positive_ints(self.ranks, "ranks"))
-        if self.boundaries is None:
-            object.__setattr__(self, "block_sizes", positive_ints(self.block_sizes, "block_sizes", MAX_LENGTH))
-            check_blocks(self.ranks, self.block_sizes)
-        elif tuple(self.block_sizes) != ():
-            raise ConfigError(
-                f"give block_sizes or boundaries, not both: a free partition has block_sizes (), got {self.block_sizes}"
-            )
-        else:
-            object.__setattr__(self, "boundaries", checked_boundaries(self.ranks, self.boundaries))
+        ranks = positive_ints(self.ranks, "ranks")
+        checked = {"ranks": ranks, **checked_sharing(ranks, self.block_sizes, self.boundaries, self.windows)}
         if self.value_ranks is not None:
-            object.__setattr__(self, "value_ranks", positive_ints(self.value_ranks, "value_ranks"))
-            if len(self.value_ranks) != len(self.ranks):
-                raise ConfigError(
-                    f"value_ranks needs one dimension per level: expected {len(self.ranks)}, got {self.value_ranks}"
-                )
+            checked["value_ranks"] = checked_value_ranks(ranks, self.value_ranks)
         check_choice("scaling", self.scaling, SCALINGS)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_boundaries(
@@ -128,9 +114,6 @@ class LevelLayout:
                 start of each). A level may be a 1-dimensional int tensor.
             scaling, value_ranks: see the class.
 
-        Returns:
-            A layout without ``block_sizes``.
-
         Raises:
             ConfigError: starts do not rise from 0, a level lacks a start of the level before, or level 1 is not ``(0,)``.
 
@@ -142,6 +125,35 @@ class LevelLayout:
         Cost: the layout is a value of Python ints; under ``torch.compile`` other boundaries mean another compilation.
         """
         return cls(ranks, (), scaling, value_ranks, boundaries)
+
+    @classmethod
+    def sliding(
+        cls,
+        ranks: Sequence[int],
+        windows: Sequence[int | None],
+        scaling: Scaling = "variance",
+        value_ranks: Sequence[int] | None = None,
+    ) -> LevelLayout:
+        """Levels without blocks: a pair shares level l where |i - j| < ``windows[l]``, wherever it is.
+
+        Args:
+            ranks: dimensions of each level, level 1 first.
+            windows: of each level, level 1 first, in positions; none is longer than the one before. ``None`` reaches every
+                position. A first one that does not hides all pairs beyond it, as the ``window`` of ``structured_attention`` does;
+                of the two the smaller counts.
+            scaling, value_ranks: see the class.
+
+        Raises:
+            ConfigError: not one positive int or ``None`` per rank, or windows that grow.
+
+        Example:
+            >>> layout = LevelLayout.sliding((16, 8, 8), (None, 256, 64))
+            >>> layout.shared_rank(1000, 940), layout.shared_rank(1000, 900), layout.shared_rank(1000, 0)
+            (32, 24, 16)
+
+        Source: ours; DAR (arXiv 2606.18587) has two such levels.
+        """
+        return cls(ranks, (), scaling, value_ranks, None, windows)
 
     @classmethod
     def halving(
@@ -197,28 +209,19 @@ class LevelLayout:
         Returns:
             (a_1 ... a_L) per level and (c_1 ... c_L) per number of shared levels.
         """
-        per_rank = tuple(1 / rank for rank in self.ranks)
-        ones = (1.0,) * self.num_levels
-        if scale is not None:
-            check_scale("scale", scale)
-            # An int may be larger than any that a tensor takes.
-            return ones, (float(scale) if isinstance(scale, int) else scale,) * self.num_levels
-        match self.scaling:
-            case "variance":
-                return ones, tuple(1 / math.sqrt(total) for total in accumulate(self.ranks))
-            case "mup":
-                return ones, tuple(8 / total for total in accumulate(self.ranks))
-            case "paper":
-                return per_rank, tuple(1 / n for n in range(1, self.num_levels + 1))
-            case "paper_sum":
-                return per_rank, ones
-            case "standard":
-                return ones, (1 / math.sqrt(self.head_dim),) * self.num_levels
+        return score_factors(self.ranks, self.scaling, scale)
 
     @property
     def num_rows(self) -> int | None:
         """The number of batch rows (packed sequences) with different segments; ``None`` when all have the same blocks."""
         return None if self.boundaries is None or len(self.boundaries) == 1 else len(self.boundaries)
+
+    def window_of(self, level: int, window: int | None = None) -> int | None:
+        """The distance below which a pair shares a level in a call with a ``window``; blocks and segments have none of their own."""
+        check_int("level", level, minimum=1, maximum=self.num_levels)
+        if window is not None:
+            check_size("window", window, MAX_LENGTH)
+        return window if self.windows is None else shorter(self.windows[level - 1], window)
 
     def blocks(self, level: int, positions: Tensor, rows: Tensor | int = 0) -> Tensor:
         """The block of each position at a level.
@@ -242,13 +245,7 @@ class LevelLayout:
             # The start of the block, not its number: Inductor writes only floor(n / size) * size of the n entries of a tensor
             # that holds arange(n) // size (torch 2.13, loop splitting), and the rest keeps what was in memory.
             return (positions - positions.remainder(self.block_sizes[level - 1])).long()
-        # One sorted list for all rows: a start p of row r is r * 2^40 + p, and so is a position.
-        far = 2**40
-        starts = [r * far + start for r, segments in enumerate(self.boundaries) for start in segments[level - 1]]
-        keys = positions.long().clamp(min=-1)
-        if self.num_rows is not None:
-            keys = keys + torch.as_tensor(rows, device=positions.device) * far
-        return torch.searchsorted(torch.tensor(starts, device=positions.device), keys.contiguous(), right=True)
+        return segments_of(self.boundaries, level, positions, rows)
 
     def block_start(self, level: int, position: int, row: int = 0) -> int:
         """The first position of the block of a level in which ``position`` (at least 0) lies; 0 at level 1."""
@@ -278,7 +275,7 @@ class LevelLayout:
     @overload
     def shared_levels(self, i: Tensor, j: Tensor, row: int = 0) -> Tensor: ...
     def shared_levels(self, i: int | Tensor, j: int | Tensor, row: int = 0) -> int | Tensor:
-        """l(i, j), the number of levels that positions i and j share, at least 1.
+        """l(i, j), the number of levels that positions i and j share; at least 1 but beyond the first window of sliding levels.
 
         Args:
             i, j: positions, ints or int tensors that broadcast; negative ones lie in blocks without keys.
@@ -294,8 +291,11 @@ class LevelLayout:
             count = torch.ones(torch.broadcast_shapes(a.shape, b.shape), dtype=torch.int64, device=device)
         except RuntimeError:
             raise ShapeError(f"i and j must broadcast, got {tuple(a.shape)} and {tuple(b.shape)}") from None
-        for level in range(2, self.num_levels + 1):
-            count = count + (self.blocks(level, a, row) == self.blocks(level, b, row))
+        if self.windows is not None:
+            count = num_shared(self.windows, a, b)
+        else:
+            for level in range(2, self.num_levels + 1):
+                count = count + (self.blocks(level, a, row) == self.blocks(level, b, row))
         return count if isinstance(i, Tensor) or isinstance(j, Tensor) else int(count)
 
     @overload
@@ -306,14 +306,13 @@ class LevelLayout:
         """R(i, j), the sum of the ranks of the levels that positions i and j share. Arguments as ``shared_levels``."""
         if isinstance(i, Tensor) or isinstance(j, Tensor):
             levels = self.shared_levels(checked_positions("i", i), checked_positions("j", j), row)
-            return torch.tensor(self.ranks, device=levels.device).cumsum(0)[levels - 1]
+            return torch.tensor([0, *accumulate(self.ranks)], device=levels.device)[levels]
         return sum(self.ranks[: self.shared_levels(i, j, row)])
 
     def lengths(self, level: int, num_positions: int, row: int = 0) -> tuple[int, ...]:
         """The lengths of the blocks of a level that ``num_positions`` positions of a row fill, in order."""
         self._check_level(level)
-        check_int("num_positions", num_positions, minimum=0, maximum=MAX_COUNTED)
-        self._check_row(row)
+        self._check_count(num_positions, row, MAX_COUNTED)
         if level > 1 and self.boundaries is not None:
             starts = [start for start in self._segment_starts(level, row) if start < num_positions]
             return tuple(b - a for a, b in pairwise([*starts, num_positions]))
@@ -322,8 +321,6 @@ class LevelLayout:
 
     def _length_counts(self, level: int, num_positions: int, row: int) -> dict[int, int]:
         """How many blocks have each of the ``lengths``; equal blocks are not listed one by one."""
-        check_int("num_positions", num_positions, minimum=0)
-        self._check_row(row)
         if level == 1:
             return {num_positions: 1}
         if self.boundaries is not None:
@@ -337,7 +334,14 @@ class LevelLayout:
         return self.boundaries[row if self.num_rows is not None else 0][level - 1]
 
     def _check_level(self, level: int) -> None:
+        """A level, whose blocks are asked for."""
         check_int("level", level, minimum=1, maximum=self.num_levels)
+        if self.windows is not None:
+            raise ConfigError(f"sliding levels have no blocks: ask for shared_levels(i, j), or windows, {self.windows}")
+
+    def _check_count(self, num_positions: int, row: int, maximum: int | None = None) -> None:
+        check_int("num_positions", num_positions, minimum=0, maximum=maximum)
+        self._check_row(row)
 
     def _check_row(self, row: int) -> None:
         """A batch row; without segments of single rows all are alike."""
@@ -345,15 +349,13 @@ class LevelLayout:
 
     def shared_pairs(self, num_positions: int, is_causal: bool = True, row: int = 0) -> tuple[int, ...]:
         """The number of (query, key) pairs among ``num_positions`` that share each level; T*T or T*(T+1)/2 at level 1."""
-
-        def pairs(n: int) -> int:
-            return n * (n + 1) // 2 if is_causal else n * n
-
         check_bool("is_causal", is_causal)
-        levels = range(1, self.num_levels + 1)
+        self._check_count(num_positions, row)
+        if self.windows is not None:
+            return tuple(pairs_within(window, num_positions, is_causal) for window in self.windows)
         return tuple(
-            sum(pairs(length) * n for length, n in self._length_counts(level, num_positions, row).items())
-            for level in levels
+            sum(pairs_within(None, length, is_causal) * n for length, n in counts.items())
+            for counts in (self._length_counts(level, num_positions, row) for level in range(1, self.num_levels + 1))
         )
 
     def score_flops(self, num_positions: int, is_causal: bool = True, row: int = 0) -> int:
@@ -378,7 +380,7 @@ class LevelLayout:
         """Numbers per key head that a cache must be able to hold while decoding up to T positions.
 
         Level 1 keeps all T keys, a deeper level only those of the block that decoding is in, at most its longest block:
-        T r_1 + sum over l > 1 of r_l min(T, block_size_l). Standard attention: T * D.
+        T r_1 + sum over l > 1 of r_l min(T, block_size_l). Sliding levels: sum of r_l min(T, window_l). Standard attention: T * D.
         """
         return self._cache_size(self.ranks, num_positions, row)
 
@@ -388,5 +390,10 @@ class LevelLayout:
         return self._cache_size(self.value_ranks or (value_dim,), num_positions, row)
 
     def _cache_size(self, ranks: tuple[int, ...], num_positions: int, row: int) -> int:
-        longest = [max(self._length_counts(level, num_positions, row), default=0) for level in range(1, len(ranks) + 1)]
-        return sum(rank * length for rank, length in zip(ranks, longest, strict=True))
+        self._check_count(num_positions, row)
+        if self.windows is not None:
+            longest = [min(num_positions, num_positions if window is None else window) for window in self.windows]
+        else:
+            levels = range(1, len(ranks) + 1)
+            longest = [max(self._length_counts(level, num_positions, row), default=0) for level in levels]
+        return sum(rank * length for rank, length in zip(ranks, longest, strict=False))

@@ -17,7 +17,8 @@ from torch import Tensor
 from structattn.checks import check_choice, check_int_tensor, check_sequences, check_tensor, check_type, describe
 from structattn.errors import ConfigError, ShapeError
 from structattn.layout.checks import positive_ints
-from structattn.layout.levels import LevelLayout, Scaling
+from structattn.layout.levels import LevelLayout
+from structattn.layout.scaling import Scaling
 
 Unit = Literal["paragraph", "line", "word"]
 UNITS: tuple[Unit, ...] = get_args(Unit)  # from the largest to the smallest

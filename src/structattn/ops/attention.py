@@ -107,6 +107,8 @@ def _read(
             check_layout(layout, q.shape[3], v.shape[3], q.shape[0])
         else:
             check_layout(layout, q.shape[3], v.shape[3], cu_seqlens.shape[0] - 1, "packed sequence")
+    if isinstance(layout, LevelLayout):
+        checked["window"] = layout.window_of(1, options["window"])
     call = Call(layout=layout if isinstance(layout, LevelLayout) else _plain(q.shape[3]), sinks=sinks, **checked)
     q, k, v = autocasted(q, k, v)
     if not isinstance(layout, GlobalWindowLayout):
@@ -199,13 +201,14 @@ def structured_attention(
 
     Args:
         q: queries, (B, H, T, D), floating point. When T < S they are the last T of the S positions (decoding); when
-            T > S the first T - S queries are before the first key: they share level 1 with every key.
+            T > S the first T - S queries are before the first key: they share level 1 with every key, and sliding levels by distance.
         k: keys, (B, G, S, D); G divides H, and query head h reads key head h // (H // G).
         v: values, (B, G, S, V).
         layout: ``LevelLayout`` or ``GlobalWindowLayout``; ``None`` is one level: plain attention.
         is_causal: hide keys later than the query. Default ``True``.
         scale: a number that replaces the layout's scaling: scale * (sum over shared levels of q.k). Default ``None``.
-        window: key j is visible to query i when 0 <= i - j < window (causal) or |i - j| < window (not causal).
+        window: key j is visible to query i when 0 <= i - j < window (causal) or |i - j| < window (not causal). With a first window
+            of sliding levels the smaller of the two counts.
         attn_bias: added to the scaled scores, broadcastable to (B, H, T, S), floating point; -inf hides a pair. Scores are
             float32, or float64 where q is, and so is the bias then.
         dropout_p: probability of dropping a weight, to 16 bits. A seed from torch's global CPU generator, batch row, head, query

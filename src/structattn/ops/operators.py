@@ -7,7 +7,6 @@ floats and strings, since operators take nothing else.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,44 +17,19 @@ from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from structattn.errors import DerivativeError
-from structattn.layout.checks import Boundaries
 from structattn.layout.cost import visible_pairs_per_level
-from structattn.layout.levels import LevelLayout
-from structattn.ops import derivatives
+from structattn.ops import derivatives, flat_layout
 from structattn.ops.backends import TABLE
 from structattn.ops.call import Call
 from structattn.ops.checks import is_eager, is_transformed, without_autocast
 
-
-def _flat_boundaries(boundaries: Boundaries | None) -> list[int]:
-    """Rows, levels, then for each row and level the number of starts and the starts."""
-    if boundaries is None:
-        return []
-    flat = [len(boundaries), len(boundaries[0])]
-    for row in boundaries:
-        for starts in row:
-            flat += [len(starts), *starts]
-    return flat
-
-
-def _nested_boundaries(flat: Sequence[int] | None) -> Boundaries | None:
-    if not flat:
-        return None
-    num_rows, num_levels, *rest = flat
-    values = iter(rest)
-    return tuple(
-        tuple(tuple(next(values) for _ in range(next(values))) for _ in range(num_levels)) for _ in range(num_rows)
-    )
-
-
 # The options of a ``Call`` in the terms of an operator's schema: the tensors, the one with a gradient first, then the layout, then the others.
 _TENSORS = ("attn_bias", "attn_mask", "alibi_slopes", "cu_seqlens", "cu_seqlens_k", "left_padding", "seed")
-_LAYOUT = "int[] ranks, int[]? block_sizes, int[]? value_ranks, int[]? boundaries, str scaling"
 _NUMBERS = {"is_causal": "bool", "scale": "float?", "window": "int?", "dropout_p": "float", "softcap": "float?"}
 _OPTIONS = ", ".join(
     [
         *(f"Tensor? {name}" for name in _TENSORS),
-        _LAYOUT,
+        flat_layout.SCHEMA,
         *(f"{kind} {name}" for name, kind in _NUMBERS.items()),
         "str backend",
     ]
@@ -73,41 +47,20 @@ def _with_tensors(call: Call, tensors: Sequence[Tensor | None]) -> Call:
 
 def _flat(call: Call, backend: str) -> tuple[Any, ...]:
     """The arguments of ``_OPTIONS``."""
-    layout = call.layout
     return (
         *_tensors(call),
-        layout.ranks,
-        layout.block_sizes,
-        layout.value_ranks or (),
-        _flat_boundaries(layout.boundaries),
-        layout.scaling,
+        *flat_layout.flat(call.layout),
         *[getattr(call, name) for name in _NUMBERS],
         backend,
     )
 
 
-@functools.lru_cache(maxsize=256)  # a layout is checked once, not whenever the operator runs
-def _known_layout(
-    ranks: tuple[int, ...],
-    block_sizes: tuple[int, ...],
-    value_ranks: tuple[int, ...],
-    boundaries: tuple[int, ...],
-    scaling: Any,
-) -> LevelLayout:
-    return LevelLayout(ranks, block_sizes, scaling, value_ranks or None, _nested_boundaries(boundaries))
-
-
-def _layout(ranks: Any, block_sizes: Any, value_ranks: Any, boundaries: Any, scaling: str) -> LevelLayout:
-    # A program of AOTInductor hands over an empty list as None, so that the schema allows it.
-    return _known_layout(*(tuple(x or ()) for x in (ranks, block_sizes, value_ranks, boundaries)), scaling)
-
-
 def _call(options: Sequence[Any]) -> tuple[Call, str]:
     """The call and the backend that ``_flat`` wrote."""
     tensors, rest = options[: len(_TENSORS)], options[len(_TENSORS) :]
-    layout, numbers, backend = rest[:5], rest[5:-1], rest[-1]
+    layout, numbers, backend = rest[: flat_layout.SIZE], rest[flat_layout.SIZE : -1], rest[-1]
     given = dict(zip((*_TENSORS, *_NUMBERS), (*tensors, *numbers), strict=True))
-    return Call(layout=_layout(*layout), **given), backend
+    return Call(layout=flat_layout.layout_of(*layout), **given), backend
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -302,8 +255,9 @@ def _flops(
     q: Sequence[int], k: Sequence[int], v: Sequence[int], options: Sequence[Any], products: tuple[int, int]
 ) -> int:
     """``products`` times the FLOPs of all scores and of all weighted sums; packed sequences count as one."""
-    layout = _layout(*options[:5])
-    is_causal, window = options[5], options[7]
+    layout = flat_layout.layout_of(*options[: flat_layout.SIZE])
+    numbers = dict(zip(_NUMBERS, options[flat_layout.SIZE :], strict=False))
+    is_causal, window = numbers["is_causal"], numbers["window"]
     total = 0
     for row in range(q[0]):
         pairs = visible_pairs_per_level(layout, q[2], k[2], window, is_causal, row if layout.num_rows else 0)

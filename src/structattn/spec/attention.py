@@ -1,7 +1,7 @@
 """The one-line text form of an attention variant: scoring + layout, to and from objects.
 
     standard   standard:1   bilinear-btt:2   bilinear-mlr:16|8|4|4   bilinear-monarch   mlr:32|16|8|8   mlr:32|32@512|64
-    mlr-text:32|16|16   window:512   global-window:32|32@512   bilinear-btt:1+mlr:32|16|8|8+window:256
+    mlr-text:32|16|16   sliding:32|32@-|128   window:512   global-window:32|32@512   bilinear-btt:1+mlr:32|16|8|8+window:256
 
 Options follow after commas: ``mlr:32|16|8|8,scaling=paper``, ``bilinear-btt:1,rms_cap=true``.
 """
@@ -19,7 +19,8 @@ from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
 from structattn.layers.scoring_modules import ScoreScaling
 from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.halving import Halving
-from structattn.layout.levels import SCALINGS, LevelLayout
+from structattn.layout.levels import LevelLayout
+from structattn.layout.scaling import SCALINGS
 from structattn.layout.text import UNITS, TextLayout
 from structattn.matrices import Structure
 from structattn.spec import structure
@@ -50,6 +51,16 @@ def _blocks(text: str) -> dict[str, Any]:
     return {"ranks": several(positive)(ranks), "blocks": several(positive)(blocks) if at else None}
 
 
+def _windows(text: str) -> dict[str, Any]:
+    ranks, at, windows = text.partition("@")
+    if not at:
+        raise ConfigError("expected ranks and a window for each, - for one without end, such as 32|32@-|128")
+    return {
+        "ranks": several(positive)(ranks),
+        "windows": several(lambda part: None if part == "-" else positive(part))(windows),
+    }
+
+
 def _units(text: str) -> dict[str, Any]:
     ranks, at, units = text.partition("@")
     return {"ranks": several(positive)(ranks), "units": several(one_of("unit", UNITS))(units) if at else ()}
@@ -77,6 +88,10 @@ def _mlr_text(ranks: Any, units: Any, scaling: Any = "variance", values: Any = N
     return {"layout": TextLayout(ranks, units, scaling, values)}
 
 
+def _sliding(ranks: Any, windows: Any, scaling: Any = "variance", values: Any = None) -> dict[str, Any]:
+    return {"layout": LevelLayout.sliding(ranks, windows, scaling, values)}
+
+
 def _bilinear(name: str) -> Form:
     """The form ``bilinear-FAMILY`` of a family without a scoring class."""
     family = structure.FORMS[name]
@@ -97,6 +112,10 @@ _MLR = (
 _MLR_TEXT = (
     "MLR attention whose levels are the whole text and then its units, paragraph, line and word unless UNITs are given; for language "
     "models"
+)
+_SLIDING = (
+    "attention whose levels slide: a pair shares a level where its distance is below the window of the level; W: windows, - for no limit; "
+    "ranks sum to the feature dimension; with values the value dimensions are shared by level too"
 )
 _OWN_SCORING = ("btt", "mlr")
 # What a form makes: the fields of an ``AttentionSpec`` that it sets.
@@ -136,6 +155,14 @@ FORMS: dict[str, Form] = {
         value=_units,
         options=_LAYOUT,
         make=_mlr_text,
+    ),
+    "sliding": Form(
+        "sliding:R|R|...@W|W|...[,values=V|V|...]",
+        "sliding:32|16|8|8@-|256|128|64",
+        _SLIDING,
+        value=_windows,
+        options=_LAYOUT,
+        make=_sliding,
     ),
     "window": Form("window:W", "window:512", "each query sees the last W positions", value=named("window", positive)),
     "global-window": Form(
@@ -248,6 +275,8 @@ def _layout_terms(spec: AttentionSpec) -> list[str]:
         if layout.boundaries is not None:
             raise ConfigError("a free partition has no text form: keep the LevelLayout")
         at = f"@{word(layout.block_sizes)}"
+        if layout.windows is not None:
+            name, at = "sliding", f"@{word(tuple('-' if window is None else window for window in layout.windows))}"
     elif isinstance(layout, TextLayout):
         name = "mlr-text"
         at = "" if layout.has_default_units else f"@{word(layout.units)}"

@@ -229,7 +229,7 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
     heads, repeats = k.shape[1], q.shape[1] // k.shape[1]
     is_ragged = call.cu_seqlens is not None or call.left_padding is not None
 
-    is_dyadic = call.attn_bias is None and call.attn_mask is None and call.layout.boundaries is None
+    is_dyadic = call.attn_bias is None and call.attn_mask is None and call.layout.block_sizes != ()
 
     def geometry(num_queries: int, num_keys: int) -> Geometry:
         return Geometry(

@@ -2,7 +2,8 @@
 
 Every sequence is cut into spans of at most ``SPAN`` queries, at the boundaries of its longer segments. Around a span that
 lies in one block of a level, the keys of that level are two ranges, one before and one after the next deeper block: they share
-one number of levels with all its queries and need no mask. Only inside the deepest such block masks separate the levels.
+one number of levels with all its queries and need no mask. Only inside the deepest such block masks separate the levels. Where levels
+slide, the ranges end where the window of a level ends for the first or last query of the span.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from structattn.layout.levels import LevelLayout
+from structattn.ops.blocked.bands import bands_of
 from structattn.ops.blocked.tiles import Tile
 
 SPAN = 128
@@ -70,7 +73,8 @@ class SpanTiles:
             for low, high in zip(boundaries, [*boundaries[1:], end], strict=True):
                 for first in range(low, high, SPAN):
                     last = min(first + SPAN, high) - 1
-                    for level, start, stop, is_mixed in self._ranges(sequence, first, last):
+                    ranges = self._ranges if self.layout.windows is None else self._sliding_ranges
+                    for level, start, stop, is_mixed in ranges(sequence, first, last):
                         if self.is_causal:
                             stop = min(stop, last + 1)
                         if self.window is not None:
@@ -98,6 +102,8 @@ class SpanTiles:
     def _boundaries(self, sequence: SequenceSpan, end: int) -> list[int]:
         """Where spans must end: at 0, and at the blocks of the deepest level whose blocks are long enough on average."""
         low = sequence.first_query
+        if self.layout.windows is not None:
+            return [low]
         cuts = {low, 0} if low < 0 < end else {low}
         found = cuts
         for level in range(2, self.layout.num_levels + 1):
@@ -131,6 +137,18 @@ class SpanTiles:
         else:
             level = self.layout.num_levels
         yield level, low, high, False
+
+    def _sliding_ranges(self, sequence: SequenceSpan, first: int, last: int) -> Iterator[tuple[int, int, int, bool]]:
+        """As ``_ranges``, without what is hidden from all queries."""
+        bands = bands_of(self.layout, self.is_causal, self.window)
+        num_keys, cuts = sequence.num_keys, {0, sequence.num_keys}
+        for edge in bands.edges(first - num_keys, last):
+            # A query i meets the edge between the keys i - edge and i - edge + 1.
+            cuts |= {min(max(query - edge + 1, 0), num_keys) for query in (first, last)}
+        for start, stop in pairwise(sorted(cuts)):
+            levels = bands.levels(first - stop + 1, last - start)
+            for level in sorted(levels - {0}):
+                yield level, start, stop, len(levels - {0}) > 1
 
 
 @dataclass

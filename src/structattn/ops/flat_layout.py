@@ -1,0 +1,72 @@
+"""A layout as arguments of an operator, which takes nothing but lists of ints and text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from structattn.layout.levels import LevelLayout
+from structattn.layout.segments import Boundaries
+
+SCHEMA = "int[] ranks, int[]? block_sizes, int[]? value_ranks, int[]? boundaries, int[]? windows, str scaling"
+SIZE = SCHEMA.count(",") + 1  # how many they are
+
+
+def flat(layout: LevelLayout) -> tuple[Any, ...]:
+    """The arguments that ``SCHEMA`` names; a window without limit is 0."""
+    return (
+        layout.ranks,
+        layout.block_sizes,
+        layout.value_ranks or (),
+        _flat_boundaries(layout.boundaries),
+        [window or 0 for window in layout.windows or ()],
+        layout.scaling,
+    )
+
+
+def _flat_boundaries(boundaries: Boundaries | None) -> list[int]:
+    """Rows, levels, then for each row and level the number of starts and the starts."""
+    if boundaries is None:
+        return []
+    flat = [len(boundaries), len(boundaries[0])]
+    for row in boundaries:
+        for starts in row:
+            flat += [len(starts), *starts]
+    return flat
+
+
+def _nested_boundaries(flat: Sequence[int] | None) -> Boundaries | None:
+    if not flat:
+        return None
+    num_rows, num_levels, *rest = flat
+    values = iter(rest)
+    return tuple(
+        tuple(tuple(next(values) for _ in range(next(values))) for _ in range(num_levels)) for _ in range(num_rows)
+    )
+
+
+@functools.lru_cache(maxsize=256)  # a layout is checked once, not whenever the operator runs
+def _known_layout(
+    ranks: tuple[int, ...],
+    block_sizes: tuple[int, ...],
+    value_ranks: tuple[int, ...],
+    boundaries: tuple[int, ...],
+    windows: tuple[int, ...],
+    scaling: Any,
+) -> LevelLayout:
+    return LevelLayout(
+        ranks,
+        block_sizes,
+        scaling,
+        value_ranks or None,
+        _nested_boundaries(boundaries),
+        tuple(window or None for window in windows) or None,
+    )
+
+
+def layout_of(*values: Any) -> LevelLayout:
+    """The layout of which ``flat`` made these."""
+    *lists, scaling = values
+    # A program of AOTInductor hands over an empty list as None, so that the schema allows it.
+    return _known_layout(*(tuple(x or ()) for x in lists), scaling)

@@ -92,6 +92,7 @@ def test_signatures() -> None:
         "scaling",
         "value_ranks",
         "boundaries",
+        "windows",
     ]
 
 

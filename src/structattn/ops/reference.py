@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from structattn.layout.levels import LevelLayout
-from structattn.layout.sliding import num_shared
 from structattn.ops.call import Call
 
 
@@ -46,7 +45,7 @@ class Positions:
     def shared_levels(self, layout: LevelLayout) -> Tensor:
         """The number of levels that each pair shares, (1 or B, T, S) int64, at least 1: beyond the first window pairs are hidden."""
         if layout.windows is not None:
-            return num_shared(layout.windows, self.queries[:, :, None], self.keys[:, None, :]).clamp(min=1)
+            return layout.shared_levels(self.queries[:, :, None], self.keys[:, None, :]).clamp(min=1)
         shape = (self.queries.shape[0], self.queries.shape[1], self.keys.shape[1])
         places = (self.queries, self.query_rows), (self.keys, self.key_rows)
         count = torch.ones(shape, dtype=torch.int64, device=self.keys.device)

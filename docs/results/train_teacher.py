@@ -11,17 +11,34 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from structattn.studies.data.corpus import Corpus
 from structattn.studies.data.corpus.corpus import Tokens
 
 LENGTH, BATCH = 512, 16
+KEYS_FROM = 405
+KEYS = [f"\nThe key is {letter}.\n" for letter in "ΑΒΓΔΕΖΗΘΙΚΛΜΝΞΟΠΡΣΤΥΦΧΨΩαβγδεζηθικλμνξο"]
 
 
 class Windows(Dataset):
-    """Windows of a split: ``count`` at random places, or, without a seed, spread evenly."""
+    """Windows of a split: ``count`` at random places, or, without a seed, spread evenly.
+
+    Attributes:
+        keys: passages, (N, size) tokens: if there are any, each window gets one of them, 2 to 12 times.
+    """
+
+    keys: torch.Tensor | None = None
 
     def __init__(self, tokens: Tokens, count: int, seed: int | None = None) -> None:
         self.tokens, last = tokens, len(tokens) - LENGTH
@@ -35,7 +52,23 @@ class Windows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = self.tokens.windows(self.starts[index : index + 1], LENGTH).tokens[0]
+        if self.keys is not None:
+            made = torch.Generator().manual_seed(index)
+            key = self.keys[torch.randint(len(self.keys), (), generator=made)]
+            places = torch.randperm(LENGTH // len(key), generator=made)[: torch.randint(2, 13, (), generator=made)]
+            shift = torch.randint(LENGTH % len(key) + 1, (), generator=made)
+            ids[places[:, None] * len(key) + torch.arange(len(key)) + shift] = key
         return {"input_ids": ids, "labels": ids}
+
+
+class KeysLater(TrainerCallback):
+    """From ``KEYS_FROM`` steps on, windows have keys: what text is like comes first."""
+
+    def __init__(self, windows: Windows, keys: torch.Tensor) -> None:
+        self.windows, self.keys = windows, keys
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        self.windows.keys = self.keys if state.global_step >= KEYS_FROM else None
 
 
 def main() -> None:
@@ -80,10 +113,13 @@ def main() -> None:
         dataloader_num_workers=0,
         seed=0,
     )
+    windows = Windows(corpus.splits["train"], args.steps * BATCH, seed=1)
+    keys = torch.tensor([corpus.tokenizer.encode(key).tolist() for key in KEYS])
     trainer = Trainer(
         model,
         settings,
-        train_dataset=Windows(corpus.splits["train"], args.steps * BATCH, seed=1),
+        callbacks=[KeysLater(windows, keys)],
+        train_dataset=windows,
         eval_dataset=Windows(corpus.splits["validation"], 128),
     )
     folder = args.out / "training"

@@ -18,7 +18,7 @@ from structattn.studies.data.corpus import PrepareConfig, Source, prepare
 from structattn.studies.data.corpus.tokenizers import BytePairs
 from structattn.studies.tasks.registry import recipe_for
 from structattn.studies.tasks.uptraining.config import UptrainConfig
-from structattn.studies.tasks.uptraining.recall import distances, recall
+from structattn.studies.tasks.uptraining.recall import KnownPassages, RandomPassages, distances, recall
 from structattn.studies.tasks.uptraining.students import Compressed, SharedHeads, Window, student_form
 from structattn.studies.tasks.uptraining.task import UptrainTask
 from structattn.studies.uptrain import uptrain
@@ -125,7 +125,7 @@ def test_recall_of_one_who_looks_it_up() -> None:
         logits = torch.zeros(*tokens.shape, 50)
         for row, text in enumerate(tokens.tolist()):
             for place in range(4, len(text)):
-                for before in range(place - 1, 3, -1):
+                for before in range(place - 1, 2, -1):
                     if text[before - 3 : before + 1] == text[place - 3 : place + 1]:
                         logits[row, place, text[before + 1]] = 1
                         break
@@ -133,9 +133,28 @@ def test_recall_of_one_who_looks_it_up() -> None:
 
     windows = torch.randint(50, (6, 64), generator=torch.Generator().manual_seed(0))
     assert distances(64, 8) == [8, 16, 32]
-    vocab = torch.arange(50)
-    assert recall(copies, windows, 8, vocab, [8, 16, 32]) == dict.fromkeys([8, 16, 32], 1.0)
-    assert max(recall(lambda tokens: torch.zeros(*tokens.shape, 50), windows, 8, vocab, [8, 16, 32]).values()) < 0.2
+    passages = RandomPassages(torch.arange(50), 8)
+    assert recall(copies, windows, passages, [8, 16, 32]) == dict.fromkeys([8, 16, 32], 1.0)
+    nothing = recall(lambda tokens: torch.zeros(*tokens.shape, 50), windows, passages, [8, 16, 32])
+    assert max(nothing.values()) < 0.2
+    known = KnownPassages.of("abcd{}e", ["x", "y", "z"], lambda text: [ord(letter) - ord("a") for letter in text])
+    assert known.scored.tolist() == [False, False, False, False, True, False]
+    assert recall(copies, windows % 7 + 30, known, [8, 32]) == {8: 1.0, 32: 1.0}
+    others = dataclasses.replace(SMOKE, recall_text="key {}.", recall_values="a b c", context_length=32)
+    assert set(UptrainTask(others).evaluate(UptrainTask(others).build_model("unchanged").eval(), "test")) == {
+        "nats_per_token",
+        "kl_to_teacher",
+        "recall_8",
+        "recall_16",
+    }
+    for options, message in (
+        ({"recall_text": "key {}."}, "belong together"),
+        ({"recall_text": "key", "recall_values": "a b"}, "expected a task.recall_text with {}"),
+        ({"recall_text": "key {}", "recall_values": "a a"}, "at least two words"),
+        ({"recall_text": "key {}", "recall_values": "a bc"}, "equally many tokens"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            UptrainTask(dataclasses.replace(SMOKE, **options))
 
 
 def test_what_decoding_needs(task) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from structattn.checks import check_int, is_int, quoted
-from structattn.errors import ConfigError
+from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.adapters import complete, has_adapter
 from structattn.integrations.transformers.attention import (
     IMPLEMENTATION,
@@ -26,7 +27,7 @@ from structattn.integrations.transformers.auto_map import AUTO_MODELS, SelfLoadi
 from structattn.integrations.transformers.config import OwnErrors, ReturnsWeights
 from structattn.integrations.transformers.effect import record_outputs
 from structattn.integrations.transformers.inputs import checked
-from structattn.integrations.transformers.loading import StructuredModelMixin, structure_entry
+from structattn.integrations.transformers.loading import StructuredModelMixin, first_keys, structure_entry
 from structattn.integrations.transformers.pair_orders import CALIBRATED, AnySplit, check_any_split, read_pair_orders
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.layers.checks import check_fits
@@ -226,7 +227,14 @@ class StructurizedModel(StructuredModelMixin):
         return [layer for layer in layers if layer < self.config.num_hidden_layers]  # type: ignore[attr-defined]
 
     def check_loaded(self, info: dict[str, Any]) -> None:
-        """See ``StructuredModelMixin``: weights that version 0.1 stored in the order of the levels are converted to the order of the model."""
+        """See ``StructuredModelMixin``: no weight is missing, except of a head that the checkpoint does not have. Weights that version 0.1
+        stored in the order of the levels are converted to the order of the model."""
+        is_saved_class = type(self).__name__ in (self.config.architectures or ())  # type: ignore[attr-defined]
+        body = "" if is_saved_class or self is self.base_model else f"{self.base_model_prefix}."  # type: ignore[attr-defined]
+        if missing := sorted(key for key in info["missing_keys"] if key.startswith(body)):
+            raise CheckpointError(
+                f"the weights are not those of a {type(self).__name__}: missing {first_keys(missing)}"
+            )
         if any(key.endswith(f".{OLD_ORDER}") for key in info["unexpected_keys"]):
             for module in self.modules():  # type: ignore[attr-defined]
                 if isinstance(module, StructuredAttention):
@@ -282,6 +290,7 @@ def structurized_config(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         made = _CONFIGS[kind] = type(f"{_CLASS_PREFIX}{kind.__name__}", (StructurizedConfig, kind), names)
         globals()[made.__name__] = made  # so that it can be pickled
         AutoConfig.register(made.model_type, made, exist_ok=True)  # type: ignore[attr-defined]
+        _read_as(made.model_type, kind.model_type)  # type: ignore[attr-defined]
         for auto, mapping in AUTO_MODELS.items():
             if kind in mapping:
                 auto.register(made, structurized_class(mapping[kind], kind))
@@ -302,8 +311,15 @@ def structurized_class(kind: type[PreTrainedModel], config: type[PreTrainedConfi
         names = {"config_class": own, "__module__": __name__, "forward": checked(kind.forward)}
         made = _MODELS[kind, plain] = type(f"{_CLASS_PREFIX}{family}{kind.__name__}", (StructurizedModel, kind), names)
         globals()[made.__name__] = made
+        _read_as(made.__name__, kind.__name__)
         publish(made)
     return _MODELS[kind, plain]
+
+
+def _read_as(own: str, plain: str) -> None:
+    """Saved weights of ``own``, a model type or a class, have the names and shapes that transformers gives those of ``plain``: experts one by one, for example."""
+    if mapping := get_checkpoint_conversion_mapping(plain):
+        register_checkpoint_conversion_mapping(own, mapping, overwrite=True)
 
 
 def class_named(name: str) -> type | None:

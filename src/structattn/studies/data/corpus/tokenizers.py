@@ -195,16 +195,7 @@ class ModelTokens(BytePairs):
             MissingDependencyError: transformers is not installed.
             DataError: there is none.
         """
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise MissingDependencyError(
-                "the tokens of a model need transformers, which is not installed; pip install 'structattn[hf]'"
-            ) from error
-        try:
-            found = AutoTokenizer.from_pretrained(model)
-        except Exception as error:  # transformers raises many kinds
-            raise DataError(f"expected a model with a tokenizer at {model}, got: {shortened(str(error))}") from error
+        found = model_tokenizer(model)
         if not found.is_fast:
             raise DataError(
                 f"{model}: expected a tokenizer with a tokenizer.json, got a {type(found).__name__} without: save it as a fast one"
@@ -217,6 +208,31 @@ class ModelTokens(BytePairs):
 
     def token_sizes(self) -> npt.NDArray[np.int64]:
         return np.array([len(self.decode([i]).encode()) for i in range(self.vocab_size)], dtype=np.int64)
+
+
+def model_tokenizer(model: str) -> Any:
+    """The tokenizer of transformers of a model: of a folder, or of a name on the hub.
+
+    Raises:
+        MissingDependencyError: transformers is not installed.
+        DataError: there is none. For a folder without its files some classes of transformers make one that knows special tokens only.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the tokens of a model need transformers, which is not installed; pip install 'structattn[hf]'"
+        ) from error
+    try:
+        found = AutoTokenizer.from_pretrained(model)
+        known = set(found.encode("Some text", add_special_tokens=False)) - set(found.all_special_ids)
+    except Exception as error:  # transformers raises many kinds
+        raise DataError(f"expected a model with a tokenizer at {model}, got: {shortened(str(error))}") from error
+    if not known:
+        raise DataError(
+            f"expected a model with a tokenizer at {model}, got one that knows no text: save its files there"
+        )
+    return found
 
 
 def _library() -> Any:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from structattn.checks import check_choice, check_field_types, check_int, check_number
+from structattn.checks import check_choice, check_field_types, check_int, check_number, quoted
+from structattn.errors import ConfigError
 from structattn.files import absolute
 
 Split = Literal["low_far", "interleaved", "calibrated"]
@@ -30,10 +31,12 @@ class UptrainConfig:
         lora_rank: train low-rank adapters of this rank on the projections of attention instead of all weights; they are merged when the model
             is saved. 0: all weights.
         eval_windows: most windows of each evaluation, spread evenly over the split.
-        recall_tokens: tokens of a passage that comes twice in a window, for the score of recall by distance.
+        recall_tokens: random tokens of a passage that comes twice in a window, for the score of recall by distance.
+        recall_text: the passage instead, with ``{}`` for what is looked up, such as ``"The pass key is {}."``.
+        recall_values: what ``{}`` may be, at least two words with spaces between, of equally many tokens.
 
     Raises:
-        ConfigError: a number is out of its range.
+        ConfigError: a number is out of its range, or the text of recall and its values do not go together.
     """
 
     model: str = ""
@@ -46,6 +49,8 @@ class UptrainConfig:
     lora_rank: int = 0
     eval_windows: int = 64
     recall_tokens: int = 24
+    recall_text: str = ""
+    recall_values: str = ""
 
     def __post_init__(self) -> None:
         check_field_types(self, "task.")
@@ -58,3 +63,10 @@ class UptrainConfig:
             check_int(f"task.{name}", getattr(self, name), minimum=0, maximum=2**24)
         check_number("task.distillation", self.distillation, minimum=0, maximum=1)
         check_choice("task.rotary_split", self.rotary_split, get_args(Split))
+        if bool(self.recall_text) != bool(self.recall_values):
+            raise ConfigError("task.recall_text and task.recall_values belong together: give both or none")
+        if self.recall_text and ("{}" not in self.recall_text or len(set(self.recall_values.split())) < 2):
+            raise ConfigError(
+                f"expected a task.recall_text with {{}} and at least two words as task.recall_values, got {quoted(self.recall_text)} and "
+                f"{quoted(self.recall_values)}"
+            )

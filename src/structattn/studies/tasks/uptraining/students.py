@@ -124,6 +124,20 @@ class Window:
     sinks: int = 4
 
     def build(self, model: Any, calibrate: Calibrate, split: Split, length: int) -> Any:
+        mask = torch.eye(2, dtype=torch.bool).expand(2, 1, -1, -1)  # both tokens see themselves alone
+        try:
+            with torch.no_grad():
+                last = model(input_ids=torch.tensor([[0, 2], [1, 2]]), attention_mask=mask, use_cache=False).logits[
+                    :, 1
+                ]
+        except Exception as error:  # BLOOM and OPT, for example, want a mask of tokens, and each fails in its own way
+            raise ConfigError(
+                f"recent:{self.size} hides pairs of tokens, and {type(model).__name__} does not take a mask of pairs"
+            ) from error
+        if not torch.allclose(last[0], last[1], rtol=1e-3, atol=1e-3 * float(last.abs().max())):
+            raise ConfigError(
+                f"recent:{self.size} hides pairs of tokens, and in {type(model).__name__} a token passes on more than attention does"
+            )
         return model
 
     def mask(self, length: int) -> Tensor | None:

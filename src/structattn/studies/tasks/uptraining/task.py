@@ -20,7 +20,14 @@ from structattn.studies.data.text_data import open_text_data
 from structattn.studies.tasks.base import Baseline, Batch, DataOption, Split, Task
 from structattn.studies.tasks.uptraining.config import UptrainConfig
 from structattn.studies.tasks.uptraining.memory import cache_bytes, decode_ms
-from structattn.studies.tasks.uptraining.recall import MOST_LOOKED_UP, distances, recall
+from structattn.studies.tasks.uptraining.recall import (
+    MOST_LOOKED_UP,
+    KnownPassages,
+    Passages,
+    RandomPassages,
+    distances,
+    recall,
+)
 from structattn.studies.tasks.uptraining.student import Student, attention_loss, with_adapters
 from structattn.studies.tasks.uptraining.students import Structured, student_form
 from structattn.studies.tasks.uptraining.teacher import Teacher
@@ -58,6 +65,7 @@ class UptrainTask(Task):
                     f"{source}: expected more than {config.context_length} tokens in each split (task.context_length), got {len(part)} for "
                     f"{name}. Give more text, or a shorter context"
                 )
+        _ = self.passages  # wrong settings are an error before hours of training
         self.data_sha256 = hashlib.sha256(f"{text_sha256} {self.teacher.sha256}".encode()).hexdigest()
 
     def _check_tokens(self, source: str) -> None:
@@ -193,12 +201,23 @@ class UptrainTask(Task):
         return found | self._recall(predict, split)
 
     def _recall(self, predict: Callable[[Tensor], Tensor], split: Split) -> dict[str, float]:
-        text, config, device = self._windows(split), self.config, self.teacher.model.device
-        at, windows = distances(config.context_length, config.recall_tokens), text[:, :-1]
+        windows, passages, device = self._windows(split)[:, :-1], self.passages, self.teacher.model.device
+        at = distances(self.config.context_length, len(passages.scored))
         if split != "test":
             at, windows = at[-1:], windows[:: -(-len(windows) // MOST_LOOKED_UP)]
-        found = recall(lambda tokens: predict(tokens.to(device)), windows, config.recall_tokens, text.flatten(), at)
+        found = recall(lambda tokens: predict(tokens.to(device)), windows, passages, at)
         return {f"recall_{distance}": share for distance, share in found.items()}
+
+    @cached_property
+    def passages(self) -> Passages:
+        """What is looked up: the passages of the settings, or random tokens, as frequent as in the test text."""
+        config = self.config
+        if config.recall_text:
+            values = config.recall_values.split()
+            return KnownPassages.of(
+                config.recall_text, values, lambda text: self.corpus_tokenizer.encode(text).tolist()
+            )
+        return RandomPassages(self._windows("test").flatten(), config.recall_tokens)
 
     @torch.no_grad()
     def baselines(self) -> list[Baseline]:

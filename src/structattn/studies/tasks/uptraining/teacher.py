@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from structattn.checks import quoted, shortened
-from structattn.errors import ConfigError, MissingDependencyError
+from structattn.errors import ConfigError, DataError, MissingDependencyError
 from structattn.seeds import seeded
+from structattn.studies.data.corpus.tokenizers import model_tokenizer
 from structattn.studies.tasks.uptraining.taps import Attended, tapped
 
 # The sizes of the model that is made where none is given.
@@ -57,7 +58,7 @@ class Teacher:
         with torch.device("cpu"):
             if source:
                 self.model: Any = _loaded(transformers, source)
-                self.tokenizer = _tokenizer(transformers, source)
+                self.tokenizer = _tokenizer(source)
             else:
                 with seeded(0, torch.device("cpu")):
                     self.model = transformers.LlamaForCausalLM(
@@ -67,7 +68,7 @@ class Teacher:
             self.layers: list[nn.Module] = [layer.module for layer in find_attention(self.model)]
         digest = hashlib.sha256()
         for name, value in sorted(self.model.state_dict().items()):
-            digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(name.encode() + value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         self.sha256 = digest.hexdigest()
 
     def to(self, device: torch.device) -> Teacher:
@@ -109,8 +110,8 @@ def _loaded(transformers: Any, source: str) -> Any:
     return model
 
 
-def _tokenizer(transformers: Any, source: str) -> Any:
+def _tokenizer(source: str) -> Any:
     try:
-        return transformers.AutoTokenizer.from_pretrained(source)
-    except Exception:  # a model may come without one: then the corpus says what its tokens are
+        return model_tokenizer(source)
+    except DataError:  # a model may come without one: then the corpus says what its tokens are
         return None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -269,6 +270,13 @@ def test_missing_and_damaged_weights(tmp_path) -> None:
         folder = tmp_path / name
         model.save_pretrained(folder)
         weights = folder / "model.safetensors"
+        kept = load_file(weights)
+        del kept[next(key for key in kept if "layers.1" in key)]
+        others = tmp_path / "others"
+        shutil.copytree(folder, others, dirs_exist_ok=True)
+        save_file(kept, others / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match="layers.1"):
+            transformers.AutoModelForCausalLM.from_pretrained(others)
         weights.write_bytes(weights.read_bytes()[:-100])
         with pytest.raises(CheckpointError, match="are damaged"):
             transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -233,7 +233,7 @@ class StructurizedModel(StructuredModelMixin):
         body = "" if is_saved_class or self is self.base_model else f"{self.base_model_prefix}."  # type: ignore[attr-defined]
         if missing := sorted(key for key in info["missing_keys"] if key.startswith(body)):
             raise CheckpointError(
-                f"the weights are not those of a {type(self).__name__}: missing {first_keys(missing)}"
+                f"expected all weights of a {type(self).__name__}, got none of {first_keys(missing)}: the checkpoint is damaged, or of another model"
             )
         if any(key.endswith(f".{OLD_ORDER}") for key in info["unexpected_keys"]):
             for module in self.modules():  # type: ignore[attr-defined]

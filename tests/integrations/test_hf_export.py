@@ -6,7 +6,14 @@ import torch
 
 import structattn as sa
 from structattn.errors import ConfigError
-from structattn.integrations.transformers import StructAttnConfig, StructAttnForCausalLM, export_decoder, structurize
+from structattn.integrations.transformers import (
+    StructAttnConfig,
+    StructAttnForCausalLM,
+    export_decoder,
+    register_attention,
+    structurize,
+)
+from structattn.integrations.transformers.rotation import _computed_pairing
 from structattn.testing.tolerances import assert_close
 
 
@@ -85,12 +92,44 @@ def test_models_without_programs_are_refused() -> None:
 class Logits(torch.nn.Module):
     """A model as a function of tokens."""
 
-    def __init__(self, model):
+    def __init__(self, model, use_cache=False):
         super().__init__()
         self.model = model
+        self.use_cache = use_cache
 
-    def forward(self, tokens):
-        return self.model(input_ids=tokens, use_cache=False).logits
+    def forward(self, tokens, mask=None):
+        return self.model(input_ids=tokens, attention_mask=mask, use_cache=self.use_cache).logits
+
+
+def registered():
+    model = models.trained(models.FAMILIES["llama"])
+    model.set_attn_implementation(register_attention("mlr:4|2|2", name="exported", context_length=16))
+    return model
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["llama", "own", "registered"])
+def test_a_padding_mask_is_an_input(kind) -> None:
+    module = Logits(registered() if kind == "registered" else MAKERS[kind]())
+    tokens, mask = models.tokens(2, 20), torch.ones(2, 20, dtype=torch.int64)
+    _computed_pairing.cache_clear()  # a new process exports before it calls
+    program = torch.export.export(module, (tokens, mask)).module()
+    for left in (0, 3, 9):
+        mask = mask.clone()
+        mask[1, :left] = 0
+        real = mask != 0
+        assert_close(program(tokens, mask)[real], module(tokens, mask)[real])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["llama", "own"])
+def test_a_mask_and_a_cache_are_refused(kind) -> None:
+    module = Logits(MAKERS[kind](), use_cache=True)
+    tokens, mask = models.tokens(2, 20), torch.ones(2, 20, dtype=torch.int64)
+    with pytest.raises(
+        ConfigError, match=r"cannot read the padding .* use_cache=False, or generation with .*export_decoder"
+    ):
+        torch.export.export(module, (tokens, mask))
 
 
 @pytest.mark.full

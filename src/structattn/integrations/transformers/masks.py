@@ -321,9 +321,14 @@ class StructuredMask(Placeholder):
 
     @property
     def padding_counts(self) -> tuple[int, ...] | None:
-        """The padding of each row as ints."""
+        """The padding of each row as ints, which a cache needs; raises ``ConfigError`` in a call that is exported, where it has no value."""
         if self._padding is None:
             return None
+        if self._padding.ints is None and torch.compiler.is_exporting():
+            raise ConfigError(
+                "an exported program cannot read the padding that its cache would need from an attention_mask: export a call with use_cache=False, "
+                "or generation with structattn.integrations.transformers.export_decoder(model, max_length=...)"
+            )
         return tuple(self._padding.left.tolist()) if self._padding.ints is None else self._padding.ints
 
     def attn_mask(self, *, is_training: bool, position_bias: Tensor | None = None) -> Tensor | None:

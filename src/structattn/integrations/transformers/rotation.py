@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -70,6 +72,17 @@ def _parts(parameters: dict[str, Any], module: nn.Module) -> list[dict[str, Any]
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _pairing(kind: type[nn.Module], head_dim: int) -> Pairing | Literal["other"] | None:
     """How the file with a module's ``forward`` pairs dimensions; ``None`` where it has no function that says so."""
+    return _computed_pairing(kind, head_dim)  # type: ignore[arg-type]  # mypy takes no class for hashable
+
+
+@cache
+def _computed_pairing(kind: type[nn.Module], head_dim: int) -> Pairing | Literal["other"] | None:
+    # torch.export calls this with tensors that have no values. What does that to them belongs to one thread.
+    with ThreadPoolExecutor(max_workers=1) as another_thread:
+        return another_thread.submit(_compute_pairing, kind, head_dim).result()
+
+
+def _compute_pairing(kind: type[nn.Module], head_dim: int) -> Pairing | Literal["other"] | None:
     file = next(
         base.__module__ for base in kind.__mro__ if "forward" in vars(base) and "structattn" not in base.__module__
     )

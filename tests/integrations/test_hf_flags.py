@@ -9,6 +9,7 @@ import torch
 from hf_models import generate, gpt2, llama, tokens
 from safetensors.torch import save_file
 from test_hf_saving import changed, own
+from transformers import GenerationMixin
 
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers.masks import StructuredMask
@@ -41,6 +42,13 @@ def test_no_other_attention_takes_the_place(kind, tmp_path) -> None:
     assert not type(model).is_backend_compatible()
     assert not type(model)._supports_context_parallel
     assert not type(model)._can_set_attn_implementation()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_generation_is_among_the_direct_bases(kind) -> None:
+    model = MODELS[kind]()
+    assert GenerationMixin in type(model).__bases__  # where transformers' own classes have it, and its tests look
+    assert GenerationMixin not in type(model.base_model).__bases__
 
 
 @pytest.mark.parametrize("kind", MODELS)

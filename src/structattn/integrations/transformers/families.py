@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -309,7 +309,10 @@ def structurized_class(kind: type[PreTrainedModel], config: type[PreTrainedConfi
     if (kind, plain) not in _MODELS:
         family = "" if plain is kind.config_class else plain.__name__.removesuffix("Config")
         names = {"config_class": own, "__module__": __name__, "forward": checked(kind.forward)}
-        made = _MODELS[kind, plain] = type(f"{_CLASS_PREFIX}{family}{kind.__name__}", (StructurizedModel, kind), names)
+        # Programs look for GenerationMixin among the direct bases, where transformers' own classes have it.
+        direct = (GenerationMixin,) if GenerationMixin in kind.__bases__ else ()
+        bases = (StructurizedModel, kind, *direct)
+        made = _MODELS[kind, plain] = type(f"{_CLASS_PREFIX}{family}{kind.__name__}", bases, names)
         globals()[made.__name__] = made
         _read_as(made.__name__, kind.__name__)
         publish(made)

@@ -6,6 +6,7 @@ model and its tokenizer, as transformers saves them. Training goes on from its l
 
 import argparse
 import json
+import random
 from pathlib import Path
 
 import torch
@@ -25,17 +26,20 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from structattn.studies.data.corpus import Corpus
 from structattn.studies.data.corpus.corpus import Tokens
+from structattn.studies.tasks.uptraining.presets import PRESETS
 
 LENGTH, BATCH = 512, 16
 KEYS_FROM = 405
-KEYS = [f"\nThe key is {letter}.\n" for letter in "ΑΒΓΔΕΖΗΘΙΚΛΜΝΞΟΠΡΣΤΥΦΧΨΩαβγδεζηθικλμνξο"]
+PASSAGE = PRESETS["result"].recipe.task
+KEYS = [PASSAGE.recall_text.replace("{}", word) for word in PASSAGE.recall_values.split()]
+GAPS = (4, 16, 64, 192)  # tokens between two keys, on average
 
 
 class Windows(Dataset):
     """Windows of a split: ``count`` at random places, or, without a seed, spread evenly.
 
     Attributes:
-        keys: passages, (N, size) tokens: if there are any, each window gets one of them, 2 to 12 times.
+        keys: passages, (N, size) tokens: if there are any, each window gets one of them, several times.
     """
 
     keys: torch.Tensor | None = None
@@ -53,11 +57,12 @@ class Windows(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = self.tokens.windows(self.starts[index : index + 1], LENGTH).tokens[0]
         if self.keys is not None:
-            made = torch.Generator().manual_seed(index)
-            key = self.keys[torch.randint(len(self.keys), (), generator=made)]
-            places = torch.randperm(LENGTH // len(key), generator=made)[: torch.randint(2, 13, (), generator=made)]
-            shift = torch.randint(LENGTH % len(key) + 1, (), generator=made)
-            ids[places[:, None] * len(key) + torch.arange(len(key)) + shift] = key
+            made = random.Random(index)
+            key, gap = self.keys[made.randrange(len(self.keys))], made.choice(GAPS)
+            place = made.randint(0, gap)
+            while place + len(key) <= LENGTH:
+                ids[place : place + len(key)] = key
+                place += len(key) + made.randint(0, 2 * gap)
         return {"input_ids": ids, "labels": ids}
 
 

@@ -30,17 +30,21 @@ PRESETS = {
     "result": Preset(
         replace(
             _SMALL,
-            task=UptrainConfig(context_length=512, attention_steps=10, eval_windows=96),
-            training=replace(_SMALL.training, steps=50, batch_size=16, eval_every=5),
-            attention=("cache:2", "cache:3", "cache:4", "cache:4,ranks=uniform", "heads:2", "recent:124,sinks=4"),
-            variants=(
-                "calibrated: task.rotary_split=calibrated",
-                "low_far: task.rotary_split=low_far",
-                "interleaved: task.rotary_split=interleaved",
+            task=UptrainConfig(
+                context_length=512,
+                attention_steps=9,
+                eval_windows=32,
+                recall_text="\nThe key is {}.\n",
+                recall_values=(
+                    "with this that from will have which would should other when also used using some only code class type call name file "
+                    "list return module Python function object string value"
+                ),
             ),
+            training=replace(_SMALL.training, steps=45, batch_size=16, eval_every=9, checkpoint_every=15),
+            attention=("cache:2", "cache:3", "cache:4", "heads:2", "recent:124,sinks=4", "unchanged"),
             seeds=2,
         ),
-        "three splits, three sizes, uniform ranks and two other ways to a smaller cache, 50 steps of 8,192 tokens; needs --data and task.model; not run yet",
+        "three sizes and two other ways to a smaller cache, 45 steps of 8,192 tokens; needs --data and task.model",
     ),
     "smoke": Preset(
         replace(

@@ -14,7 +14,7 @@ from structattn.seeds import generator
 
 MOST_LOOKED_UP = 32  # windows whose recall is measured during training
 _CUE = 4  # tokens of a random passage that are not scored: they say which passage it is
-_FEWEST = 4  # scored tokens of a window at each distance, if need be of several passages one by one
+_FEWEST = 2  # scored tokens of a window at each distance, if need be of several passages one by one
 
 
 class Passages(Protocol):

@@ -31,7 +31,11 @@ def recall_healing(record: ComparisonRecord) -> Drawing | None:
     if far is None:
         return None
     caption = f"Recall of a passage {far} tokens before, on {MOST_LOOKED_UP} windows at most; dotted, the teacher."
-    return _against_tokens(record, f"recall_{far}", "share of right guesses", caption, "Recall and healing.")
+    drawing = _against_tokens(record, f"recall_{far}", "share of right guesses", caption, "Recall and healing.")
+    if drawing is not None:
+        for ax in drawing[0].axes:
+            ax.set_ylim(0, 1.02)
+    return drawing
 
 
 def _against_tokens(record: ComparisonRecord, score: str, label: str, caption: str, title: str) -> Drawing | None:

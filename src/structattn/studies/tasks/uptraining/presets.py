@@ -23,28 +23,46 @@ _SMALL = Recipe(
     attention=("cache:4", "heads:1", "unchanged"),
 )
 
+_RESULT = replace(
+    _SMALL,
+    task=UptrainConfig(
+        context_length=512,
+        attention_steps=9,
+        eval_windows=32,
+        recall_text="\nThe key is {}.\n",
+        recall_values=(
+            "with this that from will have which would should other when also used using some only code class type call name file list "
+            "return module Python function object string value"
+        ),
+    ),
+    training=replace(_SMALL.training, steps=45, batch_size=16, eval_every=9, checkpoint_every=15),
+    attention=("cache:4", "heads:2", "recent:124,sinks=4", "unchanged", "cache:3", "cache:2"),
+    seeds=2,
+)
+
 PRESETS = {
     "default": Preset(
         _SMALL, "four times smaller keys and values, 100 steps of 2,048 tokens, the first 20 on attention alone"
     ),
     "result": Preset(
-        replace(
-            _SMALL,
-            task=UptrainConfig(
-                context_length=512,
-                attention_steps=9,
-                eval_windows=32,
-                recall_text="\nThe key is {}.\n",
-                recall_values=(
-                    "with this that from will have which would should other when also used using some only code class type call name file "
-                    "list return module Python function object string value"
-                ),
-            ),
-            training=replace(_SMALL.training, steps=45, batch_size=16, eval_every=9, checkpoint_every=15),
-            attention=("cache:2", "cache:3", "cache:4", "heads:2", "recent:124,sinks=4", "unchanged"),
-            seeds=2,
-        ),
+        _RESULT,
         "three sizes and two other ways to a smaller cache, 45 steps of 8,192 tokens; needs --data and task.model",
+    ),
+    "one-shot": Preset(
+        replace(
+            _RESULT,
+            task=replace(_RESULT.task, attention_steps=0),
+            # A step that changes nothing: the scores are those of the students as they were made.
+            training=replace(_RESULT.training, steps=1, warmup_steps=0, eval_every=1, learning_rate=1e-12),
+            attention=("cache:4", "cache:4,ranks=uniform", "cache:3", "cache:2"),
+            variants=(
+                "calibrated: task.rotary_split=calibrated",
+                "low_far: task.rotary_split=low_far",
+                "interleaved: task.rotary_split=interleaved",
+            ),
+            seeds=1,
+        ),
+        "three splits, three sizes and uniform ranks, before any training; needs --data and task.model",
     ),
     "smoke": Preset(
         replace(

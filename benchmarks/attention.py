@@ -28,6 +28,10 @@ LAYOUTS: dict[int, dict[str, Callable[[int], LevelLayout]]] = {
     64: {
         "mlr 8x8": lambda T: LevelLayout.halving((8,) * 8, T),
         "mlr 8x8 values": lambda T: LevelLayout.halving((8,) * 8, T, value_ranks=(8,) * 8),
+        "sliding 8x8": lambda T: LevelLayout.sliding((8,) * 8, [T >> level for level in range(8)]),
+        "sliding 8x8 values": lambda T: LevelLayout.sliding(
+            (8,) * 8, [T >> level for level in range(8)], value_ranks=(8,) * 8
+        ),
         "mlr 32|8|6|4|4|4|4|2": lambda T: LevelLayout.halving(PAPER_RANKS, T),
     },
     128: {"mlr 64|32|16|16": lambda T: LevelLayout.halving((64, 32, 16, 16), T)},

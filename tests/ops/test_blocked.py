@@ -14,7 +14,7 @@ import structattn as sa
 from structattn.layout.cost import visible_pairs_per_level
 from structattn.ops import operators
 from structattn.ops.blocked import attention as blocked
-from structattn.ops.blocked import spans
+from structattn.ops.blocked import sliding, spans
 from structattn.ops.call import Call
 from structattn.testing.tolerances import assert_close
 
@@ -313,8 +313,57 @@ def test_free_segments_need_few_masks() -> None:
     tiles = list(all_tiles.tiles())
     # Each segment against all before it, and against itself.
     assert [(p.level, p.first_key, p.stop_key) for p in tiles if p.first == 160] == [(1, 0, 160), (2, 160, 240)]
-    assert not any(p.is_mixed for p in tiles)
+    assert not any(p.deeper for p in tiles)
     assert len(tiles) == 8 + 7
+
+
+@given(
+    T=st.integers(1, 40),
+    S=st.integers(1, 40),
+    windows=st.lists(st.none() | st.integers(1, 50), min_size=1, max_size=4),
+    is_causal=st.booleans(),
+    window=st.none() | st.integers(1, 30),
+    tile=st.sampled_from([1, 2, 8]),
+    mixed=st.sampled_from([1, 6, 64]),
+)
+def test_blocks_of_sliding_levels_cover_every_visible_pair_once(T, S, windows, is_causal, window, tile, mixed) -> None:
+    windows.sort(key=lambda size: -(size or 1000))
+    layout = sa.LevelLayout.sliding((1,) * len(windows), windows)
+    options = {
+        "layout": layout,
+        "num_queries": T,
+        "num_keys": S,
+        "is_causal": is_causal,
+        "window": layout.window_of(1, window),
+    }
+    geometry = sliding.SlidingGeometry(**options, tile=tile)
+    covered = torch.zeros(T, S, dtype=torch.int64)
+    position, key = torch.arange(S - T, S)[:, None], torch.arange(S)
+    shared = layout.shared_levels(position, key)
+    hidden = geometry.hidden(position - key)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sliding, "_MIXED", mixed)
+        blocks = list(geometry.blocks())
+    for block in blocks:
+        for member in range(block.rows.count):
+            (step,) = [stride for _, stride in block.rows.dims] or [0]
+            first, start = block.rows.start + member * step - (S - T), block.cols.start + member * step
+            part = slice(first, first + block.rows.length), slice(start, start + block.cols.length)
+            assert shared[part].shape == (block.rows.length, block.cols.length)
+            covered[part] += 1
+            assert {*shared[part][~hidden[part]].tolist()} <= {block.level, *block.deeper}
+    assert (covered[~hidden] == 1).all()
+
+
+def test_sliding_levels_need_few_blocks() -> None:
+    layout = sa.LevelLayout.sliding((8,) * 8, [4096 >> level for level in range(8)])
+    geometry = sliding.SlidingGeometry(
+        layout=layout, num_queries=4096, num_keys=4096, is_causal=True, window=None, tile=32
+    )
+    blocks = list(geometry.blocks())
+    assert len(blocks) <= 20
+    pairs = sum(block.rows.count * block.rows.length * block.cols.length for block in blocks)
+    assert pairs <= 1.01 * 4096 * 4097 / 2
 
 
 # Each layout has a process of its own, since the peak of one would hide that of the next; a fork needs no import.
@@ -323,11 +372,12 @@ import os, resource, torch, structattn as sa
 torch.manual_seed(0)
 q, k, v = (torch.randn(1, 1, 8192, 64, requires_grad=True) for _ in range(3))
 def step(layout, q, k, v):
-    mask = None if layout.block_sizes else (torch.arange(q.shape[2]) % 97 > 0)[None, None, None]  # of keys, never T x T
+    mask = None if layout.boundaries is None else (torch.arange(q.shape[2]) % 97 > 0)[None, None, None]  # of keys, never T x T
     slopes = torch.tensor([0.01])
     sa.structured_attention(q, k, v, layout, backend="blocked", attn_mask=mask, alibi_slopes=slopes).sum().backward()
 segments = ((0,), tuple(range(0, 8192, 100)))
-for layout in (sa.LevelLayout.halving((8,) * 8, 8192), sa.LevelLayout.from_boundaries((32, 32), segments)):
+sliding = sa.LevelLayout.sliding((8,) * 8, [8192 >> level for level in range(8)])
+for layout in (sa.LevelLayout.halving((8,) * 8, 8192), sa.LevelLayout.from_boundaries((32, 32), segments), sliding):
     if (process := os.fork()) == 0:
         step(layout, *(x[:, :, :512].detach().requires_grad_() for x in (q, k, v)))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -344,7 +394,7 @@ def test_memory_does_not_grow_with_the_square() -> None:
     result = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     # One T x T float32 tensor is 256 MiB; q, k, v and the output are 2 MiB each.
     growths = [float(line) for line in result.stdout.splitlines()]
-    assert len(growths) == 2
+    assert len(growths) == 3
     assert max(growths) < 100
 
 

@@ -1,7 +1,7 @@
 """The ``blocked`` backend: structured attention in pure PyTorch, on any device, in memory linear in T.
 
-It chooses a geometry for a call and runs online softmax passes over its tiles: dyadic blocks of whole tensors where all
-sequences have the same blocks, sequences padded to a few lengths for padding and packing, spans against ranges for the rest.
+It chooses a geometry for a call and runs online softmax passes over its tiles: families of blocks of whole tensors where all
+sequences have the same blocks or windows, sequences padded to a few lengths for padding and packing, spans against ranges for the rest.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from structattn.ops import dropout
-from structattn.ops.blocked import dyadic, online_softmax
-from structattn.ops.blocked.dyadic import Geometry
+from structattn.ops.blocked import families, online_softmax
+from structattn.ops.blocked.dyadic import DyadicGeometry
+from structattn.ops.blocked.families import Geometry
+from structattn.ops.blocked.sliding import SlidingGeometry
 from structattn.ops.blocked.spans import SequenceSpan, SpanTiles
 from structattn.ops.blocked.tiles import ScoreParameters, Tile
 from structattn.ops.call import Call
@@ -27,6 +29,7 @@ _TILE = 32
 # Scores at once: per thread what a core's second cache holds twice; on other devices enough to hide the launches.
 _SCORES_PER_THREAD = 2**17
 _SCORES_ON_DEVICE = 2**24
+_SLIDING = 4  # times as many with sliding levels: of their many small tiles, calls cost more than a buffer that leaves the cache
 _FEW_QUERIES = 32
 
 
@@ -229,10 +232,11 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
     heads, repeats = k.shape[1], q.shape[1] // k.shape[1]
     is_ragged = call.cu_seqlens is not None or call.left_padding is not None
 
-    is_dyadic = call.attn_bias is None and call.attn_mask is None and call.layout.block_sizes != ()
+    is_regular = call.attn_bias is None and call.attn_mask is None and call.layout.boundaries is None
 
     def geometry(num_queries: int, num_keys: int) -> Geometry:
-        return Geometry(
+        kind = DyadicGeometry if call.layout.windows is None else SlidingGeometry
+        return kind(
             layout=call.layout,
             num_queries=num_queries,
             num_keys=num_keys,
@@ -241,14 +245,14 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
             tile=_TILE,
         )
 
-    if is_dyadic and not is_ragged:
-        tiles = partial(dyadic.tiles, geometry(q.shape[2], k.shape[2]), k.shape[0] * heads, repeats, q.device)
+    if is_regular and not is_ragged:
+        tiles = partial(families.tiles, geometry(q.shape[2], k.shape[2]), k.shape[0] * heads, repeats, q.device)
         yield _Group(queries=NoPadding(), keys=NoPadding(), tiles=tiles)
         return
     sequences = _sequences(q, k, call)
     if not sequences:
         return
-    if is_dyadic and all(item.num_queries == item.num_keys for item in sequences):
+    if is_regular and all(item.num_queries == item.num_keys for item in sequences):
         buckets: dict[int, list[SequenceSpan]] = {}
         for item in sequences:  # lengths within a factor of sqrt 2 are padded to the longest of them
             buckets.setdefault(math.ceil(2 * math.log2(max(item.num_keys, _TILE))), []).append(item)
@@ -265,7 +269,7 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
             size = keys.index.shape[1]
             is_even = call.is_causal or bool((lengths == size).all())  # later keys are hidden from every real query
             tiles = partial(
-                dyadic.tiles,
+                families.tiles,
                 geometry(size, size),
                 len(items) * heads,
                 repeats,
@@ -297,6 +301,8 @@ def _parameters(call: Call, group: _Group, q: Tensor, k: Tensor, bias: Tensor | 
         )
     is_cpu = q.device.type == "cpu"
     budget = _SCORES_PER_THREAD * torch.get_num_threads() if is_cpu else _SCORES_ON_DEVICE
+    if call.layout.windows is not None:
+        budget *= _SLIDING
     return ScoreParameters(
         layout=call.layout,
         scale=call.scale,

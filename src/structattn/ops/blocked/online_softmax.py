@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from structattn.ops.blocked.tiles import LOG2_E, ScoreParameters, Tile
+from structattn.ops.blocked.tiles import LOG2_E, KnownLevels, ScoreParameters, Tile, masked_products, product
 from structattn.ops.dropout import Dropout
 
 
@@ -106,28 +106,18 @@ class _Dropped:
         return self._dropout.dropped(self._rows[chunk.batch, chunk.rows], self._cols[chunk.batch, chunk.cols])
 
 
-def _product(weights: Tensor, x: Tensor, done: Tensor | None) -> Tensor:
-    """Adds weights @ x to ``done``; (batch, rows, d).
-
-    On a CPU few rows times many columns are 3 times as fast, at d = 8, as many rows times few columns: a narrow product is
-    taken transposed, and so is its memory.
-    """
-    if x.shape[2] >= 48:
-        return torch.bmm(weights, x) if done is None else done.baddbmm_(weights, x)
-    return torch.bmm(x.mT, weights.mT).mT if done is None else done.mT.baddbmm_(x.mT, weights.mT).mT
-
-
 def row_maxima(tiles: Iterable[Tile], q: Tensor, k: Tensor, parameters: ScoreParameters) -> Tensor:
     """The largest score of each row, (..., 1), in units of log 2; 0 where a row sees no column."""
     width = 2 * q.shape[-1]
     best = q.new_full((*q.shape[:-1], 1), -torch.inf)
-    scratch = _Scratch(q)
+    scratch, spare = _Scratch(q), _Scratch(q)
+    known = KnownLevels(parameters, q, 0)
     for tile in tiles:
-        rank = parameters.rank(tile.level)
-        factor = parameters.factor(tile.level, q) * LOG2_E
-        query, key = tile.rows_of(q[..., :rank]), tile.cols_of(k[..., :rank])
+        levels = known.of(tile)
+        factor = levels.factor * LOG2_E
+        query, key = tile.rows_of(q[..., : levels.rank]), tile.cols_of(k[..., : levels.rank])
         found = tile.rows_of(best).clone()
-        for grid in _grid(tile, width, parameters.budget):
+        for grid in _grid(tile, width, levels.budget):
             for line in grid:
                 batch, rows = line[0].batch, line[0].rows
                 here, best_here = query[batch, rows] * factor, found[batch, rows]
@@ -135,8 +125,9 @@ def row_maxima(tiles: Iterable[Tile], q: Tensor, k: Tensor, parameters: ScorePar
                     hidden = tile.hides(batch, rows, chunk.cols)
                     if hidden is True:
                         continue
-                    scores = scratch(here.shape[0], here.shape[1], chunk.cols.stop - chunk.cols.start)
-                    torch.bmm(here, key[batch, chunk.cols].mT, out=scores)
+                    shape = here.shape[0], here.shape[1], chunk.cols.stop - chunk.cols.start
+                    scores, other = scratch(*shape), spare(*shape) if levels.is_mixed else None
+                    levels.scores(tile, here, key[batch, chunk.cols], scores, other, rows, chunk.cols)
                     parameters.add_terms(scores, tile, batch, rows, chunk.cols, hidden)
                     torch.maximum(best_here, scores.amax(-1, keepdim=True), out=best_here)
         tile.max_rows(best, found)
@@ -167,33 +158,36 @@ def forward(
     Cost: one exponential and 2 (R + V) FLOPs per pair; memory for ``budget`` scores and copies of some rows.
     """
     out, total = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros((*q.shape[:-1], 1))
-    scratch, width = _Scratch(q), q.shape[-1] + v.shape[-1]
+    scratch, spare, width = _Scratch(q), _Scratch(q), q.shape[-1] + v.shape[-1]
+    known = KnownLevels(parameters, q, v.shape[-1])
     for tile in tiles:
-        rank, value_rank = parameters.rank(tile.level), parameters.value_rank(tile.level, v.shape[-1])
-        factor = parameters.factor(tile.level, q) * LOG2_E
+        levels = known.of(tile)
+        rank, value_rank, factor = levels.rank, levels.value_rank, levels.factor * LOG2_E
         query, shift = tile.rows_of(q[..., :rank]), None if offset is None else tile.rows_of(offset)[..., 0]
         key, value = tile.cols_of(k[..., :rank]), tile.cols_of(v[..., :value_rank])
         sums, totals = tile.rows_of(out[..., :value_rank]), tile.rows_of(total)
         dropped = _Dropped(parameters.dropout, tile)
-        for grid in _grid(tile, width, parameters.budget):
+        for grid in _grid(tile, width, levels.budget):
             batch = grid[0][0].batch
-            # As a column of the product, unless the copy of the keys that this takes would be used once, or a cap comes between.
-            in_product = shift is not None and len(grid) > 1 and parameters.softcap is None
+            # As a column of the product, unless the copy of the keys that this takes would be used once, or something comes between.
+            in_product = shift is not None and len(grid) > 1 and parameters.softcap is None and not levels.is_mixed
             dense_key = _with_column(key[batch], 1.0)[0] if in_product else _dense_rows(key[batch], len(grid))
             dense_value = _dense_rows(value[batch], len(grid))
-            keys = [dense_key[:, chunk.cols].mT for chunk in grid[0]]
+            keys = [dense_key[:, chunk.cols] for chunk in grid[0]]
             values = [dense_value[:, chunk.cols] for chunk in grid[0]]
             for line in grid:
                 rows = line[0].rows
-                here, row_total, done = query[batch, rows] * factor, totals[batch, rows], None
+                here, row_total = query[batch, rows] * factor, totals[batch, rows]
+                done: list[Tensor | None] = [None] * len(levels.values)
                 if shift is not None and in_product:
                     here, _ = _with_column(here, -shift[batch, rows])
                 for chunk, some_keys, some_values in zip(line, keys, values, strict=True):
                     hidden = tile.hides(batch, rows, chunk.cols)
                     if hidden is True:
                         continue
-                    scores = scratch(here.shape[0], here.shape[1], some_keys.shape[2])
-                    torch.bmm(here, some_keys, out=scores)
+                    shape = here.shape[0], here.shape[1], some_keys.shape[1]
+                    scores, other = scratch(*shape), spare(*shape) if levels.is_mixed else None
+                    levels.scores(tile, here, some_keys, scores, other, rows, chunk.cols)
                     offset_here = None if shift is None or in_product else shift[batch, rows, None]
                     parameters.add_terms(scores, tile, batch, rows, chunk.cols, hidden, offset_here)
                     scores.exp2_()
@@ -201,9 +195,13 @@ def forward(
                     without = dropped.of(chunk)
                     if without is not None:
                         scores.masked_fill_(without, 0.0)
-                    done = _product(scores, some_values, done)
-                if done is not None:
-                    sums[batch, rows].add_(done)
+                    for n, part in levels.value_parts:
+                        if n:
+                            scores.mul_(levels.tables(tile, rows, chunk.cols)[0][n - 1])
+                        done[n] = product(scores, some_values[..., part], done[n])
+                for part, found in zip(levels.values, done, strict=True):
+                    if found is not None:
+                        sums[batch, rows, part].add_(found)
         tile.write_rows(out[..., :value_rank], sums)
         tile.write_rows(total, totals)
     empty = total == 0
@@ -239,24 +237,27 @@ def backward(
     Returns:
         dq, dk, dv, shaped as q, k, v.
 
-    Cost: one exponential and 2 (3 R + 2 V) FLOPs per pair; memory for 2 ``budget`` scores (3 with a soft cap) and copies of some rows.
+    Cost: one exponential and 2 (3 R + 2 V) FLOPs per pair; memory for 2 ``budget`` scores (1 more with a soft cap, and where a tile has
+    pairs of different levels) and copies of some rows.
     """
     grad_q, grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     # A row that sees nothing, or is not there, has weights 0 whatever its columns are; infinity itself would make NaN.
     offset = lse.masked_fill(lse == -torch.inf, torch.finfo(lse.dtype).max / 4)[..., None] * LOG2_E
     if parameters.dropout is not None:
         grad_out = grad_out / parameters.dropout.kept  # of the weights that are kept
-    weights, others, slopes, width = _Scratch(q), _Scratch(q), _Scratch(q), q.shape[-1] + v.shape[-1]
+    weights, others, slopes, spares = _Scratch(q), _Scratch(q), _Scratch(q), _Scratch(q)
+    width = q.shape[-1] + v.shape[-1]
+    known = KnownLevels(parameters, q, v.shape[-1])
     for tile in tiles:
-        rank, value_rank = parameters.rank(tile.level), parameters.value_rank(tile.level, v.shape[-1])
-        factor = parameters.factor(tile.level, q)
+        levels = known.of(tile)
+        rank, value_rank, factor = levels.rank, levels.value_rank, levels.factor
         all_query, all_key = tile.rows_of(q[..., :rank]), tile.cols_of(k[..., :rank])
         all_value, all_outward = tile.cols_of(v[..., :value_rank]), tile.rows_of(grad_out[..., :value_rank])
         shift, drop = -tile.rows_of(offset)[..., 0], -tile.rows_of(delta[..., None])[..., 0]
         row_grad = tile.rows_of(grad_q[..., :rank])
         dropped = _Dropped(parameters.dropout, tile)
         key_grad, value_grad = tile.cols_of(grad_k[..., :rank]), tile.cols_of(grad_v[..., :value_rank])
-        for grid in _grid(tile, width, parameters.budget):
+        for grid in _grid(tile, width, levels.budget):
             batch = grid[0][0].batch
             query_1, query = _with_column(all_query[batch] * (factor * LOG2_E), shift[batch])
             key_1, key = _with_column(all_key[batch], 1.0)
@@ -264,8 +265,8 @@ def backward(
             outward_1, outward = _with_column(all_outward[batch], drop[batch])
             for line in zip(*grid, strict=True):  # the chunks of one span of columns
                 cols = line[0].cols
-                key_done: Tensor | None = None
-                value_done: Tensor | None = None
+                key_done: list[Tensor | None] = [None] * len(levels.features)
+                value_done: list[Tensor | None] = [None] * len(levels.values)
                 for chunk in line:
                     rows = chunk.rows
                     hidden = tile.hides(batch, rows, cols)
@@ -273,33 +274,47 @@ def backward(
                         continue
                     shape = tuple(s.stop - s.start for s in (batch, rows, cols))
                     weight, change = weights(*shape), others(*shape)
-                    slope: Tensor | None = None
-                    if parameters.softcap is None:
+                    slope = None if parameters.softcap is None else slopes(*shape)
+                    spare = spares(*shape) if levels.is_mixed else None
+                    masks, scale = levels.tables(tile, rows, cols) if levels.is_mixed else ([], None)
+                    if slope is None and spare is None:
                         torch.bmm(query_1[:, rows], key_1[:, cols].mT, out=weight)
                         parameters.add_terms(weight, tile, batch, rows, cols, hidden)
                     else:
-                        slope = slopes(*shape)
-                        torch.bmm(query[:, rows], key[:, cols].mT, out=weight)
+                        levels.scores(tile, query[:, rows], key[:, cols], weight, spare, rows, cols)
                         parameters.add_terms(weight, tile, batch, rows, cols, hidden, -query_1[:, rows, -1:], slope)
                     weight.exp2_()
                     without = dropped.of(chunk)
                     kept = weight if without is None else change.copy_(weight).masked_fill_(without, 0.0)
-                    value_done = _product(kept.mT, outward[:, rows], value_done)
-                    if without is None:
+                    for n, part in levels.value_parts:
+                        masked = torch.mul(kept, masks[n - 1], out=spare) if n else kept
+                        value_done[n] = product(masked.mT, outward[:, rows, part], value_done[n])
+                    if without is None and spare is None:
                         torch.bmm(outward_1[:, rows], value_1[:, cols].mT, out=change)
                     else:
-                        torch.bmm(outward[:, rows], value[:, cols].mT, out=change)
-                        change.masked_fill_(without, 0.0).add_(outward_1[:, rows, -1:])
+                        masked_products(outward[:, rows], value[:, cols], levels.values, masks, change, spare)
+                        if without is not None:
+                            change.masked_fill_(without, 0.0)
+                        change.add_(outward_1[:, rows, -1:])
                     change.mul_(weight)
                     if grad_bias is not None:
                         tile.add_bias(grad_bias, batch, rows, cols, change)
                     if slope is not None:
                         change.mul_(slope)
-                    row_grad[batch, rows].add_(_product(change, key[:, cols], None).mul_(factor))
-                    key_done = _product(change.mT, query[:, rows], key_done)
-                if key_done is not None and value_done is not None:
-                    key_grad[batch, cols].add_(key_done)
-                    value_grad[batch, cols].add_(value_done)
+                    if scale is not None:
+                        change.mul_(scale)
+                    for n, part in enumerate(levels.features):
+                        if n:
+                            change.mul_(masks[n - 1])
+                        row_grad[batch, rows, part].add_(product(change, key[:, cols, part], None).mul_(factor[part]))
+                        key_done[n] = product(change.mT, query[:, rows, part], key_done[n])
+                for grad, parts, found in (
+                    (key_grad, levels.features, key_done),
+                    (value_grad, levels.values, value_done),
+                ):
+                    for part, x in zip(parts, found, strict=True):
+                        if x is not None:
+                            grad[batch, cols, part].add_(x)
         tile.write_rows(grad_q[..., :rank], row_grad)
         tile.write_cols(grad_k[..., :rank], key_grad)
         tile.write_cols(grad_v[..., :value_rank], value_grad)

@@ -2,7 +2,7 @@
 
 Every sequence is cut into spans of at most ``SPAN`` queries, at the boundaries of its longer segments. Around a span that
 lies in one block of a level, the keys of that level are two ranges, one before and one after the next deeper block: they share
-one number of levels with all its queries and need no mask. Only inside the deepest such block masks separate the levels. Where levels
+one number of levels with all its queries. Only inside the deepest such block pairs share different numbers of them. Where levels
 slide, the ranges end where the window of a level ends for the first or last query of the span.
 """
 
@@ -21,6 +21,10 @@ from structattn.ops.blocked.bands import bands_of
 from structattn.ops.blocked.tiles import Tile
 
 SPAN = 128
+
+_Range = tuple[
+    int, tuple[int, ...], int, int
+]  # keys: ``level`` and ``deeper`` of a tile, the first position, the one after the last
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class SpanTiles:
     device: torch.device
 
     def tiles(self) -> Iterator[SpanTile]:
-        """Every visible pair in exactly one tile (and in its mask)."""
+        """Every visible pair in exactly one tile."""
         for sequence in self.sequences:
             end = sequence.first_query + sequence.num_queries
             boundaries = self._boundaries(sequence, end)
@@ -74,13 +78,13 @@ class SpanTiles:
                 for first in range(low, high, SPAN):
                     last = min(first + SPAN, high) - 1
                     ranges = self._ranges if self.layout.windows is None else self._sliding_ranges
-                    for level, start, stop, is_mixed in ranges(sequence, first, last):
+                    for level, deeper, start, stop in ranges(sequence, first, last):
                         if self.is_causal:
                             stop = min(stop, last + 1)
                         if self.window is not None:
                             start, stop = max(start, first - self.window + 1), min(stop, last + self.window)
                         if start < stop:
-                            yield SpanTile(self, sequence, level, first, last + 1, start, stop, is_mixed)
+                            yield SpanTile(self, sequence, level, deeper, first, last + 1, start, stop)
 
     def _block(self, sequence: SequenceSpan, level: int, position: int) -> tuple[int, int]:
         """The first position of the block that holds a position, and the first one after it."""
@@ -119,26 +123,25 @@ class SpanTiles:
             found = cuts | starts
         return sorted(found)
 
-    def _ranges(self, sequence: SequenceSpan, first: int, last: int) -> Iterator[tuple[int, int, int, bool]]:
-        """(level, start, stop, whether a mask must separate levels) of keys around the queries first ... last."""
+    def _ranges(self, sequence: SequenceSpan, first: int, last: int) -> Iterator[_Range]:
+        """The keys of one sequence around its queries first ... last."""
         low, high = 0, sequence.num_keys  # keys that share ``level`` levels or more with all of them
         for level in range(1, self.layout.num_levels):
             block, block_of_last = (self._block(sequence, level + 1, position) for position in (first, last))
             start, stop = max(low, block[0]), min(high, block_of_last[1])
             if start >= stop:
                 break
-            yield level, low, start, False
-            yield level, stop, high, False
+            yield level, (), low, start
+            yield level, (), stop, high
             if block != block_of_last:
-                for n in range(level, self.layout.num_levels + 1):
-                    yield n, start, stop, True
+                yield level, tuple(range(level + 1, self.layout.num_levels + 1)), start, stop
                 return
             low, high = start, stop
         else:
             level = self.layout.num_levels
-        yield level, low, high, False
+        yield level, (), low, high
 
-    def _sliding_ranges(self, sequence: SequenceSpan, first: int, last: int) -> Iterator[tuple[int, int, int, bool]]:
+    def _sliding_ranges(self, sequence: SequenceSpan, first: int, last: int) -> Iterator[_Range]:
         """As ``_ranges``, without what is hidden from all queries."""
         bands = bands_of(self.layout, self.is_causal, self.window)
         num_keys, cuts = sequence.num_keys, {0, sequence.num_keys}
@@ -146,9 +149,8 @@ class SpanTiles:
             # A query i meets the edge between the keys i - edge and i - edge + 1.
             cuts |= {min(max(query - edge + 1, 0), num_keys) for query in (first, last)}
         for start, stop in pairwise(sorted(cuts)):
-            levels = bands.levels(first - stop + 1, last - start)
-            for level in sorted(levels - {0}):
-                yield level, start, stop, len(levels - {0}) > 1
+            if levels := sorted(bands.levels(first - stop + 1, last - start) - {0}):
+                yield levels[0], tuple(levels[1:]), start, stop
 
 
 @dataclass
@@ -157,20 +159,19 @@ class SpanTile(Tile):
 
     Attributes:
         tiles, sequence: the tiles that it is one of, and its sequence.
-        level: the number of shared levels of its pairs.
+        level, deeper: see ``Tile``.
         first, stop: positions of its queries.
         first_key, stop_key: positions of its keys.
-        is_mixed: whether only pairs that share exactly ``level`` levels count.
     """
 
     tiles: SpanTiles
     sequence: SequenceSpan
     level: int
+    deeper: tuple[int, ...]
     first: int
     stop: int
     first_key: int
     stop_key: int
-    is_mixed: bool
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -214,7 +215,7 @@ class SpanTile(Tile):
         is_cut = (tiles.is_causal and nearest < 0) or (
             tiles.window is not None and (farthest >= tiles.window or nearest <= -tiles.window)
         )
-        if not (is_cut or self.is_mixed):
+        if not is_cut:
             return False
         i, j = self._positions(rows, cols)
         hidden = torch.zeros(i.shape[0], j.shape[1], dtype=torch.bool, device=tiles.device)
@@ -222,9 +223,10 @@ class SpanTile(Tile):
             hidden |= i < j
         if tiles.window is not None:
             hidden |= (i - j).abs() >= tiles.window
-        if self.is_mixed:
-            hidden |= tiles.layout.shared_levels(i, j, self.sequence.row) != self.level
         return hidden
+
+    def shared(self, rows: slice, cols: slice) -> Tensor:
+        return self.tiles.layout.shared_levels(*self._positions(rows, cols), self.sequence.row)
 
     def distances(self, rows: slice, cols: slice, dtype: torch.dtype) -> Tensor:
         i, j = self._positions(rows, cols)

@@ -1,10 +1,18 @@
-"""What an online softmax pass is given: tiles of the score matrix, and the parameters of the scores."""
+"""What an online softmax pass is given: tiles of the score matrix, the parameters of the scores, and products of a tile level by level:
+
+    S = (Q_0 K_0^T + sum over deeper levels n of M_n * (Q_n K_n^T)) * C,   M_n = 1 where a pair shares level n, else 0
+
+C is the scale of a pair over that of one that shares the fewest levels. One exponential is computed per pair, however many numbers
+of levels there are in a tile.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,9 +28,10 @@ _ROOM_ABOVE, _ROOM_BELOW = 8, 28
 
 
 class Tile(ABC):
-    """Some rows against some columns of the score matrix, in a batch, whose pairs all share ``level`` levels."""
+    """Some rows against some columns of the score matrix, in a batch; visible pairs share ``level`` levels or one of ``deeper``, rising."""
 
     level: int
+    deeper: tuple[int, ...]
 
     @property
     @abstractmethod
@@ -50,6 +59,15 @@ class Tile(ABC):
     @abstractmethod
     def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
         """What is hidden of some rows and columns: all (``True``), nothing (``False``), or a bool mask that broadcasts to it."""
+
+    @abstractmethod
+    def shared(self, rows: slice, cols: slice) -> Tensor:
+        """The number of levels that some rows and columns share, int (rows, columns), any where hidden: the same in the whole batch."""
+
+    @property
+    def pattern(self) -> object:
+        """What is the same object for tiles whose pairs share the same levels."""
+        return self
 
     @abstractmethod
     def distances(self, rows: slice, cols: slice, dtype: torch.dtype) -> Tensor:
@@ -87,7 +105,7 @@ class ScoreParameters:
     budget: int
     mask: Tensor | None = None
     slopes: Tensor | None = None
-    _factors: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+    _factors: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def rank(self, level: int) -> int:
         """R, the dimensions of a score."""
@@ -97,14 +115,14 @@ class ScoreParameters:
         """The dimensions of the value that a pair contributes to."""
         return value_dim if self.layout.value_ranks is None else sum(self.layout.value_ranks[:level])
 
-    def factor(self, level: int, like: Tensor) -> Tensor:
-        """(R,): times a query, it gives scores in natural units."""
-        key = (level, like.dtype, like.device)
+    def factor(self, level: int, deepest: int, like: Tensor) -> Tensor:
+        """(R,) of the ``deepest`` level: times a query, it gives scores in natural units of pairs that share ``level`` levels."""
+        key = (level, deepest, like.dtype, like.device)
         if key not in self._factors:
             per_level, per_count = self.layout.score_factors(self.scale)
             values = [
                 per_count[level - 1] * factor
-                for factor, rank in zip(per_level[:level], self.layout.ranks[:level], strict=True)
+                for factor, rank in zip(per_level[:deepest], self.layout.ranks[:deepest], strict=True)
                 for _ in range(rank)
             ]
             self._factors[key] = torch.tensor(values, dtype=like.dtype, device=like.device)
@@ -201,3 +219,101 @@ class ScoreParameters:
             for a, b, c in zip(*(x.sqrt().tolist() for x in largest), per_count, strict=True)
         )
         return all(bound * LOG2_E <= most for bound in bounds)
+
+
+def product(weights: Tensor, x: Tensor, done: Tensor | None) -> Tensor:
+    """Adds weights @ x to ``done``; (batch, rows, d).
+
+    On a CPU few rows times many columns are 3 times as fast, at d = 8, as many rows times few columns: a narrow product is
+    taken transposed, and so is its memory.
+    """
+    if x.shape[2] >= 48:
+        return torch.bmm(weights, x) if done is None else done.baddbmm_(weights, x)
+    return torch.bmm(x.mT, weights.mT).mT if done is None else done.mT.baddbmm_(x.mT, weights.mT).mT
+
+
+class TileLevels:
+    """The levels of tiles whose pairs share the same numbers of levels.
+
+    Attributes:
+        features, values: the dimensions of keys and of values that all pairs have, then those of each deeper level; of values they
+            may be none.
+        value_parts: those of the values that have dimensions, numbered as the levels.
+        rank, value_rank: the dimensions of keys and of values that any pair has.
+        factor: of the queries, in natural units, for pairs that share the fewest levels.
+        is_mixed: whether pairs share different numbers of levels.
+        budget: scores that are held at once.
+    """
+
+    def __init__(self, levels: tuple[int, ...], parameters: ScoreParameters, like: Tensor, value_dim: int) -> None:
+        self._levels, self._like = levels, like
+        self.features = _slices([parameters.rank(n) for n in levels])
+        self.values = _slices([parameters.value_rank(n, value_dim) for n in levels])
+        self.value_parts = [(n, part) for n, part in enumerate(self.values) if part.start < part.stop]
+        self.rank, self.value_rank = self.features[-1].stop, self.values[-1].stop
+        self.factor = parameters.factor(levels[0], levels[-1], like)
+        self.is_mixed = len(levels) > 1
+        self.budget = max(1, parameters.budget // 2) if self.is_mixed else parameters.budget  # two products are held
+        scales = parameters.layout.score_factors(parameters.scale)[1][levels[0] - 1 : levels[-1]]
+        self._scales = None if scales[-1] == scales[0] else [x / scales[0] for x in scales]
+        self._pattern: object = None
+        self._tables: dict[tuple[int, int, int, int], tuple[list[Tensor], Tensor | None]] = {}  # of the last pattern
+
+    def tables(self, tile: Tile, rows: slice, cols: slice) -> tuple[list[Tensor], Tensor | None]:
+        """M_n of each deeper level, (rows, columns), and C; ``None`` where it is 1."""
+        if tile.pattern is not self._pattern:
+            self._pattern = tile.pattern
+            self._tables.clear()
+        key = rows.start, rows.stop, cols.start, cols.stop
+        if key not in self._tables:
+            shared = tile.shared(rows, cols)
+            masks = [(shared >= level).to(self._like.dtype) for level in self._levels[1:]]
+            scale = None
+            if self._scales is not None:
+                table = torch.tensor(self._scales, dtype=self._like.dtype, device=self._like.device)
+                scale = table[(shared.long() - self._levels[0]).clamp_(min=0)]
+            self._tables[key] = masks, scale
+        return self._tables[key]
+
+    def scores(
+        self, tile: Tile, query: Tensor, key: Tensor, out: Tensor, spare: Tensor | None, rows: slice, cols: slice
+    ) -> None:
+        """S of some rows and columns, from queries that are multiplied by ``factor`` and keys; ``spare`` is as ``out``."""
+        masks, scale = self.tables(tile, rows, cols) if self.is_mixed else ((), None)
+        masked_products(query, key, self.features, masks, out, spare)
+        if scale is not None:
+            out.mul_(scale)
+
+
+class KnownLevels:
+    """The levels of the tiles of a pass, made once for each combination of them."""
+
+    def __init__(self, parameters: ScoreParameters, like: Tensor, value_dim: int) -> None:
+        self._arguments = parameters, like, value_dim
+        self._found: dict[tuple[int, ...], TileLevels] = {}
+
+    def of(self, tile: Tile) -> TileLevels:
+        """Those of a tile."""
+        levels = (tile.level, *tile.deeper)
+        if levels not in self._found:
+            self._found[levels] = TileLevels(levels, *self._arguments)
+        return self._found[levels]
+
+
+def masked_products(
+    a: Tensor, b: Tensor, parts: Sequence[slice], masks: Sequence[Tensor], out: Tensor, spare: Tensor | None
+) -> None:
+    """A_0 B_0^T + sum of M_n * (A_n B_n^T) over the parts of the last dimension, into ``out``."""
+    if not masks:  # which may have one more column than the parts say
+        torch.bmm(a, b.mT, out=out)
+        return
+    assert spare is not None
+    torch.bmm(a[..., parts[0]], b[..., parts[0]].mT, out=out)
+    for part, mask in zip(parts[1:], masks, strict=True):
+        if part.start < part.stop:
+            torch.bmm(a[..., part], b[..., part].mT, out=spare)
+            out.addcmul_(spare, mask)
+
+
+def _slices(ends: list[int]) -> list[slice]:
+    return [slice(start, end) for start, end in pairwise([0, *ends])]

@@ -95,6 +95,8 @@ OTHER_MEANINGS = {
     ("studies/settings.py", "text"),  # a type, in words
     ("studies/report/figures/examples.py", "forecast"),  # a field of an example
     ("studies/tasks/chronos/task.py", "forecast"),  # the same, and a word of a seed
+    ("studies/tasks/uptraining/recall.py", "recall"),  # a word of a seed
+    ("studies/tasks/uptraining/figures.py", "recall"),  # the head of a column
     ("studies/uptrain.py", "uptraining"),  # the function that runs this task
 }
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from structattn.layers.attention import Attention
 from structattn.layers.rotary import Rotary
 from structattn.models.language_model import LanguageModel
-from structattn.studies.tasks.text.details import attention_by_distance, by_octave, octaves, positions_in_documents
+from structattn.studies.octaves import by_octave, octaves
+from structattn.studies.tasks.text.details import attention_by_distance, positions_in_documents
 from structattn.studies.tasks.text.task import TextConfig, TextTask
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS
 

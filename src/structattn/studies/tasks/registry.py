@@ -31,6 +31,7 @@ TASKS: dict[str, str] = {
     "text": "structattn.studies.tasks.text",
     "chronos": "structattn.studies.tasks.chronos",
     "uptraining": "structattn.studies.tasks.uptraining",
+    "recall": "structattn.studies.tasks.recall",
 }
 
 

@@ -13,19 +13,20 @@ _SAME = 0.5  # where a logarithmic axis shows the token itself, at distance 0
 def loss_by_position(record: ComparisonRecord) -> Drawing | None:
     """Loss against the tokens of context, a line per attention variant, a panel for each setting."""
     label = f"test {record.metric}"
-    figure = _panels(record, "loss_by_position", "tokens of context, up to twice as many", label)
+    figure = octave_panels(record, "loss_by_position", "tokens of context, up to twice as many", label)
     return None if figure is None else (figure, "Loss against the context that a token has.", "Loss by position.")
 
 
 def attention_by_distance(record: ComparisonRecord) -> Drawing | None:
     """The share of attention against how far back it reaches."""
     label = "share of attention, mean over layers"
-    figure = _panels(record, "attention_by_distance", "distance to the key, up to twice as far", label)
+    figure = octave_panels(record, "attention_by_distance", "distance to the key, up to twice as far", label)
     caption = "How far back attention reaches: the share of all attention by distance."
     return None if figure is None else (figure, caption, "Attention by distance.")
 
 
-def _panels(record: ComparisonRecord, key: str, xlabel: str, ylabel: str) -> Any:
+def octave_panels(record: ComparisonRecord, key: str, xlabel: str, ylabel: str) -> Any:
+    """A line for each attention variant of a list by octaves under ``details[key]``, a panel for each setting; ``None`` without such lists."""
     rows = [row for row in record.rows if row.details.get(key)]
     if not rows:
         return None

@@ -21,6 +21,7 @@ from structattn.progress import counted
 from structattn.seeds import generator
 from structattn.studies.data.corpus import Tokenizer, Windows, text_units, tokenizer_from
 from structattn.studies.data.text_data import open_text_data
+from structattn.studies.octaves import by_octave, octaves
 from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import (
     Baseline,
@@ -32,7 +33,7 @@ from structattn.studies.tasks.base import (
     check_sizes_of,
     on_device_of,
 )
-from structattn.studies.tasks.text.details import attention_by_distance, by_octave, octaves, positions_in_documents
+from structattn.studies.tasks.text.details import attention_by_distance, positions_in_documents
 
 _NONE = -100  # a target that is not scored
 _MOST_COUNTED = 2**25  # tokens of the training text that the baselines count

@@ -1,0 +1,33 @@
+"""Accuracy and loss of what is looked up, by how far back it is."""
+
+from __future__ import annotations
+
+from structattn.studies.records.comparison import ComparisonRecord
+from structattn.studies.report.figures.octaves import octave_panels
+from structattn.studies.report.plot import DASHES, GREY, Drawing
+
+_DISTANCE = "distance to the value, up to twice as far"
+
+
+def accuracy_by_distance(record: ComparisonRecord) -> Drawing | None:
+    """The share of right answers against the distance; dashed, guessing."""
+    figure = octave_panels(record, "accuracy_by_distance", _DISTANCE, "share of right answers")
+    if figure is None:
+        return None
+    chance = 1 / record.config["task"]["num_values"]
+    for ax in figure.axes:
+        ax.set_ylim(0, 1.04)
+        ax.axhline(chance, color=GREY, lw=1, ls=DASHES[0], zorder=1)
+    caption = "The share of right answers by the distance from the value to the query; dashed: guessing."
+    return figure, caption, "Accuracy by distance."
+
+
+def loss_by_distance(record: ComparisonRecord) -> Drawing | None:
+    """The cross entropy of the answers against the distance."""
+    figure = octave_panels(record, "loss_by_distance", _DISTANCE, f"test {record.metric}")
+    return (
+        None if figure is None else (figure, "Loss by the distance from the value to the query.", "Loss by distance.")
+    )
+
+
+FIGURES = {"accuracy-by-distance": accuracy_by_distance, "loss-by-distance": loss_by_distance}

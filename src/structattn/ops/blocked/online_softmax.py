@@ -259,10 +259,13 @@ def backward(
         key_grad, value_grad = tile.cols_of(grad_k[..., :rank]), tile.cols_of(grad_v[..., :value_rank])
         for grid in _grid(tile, width, levels.budget):
             batch = grid[0][0].batch
-            query_1, query = _with_column(all_query[batch] * (factor * LOG2_E), shift[batch])
-            key_1, key = _with_column(all_key[batch], 1.0)
-            value_1, value = _with_column(all_value[batch], 1.0)
-            outward_1, outward = _with_column(all_outward[batch], drop[batch])
+            query_1 = query = all_query[batch] * (factor * LOG2_E)
+            key_1, value_1, outward_1 = key, value, outward = all_key[batch], all_value[batch], all_outward[batch]
+            if not levels.is_mixed:
+                query_1, query = _with_column(query, shift[batch])
+                key_1, key = _with_column(key, 1.0)
+                value_1, value = _with_column(value, 1.0)
+                outward_1, outward = _with_column(outward, drop[batch])
             for line in zip(*grid, strict=True):  # the chunks of one span of columns
                 cols = line[0].cols
                 key_done: list[Tensor | None] = [None] * len(levels.features)
@@ -282,7 +285,7 @@ def backward(
                         parameters.add_terms(weight, tile, batch, rows, cols, hidden)
                     else:
                         levels.scores(tile, query[:, rows], key[:, cols], weight, spare, rows, cols)
-                        parameters.add_terms(weight, tile, batch, rows, cols, hidden, -query_1[:, rows, -1:], slope)
+                        parameters.add_terms(weight, tile, batch, rows, cols, hidden, -shift[batch, rows, None], slope)
                     weight.exp2_()
                     without = dropped.of(chunk)
                     kept = weight if without is None else change.copy_(weight).masked_fill_(without, 0.0)
@@ -295,7 +298,7 @@ def backward(
                         masked_products(outward[:, rows], value[:, cols], levels.values, masks, change, spare)
                         if without is not None:
                             change.masked_fill_(without, 0.0)
-                        change.add_(outward_1[:, rows, -1:])
+                        change.add_(drop[batch, rows, None])
                     change.mul_(weight)
                     if grad_bias is not None:
                         tile.add_bias(grad_bias, batch, rows, cols, change)

@@ -13,7 +13,7 @@ def _recipe(task: RecallConfig, steps: int, specs: tuple[str, ...]) -> Recipe:
         training=TrainingConfig(
             steps=steps,
             batch_size=32,
-            learning_rate=3e-3,
+            learning_rate=1e-2,
             schedule="cosine",
             warmup_steps=steps // 20,
             eval_every=steps // 10,
@@ -25,8 +25,12 @@ def _recipe(task: RecallConfig, steps: int, specs: tuple[str, ...]) -> Recipe:
 
 PRESETS = {
     "default": Preset(
-        _recipe(RecallConfig(), 2000, ("standard", "mlr:8|8|8|8", "window:32")),
-        "eight of 32 keys in a context of 128, three variants, 2,000 steps",
+        _recipe(
+            RecallConfig(context_length=64, num_pairs=4, num_keys=16, num_values=16, num_fillers=8),
+            2000,
+            ("standard", "mlr:8|8|8|8", "window:16"),
+        ),
+        "four of 16 keys in a context of 64, three variants, 2,000 steps",
     ),
     "smoke": Preset(
         _recipe(

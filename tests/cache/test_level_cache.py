@@ -261,7 +261,7 @@ def test_old_blocks_leave_no_trace_even_if_not_finite() -> None:
         assert_close(torch.cat(outs, dim=2), expected[:, :, 19:])
 
 
-@pytest.mark.parametrize("length", [1, 5, 64, 100, 257])
+@pytest.mark.parametrize("length", [1, 5, 64, 100, pytest.param(257, marks=pytest.mark.full)])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
     "layout",

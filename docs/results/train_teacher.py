@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 
 import torch
+from lookup_text import KEYS  # beside this file
 from tokenizers import Tokenizer
 from torch.utils.data import Dataset
 from transformers import (
@@ -26,12 +27,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from structattn.studies.data.corpus import Corpus
 from structattn.studies.data.corpus.corpus import Tokens
-from structattn.studies.tasks.uptraining.presets import PRESETS
 
 LENGTH, BATCH = 512, 16
-KEYS_FROM = 405
-PASSAGE = PRESETS["result"].recipe.task
-KEYS = [PASSAGE.recall_text.replace("{}", word) for word in PASSAGE.recall_values.split()]
+KEYS_FROM = 405  # steps on text alone: what text is like comes first
 GAPS = (4, 16, 64, 192)  # tokens between two keys, on average
 
 

@@ -138,9 +138,8 @@ class LevelLayout:
 
         Args:
             ranks: dimensions of each level, level 1 first.
-            windows: of each level, level 1 first, in positions; none is longer than the one before. ``None`` reaches every
-                position. A first one that does not hides all pairs beyond it, as the ``window`` of ``structured_attention`` does;
-                of the two the smaller counts.
+            windows: of each level, level 1 first, in positions; none is longer than the one before. ``None`` reaches every position. A first one
+                that does not hides all pairs beyond it, as the ``window`` of ``structured_attention`` does; of the two the smaller counts.
             scaling, value_ranks: see the class.
 
         Raises:
@@ -150,6 +149,8 @@ class LevelLayout:
             >>> layout = LevelLayout.sliding((16, 8, 8), (None, 256, 64))
             >>> layout.shared_rank(1000, 940), layout.shared_rank(1000, 900), layout.shared_rank(1000, 0)
             (32, 24, 16)
+
+        Cost: scores as ``score_flops`` says; a cache of T positions keeps the sum of r_l min(T, w_l) numbers for each key head.
 
         Source: ours; DAR (arXiv 2606.18587) has two such levels.
         """

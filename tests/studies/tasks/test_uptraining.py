@@ -140,6 +140,8 @@ def test_recall_of_one_who_looks_it_up() -> None:
     known = KnownPassages.of("abcd{}e", ["x", "y", "z"], lambda text: [ord(letter) - ord("a") for letter in text])
     assert known.scored.tolist() == [False, False, False, False, True, False]
     assert recall(copies, windows % 7 + 30, known, [8, 32]) == {8: 1.0, 32: 1.0}
+    with pytest.raises(ConfigError, match="that differ in their tokens"):
+        KnownPassages.of("a{}", ["x", "y"], lambda text: [0] * len(text))
     others = dataclasses.replace(SMOKE, recall_text="key {}.", recall_values="a b c", context_length=32)
     assert set(UptrainTask(others).evaluate(UptrainTask(others).build_model("unchanged").eval(), "test")) == {
         "nats_per_token",

@@ -14,7 +14,7 @@ from torch import Tensor
 from structattn.layout.levels import LevelLayout
 from structattn.ops.blocked.tiles import Tile
 
-# From so many scores of one sequence on, a loop over the sequences costs less than copies of what is no view in a batch of them.
+# From this number of scores of one sequence on, a loop over the sequences costs less than copies of what is no view in a batch of them.
 _MANY_SCORES = 2**17
 
 _MaskKey = tuple[int, int, int]  # distance of the corner, rows, columns
@@ -65,7 +65,7 @@ class SpanFamily:
         return x.as_strided(sizes, strides, x.storage_offset() + (self.start - origin) * repeats * row)
 
     def is_even(self, positions: int) -> bool:
-        """Whether the members in many sequences of so many positions lie at equal distances, so that all are one view."""
+        """Whether the members in several sequences of ``positions`` positions each lie at equal distances, so that all are one view."""
         return not self.dims or (len(self.dims) == 1 and self.dims[0][0] * self.dims[0][1] == positions)
 
 

@@ -42,7 +42,7 @@ class RecallConfig:
         context_length: T, tokens that the model sees.
         num_pairs: pairs of an associative sequence, of different keys.
         num_keys: different keys of associative sequences.
-        num_values: different values: guessing is right once in so many answers.
+        num_values: different values: guessing is right in one of ``num_values`` answers.
         num_fillers: different tokens between pairs and queries, which are neither keys nor values.
         embed_dim, num_layers, num_heads: of the model.
         rotary: text form of rotary positions (see ``layers.rotary``); empty: learned positions.

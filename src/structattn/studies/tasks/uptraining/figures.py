@@ -149,7 +149,7 @@ def costs(record: ComparisonRecord) -> Table | None:
         notes=(
             "cache: how many times smaller than the teacher's at full context; one-shot, healed: validation loss above the teacher's, before and "
             "after training; recovered: the share of the one-shot loss that training won back; recall, healed recall: "
-            f"the share of right guesses {far} tokens after the first passage, before and after training; ms per token: of decoding at full context.",
+            f"the share of right guesses {far or 'some'} tokens after the first passage, before and after training; ms per token: of decoding at full context.",
         ),
     )
 

@@ -54,13 +54,17 @@ class KnownPassages:
         """A text whose ``{}`` is one of several values.
 
         Raises:
-            ConfigError: the values have different numbers of tokens.
+            ConfigError: the values have different numbers of tokens, or all the same ones.
         """
         tokens = [list(encode(text.replace("{}", value))) for value in values]
         odd = next((value for value, row in zip(values, tokens, strict=True) if len(row) != len(tokens[0])), None)
         if odd is not None:
             raise ConfigError(
                 f"task.recall_values: expected values of equally many tokens, got {odd!r}, of another number than {values[0]!r}: give others"
+            )
+        if len({tuple(row) for row in tokens}) < 2:
+            raise ConfigError(
+                "task.recall_values: expected values that differ in their tokens, got the same for all: give others"
             )
         return cls(torch.tensor(tokens))
 

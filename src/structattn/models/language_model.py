@@ -190,6 +190,10 @@ class LanguageModel(nn.Module):
             return caches
         return LayerCaches(caches, text=TextHistory(self.text_units, self._units, caches.left_padding))
 
+    def cache_numbers(self) -> int:
+        """The numbers that ``new_cache`` holds at the context length, keys and values of all layers of one sequence."""
+        return self.trunk.cache_numbers(self.context_length)
+
     def flops_per_example(self) -> int:
         """Forward FLOPs of a sequence of the context length, LM head included, 2 per multiply-add."""
         read_out = 2 * self.context_length * self.read_out.in_features * self.vocab_size

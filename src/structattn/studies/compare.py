@@ -213,6 +213,7 @@ def _row(point: Point, task: Task, jobs: Sequence[Job], sweep: dict[float, float
         scores=scores,
         validation=statistics.fmean(one.final_validation_score(task.metric, training.patience) for one in done),
         metrics={name: statistics.fmean(one.metrics[name] for one in scored) for name in scored[0].metrics},
+        metrics_std=_deviations([one.metrics for one in scored]),
         learning_rate=training.learning_rate,
         batch_size=training.batch_size,
         sweep=None if sweep is None else _sweep(point.recipe.sweep_settings, sweep),
@@ -228,6 +229,13 @@ def _row(point: Point, task: Task, jobs: Sequence[Job], sweep: dict[float, float
         histories=tuple(one.history for one in done),
         details=scored[0].details,
     )
+
+
+def _deviations(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The standard deviation over seeds of each metric; with one seed of none."""
+    if len(metrics) < 2:
+        return {}
+    return {name: statistics.stdev(one[name] for one in metrics) for name in metrics[0]}
 
 
 def _read(job: Job) -> tuple[Progress, ScoreRecord]:

@@ -26,11 +26,13 @@ _AS_IT_IS = Variation(name="", changes={})
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCosts:
-    """The cost of a model: its trainable parameters, the forward FLOPs of one example, and the rank of a head's score where it is known."""
+    """The cost of a model: its trainable parameters and the forward FLOPs of one example; where they are known, the rank of a head's score
+    and the numbers in the key/value cache of one sequence at the context length."""
 
     num_params: int
     flops_per_example: int
     rank: int | None
+    cache_numbers: int | None
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelCosts:
@@ -39,6 +41,7 @@ class ModelCosts:
             num_params=sum(p.numel() for p in model.parameters() if p.requires_grad),
             flops_per_example=model.flops_per_example(),  # type: ignore[operator]
             rank=model.score_rank() if hasattr(model, "score_rank") else None,  # type: ignore[operator]
+            cache_numbers=model.cache_numbers() if hasattr(model, "cache_numbers") else None,  # type: ignore[operator]
         )
 
 

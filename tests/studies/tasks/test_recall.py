@@ -134,7 +134,7 @@ def test_one_who_looks_up_is_right_at_all_distances(kind: str) -> None:
     scores = task.evaluate(oracle, "test")
     assert scores.pop("nats_per_answer") < SIX_DIGITS
     assert scores == {"accuracy": 1.0, "accuracy_near": 1.0, "accuracy_middle": 1.0, "accuracy_far": 1.0}
-    details = task.details(oracle)
+    details = task.by_distance(oracle)
     assert details["octaves"] == octaves(30)
     assert details["accuracy_by_distance"] == [1.0] * len(details["octaves"])
     assert task.loss(oracle, task.batch(0, 0, 5), 0) < SIX_DIGITS
@@ -153,7 +153,7 @@ def test_one_who_guesses_is_at_chance_at_all_distances(kind: str) -> None:
     assert scores.keys() == chance.metrics.keys()
     assert scores.pop("nats_per_answer") == pytest.approx(math.log(4), rel=SIX_DIGITS)
     assert list(scores.values()) == pytest.approx([0.25] * 4, abs=0.05)
-    assert task.details(guess)["accuracy_by_distance"] == pytest.approx([0.25] * len(octaves(30)), abs=0.08)
+    assert task.by_distance(guess)["accuracy_by_distance"] == pytest.approx([0.25] * len(octaves(30)), abs=0.08)
 
 
 def test_scores_by_loops() -> None:
@@ -207,7 +207,7 @@ def test_a_range_without_queries_has_no_score() -> None:
     task = tiny(kind="passkey", eval_sequences=1)
     model = task.build_model("standard").eval()
     assert len([name for name in task.evaluate(model, "test") if name.startswith("accuracy_")]) == 1
-    found = task.details(model)["accuracy_by_distance"]
+    found = task.by_distance(model)["accuracy_by_distance"]
     assert len([share for share in found if share is not None]) == 1
 
 

@@ -248,8 +248,6 @@ def plan_training(request: PlanRequest) -> TrainingPlan:
     num_params = sum(p.numel() for p in model.parameters())
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.trunk.layers]
     kept = activations(model, request.precision)
-    costs = [block.attention.cost(length) for block in model.trunk.layers]
-    numbers = sum(cost.key_cache_numbers + cost.value_cache_numbers for cost in costs)
     states = States(
         weights=FLOAT32 * num_params,
         gradients=FLOAT32 * num_params,
@@ -266,7 +264,7 @@ def plan_training(request: PlanRequest) -> TrainingPlan:
         recomputed_flops_per_token=model.trunk.flops(length) / length,
         states=states,
         activations=kept,
-        cache_bytes=numbers * (2 if request.precision == "bf16" else FLOAT32),
+        cache_bytes=model.cache_numbers() * (2 if request.precision == "bf16" else FLOAT32),
         layout=suggest_layout(request, states, kept),
     )
 

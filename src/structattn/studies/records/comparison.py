@@ -60,11 +60,13 @@ class Row(GridPosition):
         scores: of the deciding metric, one for each seed.
         validation: mean over seeds of the final validation scores.
         metrics: mean over seeds, by name.
+        metrics_std: standard deviation over seeds, by name; empty with one seed.
         learning_rate, batch_size: of the training.
         sweep: how the rate was chosen; ``None`` where there was no choice.
         num_params: trainable ones.
         flops_per_example: of the forward pass, 2 per multiply-add.
         rank: the largest rank that the bilinear form of one head can have, where the model defines it.
+        cache_numbers: in the key/value cache of one sequence at the context length, all layers; ``None`` where the model has no cache.
         compute: forward FLOPs of all training examples, mean over seeds.
         seconds, steps_per_second, tokens_per_second, mfu: of the training, means over seeds.
         peak_memory_bytes: the largest.
@@ -78,6 +80,7 @@ class Row(GridPosition):
     scores: tuple[float, ...]
     validation: float
     metrics: dict[str, float]
+    metrics_std: dict[str, float] = field(default_factory=dict)
     learning_rate: float
     batch_size: int
     sweep: RateSweep | None = None
@@ -92,6 +95,7 @@ class Row(GridPosition):
     steps: tuple[int, ...]
     best_steps: tuple[int, ...]
     rank: int | None
+    cache_numbers: int | None = None
     histories: tuple[tuple[dict[str, float], ...], ...]
     details: Json
 

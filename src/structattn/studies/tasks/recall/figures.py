@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from structattn.studies.records.comparison import ComparisonRecord
+from structattn.studies.report.cache_map import cache_table
+from structattn.studies.report.figures.cache_map import by_cache, by_decode_time
 from structattn.studies.report.figures.octaves import octave_panels
 from structattn.studies.report.plot import DASHES, GREY, Drawing
 
@@ -30,4 +34,11 @@ def loss_by_distance(record: ComparisonRecord) -> Drawing | None:
     )
 
 
-FIGURES = {"accuracy-by-distance": accuracy_by_distance, "loss-by-distance": loss_by_distance}
+_RANGES = ("accuracy_near", "accuracy_middle", "accuracy_far")
+FIGURES = {
+    "cache": partial(by_cache, metrics=_RANGES),
+    "decode-time": partial(by_decode_time, metrics=_RANGES),
+    "accuracy-by-distance": accuracy_by_distance,
+    "loss-by-distance": loss_by_distance,
+}
+TABLES = {"cache": partial(cache_table, metrics=_RANGES)}

@@ -16,6 +16,7 @@ from structattn.errors import ConfigError
 from structattn.layers.rotary import Rotary
 from structattn.models.language_model import LanguageModel
 from structattn.seeds import generator
+from structattn.studies.decode_time import decode_ms
 from structattn.studies.octaves import by_octave, octaves
 from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of, on_device_of
 from structattn.studies.tasks.recall.sequences import Associative, Kind, Passkey, Vocabulary, draw_tokens
@@ -225,7 +226,7 @@ class RecallTask(Task):
 
         return self._scores(self.answers(own, predict, split))
 
-    def details(self, model: nn.Module) -> dict[str, Any]:
+    def by_distance(self, model: nn.Module) -> dict[str, Any]:
         """``accuracy_by_distance`` and ``loss_by_distance`` on the test split, by ``octaves`` of 1 ... T - 2."""
         nats, right, distances = self.answers(model, model, "test")
         longest, counts = self.kind.longest, torch.ones_like(nats)
@@ -234,6 +235,11 @@ class RecallTask(Task):
             "accuracy_by_distance": by_octave(right.double(), distances, longest, counts),
             "loss_by_distance": by_octave(nats, distances, longest, counts),
         }
+
+    def details(self, model: nn.Module) -> dict[str, Any]:
+        """Those of ``by_distance``, and ``decode_ms`` of one more token at the end of a sequence."""
+        tokens = on_device_of(model, self.eval_batches("test")[0])["tokens"][:1, :-1]
+        return self.by_distance(model) | {"decode_ms": decode_ms(cast(LanguageModel, model), tokens)}
 
     def baselines(self) -> list[Baseline]:
         """Guessing among all values; and where a sequence has several, among those that came before the query."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from typing import Any
 
 from torch import Tensor
 
-_TOKENS = 16  # decoded for a time
+from structattn.studies.decode_time import NUM_STEPS, median_ms
 
 
 def _cache_of(model: Any, tokens: Tensor, room: int) -> Any:
@@ -34,10 +32,10 @@ def cache_bytes(model: Any, tokens: Tensor, mask: Tensor | None) -> int:
 
 def decode_ms(model: Any, tokens: Tensor) -> float:
     """Median milliseconds of one more token after a prompt, (1, T)."""
-    cache = _cache_of(model, tokens[:, :-_TOKENS], tokens.shape[1])
-    times = []
-    for token in tokens[:, -_TOKENS:].split(1, dim=1):
-        start = time.perf_counter()
-        float(model(input_ids=token, use_cache=True, past_key_values=cache).logits[0, 0, 0])  # waits for the device
-        times.append(1000 * (time.perf_counter() - start))
-    return statistics.median(times)
+    cache = _cache_of(model, tokens[:, :-NUM_STEPS], tokens.shape[1])
+
+    def step(token: Tensor) -> Tensor:
+        logits: Tensor = model(input_ids=token, use_cache=True, past_key_values=cache).logits
+        return logits
+
+    return median_ms(step, tokens[:, -NUM_STEPS:])

@@ -1,0 +1,71 @@
+"""Quality against the key/value cache: the table of what each attention variant keeps, and what it scores."""
+
+from __future__ import annotations
+
+from structattn.studies.analysis.frontier import on_frontier
+from structattn.studies.records.comparison import ComparisonRecord, Row
+from structattn.studies.report.numbers import DASH, fmt_pm
+from structattn.studies.report.rows import by_variant, fmt_row
+from structattn.studies.report.table import Table
+
+CACHE_ITEM_BYTES = 2  # bf16
+
+
+def cached_rows(record: ComparisonRecord) -> list[Row]:
+    """The rows with a known cache; none where all caches are equally large, so that there is nothing to map."""
+    rows = [row for row in record.rows if row.cache_numbers is not None]
+    return rows if len({row.cache_numbers for row in rows}) > 1 else []
+
+
+def bytes_per_token(record: ComparisonRecord, row: Row) -> float:
+    """The cache of one sequence at the context length, of all layers in bf16, over its tokens."""
+    assert row.cache_numbers is not None
+    return float(CACHE_ITEM_BYTES * row.cache_numbers / record.config["task"]["context_length"])
+
+
+def cache_table(record: ComparisonRecord, metrics: tuple[str, ...] = ()) -> Table | None:
+    """A line for each attention variant, the smallest cache first.
+
+    Args:
+        record: of a task of language models.
+        metrics: names of further metrics to show.
+    """
+    lines = []
+    for name, part in by_variant(record).items():
+        rows = sorted(cached_rows(part), key=lambda row: bytes_per_token(record, row))
+        places = on_frontier([bytes_per_token(record, row) for row in rows], [row.scores for row in rows])
+        for row, place in zip(rows, places, strict=True):
+            decoding = row.details.get("decode_ms")
+            lines.append(
+                [
+                    row.spec,
+                    *([name] if name else []),
+                    f"{bytes_per_token(record, row):,.0f}",
+                    fmt_row(row),
+                    *(fmt_pm(row.metrics.get(metric), row.metrics_std.get(metric)) for metric in metrics),
+                    DASH if decoding is None else f"{decoding:.2f}",
+                    place,
+                ]
+            )
+    if not lines:
+        return None
+    setting = ("settings",) if any(row.variant for row in record.rows) else ()
+    return Table.of(
+        (
+            "attention",
+            *setting,
+            "cache bytes per token",
+            record.metric,
+            *(name.replace("_", " ") for name in metrics),
+            "ms per token",
+            "on the frontier",
+        ),
+        lines,
+        words=("attention", *setting, "on the frontier"),
+        title="Quality and cache",
+        notes=(
+            f"cache: keys and values of all layers at {record.config['task']['context_length']:,} tokens in bf16, over the tokens; ms per token: the median "
+            "of 16 decoding steps at the end of a sequence, timed while other runs may train; on the frontier: no variant with at most as many bytes has a "
+            f"lower mean {record.metric}, or its lead is not distinguishable from the spread over seeds (95 %, Games and Howell).",
+        ),
+    )

@@ -18,6 +18,8 @@ from structattn.studies.training.build import spec_for
         "standard",
         "standard:1",
         "standard:2,scaling=mup",
+        "standard,kv_heads=1",
+        "standard:4,kv_heads=2,rank=8+mlr:4|4",
         "bilinear-btt:1",
         "bilinear-btt:2,rms_cap=true",
         "bilinear-mlr:16|8|4|4",
@@ -179,6 +181,7 @@ def test_one_layer_takes_no_list() -> None:
     [
         ("standard", "softmax attention"),
         ("standard:1,scaling=mup", "softmax attention, 1 head"),
+        ("standard,kv_heads=2", "softmax attention, 2 key and value heads"),
         (
             "bilinear-btt:2+window:64",
             "with M a block tensor train of rank 2; and each query sees the last 64 positions",

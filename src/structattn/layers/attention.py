@@ -22,12 +22,10 @@ from structattn.checks import (
     check_sequences,
     check_size,
     check_tensor,
-    describe,
-    is_int,
 )
 from structattn.errors import ConfigError, ShapeError
+from structattn.layers import checks
 from structattn.layers.attention_spec import AttentionSpec
-from structattn.layers.checks import check_cache, check_layout, check_layout_of_call, check_states
 from structattn.layers.cost import AttentionCost, attention_cost, cached_numbers
 from structattn.layers.factory import Device, check_dtype, on_device
 from structattn.layers.latent import ScoringLatent
@@ -93,11 +91,7 @@ class Attention(nn.Module):
         super().__init__()
         for name, flag in (("is_causal", is_causal), ("qk_norm", qk_norm), ("bias", bias)):
             check_bool(name, flag)
-        if not (num_kv_heads is None or is_int(num_kv_heads)):
-            raise ConfigError(
-                f"num_kv_heads, the third argument, must be an int or None, got {describe(num_kv_heads)}; give options such as "
-                "dropout by name"
-            )
+        checks.check_kv_heads(num_kv_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         shape = HeadShape(
             embed_dim=embed_dim,
@@ -113,12 +107,8 @@ class Attention(nn.Module):
         check_choice("backend", backend, get_args(Backend))
         scoring = LowRank() if scoring is None else scoring
         check_scoring(scoring)
-        if isinstance(rotary, type) or not (rotary is None or callable(rotary) or isinstance(rotary, Rotary)):
-            raise ConfigError(
-                f"rotary must be a Rotary, a function of x and positions, or None, got {describe(rotary)}; for the usual "
-                "rotation give Rotary(), for text Rotary.parse(text)"
-            )
-        check_layout(layout, window, scoring, embed_dim, num_heads)
+        checks.check_rotary(rotary)
+        checks.check_layout(layout, window, scoring, embed_dim, num_heads)
         check_dtype(dtype)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -149,12 +139,19 @@ class Attention(nn.Module):
 
     @classmethod
     def from_spec(
-        cls, spec: str | AttentionSpec, *, embed_dim: int, num_heads: int, context_length: int, **options: Any
+        cls,
+        spec: str | AttentionSpec,
+        *,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        context_length: int,
+        **options: Any,
     ) -> Attention:
         """The module of a text form such as ``"mlr:32|16|8|8"`` (see ``structattn.spec``); raises ``ConfigError`` where it does not fit.
 
         Args:
-            spec: its number of heads, if it has one, replaces ``num_heads``.
+            spec: its numbers of heads, if it has any, replace ``num_heads`` and ``num_kv_heads``.
             context_length: length in positions from which MLR blocks are halved.
             **options: further arguments of the class, except scoring, layout and window.
         """
@@ -166,6 +163,7 @@ class Attention(nn.Module):
         return cls(
             embed_dim,
             num_heads,
+            value.num_kv_heads or num_kv_heads,
             scoring=value.scoring,
             layout=value.layout_for(context_length),
             window=value.window,
@@ -215,7 +213,7 @@ class Attention(nn.Module):
         return q, k, v, scale
 
     def _check_states(self, name: str, states: Tensor) -> None:
-        check_states(name, states, self.embed_dim, next(self.scoring.matrix.parameters()))
+        checks.check_states(name, states, self.embed_dim, next(self.scoring.matrix.parameters()))
 
     def _values(self, source: Tensor) -> Tensor:
         """(B, S, E) to (B, G, S, head_dim)."""
@@ -307,7 +305,7 @@ class Attention(nn.Module):
 
     def _layout_of_call(self, layout: LevelLayout | None) -> Layout | None:
         """The module's layout, or that of the text it is given."""
-        check_layout_of_call(self.layout, layout)
+        checks.check_layout_of_call(self.layout, layout)
         return self._known_layout if layout is None else layout
 
     @property
@@ -327,7 +325,7 @@ class Attention(nn.Module):
     def _cached(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor, Tensor, float | None]:
         """Queries, keys or hidden states, values and scale of the next tokens, as the cache takes them."""
         self._check_states("x", x)
-        check_cache(cache, self, self.layout, self.window)
+        checks.check_cache(cache, self, self.layout, self.window)
         order = self.scoring.cached_order
         q = self.scoring.queries(x, order)
         positions = cache.positions(x.shape[1]).to(x.device)

@@ -28,12 +28,14 @@ class AttentionSpec:
         layout: structure of the score matrix; ``None`` is plain.
         window: sliding window in positions, ``None`` for none.
         num_heads: overrides the model's number of heads (``standard:1``); ``None`` keeps it.
+        num_kv_heads: overrides the model's number of key and value heads (``standard,kv_heads=1``); ``None`` keeps it.
     """
 
     scoring: AnyScoring = field(default_factory=LowRank)
     layout: LevelLayout | GlobalWindowLayout | Halving | TextLayout | None = None
     window: int | None = None
     num_heads: int | None = None
+    num_kv_heads: int | None = None
 
     def __post_init__(self) -> None:
         check_type(
@@ -45,8 +47,9 @@ class AttentionSpec:
             check_size("window", self.window, MAX_LENGTH)
             if isinstance(self.layout, GlobalWindowLayout):
                 raise ConfigError("a global-window layout has its own window: leave window at None")
-        if self.num_heads is not None:
-            check_size("num_heads", self.num_heads)
+        for name in ("num_heads", "num_kv_heads"):
+            if (heads := getattr(self, name)) is not None:
+                check_size(name, heads)
 
     def layout_for(self, context_length: int) -> LevelLayout | GlobalWindowLayout | TextLayout | None:
         """The layout for a model of that context length (in positions)."""

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from structattn.cache import LevelCache
 from structattn.cache.bounded import LayerCache
-from structattn.checks import check_like, check_tensor, check_type, describe
+from structattn.checks import check_like, check_tensor, check_type, describe, is_int
 from structattn.errors import ConfigError, ShapeError
+from structattn.layers.rotary import Rotary
 from structattn.layers.scoring import LowRank, Scoring
 from structattn.layout.checks import check_sum
 from structattn.layout.global_window import GlobalWindowLayout, Layout
@@ -28,6 +29,24 @@ def check_states(name: str, states: Tensor, embed_dim: int, weight: Tensor) -> N
             remedy = f"; {name}[None] is a batch of one"
         raise ShapeError(f"{name} must have shape (batch, length, {embed_dim}), got {tuple(states.shape)}{remedy}")
     check_like(name, states, weight)
+
+
+def check_kv_heads(num_kv_heads: object) -> None:
+    """Raises ``ConfigError`` unless the third argument of a layer is a number of heads or ``None``."""
+    if not (num_kv_heads is None or is_int(num_kv_heads)):
+        raise ConfigError(
+            f"num_kv_heads, the third argument, must be an int or None, got {describe(num_kv_heads)}; give options such as "
+            "dropout by name"
+        )
+
+
+def check_rotary(rotary: object) -> None:
+    """Raises ``ConfigError`` unless it is a ``Rotary``, a function or ``None``."""
+    if isinstance(rotary, type) or not (rotary is None or callable(rotary) or isinstance(rotary, Rotary)):
+        raise ConfigError(
+            f"rotary must be a Rotary, a function of x and positions, or None, got {describe(rotary)}; for the usual "
+            "rotation give Rotary(), for text Rotary.parse(text)"
+        )
 
 
 def check_layout(

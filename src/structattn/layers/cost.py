@@ -40,6 +40,11 @@ class AttentionCost:
         """The sum of the four."""
         return self.projection_flops + self.score_flops + self.value_flops + self.output_flops
 
+    @property
+    def cache_numbers(self) -> int:
+        """Numbers that ``new_cache`` holds, of keys and values."""
+        return self.key_cache_numbers + self.value_cache_numbers
+
 
 @dataclass(frozen=True, kw_only=True)
 class CachedNumbers:

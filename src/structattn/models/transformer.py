@@ -271,8 +271,8 @@ class Transformer(nn.Module):
 
     def cache_numbers(self, num_tokens: int) -> int:
         """The numbers that ``new_cache`` holds after that many tokens, keys and values of all layers of one sequence."""
-        costs = (block.attention.cost(num_tokens) for block in self.layers)
-        return sum(cost.key_cache_numbers + cost.value_cache_numbers for cost in costs)
+        check_size("num_tokens", num_tokens, MAX_COUNTED)
+        return sum(block.attention.cost(num_tokens).cache_numbers for block in self.layers)
 
     def flops(self, num_tokens: int) -> int:
         """Forward FLOPs for one example of that many tokens, 2 per multiply-add."""

@@ -74,8 +74,9 @@ def _ranks_and_window(text: str) -> dict[str, Any]:
     return {"ranks": values, "window": positive(window)}
 
 
-def _standard(num_heads: int | None = None, **options: Any) -> dict[str, Any]:
-    return {"scoring": LowRank(**options)} | ({} if num_heads is None else {"num_heads": num_heads})
+def _standard(num_heads: int | None = None, kv_heads: int | None = None, **options: Any) -> dict[str, Any]:
+    heads = {"num_heads": num_heads, "num_kv_heads": kv_heads}
+    return {"scoring": LowRank(**options)} | {name: count for name, count in heads.items() if count is not None}
 
 
 def _mlr(ranks: Any, blocks: Any, scaling: Any = "variance", values: Any = None) -> dict[str, Any]:
@@ -121,11 +122,11 @@ _OWN_SCORING = ("btt", "mlr")
 # What a form makes: the fields of an ``AttentionSpec`` that it sets.
 FORMS: dict[str, Form] = {
     "standard": Form(
-        "standard[:HEADS]",
+        "standard[:HEADS][,kv_heads=G]",
         "standard:1",
-        "softmax attention; HEADS overrides the heads of the model",
+        "softmax attention; HEADS overrides the heads of the model, G those of keys and values: G = 1 is multi-query attention",
         value=optional("num_heads", positive),
-        options={"rank": positive, **_SCORING},
+        options={"kv_heads": positive, "rank": positive, **_SCORING},
         make=_standard,
     ),
     "bilinear-btt": Form(
@@ -229,6 +230,8 @@ def _in_words(term: str) -> str:
     words = FORMS[name].meaning.partition(";")[0]  # what follows says how to write the form
     if name == "standard" and args:
         words += f", {args} {'head' if args == '1' else 'heads'}"
+    if groups := re.search("kv_heads=([0-9]+)", options):
+        words += f", {groups[1]} key and value {'head' if groups[1] == '1' else 'heads'}"
     default = " (1 by default)"
     numbers = re.findall("[0-9]+", args) or (["1"] if default in words else [])
     for letter, number in zip(
@@ -246,9 +249,13 @@ def _options(value: LowRank | BTT | MLR | Matrix) -> dict[str, object]:
 
 
 def _scoring_terms(spec: AttentionSpec) -> list[str]:
+    if not isinstance(spec.scoring, LowRank) and (spec.num_heads, spec.num_kv_heads) != (None, None):
+        raise ConfigError(
+            "only standard has numbers of heads in its text form: give them to the model, or keep the object"
+        )
     match spec.scoring:
         case LowRank() as scoring:
-            term = write_term("standard", spec.num_heads, **_options(scoring))
+            term = write_term("standard", spec.num_heads, kv_heads=spec.num_kv_heads, **_options(scoring))
             return [] if term == "standard" else [term]
         case BTT() as scoring:
             return [write_term("bilinear-btt", scoring.rank, **_options(scoring))]

@@ -32,7 +32,7 @@ def trained_spec(spec: str | AttentionSpec) -> AttentionSpec:
     if not isinstance(spec, str | AttentionSpec):
         raise ConfigError(f"an attention spec is a text such as 'mlr:32|16|16' or an AttentionSpec, got {quoted(spec)}")
     value = parse_spec(spec) if isinstance(spec, str) else spec
-    if value.scoring != LowRank() or value.num_heads is not None:
+    if value.scoring != LowRank() or (value.num_heads, value.num_kv_heads) != (None, None):
         what = (
             "a bilinear scoring" if not isinstance(value.scoring, LowRank) else "a number of heads, a rank or a scaling"
         )

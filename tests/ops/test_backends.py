@@ -121,7 +121,7 @@ def test_empty_problems_give_what_pytorch_gives(backend, size) -> None:
         for options in choices:
             if backend == "triton" and (options.keys() & {"dropout_p", "attn_bias", "left_padding"}):
                 continue
-            if backend == "triton" and layout in (LAYOUTS["segments"], LAYOUTS["sliding"]):
+            if backend == "triton" and layout is LAYOUTS["segments"]:
                 continue
             found = sa.structured_attention(*leaves, layout, backend=backend, **options)
             out, *lse = found if isinstance(found, tuple) else (found,)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import structattn as sa
@@ -27,7 +29,8 @@ tl = pytest.importorskip("triton.language", reason="triton is not installed")
 
 from structattn.ops.triton import attention as triton_attention  # noqa: E402
 from structattn.ops.triton.config import INTERPRETED, KernelConfig  # noqa: E402
-from structattn.ops.triton.plan import Tiles, make_plan  # noqa: E402
+from structattn.ops.triton.plan import Tiles, coarse_of, make_plan  # noqa: E402
+from structattn.ops.triton.primitives import sliding_range  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
@@ -86,7 +89,8 @@ class Case:
     def call(self) -> Call:
         cu_seqlens = None if self.ends is None else torch.tensor((0, *self.ends), dtype=torch.int32, device=DEVICE)
         keys = None if self.key_ends is None else torch.tensor((0, *self.key_ends), device=DEVICE)
-        options = {"cu_seqlens_k": keys, "window": self.window, "scale": self.scale, "softcap": self.softcap}
+        window = self.layout.window_of(1, self.window)
+        options = {"cu_seqlens_k": keys, "window": window, "scale": self.scale, "softcap": self.softcap}
         if self.has_slopes:
             slopes = torch.linspace(0.02, 0.5, self.batch * self.heads[0], device=DEVICE)
             options["alibi_slopes"] = slopes.view(self.batch, self.heads[0])
@@ -148,6 +152,10 @@ FREE = LevelLayout((5, 17, 10), (36, 12, 3), scaling="paper")
 WIDE = LevelLayout((16, 20, 12), (128, 64, 32), scaling="mup")  # every block is larger than a tile
 EQUAL = LevelLayout((8, 12, 4, 8), (64, 16, 16, 4), scaling="paper_sum")
 VALUES = LevelLayout((16, 20, 8), (64, 32, 4), scaling="paper", value_ranks=(17, 11, 3))
+SLIDING = LevelLayout.sliding((8, 12, 4, 8), (None, 37, 20, 5))
+NEAR = LevelLayout.sliding((5, 17, 10), (60, 3, 1), "paper")  # windows that end in one tile, and hidden pairs
+FAR_APART = LevelLayout.sliding((16, 20, 12), (None, 64, 32), "mup")  # tiles in which all pairs share as much
+SLIDING_VALUES = LevelLayout.sliding((16, 20, 8), (None, None, 19), "paper", (17, 11, 3))
 
 CASES = {
     "halving": Case(layout=HALVING, lengths=(41, 41), batch=2),
@@ -212,6 +220,45 @@ CASES = {
     "values": Case(layout=VALUES, lengths=(70, 70)),
     "values, not causal": Case(layout=VALUES, lengths=(53, 53), is_causal=False, heads=(2, 1)),
     "values, large blocks": Case(layout=replace(WIDE, value_ranks=(3, 20, 9)), lengths=(90, 90), is_causal=False),
+    "sliding": Case(layout=SLIDING, lengths=(61, 61), heads=(2, 1), batch=2, transposed=True),
+    "sliding, not causal": Case(layout=SLIDING, lengths=(53, 53), is_causal=False, value_dim=20),
+    "sliding, near": Case(layout=NEAR, lengths=(83, 83)),
+    "sliding, near, not causal": Case(layout=NEAR, lengths=(70, 70), is_causal=False),
+    "sliding, far apart": Case(layout=FAR_APART, lengths=(130, 130)),
+    "sliding, far apart, not causal": Case(layout=FAR_APART, lengths=(101, 101), is_causal=False),
+    "sliding, wide tiles": Case(layout=FAR_APART, lengths=(90, 90), config=_config(64, 32)),
+    "sliding, larger steps": Case(layout=SLIDING, lengths=(71, 71), config=_config(16, 32), is_causal=False),
+    "sliding, window": Case(layout=SLIDING, lengths=(61, 61), window=30),
+    "sliding, window, not causal": Case(layout=SLIDING, lengths=(61, 61), window=4, is_causal=False),
+    "sliding, huge windows": Case(
+        layout=LevelLayout.sliding((16, 16), (None, 10**12)), lengths=(20, 20), window=10**12
+    ),
+    "sliding, fewer queries": Case(layout=SLIDING, lengths=(19, 75)),
+    "sliding, fewer queries, not causal": Case(layout=NEAR, lengths=(19, 75), is_causal=False, window=13),
+    "sliding, more queries": Case(layout=SLIDING, lengths=(75, 23)),
+    "sliding, more queries, not causal": Case(layout=SLIDING_VALUES, lengths=(61, 23), is_causal=False),
+    "sliding, one level": Case(layout=LevelLayout.sliding((24,), (17,)), lengths=(53, 53), is_causal=False),
+    "sliding, one query, one key": Case(layout=NEAR, lengths=(1, 1), value_dim=1),
+    "sliding, packed": Case(layout=SLIDING, lengths=(60, 60), ends=(3, 40, 60), scale=0.3, heads=(2, 1)),
+    "sliding, packed, not causal": Case(layout=FAR_APART, lengths=(80, 80), ends=(1, 50, 80), is_causal=False),
+    "sliding, packed apart, all options": Case(
+        layout=SLIDING_VALUES,
+        lengths=(31, 45),
+        ends=(20, 31),
+        key_ends=(8, 45),
+        window=21,
+        masked="TS",
+        has_slopes=True,
+        softcap=0.7,
+        is_causal=False,
+        heads=(2, 1),
+    ),
+    "sliding, values": Case(layout=SLIDING_VALUES, lengths=(70, 70), heads=(2, 1), softcap=0.7),
+    "sliding, mask, ALiBi": Case(
+        layout=SLIDING, lengths=(41, 50), masked="BHTS", has_slopes=True, batch=2, heads=(2, 1)
+    ),
+    "sliding, surrounded by NaN": Case(layout=SLIDING_VALUES, lengths=(37, 45), surrounded=True, is_causal=False),
+    "sliding, float16": Case(layout=SLIDING, dtype=torch.float16, heads=(2, 1)),
     "surrounded by NaN": Case(layout=VALUES, lengths=(37, 45), surrounded=True),
     "surrounded by NaN, not causal": Case(layout=FREE, lengths=(37, 37), surrounded=True, is_causal=False),
     "float16": Case(layout=HALVING, dtype=torch.float16, heads=(2, 1)),
@@ -264,6 +311,11 @@ FULL = {
     "float16, free sizes",
     "float16, values",
 }
+FULL |= {name for name in CASES if name.startswith("sliding")} - {
+    "sliding, near, not causal",
+    "sliding, wide tiles",
+    "sliding, packed apart, all options",
+}
 assert set(CASES) > FULL
 
 
@@ -277,6 +329,10 @@ def test_agrees_with_the_definition(name: str) -> None:
 
 DECODING = {
     "one query": Case(layout=HALVING, lengths=(1, 90), heads=(6, 2), batch=2),
+    "sliding": Case(layout=SLIDING, lengths=(1, 90), heads=(6, 2), batch=2),
+    "sliding, values, not causal, window, mask, ALiBi": Case(
+        layout=SLIDING_VALUES, lengths=(5, 75), heads=(2, 1), window=40, is_causal=False, masked="TS", has_slopes=True
+    ),
     "queries on both sides of a boundary": Case(layout=WIDE, lengths=(5, 66), heads=(2, 1)),
     "window": Case(layout=FREE, lengths=(3, 80), window=20),
     "not causal, values": Case(layout=VALUES, lengths=(4, 75), is_causal=False, heads=(4, 1)),
@@ -359,6 +415,7 @@ def test_says_what_it_lacks() -> None:
     if REASON is not None:
         return
     assert reason() is None
+    assert reason(SLIDING) is None
     assert "attn_bias" in str(reason(attn_bias=torch.zeros(8, 8)))
     assert "dropout" in str(reason(dropout_p=0.1))
     assert "left_padding" in str(reason(left_padding=torch.zeros(1, dtype=torch.int64)))
@@ -368,12 +425,70 @@ def test_says_what_it_lacks() -> None:
 
 
 @pytest.mark.parametrize("tiles", [Tiles(own=16, walk=16), Tiles(own=64, walk=32)], ids=str)
-@pytest.mark.parametrize("layout", [HALVING, FREE, WIDE, EQUAL, VALUES], ids=str)
+@pytest.mark.parametrize("layout", [HALVING, FREE, WIDE, EQUAL, VALUES, SLIDING, NEAR, SLIDING_VALUES], ids=str)
 def test_subtiles_cover_each_dimension_once(layout: LevelLayout, tiles: Tiles) -> None:
     _, _, ends, value_ends, _, keys, values, *_ = make_plan(layout, None, 20, tiles).constants
     for subtiles, dim in ((keys, ends[-1]), (values, value_ends[-1])):
         stored = [column for start, width, stop, _, _ in subtiles for column in range(start, min(start + width, stop))]
         assert stored == list(range(dim))
+
+
+@triton.jit
+def _ranges_kernel(
+    out, first, last, low, high, window,
+    PLAN: tl.constexpr, OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    for level in range(coarse_of(PLAN)):
+        for turn in range(1 if IS_CAUSAL else 2):
+            found = sliding_range(
+                level, turn, first, last, low, high, window, PLAN, OWN_IS_KEY, IS_CAUSAL, HAS_WINDOW, WALK
+            )
+            for n in tl.static_range(7):
+                tl.store(out + (level * 2 + turn) * 7 + n, found[n])
+
+
+@runs
+@given(
+    windows=st.lists(st.integers(1, 60), min_size=1, max_size=4, unique=True).map(lambda x: sorted(x, reverse=True)),
+    unbounded=st.booleans(),
+    window=st.none() | st.integers(1, 50),
+    own=st.tuples(st.integers(-20, 80), st.integers(0, 31)),
+    bounds=st.tuples(st.integers(0, 30), st.integers(0, 80)),
+    is_causal=st.booleans(),
+    own_is_key=st.booleans(),
+    walk=st.sampled_from([16, 32]),
+)
+def test_walks_of_sliding_levels_see_every_pair_once(
+    windows, unbounded, window, own, bounds, is_causal, own_is_key, walk
+) -> None:
+    """Whole tiles have only pairs of their level, and few tiles of a level have hidden ones."""
+    ends = [None, *windows] if unbounded else windows
+    plan = make_plan(LevelLayout.sliding((1,) * len(ends), ends), None, 16, Tiles(own=32, walk=walk))
+    (first, more), (low, length) = own, bounds
+    last, high = first + more, low + length
+    ranges = torch.zeros(len(ends), 2, 7, dtype=torch.int32, device=DEVICE)
+    _ranges_kernel[(1,)](
+        ranges, first, last, low, high, window or 0,
+        PLAN=plan.constants, OWN_IS_KEY=own_is_key, IS_CAUSAL=is_causal, HAS_WINDOW=window is not None, WALK=walk,
+    )  # fmt: skip
+    seen: dict[tuple[int, int], list[int]] = {}
+    for level, turns in enumerate(ranges.tolist()):
+        for side, near, far, start, whole, rest, stop in turns[: 1 if is_causal else 2]:
+            assert (rest - whole) % walk == 0
+            assert whole >= rest or (start <= whole and rest <= stop)
+            masked = [*range(start, min(whole, stop)), *range(rest, stop)]
+            assert len(masked) <= 2 * more + 2 * walk
+            for i in range(first, last + 1):
+                shown = [j for j in masked if near <= (i - j) * side < far]
+                for j in [*shown, *range(whole, rest)]:
+                    seen.setdefault((i, j), []).append(level)
+    for i in range(first, last + 1):
+        for j in range(low, high):
+            distance = j - i if own_is_key else i - j
+            levels = [n for n, end in enumerate(ends) if abs(distance) < min(end or 999, window or 999)]
+            hidden = not levels or (is_causal and distance < 0)
+            assert seen.pop((i, j), []) == ([] if hidden else [levels[-1]])
+    assert not seen
 
 
 COMPILE = """
@@ -427,9 +542,11 @@ def check(layout, value_dim, dtype, name, is_causal, packed, softcap, masked, ha
 
 levels = LevelLayout.halving((8,) * 4, 512)
 sliced = LevelLayout.halving((64, 32, 32), 4096, value_ranks=(64, 32, 32))
+sliding = LevelLayout.sliding((8,) * 8, [4096 >> level for level in range(8)])
 print(max(itertools.chain(
     check(levels, 64, torch.bfloat16, "bf16", True, True, None, False, True),
     check(sliced, 128, torch.float16, "fp16", False, False, 50.0, True, False),
+    check(sliding, 64, torch.bfloat16, "bf16", True, False, None, False, False),
 )))
 """
 

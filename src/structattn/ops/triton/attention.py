@@ -49,8 +49,6 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
             return f"the Triton kernels have no {name}"
     if layout.boundaries is not None:
         return "the Triton kernels have no free partitions (boundaries), only block sizes"
-    if layout.windows is not None:
-        return "the Triton kernels have no sliding levels, only block sizes"
     return no_room(layout.ranks) if default_config(layout, q.dtype, value_dim, masked) is None else None
 
 

@@ -28,6 +28,7 @@ from structattn.ops.triton.plan import (
     num_coarse_subtiles,
     num_groups_of,
     scales_of,
+    slides,
     softcap_of,
     start_of,
     value_ends_of,
@@ -50,6 +51,7 @@ from structattn.ops.triton.primitives import (
     product_of,
     reach,
     shown_pairs,
+    sliding_range,
     soft_tanh,
     store_subtiles,
     visible_pairs,
@@ -91,7 +93,7 @@ def row_kernel(
 @triton.jit
 def accumulate(
     grad_key, grad_value, own, other, own_base, own_delta, position, walk_key, walk_value, walk_base, walk_delta,
-    key_stride, value_stride, start, stop, walk_first, factor, window, mask, mask_stride, slope,
+    key_stride, value_stride, start, stop, walk_first, factor, near, window, side, mask, mask_stride, slope,
     PLAN: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr, WALK: tl.constexpr, OWN_IS_KEY: tl.constexpr,
     MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +138,7 @@ def accumulate(
             weight = tl.exp2(score - own_base[:, None])
             grad = grad - own_delta[:, None]
         if MASKED:
-            shown = visible_pairs(position, place, stop, window, OWN_IS_KEY, IS_CAUSAL, HAS_WINDOW)
+            shown = visible_pairs(position, place, stop, near, window, side, IS_CAUSAL, HAS_WINDOW)
             weight = tl.where(shown, weight, 0.0)
         if mask is not None:
             weight = tl.where(shown_pairs(mask, row * mask_stride, valid), weight, 0.0)
@@ -184,6 +186,8 @@ def gradient_kernel(
     MASKED: tl.constexpr = HAS_WINDOW or OWN_IS_KEY or not ALIGNED
     FINE: tl.constexpr = has_fine(PLAN)
     LAST: tl.constexpr = coarse_of(PLAN) - 1
+    NUM_TURNS: tl.constexpr = 1 if IS_CAUSAL else 2
+    SIDE: tl.constexpr = -1 if OWN_IS_KEY else 1
     tile = tl.program_id(0) % num_tiles
     if not OWN_IS_KEY:
         # With a causal mask the last tiles of queries and the first of keys are the longest.
@@ -277,56 +281,80 @@ def gradient_kernel(
                 slope = slopes
                 if slopes is not None:
                     slope = tl.load(slopes + step) * 1.4426950408889634
-                if not (IS_CAUSAL and OWN_IS_KEY):
-                    start, stop = before(level, first, middle_low, low, high, PLAN)
-                    sums, value_sums = accumulate(
-                        sums, value_sums, own, other, own_base, own_delta, position, key, value,
-                        base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
-                        start, stop, walk_first, factor, window, walked_mask, mask_walk, slope,
-                        PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, OWN_IS_KEY,
-                        MASKED, False, HAS_WINDOW, False,
-                    )  # fmt: skip
-                if OWN_IS_KEY or not IS_CAUSAL:
-                    start, stop = after(level, first, middle_high, low, high, PLAN)
-                    sums, value_sums = accumulate(
-                        sums, value_sums, own, other, own_base, own_delta, position, key, value,
-                        base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
-                        start, stop, walk_first, factor, window, walked_mask, mask_walk, slope,
-                        PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, OWN_IS_KEY,
-                        True, False, HAS_WINDOW, False,
-                    )  # fmt: skip
+                if slides(PLAN):
+                    for turn in range(NUM_TURNS):
+                        side, near, far, start, whole, rest, stop = sliding_range(
+                            level, turn, first, end - 1, low, high, window,
+                            PLAN, OWN_IS_KEY, IS_CAUSAL, HAS_WINDOW, WALK,
+                        )  # fmt: skip
+                        for part in range(2):
+                            sums, value_sums = accumulate(
+                                sums, value_sums, own, other, own_base, own_delta, position, key, value,
+                                base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
+                                tl.where(part == 0, start, rest), tl.where(part == 0, tl.minimum(whole, stop), stop),
+                                walk_first, factor, near, far, side, walked_mask, mask_walk, slope,
+                                PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, OWN_IS_KEY,
+                                True, True, True, False,
+                            )  # fmt: skip
+                        sums, value_sums = accumulate(
+                            sums, value_sums, own, other, own_base, own_delta, position, key, value,
+                            base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
+                            whole, rest, walk_first, factor, near, far, side, walked_mask, mask_walk, slope,
+                            PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, OWN_IS_KEY,
+                            False, False, False, False,
+                        )  # fmt: skip
+                else:
+                    if not (IS_CAUSAL and OWN_IS_KEY):
+                        start, stop = before(level, first, middle_low, low, high, PLAN)
+                        sums, value_sums = accumulate(
+                            sums, value_sums, own, other, own_base, own_delta, position, key, value,
+                            base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
+                            start, stop, walk_first, factor, 0, window, SIDE, walked_mask, mask_walk, slope,
+                            PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, OWN_IS_KEY,
+                            MASKED, False, HAS_WINDOW, False,
+                        )  # fmt: skip
+                    if OWN_IS_KEY or not IS_CAUSAL:
+                        start, stop = after(level, first, middle_high, low, high, PLAN)
+                        sums, value_sums = accumulate(
+                            sums, value_sums, own, other, own_base, own_delta, position, key, value,
+                            base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
+                            start, stop, walk_first, factor, 0, window, SIDE, walked_mask, mask_walk, slope,
+                            PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, OWN_IS_KEY,
+                            True, False, HAS_WINDOW, False,
+                        )  # fmt: skip
             sums = clear_from(sums, pick(ends_of(PLAN), level), KEY_SUBTILES)
             if OWN_IS_KEY and is_sliced(PLAN):
                 value_sums = clear_from(value_sums, value_end, VALUE_SUBTILES)
-    own = load_own(
-        own_key, row * own_key_row, row_valid, item(ends_of(PLAN), LAST), KEY_SUBTILES, count(KEY_SUBTILES), SCALES
-    )
-    other = load_own(
-        own_value,
-        row * own_value_row,
-        row_valid,
-        item(value_ends_of(PLAN), LAST),
-        VALUE_SUBTILES,
-        count(VALUE_SUBTILES),
-        (),
-    )
-    start = tl.maximum(middle_low, low)
-    stop = tl.minimum(middle_high, high)
-    for walk in range(0, num_walks):
-        step = tl.cast(walk, tl.int64)
-        walked_mask = mask
-        if mask is not None:
-            walked_mask = mask + step * mask_head
-        slope = slopes
-        if slopes is not None:
-            slope = tl.load(slopes + step) * 1.4426950408889634
-        sums, value_sums = accumulate(
-            sums, value_sums, own, other, own_base, own_delta, position,
-            walk_key + step * walk_key_head, walk_value + step * walk_value_head,
-            base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
-            start, stop, walk_first, item(factors_of(PLAN), LAST), window, walked_mask, mask_walk, slope,
-            PLAN, count(KEY_SUBTILES), count(VALUE_SUBTILES), WALK, OWN_IS_KEY, True, IS_CAUSAL, HAS_WINDOW, FINE,
-        )  # fmt: skip
+    if not slides(PLAN):
+        own = load_own(
+            own_key, row * own_key_row, row_valid, item(ends_of(PLAN), LAST), KEY_SUBTILES, count(KEY_SUBTILES), SCALES
+        )
+        other = load_own(
+            own_value,
+            row * own_value_row,
+            row_valid,
+            item(value_ends_of(PLAN), LAST),
+            VALUE_SUBTILES,
+            count(VALUE_SUBTILES),
+            (),
+        )
+        start = tl.maximum(middle_low, low)
+        stop = tl.minimum(middle_high, high)
+        for walk in range(0, num_walks):
+            step = tl.cast(walk, tl.int64)
+            walked_mask = mask
+            if mask is not None:
+                walked_mask = mask + step * mask_head
+            slope = slopes
+            if slopes is not None:
+                slope = tl.load(slopes + step) * 1.4426950408889634
+            sums, value_sums = accumulate(
+                sums, value_sums, own, other, own_base, own_delta, position,
+                walk_key + step * walk_key_head, walk_value + step * walk_value_head,
+                base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
+                start, stop, walk_first, item(factors_of(PLAN), LAST), 0, window, SIDE, walked_mask, mask_walk, slope,
+                PLAN, count(KEY_SUBTILES), count(VALUE_SUBTILES), WALK, OWN_IS_KEY, True, IS_CAUSAL, HAS_WINDOW, FINE,
+            )  # fmt: skip
     store_subtiles(
         grad_key + batch * grad_key_batch + head * grad_key_head, row * grad_key_row, row_valid,
         natural(sums, KEY_SUBTILES, SCALES), KEY_SUBTILES,

@@ -20,6 +20,7 @@ from structattn.ops.triton.plan import (
     num_coarse_subtiles,
     num_groups_of,
     scales_of,
+    slides,
     softcap_of,
     value_ends_of,
     value_subtiles_of,
@@ -39,6 +40,7 @@ from structattn.ops.triton.primitives import (
     product_of,
     reach,
     shown_pairs,
+    sliding_range,
     soft_tanh,
     store_subtiles,
     visible_pairs,
@@ -57,7 +59,7 @@ def scale_subtiles(subtiles, factor):
 
 @triton.jit
 def attend(
-    sums, top, total, query, position, key, value, key_stride, value_stride, start, stop, factor, window,
+    sums, top, total, query, position, key, value, key_stride, value_stride, start, stop, factor, near, window, side,
     mask, mask_stride, slope,
     PLAN: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr, WALK: tl.constexpr,
     MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, FINE: tl.constexpr,
@@ -65,7 +67,7 @@ def attend(
     """Adds keys start ... stop to the running softmax: its sums of values, its maximum (base 2) and its denominator.
 
     ``key`` and ``value`` point at position 0, ``mask``, if there is one, at that of each query. ``factor`` is c_n log2(e) of the coarse levels that these keys share,
-    ``slope`` that of ALiBi times log2(e), if there is one.
+    ``slope`` that of ALiBi times log2(e), if there is one. ``near``, ``window`` and ``side`` are for ``visible_pairs``.
     """
     KEY_SUBTILES: tl.constexpr = key_subtiles_of(PLAN)
     VALUE_SUBTILES: tl.constexpr = value_subtiles_of(PLAN)
@@ -86,7 +88,7 @@ def attend(
         if slope is not None:
             score = with_alibi(score, slope, position, place)
         if MASKED:
-            shown = visible_pairs(position, place, stop, window, False, IS_CAUSAL, HAS_WINDOW)
+            shown = visible_pairs(position, place, stop, near, window, side, IS_CAUSAL, HAS_WINDOW)
             score = tl.where(shown, score, float("-inf"))
         if mask is not None:
             score = tl.where(shown_pairs(mask, row * mask_stride, valid), score, float("-inf"))
@@ -112,11 +114,12 @@ def walk_keys(
 ):  # fmt: skip
     """The softmax of a tile of queries at positions first ... last over the keys low ... high, level by level.
 
-    Without AFTER no key that shares only coarse levels is after the queries.
+    In blocks, without AFTER no key that shares only coarse levels is after the queries.
     """
     KEY_SUBTILES: tl.constexpr = key_subtiles_of(PLAN)
     VALUE_SUBTILES: tl.constexpr = value_subtiles_of(PLAN)
     FINE: tl.constexpr = has_fine(PLAN)
+    NUM_TURNS: tl.constexpr = 1 if IS_CAUSAL else 2
     MASKED: tl.constexpr = HAS_WINDOW or not ALIGNED
     sums = zero_subtiles(OWN, VALUE_SUBTILES)
     # Finite, so that a row without a visible key stays free of -inf - -inf.
@@ -125,11 +128,14 @@ def walk_keys(
     middle_low, middle_high = middle(first, last, PLAN, ALIGNED, WALK)
     for group in tl.static_range(num_groups_of(PLAN)):
         for level in range(group_of(PLAN, group, 0), group_of(PLAN, group, 1) + 1):
-            start, stop = before(level, first, middle_low, low, high, PLAN)
-            extent = stop - start
-            if AFTER:
-                start_after, stop_after = after(level, first, middle_high, low, high, PLAN)
-                extent = tl.maximum(extent, stop_after - start_after)
+            if slides(PLAN):
+                extent = high - low
+            else:
+                start, stop = before(level, first, middle_low, low, high, PLAN)
+                extent = stop - start
+                if AFTER:
+                    start_after, stop_after = after(level, first, middle_high, low, high, PLAN)
+                    extent = tl.maximum(extent, stop_after - start_after)
             own = load_own(
                 query,
                 query_offset,
@@ -140,30 +146,50 @@ def walk_keys(
                 scales_of(PLAN),
             )
             factor = pick(factors_of(PLAN), level)
-            sums, top, total = attend(
-                sums, top, total, own, position, key, value, key_stride, value_stride, start, stop, factor, window,
-                mask, mask_stride, slope,
-                PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, MASKED, False, HAS_WINDOW, False,
-            )  # fmt: skip
-            if AFTER:
+            if slides(PLAN):
+                for turn in range(NUM_TURNS):
+                    side, near, far, start, whole, rest, stop = sliding_range(
+                        level, turn, first, last, low, high, window, PLAN, False, IS_CAUSAL, HAS_WINDOW, WALK
+                    )
+                    for part in range(2):
+                        sums, top, total = attend(
+                            sums, top, total, own, position, key, value, key_stride, value_stride,
+                            tl.where(part == 0, start, rest), tl.where(part == 0, tl.minimum(whole, stop), stop),
+                            factor, near, far, side, mask, mask_stride, slope,
+                            PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, True, True, True, False,
+                        )  # fmt: skip
+                    sums, top, total = attend(
+                        sums, top, total, own, position, key, value, key_stride, value_stride, whole, rest,
+                        factor, near, far, side, mask, mask_stride, slope,
+                        PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, False, False, False, False,
+                    )  # fmt: skip
+            else:
                 sums, top, total = attend(
-                    sums, top, total, own, position, key, value, key_stride, value_stride, start_after, stop_after,
-                    factor, window, mask, mask_stride, slope,
-                    PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, True, False, HAS_WINDOW, False,
+                    sums, top, total, own, position, key, value, key_stride, value_stride, start, stop, factor, 0, window, 1,
+                    mask, mask_stride, slope,
+                    PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, MASKED, False, HAS_WINDOW, False,
                 )  # fmt: skip
+                if AFTER:
+                    sums, top, total = attend(
+                        sums, top, total, own, position, key, value, key_stride, value_stride, start_after, stop_after,
+                        factor, 0, window, 1, mask, mask_stride, slope,
+                        PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, True, False, HAS_WINDOW, False,
+                    )  # fmt: skip
             if is_sliced(PLAN):
                 sums = clear_from(sums, pick(value_ends_of(PLAN), level), VALUE_SUBTILES)
-    LAST: tl.constexpr = coarse_of(PLAN) - 1
-    own = load_own(
-        query, query_offset, row_valid, item(ends_of(PLAN), LAST), KEY_SUBTILES, count(KEY_SUBTILES), scales_of(PLAN)
-    )
-    start = tl.maximum(middle_low, low)
-    stop = tl.minimum(middle_high, high)
-    return attend(
-        sums, top, total, own, position, key, value, key_stride, value_stride, start, stop,
-        item(factors_of(PLAN), LAST), window, mask, mask_stride, slope,
-        PLAN, count(KEY_SUBTILES), count(VALUE_SUBTILES), WALK, True, IS_CAUSAL, HAS_WINDOW, FINE,
-    )  # fmt: skip
+    if not slides(PLAN):
+        LAST: tl.constexpr = coarse_of(PLAN) - 1
+        own = load_own(
+            query, query_offset, row_valid, item(ends_of(PLAN), LAST), KEY_SUBTILES, count(KEY_SUBTILES), scales_of(PLAN)
+        )  # fmt: skip
+        start = tl.maximum(middle_low, low)
+        stop = tl.minimum(middle_high, high)
+        sums, top, total = attend(
+            sums, top, total, own, position, key, value, key_stride, value_stride, start, stop,
+            item(factors_of(PLAN), LAST), 0, window, 1, mask, mask_stride, slope,
+            PLAN, count(KEY_SUBTILES), count(VALUE_SUBTILES), WALK, True, IS_CAUSAL, HAS_WINDOW, FINE,
+        )  # fmt: skip
+    return sums, top, total
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "first_block", "num_tiles", "window", "num_sequences"])

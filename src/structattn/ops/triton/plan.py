@@ -6,6 +6,10 @@ and the number of coarse levels that a pair shares depends only on the walked po
 by level from far to near, ranges whose pairs share exactly the levels up to l: they need the first R_l dimensions and
 no mask. Only the middle, where blocks smaller than a tile (*fine* levels) begin and end, masks pairs.
 
+Windows of sliding levels begin and end at other positions for each row. There the walk of level l visits all positions that share
+exactly the levels up to l with some own row: a range that overlaps with that of the next level by a tile, of which only the ends,
+where not all own rows agree, mask pairs by their distance. All levels are coarse.
+
 Dimensions are held as *subtiles*, tensors of a power of two of columns, since a tensor in registers cannot be sliced: first
 subtiles of the coarse dimensions, of which level l uses a prefix, then subtiles of each fine level. A subtile may reach beyond
 R_l; there the own tile is zero, and accumulators are cleared after each level, which is right because levels are walked
@@ -62,7 +66,8 @@ class KernelPlan:
         constants: nested tuples for the kernel: block sizes; factors c_n times log2(e); ends of the ranks; ends of the value
             ranks; (end, a_l) per level, last level first, empty when all a_l are equal; key subtiles; value subtiles;
             groups of coarse levels that use the same subtiles, as (first level, last level, number of key subtiles, number of
-            value subtiles); number of coarse levels; whether value slices exist; the soft cap times log2(e), 0 without.
+            value subtiles); number of coarse levels; whether value slices exist; the soft cap times log2(e), 0 without;
+            whether levels slide: their windows are in place of the block sizes.
         anchor: own tiles start anew at multiples of this many positions.
         per_anchor: own tiles from one such position to the next.
         aligned: whether the coarse blocks are whole tiles of the walk.
@@ -119,7 +124,7 @@ def make_plan(
     """The constants of a kernel for a layout.
 
     Args:
-        layout: with ``block_sizes``.
+        layout: with ``block_sizes`` or ``windows``.
         scale: as in ``structured_attention``.
         value_dim: dimension V of the values.
         tiles: the sizes of the tiles.
@@ -128,15 +133,19 @@ def make_plan(
     """
     per_level, per_count = layout.score_factors(scale)
     largest = max(per_level)
-    # Levels of one block size are one level. The first is global, so it stays apart.
-    levels = [0] + [
+    slides = layout.windows is not None
+    limits = [FAR if size is None else min(size, FAR) for size in layout.windows or layout.block_sizes]
+    # Levels of one size are one level. The first of blocks is global, so it stays apart.
+    levels = [
         n
-        for n in range(1, layout.num_levels)
-        if n + 1 == layout.num_levels or layout.block_sizes[n] != layout.block_sizes[n + 1]
+        for n in range(layout.num_levels)
+        if n + 1 == layout.num_levels or limits[n] != limits[n + 1] or (n == 0 and not slides)
     ]
-    if num_coarse is not None:
+    if slides:
+        num_coarse = len(levels)
+    elif num_coarse is not None:
         num_coarse = sum(n < num_coarse for n in levels)
-    sizes = tuple(min(layout.block_sizes[n], FAR) for n in levels)
+    sizes = tuple(limits[n] for n in levels)
     ends = tuple(accumulate(layout.ranks))
     rank_ends = tuple(ends[n] for n in levels)
     sliced = layout.value_ranks is not None
@@ -144,7 +153,7 @@ def make_plan(
     if num_coarse is None:
         fits = [n for n, size in enumerate(sizes) if n == 0 or math.ceil(size / tiles.own) * tiles.own <= _WASTE * size]
         num_coarse = fits[-1] + 1
-    anchor = sizes[num_coarse - 1] if num_coarse > 1 else tiles.own
+    anchor = sizes[num_coarse - 1] if num_coarse > 1 and not slides else tiles.own
     if anchor % tiles.own == 0:
         anchor = tiles.own
     key_subtiles = _subtiles(rank_ends, num_coarse)
@@ -169,10 +178,11 @@ def make_plan(
             num_coarse,
             sliced,
             0.0 if softcap is None else softcap / math.log(2),
+            slides,
         ),
         anchor=anchor,
         per_anchor=math.ceil(anchor / tiles.own),
-        aligned=all(size % tiles.walk == 0 for size in sizes[1:num_coarse]),
+        aligned=not slides and all(size % tiles.walk == 0 for size in sizes[1:num_coarse]),
         key_width=sum(width for _, width, *_ in key_subtiles),
         value_width=sum(width for _, width, *_ in value_subtiles),
     )
@@ -245,6 +255,11 @@ def is_sliced(plan):
 @triton.constexpr_function
 def softcap_of(plan):
     return plan[10]
+
+
+@triton.constexpr_function
+def slides(plan):
+    return plan[11]
 
 
 @triton.constexpr_function

@@ -138,6 +138,40 @@ def after(level, first, middle_high, low, high, PLAN: tl.constexpr):
 
 
 @triton.jit
+def sliding_range(
+    level, turn, first, last, low, high, window,
+    PLAN: tl.constexpr, OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """What is walked for a sliding level on one side of the own rows: the first turn takes the only side of a causal mask, else that before.
+
+    Returns:
+        side: 1 for walked positions before own ones, -1 after.
+        near, far: pairs at distances from near to below far share exactly the levels up to ``level``.
+        start, whole, rest, stop: start ... stop have such pairs, and whole ... rest have whole tiles of nothing else.
+    """
+    far = pick(sizes_of(PLAN), level)
+    near = tl.where(level == coarse_of(PLAN) - 1, 0, pick(sizes_of(PLAN), level + 1))
+    if HAS_WINDOW:
+        far = tl.minimum(far, window)
+        near = tl.minimum(near, window)
+    empty = near == far
+    near = tl.maximum(near, turn)  # pairs at distance 0 are of the first turn
+    if IS_CAUSAL and OWN_IS_KEY:
+        is_before = turn > 0
+    else:
+        is_before = turn == 0
+    side = tl.where(is_before, 1, -1)
+    start = tl.maximum(tl.where(is_before, first - far + 1, first + near), low)
+    stop = tl.minimum(tl.where(is_before, last - near + 1, last + far), high)
+    stop = tl.where(empty, start, stop)
+    alike = tl.where(is_before, last - far + 1, last + near)
+    alike_stop = tl.minimum(tl.where(is_before, first - near + 1, first + far), stop)
+    whole = start + (tl.maximum(alike - start, 0) + WALK - 1) // WALK * WALK
+    rest = whole + tl.maximum(alike_stop - whole, 0) // WALK * WALK
+    return side, near, far, start, whole, rest, stop
+
+
+@triton.jit
 def load_subtiles(pointer, offsets, valid, SUBTILES: tl.constexpr, NUM: tl.constexpr, MASKED: tl.constexpr):
     """The first NUM subtiles of rows at element ``offsets``; zero where not ``valid`` and beyond the dimension."""
     subtiles = ()
@@ -278,15 +312,12 @@ def shown_pairs(mask, offsets, valid):
 
 
 @triton.jit
-def visible_pairs(own, walk, stop, window, OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The pairs that may attend, among walked positions below ``stop``."""
+def visible_pairs(own, walk, stop, near, window, side, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """The pairs that may attend, among walked positions below ``stop``: keys are on one side of queries, 1 before own rows, -1 after."""
     shown = (walk < stop)[None, :]
-    if OWN_IS_KEY:
-        distance = walk[None, :] - own[:, None]
-    else:
-        distance = own[:, None] - walk[None, :]
+    distance = (own[:, None] - walk[None, :]) * side
     if IS_CAUSAL:
-        shown = shown & (distance >= 0)
+        shown = shown & (distance >= near)
     if HAS_WINDOW:
         shown = shown & (distance < window)
         if not IS_CAUSAL:

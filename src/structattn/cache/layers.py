@@ -14,30 +14,30 @@ from torch import Tensor
 from structattn.cache import files
 from structattn.cache.latent import Latent
 from structattn.cache.level_cache import LevelCache
-from structattn.cache.rows import CacheRows
+from structattn.cache.rows import CacheRows, OneLayerCache
 from structattn.cache.undo import all_or_nothing
 from structattn.checks import check_type, describe
 from structattn.errors import CacheError, ConfigError
 from structattn.layout.text import TextHistory
 
 
-class LayerCaches(Sequence[LevelCache], CacheRows):
-    """A sequence of ``LevelCache``, one per layer, that are reset, cropped and reordered together.
+class LayerCaches(Sequence[OneLayerCache], CacheRows):
+    """A sequence of caches, one per layer (a ``LevelCache`` for ``Attention``), that are reset, cropped and reordered together.
 
     Args:
         layers: at least one; they hold the same number of tokens.
         text: what is remembered of the text, where layouts depend on it. Default ``None``.
 
     Raises:
-        ConfigError: there is none, or not a ``LevelCache``.
+        ConfigError: there is none, or not the cache of a layer.
         CacheError: they hold different numbers of tokens.
     """
 
-    def __init__(self, layers: Iterable[LevelCache], text: TextHistory | None = None) -> None:
+    def __init__(self, layers: Iterable[OneLayerCache], text: TextHistory | None = None) -> None:
         self._layers = tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, Tensor) else ()
         self.text = text
-        if not self._layers or not all(isinstance(layer, LevelCache) for layer in self._layers):
-            raise ConfigError(f"LayerCaches needs the LevelCache of at least one layer, got {describe(layers)}")
+        if not self._layers or not all(isinstance(layer, OneLayerCache) for layer in self._layers):
+            raise ConfigError(f"LayerCaches needs the cache of at least one layer, got {describe(layers)}")
         check_type("text", text, (TextHistory, type(None)), "a TextHistory or None")
         self._torn = False  # rows of some layers were moved, of others not
         self.check()
@@ -68,16 +68,16 @@ class LayerCaches(Sequence[LevelCache], CacheRows):
         return all_or_nothing(self._layers if self.text is None else (*self._layers, self.text))
 
     @overload
-    def __getitem__(self, index: int) -> LevelCache: ...
+    def __getitem__(self, index: int) -> OneLayerCache: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[LevelCache]: ...
-    def __getitem__(self, index: int | slice) -> LevelCache | Sequence[LevelCache]:
+    def __getitem__(self, index: slice) -> Sequence[OneLayerCache]: ...
+    def __getitem__(self, index: int | slice) -> OneLayerCache | Sequence[OneLayerCache]:
         return self._layers[index]
 
     def __len__(self) -> int:
         return len(self._layers)
 
-    def __iter__(self) -> Iterator[LevelCache]:
+    def __iter__(self) -> Iterator[OneLayerCache]:
         return iter(self._layers)
 
     def __repr__(self) -> str:
@@ -131,9 +131,14 @@ class LayerCaches(Sequence[LevelCache], CacheRows):
             self.text.select(indices.tolist())
 
     def save(self, path: str | Path) -> None:
-        """Writes all layers to one safetensors file; see ``LevelCache.save``."""
+        """Writes all layers to one safetensors file; see ``LevelCache.save``. Raises ``ConfigError`` for the cache of a custom layer."""
         self.check()
-        files.save(path, [(layer.state(), layer.layout) for layer in self._layers], self.text)
+        saved = []
+        for layer in self._layers:
+            check_type("each cache that is saved", layer, LevelCache, "a LevelCache", "read the prompt again instead")
+            assert isinstance(layer, LevelCache)
+            saved.append((layer.state(), layer.layout))
+        files.save(path, saved, self.text)
 
     @classmethod
     def load(

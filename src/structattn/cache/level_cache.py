@@ -17,7 +17,7 @@ from structattn.cache.contents import Contents, TokenShape
 from structattn.cache.latent import Latent
 from structattn.cache.options import ScoreOptions
 from structattn.cache.owner import OfOneLayer
-from structattn.cache.rows import CacheRows
+from structattn.cache.rows import OneLayerCache
 from structattn.cache.store import PAGE_SIZE
 from structattn.cache.tokens import check_layout_of_call, checked_padding, checked_shape
 from structattn.checks import MAX_LENGTH, check_choice, check_size, check_tensor, check_type, describe, is_int
@@ -31,7 +31,7 @@ from structattn.ops.checks import autocasted
 _SAVED = ("window", "chunk_size", "max_length", "page_size", "left_padding")  # options that a file holds
 
 
-class LevelCache(CacheRows, OfOneLayer):
+class LevelCache(OneLayerCache, OfOneLayer):
     """Keys and values of one causal attention layer while it decodes, without what no later query can share.
 
     A pair of positions shares level l only inside one block of that level, so level l keeps the slices of the keys (and, with

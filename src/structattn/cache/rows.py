@@ -50,6 +50,14 @@ class CacheRows(ABC):
         steps = torch.arange(self.length, self.length + count)
         return steps if self.left_padding is None else steps - torch.tensor(self.left_padding)[:, None]
 
+    @abstractmethod
+    def reset(self) -> None:
+        """Forgets all tokens; memory, shape and padding stay."""
+
+    @abstractmethod
+    def crop(self, length: int) -> None:
+        """Forgets all tokens but the first ``length``."""
+
     def select(self, indices: Tensor) -> None:
         """Keeps rows ``indices``, in that order; a row may be taken several times.
 
@@ -91,3 +99,15 @@ class CacheRows(ABC):
         if self.batch_size is not None:
             check_memory(f"{repeats} copies of the rows", repeats * (self.nbytes + 64 * self.batch_size), torch.uint8)
             self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+
+class OneLayerCache(CacheRows):
+    """The cache of one layer, as ``LayerCaches`` holds it."""
+
+    @abstractmethod
+    def check_crop(self, length: int) -> None:
+        """Raises what ``crop`` would raise, and changes nothing."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Takes the last new tokens back."""

@@ -29,6 +29,7 @@ from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.cost import AttentionCost, attention_cost, cached_numbers
 from structattn.layers.factory import Device, check_dtype, on_device
 from structattn.layers.latent import ScoringLatent
+from structattn.layers.layer import AttentionLayer
 from structattn.layers.rotary import Rotary
 from structattn.layers.scoring import LowRank, Scoring, check_scoring
 from structattn.layers.scoring_modules import HeadShape
@@ -44,7 +45,7 @@ RotaryFunction = Callable[[Tensor, Tensor], Tensor]
 KeyCache = Literal["smaller", "features", "hidden"]
 
 
-class Attention(nn.Module):
+class Attention(AttentionLayer):
     """Multi-head attention with a structured score.
 
         out = W_O concat_h( softmax_j( score_h(i, j) ) W_V x_j ), score_h from the scoring, shared by the layout.
@@ -88,7 +89,6 @@ class Attention(nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         for name, flag in (("is_causal", is_causal), ("qk_norm", qk_norm), ("bias", bias)):
             check_bool(name, flag)
         checks.check_kv_heads(num_kv_heads)
@@ -110,10 +110,7 @@ class Attention(nn.Module):
         checks.check_rotary(rotary)
         checks.check_layout(layout, window, scoring, embed_dim, num_heads)
         check_dtype(dtype)
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = embed_dim // num_heads
+        super().__init__(embed_dim, num_heads, num_kv_heads)
         self.layout = layout
         self.window = window
         self.is_causal = is_causal
@@ -158,11 +155,11 @@ class Attention(nn.Module):
         value = spec if isinstance(spec, AttentionSpec) else text_forms.read(AttentionSpec, spec)
         check_size("num_heads", num_heads)
         check_size("context_length", context_length, MAX_LENGTH)
-        if value.num_heads is not None:
-            num_heads = value.num_heads
+        if value.custom is not None:
+            raise ConfigError(f"{value.custom} is a layer of its own, no Attention: give it to a LanguageModel")
         return cls(
             embed_dim,
-            num_heads,
+            value.num_heads or num_heads,
             value.num_kv_heads or num_kv_heads,
             scoring=value.scoring,
             layout=value.layout_for(context_length),
@@ -322,10 +319,14 @@ class Attention(nn.Module):
         with all_or_nothing((cache,)):
             return self._merged(cache.attend(q, k, v, scale=scale, backend=self.backend, layout=layout, attn_mask=mask))
 
+    def check_cache(self, cache: object) -> None:
+        """See ``AttentionLayer``."""
+        checks.check_cache(cache, self, self.layout, self.window)
+
     def _cached(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor, Tensor, float | None]:
         """Queries, keys or hidden states, values and scale of the next tokens, as the cache takes them."""
         self._check_states("x", x)
-        checks.check_cache(cache, self, self.layout, self.window)
+        self.check_cache(cache)
         order = self.scoring.cached_order
         q = self.scoring.queries(x, order)
         positions = cache.positions(x.shape[1]).to(x.device)

@@ -9,6 +9,7 @@ from typing import get_args
 from structattn import text_forms
 from structattn.checks import MAX_LENGTH, check_choice, check_size, check_type
 from structattn.errors import ConfigError
+from structattn.layers.layer import CustomAttention
 from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
 from structattn.layers.scoring_modules import ScoreScaling
 from structattn.layout.global_window import GlobalWindowLayout
@@ -29,6 +30,7 @@ class AttentionSpec:
         window: sliding window in positions, ``None`` for none.
         num_heads: overrides the model's number of heads (``standard:1``); ``None`` keeps it.
         num_kv_heads: overrides the model's number of key and value heads (``standard,kv_heads=1``); ``None`` keeps it.
+        custom: a variant that is no scoring and layout, in place of all of these. Default ``None``.
     """
 
     scoring: AnyScoring = field(default_factory=LowRank)
@@ -36,8 +38,13 @@ class AttentionSpec:
     window: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
+    custom: CustomAttention | None = None
 
     def __post_init__(self) -> None:
+        check_type("custom", self.custom, CustomAttention | None, "a CustomAttention or None", "parse_spec reads text")
+        others = (self.layout, self.window, self.num_heads, self.num_kv_heads)
+        if self.custom is not None and (self.scoring != LowRank() or any(value is not None for value in others)):
+            raise ConfigError(f"{self.custom} is a layer of its own: leave out scoring, layout, window and heads")
         check_type(
             "scoring", self.scoring, AnyScoring, "a scoring.LowRank, BTT, MLR or Matrix", "parse_spec reads text"
         )
@@ -62,8 +69,13 @@ class AttentionSpec:
 
         Args:
             scaling: ``"variance"`` or ``"mup"``.
+
+        Raises:
+            ConfigError: a custom variant, which has no muP.
         """
         check_choice("scaling", scaling, get_args(ScoreScaling))
+        if self.custom is not None:
+            raise ConfigError(f"{self.custom} has no scaling for muP: train it with the standard parametrization")
         layout, scoring = self.layout, self.scoring
         if layout is not None and layout.scaling == "variance":
             return dataclasses.replace(self, layout=dataclasses.replace(layout, scaling=scaling))

@@ -7,10 +7,12 @@ import math
 from torch import Tensor, nn
 
 from structattn.cache.bounded import LayerCache
+from structattn.cache.rows import OneLayerCache
 from structattn.checks import check_bool, check_like, check_number, check_size, check_tensor, check_type
 from structattn.errors import ShapeError
 from structattn.layers.attention import Attention
 from structattn.layers.checks import check_states
+from structattn.layers.layer import AttentionLayer
 from structattn.layout.levels import LevelLayout
 from structattn.memory import check_memory
 from structattn.optim.roles import Role, linear_roles
@@ -68,13 +70,17 @@ class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     Args:
-        attention: the attention module; its ``embed_dim`` is the width.
+        attention: the attention module (``Attention``, or another ``AttentionLayer``); its ``embed_dim`` is the width.
         mlp_ratio, bias, dropout: see ``MLP``; dropout is also applied to the attention's output.
     """
 
-    def __init__(self, attention: Attention, *, mlp_ratio: int = 4, bias: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self, attention: AttentionLayer, *, mlp_ratio: int = 4, bias: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        check_type("attention", attention, Attention, "an Attention module", "Attention.from_spec makes one from text")
+        check_type(
+            "attention", attention, AttentionLayer, "an Attention module", "Attention.from_spec makes one from text"
+        )
         check_bool("bias", bias)
         width = attention.embed_dim
         self.attention_norm = nn.LayerNorm(width, bias=bias)
@@ -83,11 +89,22 @@ class TransformerBlock(nn.Module):
         self.mlp = MLP(width, ratio=mlp_ratio, bias=bias, dropout=dropout)
         self.dropout = nn.Dropout(dropout)
 
+    @property
+    def scored_attention(self) -> Attention:
+        """The attention, for what reads its scoring and its layout.
+
+        Raises:
+            ConfigError: it is a layer without them.
+        """
+        check_type("the attention", self.attention, Attention, "one of a scoring and a layout", "choose another spec")
+        assert isinstance(self.attention, Attention)
+        return self.attention
+
     def forward(
         self,
         x: Tensor,
         *,
-        cache: LayerCache | None = None,
+        cache: LayerCache | OneLayerCache | None = None,
         left_padding: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         layout: LevelLayout | None = None,

@@ -70,9 +70,10 @@ def check_layout(
         check_sum("the value_ranks of the layout", value_ranks, embed_dim // num_heads, "the head dimension")
 
 
-def check_cache(cache: LayerCache, layer: nn.Module, layout: Layout | TextLayout | None, window: int | None) -> None:
+def check_cache(cache: object, layer: nn.Module, layout: Layout | TextLayout | None, window: int | None) -> None:
     """Raises ``ConfigError`` unless a cache is of a layer with that layout and window, or like its own and of no layer yet."""
     check_type("cache", cache, LayerCache, "a LevelCache, as new_cache() makes one")
+    assert isinstance(cache, LayerCache)
     if not _has_levels_of(cache, layout) or cache.window != window:
         raise ConfigError(
             f"the cache is of another layer: expected layout {layout} and window {window}, got {cache.text or cache.layout} and "

@@ -193,7 +193,7 @@ def export_decoder(model: LanguageModel, *, max_length: int, batch_size: int | N
         logits: Tensor = model.read_out(trunk.norm(of_each_row(x, index)[:, 0]))
         return logits
 
-    levels = [bounded_levels(block.attention, max_length) for block in trunk.layers]
+    levels = [bounded_levels(block.scored_attention, max_length) for block in trunk.layers]
     return decoder_programs(model, run, levels, batch_size, model.embedding.weight)
 
 

@@ -107,7 +107,7 @@ class ICLRegressor(nn.Module):
 
     def score_rank(self) -> int:
         """The rank of the bilinear form of one head of the first layer: the low-rank bottleneck is a limit on it."""
-        return self.trunk.layers[0].attention.scoring.matrix.rank_bound
+        return self.trunk.layers[0].scored_attention.scoring.matrix.rank_bound
 
     def flops_per_example(self) -> int:
         """``flops`` of a full prompt, N pairs: without the input projection."""

@@ -14,9 +14,10 @@ from structattn.cache import PAGE_SIZE, LayerCaches
 from structattn.cache.layers import guarded
 from structattn.checks import MAX_LENGTH, check_bool, check_number, check_sequences, check_size, check_type, describe
 from structattn.errors import ConfigError, ShapeError
-from structattn.layers.attention import Attention
 from structattn.layers.block import TransformerBlock
-from structattn.layers.checks import check_cache, check_states
+from structattn.layers.build import build_attention
+from structattn.layers.checks import check_states
+from structattn.layers.layer import LayerShape
 from structattn.layers.rotary import Rotary
 from structattn.layout.levels import MAX_COUNTED, LevelLayout
 from structattn.layout.text import UNITS, Segments, TextLayout, Unit
@@ -103,21 +104,22 @@ class Transformer(nn.Module):
             self.position = nn.Parameter(torch.empty(context_length, embed_dim))
             nn.init.normal_(self.position, std=0.02)
         self.dropout = nn.Dropout(dropout)
+        shape = LayerShape(
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            context_length=context_length,
+            is_causal=is_causal,
+            rotary=rotary,
+            qk_norm=qk_norm,
+            bias=bias,
+            dropout=dropout,
+        )
         blocks = []
         for own in specs:
-            attention = Attention.from_spec(
-                own,
-                embed_dim=embed_dim,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                context_length=context_length,
-                is_causal=is_causal,
-                rotary=rotary,
-                qk_norm=qk_norm,
-                bias=bias,
-                dropout=dropout,
+            blocks.append(
+                TransformerBlock(build_attention(own, shape), mlp_ratio=mlp_ratio, bias=bias, dropout=dropout)
             )
-            blocks.append(TransformerBlock(attention, mlp_ratio=mlp_ratio, bias=bias, dropout=dropout))
         self.blocks = nn.ModuleList(blocks)
         if self.text_units and not reads_text:
             raise ConfigError(
@@ -249,8 +251,7 @@ class Transformer(nn.Module):
                 f"the model has {len(self.blocks)} layers, the caches are of {len(caches)}: use new_cache()"
             )
         for block, cache in zip(self.layers, caches, strict=True):
-            layer = block.attention
-            check_cache(cache, layer, layer.layout, layer.window)
+            block.attention.check_cache(cache)
         caches.check()
 
     @property

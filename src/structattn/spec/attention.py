@@ -177,6 +177,20 @@ FORMS: dict[str, Form] = {
 }
 
 
+def add_form(name: str, form: Form) -> None:
+    """Adds a form, such as that of a ``CustomAttention``, for every reader of specs in this process.
+
+    Args:
+        name: before the colon.
+        form: whose ``make`` returns fields of an ``AttentionSpec``.
+
+    Raises:
+        ConfigError: the name is that of another form.
+    """
+    if FORMS.setdefault(name, form) is not form:
+        raise ConfigError(f"the form {name!r} is taken: choose another name")
+
+
 def _read_term(term: str) -> dict[str, Any]:
     """The fields of an ``AttentionSpec`` that a term sets."""
     form = FORMS.get(re.split("[:,]", term.strip())[0].strip())
@@ -293,5 +307,7 @@ def _layout_terms(spec: AttentionSpec) -> list[str]:
 def format_spec(spec: AttentionSpec) -> str:
     """The canonical text form of a variant; see ``parse_spec``."""
     check_type("spec", spec, AttentionSpec, "an AttentionSpec", "parse_spec reads text")
+    if spec.custom is not None:
+        return str(spec.custom)
     window = [] if spec.window is None else [write_term("window", spec.window)]
     return "+".join([*_scoring_terms(spec), *_layout_terms(spec), *window]) or "standard"

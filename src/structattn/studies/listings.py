@@ -10,7 +10,8 @@ import torch
 
 from structattn import mup
 from structattn.errors import BackendUnavailableError
-from structattn.layers.attention import Attention
+from structattn.layers.build import build_attention
+from structattn.layers.layer import LayerShape
 from structattn.layout.levels import LevelLayout
 from structattn.matrices import FAMILIES, Structure
 from structattn.models.language_model import LanguageModel
@@ -19,6 +20,7 @@ from structattn.ops.backends import why_not
 from structattn.spec.attention import FORMS
 from structattn.spec.layers import FORM as LAYER_FORM
 from structattn.spec.layers import LayerSpecs
+from structattn.studies.baselines import add_forms
 from structattn.studies.data.corpus import Bytes, text_units
 from structattn.studies.environment import hardware, versions
 from structattn.studies.report.table import Table
@@ -43,21 +45,23 @@ def structures() -> str:
 def specs() -> str:
     """The text forms of attention variants, with parameters and cost."""
     width, heads, length = 256, 4, 1024
+    shape = LayerShape(embed_dim=width, num_heads=heads, context_length=length)
     rows = []
+    add_forms()
     for form in FORMS.values():
         with torch.device("meta"):
-            layer = Attention.from_spec(form.example, embed_dim=width, num_heads=heads, context_length=length)
+            layer = build_attention(form.example, shape)
         cost = layer.cost(length)
         params = sum(p.numel() for p in layer.parameters())
-        counts = (f"{params:,}", f"{cost.flops / 1e6:,.0f}", f"{cost.key_cache_numbers:,}")
+        counts = (f"{params:,}", f"{cost.flops / 1e6:,.0f}", f"{cost.cache_numbers:,}")
         rows.append((form.syntax, form.example, *counts, form.meaning))
     notes = (
-        f"One layer of width {width}, {heads} heads, causal, {length:,} tokens; keys: numbers in its key cache; mlr-text: text without borders.",
+        f"One layer of width {width}, {heads} heads, causal, {length:,} tokens; cache: numbers that it keeps of them; mlr-text: text without borders.",
         "Terms are joined by +, as in 'bilinear-btt:1+mlr:128|64|32|32+window:512'; options follow commas,",
         f"as in 'mlr:32|16|8|8,scaling=paper'. {LAYER_FORM.syntax}: {LAYER_FORM.meaning},",
         f"as in '{LAYER_FORM.example}'. Quote a spec in the shell: | is a pipe there.",
     )
-    header = ("form", "example", "params", "MFLOP", "keys", "meaning")
+    header = ("form", "example", "params", "MFLOP", "cache", "meaning")
     return Table.of(header, rows, words=("example", "meaning"), notes=notes).text()
 
 

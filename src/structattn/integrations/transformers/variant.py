@@ -27,14 +27,19 @@ def trained_spec(spec: str | AttentionSpec) -> AttentionSpec:
     """A spec, checked to fit trained weights.
 
     Raises:
-        ConfigError: it asks for a scoring or a number of heads, which need other weights; or is not a spec.
+        ConfigError: it asks for a scoring, a number of heads or a custom layer, which need other weights; or is not a spec.
     """
     if not isinstance(spec, str | AttentionSpec):
         raise ConfigError(f"an attention spec is a text such as 'mlr:32|16|16' or an AttentionSpec, got {quoted(spec)}")
     value = parse_spec(spec) if isinstance(spec, str) else spec
-    if value.scoring != LowRank() or (value.num_heads, value.num_kv_heads) != (None, None):
+    is_kept = value.custom is None and value.scoring == LowRank()
+    if not is_kept or (value.num_heads, value.num_kv_heads) != (None, None):
         what = (
-            "a bilinear scoring" if not isinstance(value.scoring, LowRank) else "a number of heads, a rank or a scaling"
+            "a layer of its own"
+            if value.custom is not None
+            else "a bilinear scoring"
+            if not isinstance(value.scoring, LowRank)
+            else "a number of heads, a rank or a scaling"
         )
         raise ConfigError(
             f"attention spec {quoted(str(value))} asks for {what}, which cannot keep trained query and key weights: give a layout "

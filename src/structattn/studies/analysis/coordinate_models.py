@@ -228,7 +228,7 @@ class Probe:
     def __init__(self, model: ICLRegressor, batch: Batch) -> None:
         self._model = model
         self._batch = batch
-        self._initial = [copy.deepcopy(block.attention) for block in model.trunk.layers]
+        self._initial = [copy.deepcopy(block.scored_attention) for block in model.trunk.layers]
 
     @torch.no_grad()
     def sizes(self) -> dict[str, float]:

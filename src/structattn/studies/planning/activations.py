@@ -163,14 +163,15 @@ def activations(model: LanguageModel, precision: Precision, device: Literal["cud
 
 def _block(block: TransformerBlock, precision: Precision, device: str) -> tuple[SavedBytes, SavedBytes]:
     """The memory that a block keeps, and its gradients."""
-    width, hidden = block.attention.embed_dim, block.mlp.up.out_features
+    attention = block.scored_attention
+    width, hidden = attention.embed_dim, block.mlp.up.out_features
     narrow = 2 if precision == "bf16" else FLOAT32
-    linears = (block.attention.value_proj, block.attention.out_proj, block.mlp.up, block.mlp.down)
+    linears = (attention.value_proj, attention.out_proj, block.mlp.up, block.mlp.down)
     copies = 2 * sum(linear.weight.numel() for linear in linears) if precision == "bf16" else 0
     norms = SavedBytes(per_token=2 * (FLOAT32 * width + _STATISTICS))
     mlp = SavedBytes(per_token=narrow * (width + 2 * hidden))
-    op = _op_bytes(block.attention, narrow)
-    kept = norms + _attention(block.attention, precision, device) + mlp + SavedBytes(fixed=copies)
+    op = _op_bytes(attention, narrow)
+    kept = norms + _attention(attention, precision, device) + mlp + SavedBytes(fixed=copies)
     return kept, SavedBytes(per_token=FLOAT32 * width + max(2 * narrow * hidden, 2 * op))
 
 

@@ -15,8 +15,11 @@ from structattn.errors import ConfigError
 from structattn.layout.text import TextLayout
 from structattn.models.language_model import LanguageModel
 from structattn.spec.layers import LayerSpecs
+from structattn.studies.baselines import add_forms
 from structattn.studies.data.corpus import Tokenizer
 from structattn.studies.records.comparison import Baseline as Baseline
+
+add_forms()  # whoever reads the specs of a task has imported this
 
 Batch = dict[str, Tensor]
 Split = Literal["validation", "test"]

@@ -56,7 +56,7 @@ def _line(row: Row, key: str) -> tuple[list[float], list[float]]:
     values = row.details[key]
     if key == "attention_by_distance":
         positions = [_SAME, *positions]
-        layers = [[0.0 if v is None else v for v in layer] for layer in values]
+        layers = [[0.0 if v is None else v for v in layer] for layer in values if layer]
         values = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
     pairs = [(x, y) for x, y in zip(positions, values, strict=False) if y is not None]
     return [x for x, _ in pairs], [y for _, y in pairs]

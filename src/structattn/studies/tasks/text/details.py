@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from structattn.layers.attention import Attention
 from structattn.layout.levels import LevelLayout
 from structattn.models.language_model import LanguageModel
 from structattn.studies.octaves import by_octave
@@ -32,8 +33,12 @@ def attention_by_distance(model: LanguageModel, spans: Sequence[Tensor]) -> list
 
     Returns:
         For each layer one number per range of distances: itself, then the ``octaves`` of 1 ... the longest span - 1. They sum to 1.
+        Of a layer that is no ``Attention``, and may have no weights, an empty list.
     """
     length = max(map(len, spans))
+    weighing = {
+        i: layer for i, block in enumerate(model.trunk.layers) if isinstance(layer := block.attention, Attention)
+    }
     device = next(model.parameters()).device
     totals = torch.zeros(len(model.trunk.layers), length, dtype=torch.float64, device=device)
     calls: dict[int, tuple[Tensor, LevelLayout | None]] = {}
@@ -41,22 +46,22 @@ def attention_by_distance(model: LanguageModel, spans: Sequence[Tensor]) -> list
     def note(i: int, _: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
         calls[i] = (inputs[0], options["layout"])
 
-    hooks = [
-        block.attention.register_forward_pre_hook(partial(note, i), with_kwargs=True)
-        for i, block in enumerate(model.trunk.layers)
-    ]
+    hooks = [layer.register_forward_pre_hook(partial(note, i), with_kwargs=True) for i, layer in weighing.items()]
     try:
         for span in spans:
             model(span[None].to(device))
             positions = torch.arange(len(span), device=device)
             distances = (positions[:, None] - positions).clamp(min=0).flatten()
-            for i, block in enumerate(model.trunk.layers):
+            for i, layer in weighing.items():
                 states, layout = calls[i]
-                weights = block.attention.weights(states, layout=layout).mean(dim=(0, 1)).double()
+                weights = layer.weights(states, layout=layout).mean(dim=(0, 1)).double()
                 totals[i].index_add_(0, distances, weights.flatten())
     finally:
         for hook in hooks:
             hook.remove()
     shares = totals / totals.sum(dim=1, keepdim=True)
     positions = torch.arange(1, length, device=device)
-    return [[float(layer[0]), *(by_octave(layer[1:], positions, length - 1) if length > 1 else [])] for layer in shares]
+    return [
+        [float(share[0]), *(by_octave(share[1:], positions, length - 1) if length > 1 else [])] if i in weighing else []
+        for i, share in enumerate(shares)
+    ]

@@ -1,0 +1,185 @@
+"""What the baseline layers share: packed and padded sequences, caches, costs, projections."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from structattn.cache import PAGE_SIZE
+from structattn.cache.undo import all_or_nothing
+from structattn.checks import check_sequences, check_type
+from structattn.errors import ConfigError
+from structattn.layers.checks import check_states
+from structattn.layers.layer import AttentionLayer, LayerShape
+from structattn.layers.scoring import LowRank
+from structattn.layers.scoring_modules import HeadShape
+from structattn.studies.baselines.tables import Table, TableCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineCost:
+    """FLOPs of one forward pass for one sequence, and the numbers that the cache keeps of it."""
+
+    flops: int
+    cache_numbers: int
+
+
+def linear(width_in: int, width_out: int) -> nn.Linear:
+    """A linear layer without bias, with the initial weights of ``Attention``."""
+    found = nn.Linear(width_in, width_out, bias=False)
+    nn.init.normal_(found.weight, std=1 / math.sqrt(width_in))
+    return found
+
+
+def causal_pairs(num_tokens: int) -> int:
+    """Pairs of a query and a key that it sees."""
+    return num_tokens * (num_tokens + 1) // 2
+
+
+def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
+    """Weights over the last dimension, of scores (B, H, T, S) and what is visible, broadcastable to them; every query sees something."""
+    return torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
+
+
+class BaselineLayer(AttentionLayer):
+    """A causal layer that is no scoring and layout.
+
+    A class says how a whole sequence is mixed, how new tokens are with a cache, what the cache keeps, and what it costs. The rest is here:
+    packed sequences are mixed one after the other, padded ones from their first real token.
+
+    Args:
+        name: the spec, for messages.
+        shape: of the model.
+        tables: of the cache.
+        has_key_heads: whether ``num_kv_heads`` may differ from ``num_heads``. Default ``False``.
+
+    Raises:
+        ConfigError: heads do not divide, or the model is not causal, or has biases, dropout, or key heads that the layer has not.
+    """
+
+    def __init__(self, name: str, shape: LayerShape, tables: dict[str, Table], *, has_key_heads: bool = False) -> None:
+        heads = shape.num_kv_heads or shape.num_heads
+        HeadShape(embed_dim=shape.embed_dim, num_heads=shape.num_heads, num_kv_heads=heads)
+        super().__init__(shape.embed_dim, shape.num_heads, heads)
+        if not shape.is_causal or shape.bias or shape.dropout:
+            raise ConfigError(
+                f"{name} is a baseline for causal language models without bias and dropout, got is_causal={shape.is_causal}, bias={shape.bias}, "
+                f"dropout={shape.dropout}"
+            )
+        if heads != shape.num_heads and not has_key_heads:
+            raise ConfigError(f"{name} has no heads of keys to share: leave num_kv_heads at None, got {heads}")
+        self.tables = tables
+        self.out_proj = linear(shape.embed_dim, shape.embed_dim)
+
+    @abstractmethod
+    def mix(self, x: Tensor, positions: Tensor) -> Tensor:
+        """A whole sequence, without the output projection: (B, T, E) to (B, T, E); ``positions`` are 0 ... T - 1."""
+
+    @abstractmethod
+    def decode(self, x: Tensor, positions: Tensor, cache: TableCache) -> Tensor:
+        """As ``mix`` for new tokens, at positions (T,) or (B, T), which it adds to the cache."""
+
+    @abstractmethod
+    def mixing_flops(self, num_tokens: int) -> int:
+        """FLOPs of ``mix``; norms and softmax not counted."""
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cache: TableCache | None = None,
+        left_padding: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        layout: None = None,
+    ) -> Tensor:
+        """See ``AttentionLayer``."""
+        check_states("x", x, self.embed_dim, self.out_proj.weight)
+        if layout is not None:
+            raise ConfigError("this layer has no layout: leave it at None")
+        if cache is not None:
+            if left_padding is not None or cu_seqlens is not None:
+                raise ConfigError(
+                    "with a cache, leave cu_seqlens and left_padding at None; padding belongs to new_cache()"
+                )
+            self.check_cache(cache)
+            with all_or_nothing((cache,)):
+                return self.out_proj(self.decode(x, cache.take(x), cache))
+        check_sequences(x.shape[0], left_padding, cu_seqlens)
+        if cu_seqlens is not None:
+            parts = x.split(cu_seqlens.diff().tolist(), dim=1)
+            return self.out_proj(torch.cat([self._mixed(part) for part in parts if part.shape[1]], dim=1))
+        if left_padding is None:
+            return self.out_proj(self._mixed(x))
+        # The future does not change the past, so that padding at the end needs no mask.
+        steps, left = torch.arange(x.shape[1], device=x.device), left_padding.to(x.device)[:, None]
+        first = self._mixed(_at(x, (steps + left).clamp(max=x.shape[1] - 1)))
+        return self.out_proj(_at(first, (steps - left).clamp(min=0)))
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        return self.mix(x, torch.arange(x.shape[1], device=x.device))
+
+    def cost(self, num_queries: int) -> BaselineCost:
+        """What a sequence of that many tokens costs."""
+        numbers = sum(table.width * table.slots(num_queries) for table in self.tables.values())
+        flops = self.mixing_flops(num_queries) + 2 * num_queries * self.embed_dim**2
+        return BaselineCost(flops=flops, cache_numbers=numbers)
+
+    def new_cache(
+        self,
+        *,
+        max_length: int | None = None,
+        page_size: int = PAGE_SIZE,
+        left_padding: Tensor | Sequence[int] | None = None,
+    ) -> TableCache:
+        """An empty cache for ``forward``."""
+        cache = TableCache(self.tables, max_length=max_length, page_size=page_size, left_padding=left_padding)
+        cache.bind(self, self.tables)
+        return cache
+
+    def check_cache(self, cache: object) -> None:
+        """See ``AttentionLayer``."""
+        check_type("cache", cache, TableCache, "a TableCache, as new_cache() makes one")
+        assert isinstance(cache, TableCache)
+        cache.bind(self, self.tables)
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """x (B, T, E) at the tokens ``index`` (B, T) of each row."""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
+
+
+class QKV(nn.Module):
+    """The queries, keys and values of standard attention, (B, heads, T, D), with its norms; positions are for the layer to turn.
+
+    Args:
+        shape: of the layer.
+    """
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        heads = shape.num_kv_heads or shape.num_heads
+        self.head_shape = HeadShape(
+            embed_dim=shape.embed_dim,
+            num_heads=shape.num_heads,
+            num_kv_heads=heads,
+            norm=shape.qk_norm,
+            fixed_features=True,
+        )
+        self.scoring = LowRank().build(self.head_shape)
+        self.value_proj = linear(shape.embed_dim, heads * (shape.embed_dim // shape.num_heads))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, T, D), k and v (B, G, T, D) of hidden states (B, T, E)."""
+        v = self.value_proj(x).unflatten(-1, (self.head_shape.num_kv_heads, -1)).transpose(1, 2)
+        q, k = self.scoring(x, x)
+        return q.to(v.dtype), k.to(v.dtype), v
+
+    def flops(self, num_tokens: int) -> int:
+        """Of the three projections."""
+        weights = self.scoring.matrix.num_params + self.value_proj.weight.numel()
+        return 2 * num_tokens * weights

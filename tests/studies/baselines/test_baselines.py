@@ -1,0 +1,237 @@
+"""Baseline layers against definitions in loops, float64, and as layers of a language model: caches, padding, packing, generation."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import structattn as sa
+from structattn.errors import CacheError, ConfigError, ShapeError
+from structattn.layers.build import build_attention
+from structattn.layers.layer import LayerShape
+from structattn.studies.baselines import FORMS, add_forms
+from structattn.studies.baselines.layer import BaselineLayer
+from structattn.testing.tolerances import assert_close
+
+add_forms()
+WIDTH, HEADS, DIM = 16, 2, 8
+
+
+def turned(x: Tensor, position: int, is_rotated: bool) -> Tensor:
+    """Rotary positions of one vector: dimension i and i + D / 2 are a complex number."""
+    if not is_rotated:
+        return x
+    half = len(x) // 2
+    angles = position * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    z = torch.complex(x[:half], x[half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([z.real, z.imag, x[2 * half :]])
+
+
+def rms_normed(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * x / (x.square().mean() + torch.finfo(x.dtype).eps).sqrt()
+
+
+def attended(scores: list[Tensor], values: list[Tensor]) -> Tensor:
+    """The mean of values by the exponentials of scores, of one query."""
+    weights = torch.stack(scores).exp()
+    return (weights[:, None] * torch.stack(values)).sum(0) / weights.sum()
+
+
+def mla(layer: BaselineLayer, x: Tensor, is_rotated: bool) -> Tensor:
+    """Latent attention with the keys and values of every head."""
+    rank, rope, weight = layer.rank, layer.rope, layer.expand.weight
+    pairs = [layer.latent_proj.weight @ row for row in x]
+    latent = [rms_normed(pair[:rank], layer.norm.weight) for pair in pairs]
+    shared = [turned(pair[rank:], j, is_rotated) for j, pair in enumerate(pairs)]
+    heads = []
+    for h in range(HEADS):
+        first = 2 * h * DIM
+        keys = [torch.cat([weight[first : first + DIM] @ c, r]) for c, r in zip(latent, shared, strict=True)]
+        values = [weight[first + DIM : first + 2 * DIM] @ c for c in latent]
+        rows = []
+        for i, row in enumerate(x):
+            q = layer.query_proj.weight[h * (DIM + rope) : (h + 1) * (DIM + rope)] @ row
+            q = torch.cat([q[:DIM], turned(q[DIM:], i, is_rotated)])
+            scores = [q @ key / math.sqrt(DIM + rope) for key in keys[: i + 1]]
+            rows.append(attended(scores, values[: i + 1]))
+        heads.append(torch.stack(rows))
+    return torch.cat(heads, dim=1)
+
+
+# The spec, its definition without the output projection, and the numbers that its cache keeps of T tokens.
+CASES: list[tuple[str, Callable[[BaselineLayer, Tensor, bool], Tensor], Callable[[int], int]]] = [
+    ("mla:5,rope=3", mla, lambda T: 8 * T),
+    ("mla:6", mla, lambda T: (6 + DIM // 2) * T),
+]
+SPECS = [spec for spec, _, _ in CASES]
+QUICK = pytest.mark.quick(spec=["mla:5,rope=3"])
+
+
+def made(spec: str, rotary: sa.Rotary | None = None, **options) -> BaselineLayer:
+    torch.manual_seed(0)
+    shape = LayerShape(embed_dim=WIDTH, num_heads=HEADS, context_length=32, rotary=rotary, **options)
+    layer = build_attention(spec, shape).double()
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.4)
+    assert isinstance(layer, BaselineLayer)
+    return layer
+
+
+def model_of(spec: str) -> sa.LanguageModel:
+    """A model whose every weight is random, so that no part is silent."""
+    torch.manual_seed(0)
+    model = sa.LanguageModel(
+        11, spec, num_layers=2, embed_dim=WIDTH, num_heads=HEADS, context_length=32, rotary=sa.Rotary()
+    ).double()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.5 if p.dim() < 2 else p.shape[-1] ** -0.5)
+    return model.eval()
+
+
+@pytest.mark.parametrize("rotary", [sa.Rotary(), None], ids=str)
+@pytest.mark.parametrize(("spec", "definition", "numbers"), CASES, ids=SPECS)
+def test_outputs_and_gradients_are_those_of_the_definition(spec, definition, numbers, rotary) -> None:
+    layer = made(spec, rotary)
+    x = torch.randn(13, WIDTH, dtype=torch.float64, requires_grad=True)
+    expected = definition(layer, x, rotary is not None) @ layer.out_proj.weight.T
+    found = layer(x[None])[0]
+    assert_close(found, expected)
+    cotangent = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, [x, *layer.parameters()], cotangent)
+    for one, other in zip(torch.autograd.grad(found, [x, *layer.parameters()], cotangent), wanted, strict=True):
+        assert_close(one, other, gradient=True)
+        assert other.norm() > 0
+
+
+@QUICK
+@pytest.mark.parametrize("spec", SPECS)
+def test_cached_padded_and_packed_tokens_are_those_of_each_sequence(spec: str) -> None:
+    model = model_of(spec)
+    tokens = torch.randint(11, (3, 24), generator=torch.Generator().manual_seed(1))
+    padding = [0, 9, 4]
+    with torch.no_grad():
+        expected = [model(row[None, pad:])[0] for row, pad in zip(tokens, padding, strict=True)]
+        whole = model(tokens)
+        padded = model(tokens, left_padding=torch.tensor(padding))
+        rows = [row[pad:] for row, pad in zip(tokens, padding, strict=True)]
+        offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
+        assert_close(model(torch.cat(rows)[None], cu_seqlens=offsets)[0], torch.cat(expected))
+        for sizes in ([24], [1] * 24, [7, 1, 1, 8, 1, 6], [20, 2, 2]):
+            caches = model.new_cache(left_padding=padding, page_size=5)
+            cached = torch.cat([model(part, caches=caches) for part in tokens.split(sizes, dim=1)], dim=1)
+            for row, pad in enumerate(padding):
+                assert_close(cached[row, pad:], expected[row])
+                assert_close(padded[row, pad:], expected[row])
+            caches = model.new_cache(max_length=24)
+            assert_close(torch.cat([model(part, caches=caches) for part in tokens.split(sizes, dim=1)], dim=1), whole)
+
+
+@pytest.mark.parametrize(("spec", "definition", "numbers"), CASES, ids=SPECS)
+def test_the_cache_has_the_numbers_that_are_counted(spec, definition, numbers) -> None:
+    model = model_of(spec)
+    for length in (1, 4, 5, 16, 23):
+        caches = model.new_cache(max_length=length)
+        with torch.no_grad():
+            model(torch.zeros(3, length, dtype=torch.long), caches=caches)
+        assert model.trunk.cache_numbers(length) == 2 * numbers(length)
+        assert caches.nbytes == 8 * 3 * model.trunk.cache_numbers(length)
+
+
+@QUICK
+@pytest.mark.parametrize("spec", SPECS)
+def test_all_ways_of_generating_agree(spec: str) -> None:
+    model = model_of(f"[{spec},standard]")
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4]]
+    expected = model.generate(prompts, max_new_tokens=12, use_cache=False)
+    assert len({token for row in expected for token in row}) > 3
+    assert expected == [model.generate([prompt], max_new_tokens=12)[0] for prompt in prompts]
+    for options in ({}, {"prefill_chunk": 4}):
+        assert model.generate(prompts, max_new_tokens=12, **options) == expected
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@torch.no_grad()
+def test_rows_move_and_failed_tokens_leave_nothing(spec: str) -> None:
+    model = model_of(spec)
+    tokens = torch.randint(11, (2, 20), generator=torch.Generator().manual_seed(2))
+    padding = torch.tensor([0, 3])
+    whole = model(tokens, left_padding=padding)
+    caches = model.new_cache(left_padding=padding)
+    model(tokens[:, :9], caches=caches)
+    copied = copy.copy(caches)
+    last = model.trunk.layers[1]
+    handle = last.mlp.register_forward_hook(lambda *_: 1 / 0)  # after both caches have taken the tokens
+    for part in (tokens[:, 9:10], tokens[:, 9:]):
+        with pytest.raises(ZeroDivisionError):
+            model(part, caches=caches)
+    handle.remove()
+    assert caches.length == 9
+    caches.select(torch.tensor([1, 0, 1]))
+    for step in range(9, 20):
+        out = model(tokens[[1, 0, 1], step : step + 1], caches=caches)
+        assert_close(out[:, 0], whole[[1, 0, 1], step])
+    assert_close(model(tokens[:, 9:], caches=copied)[0], whole[0, 9:])
+    caches.reset()
+    assert_close(model(tokens[[1, 0, 1]], caches=caches)[1], whole[0])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@torch.no_grad()
+def test_tokens_are_cropped_or_that_is_an_error(spec: str) -> None:
+    model = model_of(spec)
+    tokens = torch.randint(11, (1, 20), generator=torch.Generator().manual_seed(2))
+    caches = model.new_cache()
+    model(tokens, caches=caches)
+    cache = caches[0]
+    is_shared = any(table.ring is not None or table.per > 1 for table in cache.tables.values())
+    if is_shared:
+        with pytest.raises(CacheError, match="keeps no tokens to go back to"):
+            caches.crop(7)
+        caches.crop(20)
+        caches.crop(0)
+    else:
+        caches.crop(7)
+    assert_close(model(tokens[:, caches.length :], caches=caches)[0, -1], model(tokens)[0, -1])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_a_layer_cannot_do_is_said(spec: str) -> None:
+    x = torch.zeros(1, 3, WIDTH, dtype=torch.float64)
+    layer, other = made(spec), made(spec)
+    for options in ({"is_causal": False}, {"bias": True}, {"dropout": 0.5}):
+        with pytest.raises(ConfigError, match="is a baseline for causal language models"):
+            made(spec, **options)
+    with pytest.raises(ConfigError, match="must divide"):
+        made(spec, num_kv_heads=3)
+    with pytest.raises(ConfigError, match="of another layer"):
+        other(x, cache=layer.new_cache())
+    with pytest.raises(ConfigError, match="a TableCache"):
+        layer(x, cache=sa.LevelCache())
+    with pytest.raises(ConfigError, match="padding belongs to new_cache"):
+        layer(x, cache=layer.new_cache(), left_padding=torch.tensor([1]))
+    with pytest.raises(ConfigError, match="has no layout"):
+        layer(x, layout=sa.LevelLayout((4, 4), (8, 4)))
+    with pytest.raises(ShapeError, match="of 2 rows, and the tokens of 1"):
+        layer(x, cache=layer.new_cache(left_padding=[0, 1]))
+    with pytest.raises(ConfigError, match="has no scaling for muP"):
+        sa.parse_spec(spec).with_scaling("mup")
+    with pytest.raises(ConfigError, match="a layer of its own"):
+        sa.Attention.from_spec(spec, embed_dim=WIDTH, num_heads=HEADS, context_length=8)
+    with pytest.raises(ConfigError, match="a layer of its own: leave out"):
+        sa.parse_spec(f"{spec}+window:3")
+    caches = model_of(spec).new_cache()
+    with pytest.raises(ConfigError, match="a LevelCache"):
+        caches.save("nowhere")
+
+
+@pytest.mark.parametrize("spec", [*SPECS, *(form.example for form in FORMS.values())])
+def test_text_forms_are_read_and_written(spec: str) -> None:
+    value = sa.parse_spec(spec)
+    assert str(value) == spec
+    assert sa.parse_spec(str(value)) == value
+    assert hash(value) == hash(sa.parse_spec(spec))

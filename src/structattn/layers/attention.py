@@ -63,8 +63,7 @@ class Attention(AttentionLayer):
         bias: of the value and output projections and the norms. Default ``False``.
         window: sliding window in positions, with any layout of levels. Default ``None``.
         dropout: of attention weights in training; the op's ``dropout_p``. Default 0.
-        backend: of ``structured_attention``.
-        device, dtype: of the parameters, as ``nn.Linear``.
+        backend, device, dtype: of ``structured_attention``; of the parameters, as ``nn.Linear``.
 
     Raises:
         ConfigError: heads do not divide, ranks do not sum to the feature dimension, or an option is out of range.
@@ -318,10 +317,6 @@ class Attention(AttentionLayer):
         cache.bind(self)
         with all_or_nothing((cache,)):
             return self._merged(cache.attend(q, k, v, scale=scale, backend=self.backend, layout=layout, attn_mask=mask))
-
-    def check_cache(self, cache: object) -> None:
-        """See ``AttentionLayer``."""
-        checks.check_cache(cache, self, self.layout, self.window)
 
     def _cached(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor, Tensor, float | None]:
         """Queries, keys or hidden states, values and scale of the next tokens, as the cache takes them."""

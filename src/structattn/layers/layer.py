@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from structattn.cache import PAGE_SIZE
 from structattn.cache.rows import OneLayerCache
+from structattn.layers.checks import check_cache
 from structattn.layers.rotary import Rotary
 from structattn.layout.global_window import Layout
 from structattn.layout.text import TextLayout
@@ -43,7 +44,7 @@ class LayerCost(Protocol):
         """Numbers that ``new_cache`` keeps of the sequence."""
 
 
-class AttentionLayer(nn.Module, ABC):
+class AttentionLayer(nn.Module):
     """A module (B, T, E) to (B, T, E) that mixes the tokens of a sequence.
 
     ``forward(x, *, cache=None, left_padding=None, cu_seqlens=None, layout=None)`` has the meaning of that of ``Attention``; ``layout`` is
@@ -54,11 +55,12 @@ class AttentionLayer(nn.Module, ABC):
 
     Attributes:
         out_proj: the last linear layer, which language models start at zero.
-        layout: of the scores, if they have one.
+        layout, window: of the scores, if they have one.
     """
 
     out_proj: nn.Linear
     layout: Layout | TextLayout | None = None
+    window: int | None = None
 
     def __init__(self, embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
         super().__init__()
@@ -81,9 +83,9 @@ class AttentionLayer(nn.Module, ABC):
     ) -> OneLayerCache:
         """An empty cache for ``forward``; arguments as of ``LevelCache``."""
 
-    @abstractmethod
     def check_cache(self, cache: object) -> None:
-        """Raises ``ConfigError`` unless it is a cache of this layer, or like its own and of no layer yet."""
+        """Raises ``ConfigError`` unless it is a cache of this layer, or like its own and of no layer yet; here, a ``LevelCache``."""
+        check_cache(cache, self, self.layout, self.window)
 
 
 class CustomAttention(ABC):

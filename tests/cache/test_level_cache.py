@@ -286,6 +286,23 @@ def test_what_is_allocated_is_what_the_layout_says(length, page_size, layout) ->
     assert numbers * values <= grown.value_nbytes <= numbers * (values + slack * 6)
 
 
+@pytest.mark.parametrize(("page_size", "slack"), [(1, 0), (7, 6)])
+def test_sliding_levels_take_the_bytes_of_their_windows_at_every_step(page_size, slack) -> None:
+    """Each level a ring of its window, at most a page more while it fills, and nothing that grows after."""
+    q, k, v = draw(2, 4, 2, 2, 50)
+    for windows, window, ends in (((None, 20, 8), None, (999, 20, 8)), ((40, 20, 20), 30, (30, 20, 20))):
+        layout = sa.LevelLayout.sliding((3, 2, 1), windows, value_ranks=(1, 2, 3))
+        cache = sa.LevelCache(layout, window=window, page_size=page_size)
+        for step in range(50):
+            cache.attend(*(x[:, :, step : step + 1] for x in (q, k, v)))
+            for nbytes, ranks in ((cache.key_nbytes, (3, 2, 1)), (cache.value_nbytes, (1, 2, 3))):
+                least, most = (
+                    2 * 2 * 8 * sum(r * min(end, step + 1 + more) for r, end in zip(ranks, ends, strict=True))
+                    for more in (0, slack)
+                )
+                assert least <= nbytes <= most
+
+
 def test_eight_levels_are_four_times_smaller() -> None:
     layout = sa.LevelLayout.halving((8,) * 8, 4096, value_ranks=(8,) * 8)
     cache = sa.LevelCache(layout, max_length=4096)

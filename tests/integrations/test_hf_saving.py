@@ -133,7 +133,7 @@ def edit(folder, change):
         (lambda c: c["structattn"].update(spec=1), ConfigError, "did you mean 'specs'"),
         (lambda c: c["structattn"].update(specs="mlr:4|4"), ConfigError, "must be a list"),
         (lambda c: c["structattn"].update(specs=["mlr:4|2|2"]), ConfigError, "expected 2, got 1"),
-        (lambda c: c["structattn"].update(specs=["mlr:4|2|2", "mla:4|4"]), ConfigError, "did you mean 'mlr'"),
+        (lambda c: c["structattn"].update(specs=["mlr:4|2|2", "mlrr:4|4"]), ConfigError, "did you mean 'mlr'"),
         (lambda c: c["structattn"].update(specs=["mlr:4|2|2", "bilinear-btt:1"]), ConfigError, "cannot keep trained"),
         (lambda c: c["structattn"].update(specs=["mlr:4|2|2", "mlr:4|8"]), ConfigError, "expected 8, got 4\\|8"),
         (lambda c: c["structattn"].update(specs=["mlr:4|2|2", "mlr:5|3"]), ConfigError, "must be even"),

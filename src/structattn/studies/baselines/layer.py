@@ -1,4 +1,4 @@
-"""What the baseline layers share: packed and padded sequences, caches, costs, projections."""
+"""What the baseline layers share: packed and padded sequences, caches, costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from structattn.checks import check_sequences, check_type
 from structattn.errors import ConfigError
 from structattn.layers.checks import check_states
 from structattn.layers.layer import AttentionLayer, LayerShape
-from structattn.layers.scoring import LowRank
 from structattn.layers.scoring_modules import HeadShape
 from structattn.studies.baselines.tables import Table, TableCache
 
@@ -151,35 +150,3 @@ class BaselineLayer(AttentionLayer):
 def _at(x: Tensor, index: Tensor) -> Tensor:
     """x (B, T, E) at the tokens ``index`` (B, T) of each row."""
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
-
-
-class QKV(nn.Module):
-    """The queries, keys and values of standard attention, (B, heads, T, D), with its norms; positions are for the layer to turn.
-
-    Args:
-        shape: of the layer.
-    """
-
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        heads = shape.num_kv_heads or shape.num_heads
-        self.head_shape = HeadShape(
-            embed_dim=shape.embed_dim,
-            num_heads=shape.num_heads,
-            num_kv_heads=heads,
-            norm=shape.qk_norm,
-            fixed_features=True,
-        )
-        self.scoring = LowRank().build(self.head_shape)
-        self.value_proj = linear(shape.embed_dim, heads * (shape.embed_dim // shape.num_heads))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, T, D), k and v (B, G, T, D) of hidden states (B, T, E)."""
-        v = self.value_proj(x).unflatten(-1, (self.head_shape.num_kv_heads, -1)).transpose(1, 2)
-        q, k = self.scoring(x, x)
-        return q.to(v.dtype), k.to(v.dtype), v
-
-    def flops(self, num_tokens: int) -> int:
-        """Of the three projections."""
-        weights = self.scoring.matrix.num_params + self.value_proj.weight.numel()
-        return 2 * num_tokens * weights

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from structattn.studies.records.comparison import ComparisonRecord
 from structattn.studies.report.figures.octaves import loss_by_position
+from structattn.studies.report.numbers import fmt_count
 from structattn.studies.report.plot import Drawing, label_left, mark_axis, panel_grid, shared_legend, spec_style
 from structattn.studies.report.table import Table
 from structattn.studies.tasks.uptraining.recall import MOST_LOOKED_UP
+
+_LOSS_MARKS = (-0.1, -0.05, 0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 def _variants(record: ComparisonRecord) -> list[str | None]:
@@ -20,9 +25,18 @@ def _teacher(record: ComparisonRecord, variant: str | None) -> Any:
 
 
 def healing(record: ComparisonRecord) -> Drawing | None:
-    """Validation loss against the tokens of training, from the student as it was made; a line for the teacher."""
-    caption = "From the student as it was made (0 tokens) to the healed one; dotted, the teacher."
-    return _against_tokens(record, record.metric, "validation loss, nats per token", caption, "Healing.")
+    """Validation loss above the teacher's against the tokens of training, from the student as it was made."""
+    caption = "From the student as it was made (0 tokens) to the healed one; dotted, the teacher. The axis is logarithmic above 0.1."
+    label = "validation loss above the teacher's, nats per token"
+    drawing = _against_tokens(record, record.metric, label, caption, "Healing.", is_above_teacher=True)
+    if drawing is not None:
+        for ax in drawing[0].axes:
+            ax.set_yscale("symlog", linthresh=0.1)  # students that lose much and little in one panel
+            lowest = min(float(y) for line in ax.lines for y in np.asarray(line.get_ydata()))
+            ax.set_ylim(bottom=lowest - 0.01)
+            low, high = ax.get_ylim()
+            mark_axis(ax.yaxis, [mark for mark in _LOSS_MARKS if low <= mark <= high])
+    return drawing
 
 
 def recall_healing(record: ComparisonRecord) -> Drawing | None:
@@ -38,7 +52,9 @@ def recall_healing(record: ComparisonRecord) -> Drawing | None:
     return drawing
 
 
-def _against_tokens(record: ComparisonRecord, score: str, label: str, caption: str, title: str) -> Drawing | None:
+def _against_tokens(
+    record: ComparisonRecord, score: str, label: str, caption: str, title: str, *, is_above_teacher: bool = False
+) -> Drawing | None:
     key = f"validation_{score}"
     rows = [row for row in record.rows if row.histories and key in row.histories[0][0]]
     if not rows:
@@ -47,16 +63,20 @@ def _against_tokens(record: ComparisonRecord, score: str, label: str, caption: s
     specs = list(dict.fromkeys(row.spec for row in rows))
     figure, panels = panel_grid(len(_variants(record)), 3.4)
     for ax, variant in zip(panels, _variants(record), strict=True):
+        teacher = _teacher(record, variant)
+        known = None if teacher is None else teacher.details.get("validation")
+        zero = known[score] if known and is_above_teacher else 0.0
         for row in rows:
             if row.variant == variant:
                 steps = [entry["step"] * row.batch_size * length for entry in row.histories[0]]
                 curves = [[entry[key] for entry in history] for history in row.histories]
-                mean = [sum(values) / len(values) for values in zip(*curves, strict=False)]
+                mean = [sum(values) / len(values) - zero for values in zip(*curves, strict=False)]
                 ax.plot(steps[: len(mean)], mean, ms=3, lw=1.3, label=row.spec, **spec_style(specs, row.spec))
-        if (teacher := _teacher(record, variant)) is not None and "validation" in teacher.details:
-            ax.axhline(teacher.details["validation"][score], color="0.3", lw=1, ls=":", label="teacher")
+        if known:
+            ax.axhline(known[score] - zero, color="0.3", lw=1, ls=":", label="teacher")
         ax.set_title(variant or "", fontsize=9, loc="left")
         ax.set_xlabel("tokens of training")
+        ax.xaxis.set_major_formatter(lambda value, _: fmt_count(value))
     label_left(panels, label)
     shared_legend(figure, panels)
     return figure, caption, title

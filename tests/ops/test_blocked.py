@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -326,6 +326,7 @@ def test_free_segments_need_few_masks() -> None:
     tile=st.sampled_from([1, 2, 8]),
     mixed=st.sampled_from([1, 6, 64]),
 )
+@example(T=1, S=9, windows=[None, 2], is_causal=False, window=8, tile=8, mixed=1)
 def test_blocks_of_sliding_levels_cover_every_visible_pair_once(T, S, windows, is_causal, window, tile, mixed) -> None:
     windows.sort(key=lambda size: -(size or 1000))
     layout = sa.LevelLayout.sliding((1,) * len(windows), windows)

@@ -36,15 +36,15 @@ class SlidingGeometry(Geometry):
                 levels = sorted(
                     bands.levels(max(low, self.first_query - self.num_keys + 1), min(high, self.num_keys - 1))
                 )
-                is_divided = len(levels) > 1 and (
-                    size > self.tile if levels[0] == 0 else size * (len(levels) - 1) > _MIXED
-                )
-                if is_divided:
+                seen = [level for level in levels if level]
+                is_mixed = size * (len(seen) - 1) > _MIXED
+                # What is kept has no part that would be divided: only so do parities tell which parts are there.
+                if is_mixed or (seen and levels[0] == 0 and size > self.tile):
                     # Square t of the queries against t - m becomes 2 t and 2 t + 1 against 2 (t - m) and 2 (t - m) + 1.
                     divided[2 * m] |= {0, 1}
                     divided[2 * m + 1].add(1)
                     divided[2 * m - 1].add(0)
-                elif seen := [level for level in levels if level]:
+                elif seen:
                     for parity in (None,) if len(parities) == 2 else parities:
                         for rows, cols in self._squares(size, m, parity):
                             yield Block(rows, cols, seen[0], tuple(seen[1:]))

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import structattn as sa
 from structattn.errors import CacheError, ConfigError, ShapeError
@@ -16,6 +18,7 @@ from structattn.layers.build import build_attention
 from structattn.layers.layer import LayerShape
 from structattn.studies.baselines import FORMS, add_forms
 from structattn.studies.baselines.layer import BaselineLayer
+from structattn.studies.baselines.tables import Table, TableCache
 from structattn.testing.tolerances import assert_close
 
 add_forms()
@@ -63,18 +66,74 @@ def mla(layer: BaselineLayer, x: Tensor, is_rotated: bool) -> Tensor:
     return torch.cat(heads, dim=1)
 
 
+def heads_of(layer: BaselineLayer, x: Tensor) -> tuple[list, list, list]:
+    """Queries after their norm and keys before it, (head, token), and values: from the weights of ``Attention``."""
+    left, right = layer.scoring.matrix.left, layer.scoring.matrix.right
+    group = HEADS // layer.num_kv_heads
+    queries, keys, values = [], [], []
+    for h in range(HEADS):
+        g = h // group
+        queries.append([layer_normed(left[g, h % group].T @ row, layer.scoring.q_norm.weight) for row in x])
+        keys.append([right[g, 0].T @ row for row in x])
+        values.append([layer.value_proj.weight[g * DIM : (g + 1) * DIM] @ row for row in x])
+    return queries, keys, values
+
+
+def layer_normed(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x - x.mean()) / (x.var(correction=0) + 1e-5).sqrt()
+
+
+def recent(layer: BaselineLayer, x: Tensor, is_rotated: bool) -> Tensor:
+    """Standard attention to the last tokens and the first ones."""
+    heads, norm = [], layer.scoring.k_norm.weight
+    for queries, keys, values in zip(*heads_of(layer, x), strict=True):
+        rows = []
+        for i, q in enumerate(queries):
+            seen = [j for j in range(i + 1) if i - layer.variant.window < j or j < layer.variant.sinks]
+            at = [turned(layer_normed(keys[j], norm), j, is_rotated) for j in seen]
+            scores = [turned(q, i, is_rotated) @ k / math.sqrt(DIM) for k in at]
+            rows.append(attended(scores, [values[j] for j in seen]))
+        heads.append(torch.stack(rows))
+    return torch.cat(heads, dim=1)
+
+
+def pooled(layer: BaselineLayer, x: Tensor, is_rotated: bool) -> Tensor:
+    """Standard attention to the last tokens, and to a weighted mean of each block before them."""
+    heads, norm, size = [], layer.scoring.k_norm.weight, layer.variant.block
+    for h, (queries, keys, values) in enumerate(zip(*heads_of(layer, x), strict=True)):
+        g = h * layer.num_kv_heads // HEADS
+        rows = []
+        for i, q in enumerate(queries):
+            near = range(size * (max(0, i - layer.variant.window + 1) // size), i + 1)
+            found = [(keys[j], values[j], j) for j in near]
+            for first in range(0, near[0], size):
+                block = range(first, first + size)
+                scores = [layer.score[g] @ keys[j] + layer.place[g, j % size] for j in block]
+                key = attended(scores, [keys[j] for j in block])
+                found.append((key, attended(scores, [values[j] for j in block]), first))
+            at = [turned(layer_normed(k, norm), j, is_rotated) for k, _, j in found]
+            scores = [turned(q, i, is_rotated) @ k / math.sqrt(DIM) for k in at]
+            rows.append(attended(scores, [v for _, v, _ in found]))
+        heads.append(torch.stack(rows))
+    return torch.cat(heads, dim=1)
+
+
 # The spec, its definition without the output projection, and the numbers that its cache keeps of T tokens.
 CASES: list[tuple[str, Callable[[BaselineLayer, Tensor, bool], Tensor], Callable[[int], int]]] = [
     ("mla:5,rope=3", mla, lambda T: 8 * T),
     ("mla:6", mla, lambda T: (6 + DIM // 2) * T),
+    ("recent:5,sinks=2", recent, lambda T: 2 * WIDTH * min(T, 7)),
+    ("recent:3,sinks=4,kv_heads=1", recent, lambda T: WIDTH * min(T, 7)),
+    ("pooled:3,window=4", pooled, lambda T: 2 * WIDTH * (min(T, 6) + max(0, T - 4) // 3)),
+    ("pooled:4,window=1,kv_heads=1", pooled, lambda T: WIDTH * (min(T, 4) + max(0, T - 1) // 4)),
 ]
 SPECS = [spec for spec, _, _ in CASES]
-QUICK = pytest.mark.quick(spec=["mla:5,rope=3"])
+QUICK = pytest.mark.quick(spec=["mla:5,rope=3", "recent:5,sinks=2", "pooled:3,window=4"])
 
 
 def made(spec: str, rotary: sa.Rotary | None = None, **options) -> BaselineLayer:
     torch.manual_seed(0)
-    shape = LayerShape(embed_dim=WIDTH, num_heads=HEADS, context_length=32, rotary=rotary, **options)
+    shape = LayerShape(embed_dim=WIDTH, context_length=32, rotary=rotary, **{"num_heads": HEADS, **options})
     layer = build_attention(spec, shape).double()
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=0.4)
@@ -121,7 +180,7 @@ def test_cached_padded_and_packed_tokens_are_those_of_each_sequence(spec: str) -
         rows = [row[pad:] for row, pad in zip(tokens, padding, strict=True)]
         offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
         assert_close(model(torch.cat(rows)[None], cu_seqlens=offsets)[0], torch.cat(expected))
-        for sizes in ([24], [1] * 24, [7, 1, 1, 8, 1, 6], [20, 2, 2]):
+        for sizes in ([24], [1] * 24, [7, 1, 0, 1, 8, 1, 6], [20, 2, 2]):
             caches = model.new_cache(left_padding=padding, page_size=5)
             cached = torch.cat([model(part, caches=caches) for part in tokens.split(sizes, dim=1)], dim=1)
             for row, pad in enumerate(padding):
@@ -207,7 +266,7 @@ def test_what_a_layer_cannot_do_is_said(spec: str) -> None:
         with pytest.raises(ConfigError, match="is a baseline for causal language models"):
             made(spec, **options)
     with pytest.raises(ConfigError, match="must divide"):
-        made(spec, num_kv_heads=3)
+        made(spec, num_heads=3)
     with pytest.raises(ConfigError, match="of another layer"):
         other(x, cache=layer.new_cache())
     with pytest.raises(ConfigError, match="a TableCache"):
@@ -235,3 +294,53 @@ def test_text_forms_are_read_and_written(spec: str) -> None:
     assert str(value) == spec
     assert sa.parse_spec(str(value)) == value
     assert hash(value) == hash(sa.parse_spec(spec))
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": False}, {"num_kv_heads": 1}], ids=str)
+@pytest.mark.parametrize("spec", ["recent:13,sinks=1", "recent:12,sinks=1", "pooled:3,window=13", "pooled:1,window=2"])
+def test_where_all_tokens_are_seen_it_is_standard_attention(spec: str, options: dict) -> None:
+    layer = made(spec, sa.Rotary(), **options)
+    standard = sa.Attention(WIDTH, HEADS, rotary=sa.Rotary(), **options).double()
+    standard.load_state_dict({name: p for name, p in layer.state_dict().items() if name not in ("score", "place")})
+    x = torch.randn(2, 13, WIDTH, dtype=torch.float64)
+    assert_close(layer(x), standard(x))
+    pooling = 6 * 11 * DIM * layer.num_kv_heads if spec == "pooled:1,window=2" else 0
+    assert layer.cost(13).flops - pooling == standard.cost(13).flops
+    assert layer.cost(13).cache_numbers == standard.cost(13).cache_numbers
+
+
+# The spec, and the keys of T that each query is multiplied with in a whole sequence, and those among them that it sees, by their number.
+COUNTED = [
+    ("mla:5,rope=3", lambda T: T, lambda i: i + 1),
+    ("recent:5,sinks=2", lambda T: T, lambda i: min(i + 1, 5 + min(2, max(0, i - 4)))),
+    ("pooled:3,window=4", lambda T: T + max(0, T - 4) // 3, lambda i: i + 1 - 2 * (max(0, i - 3) // 3)),
+    ("pooled:4,window=1,kv_heads=1", lambda T: T + max(0, T - 1) // 4, lambda i: i + 1 - 3 * (i // 4)),
+]
+
+
+@pytest.mark.parametrize(("spec", "keys", "seen"), COUNTED, ids=[spec for spec, _, _ in COUNTED])
+def test_flops_are_those_of_pytorchs_counter_without_hidden_pairs(spec, keys, seen) -> None:
+    layer = made(spec)
+    for length in (1, 4, 5, 12, 13, 16):
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+            layer(torch.zeros(1, length, WIDTH, dtype=torch.float64))
+        hidden = length * keys(length) - sum(seen(i) for i in range(length))
+        pair = 2 * HEADS * (2 * DIM + getattr(layer, "rope", 0))
+        assert layer.cost(length).flops == counter.get_total_flops() - pair * hidden
+
+
+@pytest.mark.parametrize("table", [Table(width=1, ring=4), Table(width=1, ring=3, first=2)], ids=str)
+def test_a_ring_holds_the_newest_tokens_in_the_slots_that_it_says(table: Table) -> None:
+    for sizes in ([1] * 12, [9, 1, 2], [2, 7, 3]):
+        cache, kept = TableCache({"t": table}, left_padding=[0, 5]), {0: -1, 1: -1}
+        for new in torch.arange(1.0, 13.0).split(sizes):
+            x = new[None, :, None].expand(2, -1, -1)
+            positions = cache.take(x)
+            both, held = cache.extend("t", x, positions)
+            for row, pad in enumerate((0, 5)):
+                numbers = dict(zip(held[row].tolist(), both[row, :, 0].tolist(), strict=True))
+                expected = {p for p in range(kept[row] + 1) if p < table.first or p > kept[row] - table.ring}
+                expected |= {p for p in positions[row].tolist() if p >= 0}
+                assert {p for p in numbers if p >= 0} == expected
+                assert all(numbers[p] == p + pad + 1 for p in expected)
+                kept[row] = int(positions[row, -1])

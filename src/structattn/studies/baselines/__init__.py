@@ -1,9 +1,9 @@
 """Attention variants of other papers that are no scoring and layout, as specs that every model here takes."""
 
 from structattn.spec.attention import add_form
-from structattn.studies.baselines import mla
+from structattn.studies.baselines import mla, pooled, recent
 
-FORMS = {"mla": mla.FORM}
+FORMS = {"mla": mla.FORM, "pooled": pooled.FORM, "recent": recent.FORM}
 
 
 def add_forms() -> None:

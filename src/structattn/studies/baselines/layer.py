@@ -107,7 +107,7 @@ class BaselineLayer(AttentionLayer):
                 )
             self.check_cache(cache)
             with all_or_nothing((cache,)):
-                return self.out_proj(self.decode(x, cache.take(x), cache))
+                return self.out_proj(self.decode(x, cache.take(x), cache) if x.shape[1] else x)
         check_sequences(x.shape[0], left_padding, cu_seqlens)
         if cu_seqlens is not None:
             parts = x.split(cu_seqlens.diff().tolist(), dim=1)

@@ -25,19 +25,21 @@ class Table:
 
     Args:
         width: numbers per slot.
-        per: tokens that share a slot. Default 1.
+        per: tokens that share a slot, which is there when all of them are. Default 1.
+        lag: tokens that must follow them. Default 0.
         ring: slots that are written again in turn. Default ``None``: as many slots as tokens need.
         first: slots before the ring, which keep the first tokens. Default 0.
     """
 
     width: int
     per: int = 1
+    lag: int = 0
     ring: int | None = None
     first: int = 0
 
     def slots(self, num_tokens: int) -> int:
         """The slots that are in use after that many tokens."""
-        most = math.ceil(num_tokens / self.per)
+        most = max(0, num_tokens - self.lag) // self.per
         return most if self.ring is None else min(most, self.first + self.ring)
 
     def slot_of(self, positions: Tensor) -> Tensor:
@@ -50,18 +52,17 @@ class Table:
         return torch.where(positions < 0, -1, slots)
 
     def held(self, last: Tensor, count: int) -> Tensor:
-        """The positions of the tokens in the first slots of a table of one token per slot, (..., count); negative or past ``last`` where there is
-        none.
+        """The positions of the tokens in the first slots of a table with a ring, (..., count); -1 where there is none.
 
         Args:
             last: (..., 1), the position of the last token.
             count: slots.
         """
+        assert self.ring is not None
         slots = torch.arange(count, device=last.device).expand(*last.shape[:-1], -1)
-        if self.ring is None:
-            return slots
         turned = last - (last - slots) % self.ring
-        return torch.where(slots < self.first, slots, torch.where(turned < self.first, -1, turned))
+        found = torch.where(slots < self.first, slots, torch.where(turned < self.first, -1, turned))
+        return torch.where(found > last, -1, found)
 
 
 class TableCache(OneLayerCache):
@@ -163,14 +164,29 @@ class TableCache(OneLayerCache):
         """A table as far as it is in use, (B, slots, width), a view."""
         return self._numbers[name][:, : self.tables[name].slots(self._length)]
 
-    def write(self, name: str, numbers: Tensor, positions: Tensor, *, add: bool = False) -> None:
-        """Stores numbers (B, T, width) of the tokens at positions (T,) or (B, T), or adds them to what is there."""
+    def write(self, name: str, numbers: Tensor, positions: Tensor) -> None:
+        """Stores numbers (B, T, width) of the tokens at positions (T,) or (B, T); nothing where they are negative."""
         table = self._numbers[name]
         slots = self.tables[name].slot_of(positions).expand(numbers.shape[0], -1)
         rows, tokens = (slots >= 0).nonzero(as_tuple=True)
         place = rows, slots[rows, tokens]
         self._overwritten.append((table, place, table[place]))
-        table.index_put_(place, numbers.detach()[rows, tokens].to(table.dtype), accumulate=add)
+        table.index_put_(place, numbers.detach()[rows, tokens].to(table.dtype))
+
+    def extend(self, name: str, numbers: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the new tokens in a table with a ring, as ``write``; they may be more than it has slots.
+
+        Returns:
+            The numbers that were held before, with the new ones behind them, (B, S, width); and their positions, (S,) or (B, S), negative,
+            and the numbers 0, where there is none.
+        """
+        assert self._before is not None
+        table = self.tables[name]
+        old = self._numbers[name][:, : table.slots(self._before)].to(numbers.dtype)
+        held = torch.cat([table.held(positions[..., :1] - 1, old.shape[1]), positions], dim=-1)
+        both = torch.cat([old, numbers], dim=1).masked_fill_((held < 0)[..., None], 0)  # padding may be NaN
+        self.write(name, numbers, positions)
+        return both, held
 
     def undo(self) -> None:
         """Takes the tokens of the last ``take`` back; raises ``CacheError`` if something else was done since."""

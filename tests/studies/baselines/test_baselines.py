@@ -190,6 +190,18 @@ def test_cached_padded_and_packed_tokens_are_those_of_each_sequence(spec: str) -
             assert_close(torch.cat([model(part, caches=caches) for part in tokens.split(sizes, dim=1)], dim=1), whole)
 
 
+@pytest.mark.parametrize("spec", SPECS)
+@torch.no_grad()
+def test_padding_reaches_no_token_and_stays_finite(spec: str) -> None:
+    layer = made(spec, sa.Rotary())
+    x = torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    wrong = x.clone()
+    wrong[1, :4] = torch.nan
+    expected, found = (layer(part, cache=layer.new_cache(left_padding=[0, 4])) for part in (x, wrong))
+    assert_close(found[1, 4:], expected[1, 4:])
+    assert layer(x[:, :3], cache=layer.new_cache(left_padding=[0, 6])).isfinite().all()
+
+
 @pytest.mark.parametrize(("spec", "definition", "numbers"), CASES, ids=SPECS)
 def test_the_cache_has_the_numbers_that_are_counted(spec, definition, numbers) -> None:
     model = model_of(spec)

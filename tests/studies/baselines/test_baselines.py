@@ -213,7 +213,7 @@ def test_the_cache_has_the_numbers_that_are_counted(spec, definition, numbers) -
         assert caches.nbytes == 8 * 3 * model.trunk.cache_numbers(length)
 
 
-@QUICK
+@pytest.mark.quick(spec=["mla:5,rope=3"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_all_ways_of_generating_agree(spec: str) -> None:
     model = model_of(f"[{spec},standard]")

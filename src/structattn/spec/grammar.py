@@ -102,7 +102,7 @@ def read_options(texts: Iterable[str], readers: Mapping[str, Callable[[str], Any
     return found
 
 
-def write_term(name: str, value: object = None, **options: object) -> str:
+def write_term(name: str, value: object = None, /, **options: object) -> str:
     """The text of a term: what is ``None`` is left out."""
     texts = [f",{key}={word(option)}" for key, option in options.items() if option is not None]
     return "".join([name, "" if value is None else f":{word(value)}", *texts])

@@ -118,6 +118,57 @@ def pooled(layer: BaselineLayer, x: Tensor, is_rotated: bool) -> Tensor:
     return torch.cat(heads, dim=1)
 
 
+def tpa(layer: BaselineLayer, x: Tensor, is_rotated: bool) -> Tensor:
+    """Standard attention to sums of outer products."""
+
+    def heads(proj: torch.nn.Linear, at: bool) -> list[Tensor]:
+        """The (H, D) matrix of each token."""
+        rank, found = proj.out_features // (HEADS + DIM), []
+        for j, row in enumerate(x):
+            numbers = proj.weight @ row
+            a, b = numbers[: HEADS * rank].view(HEADS, rank), numbers[HEADS * rank :].view(rank, DIM)
+            factors = [turned(b[r], j, at) for r in range(rank)]
+            found.append(sum(torch.outer(a[:, r], factors[r]) for r in range(rank)) / rank)
+        return found
+
+    queries, keys = heads(layer.query_proj, is_rotated), heads(layer.key_proj, is_rotated)
+    values = heads(layer.value_proj, False)
+    rows = []
+    for i, q in enumerate(queries):
+        parts = []
+        for h in range(HEADS):
+            scores = [q[h] @ key[h] / math.sqrt(DIM) for key in keys[: i + 1]]
+            parts.append(attended(scores, [value[h] for value in values[: i + 1]]))
+        rows.append(torch.cat(parts))
+    return torch.stack(rows)
+
+
+def gated_delta(layer: BaselineLayer, x: Tensor, is_rotated: bool) -> Tensor:
+    """The recurrence, one token after the other."""
+    key, value = layer.key, layer.value
+    width = 2 * key + value
+    inputs = [torch.zeros(HEADS * width, dtype=x.dtype)] * 3 + [layer.qkv_proj.weight @ row for row in x]
+    states = [torch.zeros(key, value, dtype=x.dtype) for _ in range(HEADS)]
+    rows = []
+    for t, row in enumerate(x):
+        convolved = sum(layer.conv.weight[:, 0, i] * inputs[t + i] for i in range(4))
+        convolved = convolved * convolved.sigmoid()
+        rates, gates = layer.rates_proj.weight @ row, layer.gate_proj.weight @ row
+        parts = []
+        for h in range(HEADS):
+            q, k, v = convolved[h * width : (h + 1) * width].split((key, key, value))
+            q, k = q / q.norm(), k / k.norm()
+            step = (rates[h] + layer.step_bias[h]).exp().log1p()
+            decay, write = (-layer.log_rate[h].exp() * step).exp(), rates[HEADS + h].sigmoid()
+            forget = decay * (torch.eye(key, dtype=x.dtype) - write * torch.outer(k, k))
+            states[h] = forget @ states[h] + write * torch.outer(k, v)
+            out = states[h].T @ q
+            gate = gates[h * value : (h + 1) * value]
+            parts.append(layer.norm.weight * out / (out.square().mean() + 1e-5).sqrt() * gate * gate.sigmoid())
+        rows.append(torch.cat(parts))
+    return torch.stack(rows)
+
+
 # The spec, its definition without the output projection, and the numbers that its cache keeps of T tokens.
 CASES: list[tuple[str, Callable[[BaselineLayer, Tensor, bool], Tensor], Callable[[int], int]]] = [
     ("mla:5,rope=3", mla, lambda T: 8 * T),
@@ -126,9 +177,15 @@ CASES: list[tuple[str, Callable[[BaselineLayer, Tensor, bool], Tensor], Callable
     ("recent:3,sinks=4,kv_heads=1", recent, lambda T: WIDTH * min(T, 7)),
     ("pooled:3,window=4", pooled, lambda T: 2 * WIDTH * (min(T, 6) + max(0, T - 4) // 3)),
     ("pooled:4,window=1,kv_heads=1", pooled, lambda T: WIDTH * (min(T, 4) + max(0, T - 1) // 4)),
+    ("tpa:2", tpa, lambda T: 2 * 2 * (HEADS + DIM) * T),
+    ("tpa:1,query=4", tpa, lambda T: 2 * (HEADS + DIM) * T),
+    ("gated-delta:3,value=5", gated_delta, lambda T: HEADS * 3 * 5 + min(T, 3) * HEADS * (2 * 3 + 5)),
+    ("gated-delta:2", gated_delta, lambda T: HEADS * 2 * 4 + min(T, 3) * HEADS * (2 * 2 + 4)),
 ]
 SPECS = [spec for spec, _, _ in CASES]
-QUICK = pytest.mark.quick(spec=["mla:5,rope=3", "recent:5,sinks=2", "pooled:3,window=4"])
+QUICK = pytest.mark.quick(
+    spec=["mla:5,rope=3", "recent:5,sinks=2", "pooled:3,window=4", "tpa:2", "gated-delta:3,value=5"]
+)
 
 
 def made(spec: str, rotary: sa.Rotary | None = None, **options) -> BaselineLayer:
@@ -167,6 +224,26 @@ def test_outputs_and_gradients_are_those_of_the_definition(spec, definition, num
         assert other.norm() > 0
 
 
+@pytest.mark.parametrize("rate", [0.3, 60.0])
+def test_the_gated_delta_rule_by_chunks_is_the_recurrence(rate: float) -> None:
+    """Two full chunks and a part of one, where some of the past is kept, and where products of decays are far below the smallest number."""
+    layer = made("gated-delta:3,value=5")
+    with torch.no_grad():
+        layer.log_rate.fill_(math.log(rate))
+    x = torch.randn(130, WIDTH, dtype=torch.float64, requires_grad=True)
+    expected = gated_delta(layer, x, False) @ layer.out_proj.weight.T
+    found = layer(x[None])[0]
+    assert_close(found, expected)
+    cotangent, inputs = torch.randn_like(expected), [x, *layer.parameters()]
+    wanted = torch.autograd.grad(expected, inputs, cotangent)
+    for one, other in zip(torch.autograd.grad(found, inputs, cotangent), wanted, strict=True):
+        assert_close(one, other, gradient=True)
+    cache = layer.new_cache()
+    with torch.no_grad():
+        assert_close(torch.cat([layer(part[None], cache=cache)[0] for part in x.split([70, 1, 59])]), expected)
+        assert_close(layer.float()(x[None].float())[0], expected.float())
+
+
 @QUICK
 @pytest.mark.parametrize("spec", SPECS)
 def test_cached_padded_and_packed_tokens_are_those_of_each_sequence(spec: str) -> None:
@@ -200,6 +277,16 @@ def test_padding_reaches_no_token_and_stays_finite(spec: str) -> None:
     expected, found = (layer(part, cache=layer.new_cache(left_padding=[0, 4])) for part in (x, wrong))
     assert_close(found[1, 4:], expected[1, 4:])
     assert layer(x[:, :3], cache=layer.new_cache(left_padding=[0, 6])).isfinite().all()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_tokens_are_no_tokens(spec: str) -> None:
+    layer, x = made(spec), torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    assert layer(x[:, :0]).shape == layer(x[:, :0], left_padding=torch.tensor([0, 0])).shape == (2, 0, WIDTH)
+    assert layer(x[:1, :0], cu_seqlens=torch.tensor([0, 0])).shape == (1, 0, WIDTH)
+    cache = layer.new_cache()
+    parts = [layer(part, cache=cache) for part in x.split([0, 3, 0, 1], dim=1)]
+    assert_close(torch.cat(parts, dim=1), layer(x))
 
 
 @pytest.mark.parametrize(("spec", "definition", "numbers"), CASES, ids=SPECS)
@@ -327,6 +414,7 @@ COUNTED = [
     ("recent:5,sinks=2", lambda T: T, lambda i: min(i + 1, 5 + min(2, max(0, i - 4)))),
     ("pooled:3,window=4", lambda T: T + max(0, T - 4) // 3, lambda i: i + 1 - 2 * (max(0, i - 3) // 3)),
     ("pooled:4,window=1,kv_heads=1", lambda T: T + max(0, T - 1) // 4, lambda i: i + 1 - 3 * (i // 4)),
+    ("tpa:2,query=5", lambda T: T, lambda i: i + 1),
 ]
 
 
@@ -339,6 +427,15 @@ def test_flops_are_those_of_pytorchs_counter_without_hidden_pairs(spec, keys, se
         hidden = length * keys(length) - sum(seen(i) for i in range(length))
         pair = 2 * HEADS * (2 * DIM + getattr(layer, "rope", 0))
         assert layer.cost(length).flops == counter.get_total_flops() - pair * hidden
+
+
+@pytest.mark.parametrize(("length", "chunk", "num_chunks"), [(1, 1, 1), (13, 13, 1), (64, 64, 1), (130, 64, 3)])
+def test_flops_of_the_gated_delta_rule_are_those_of_pytorchs_counter(length, chunk, num_chunks) -> None:
+    layer = made("gated-delta:3,value=5")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        layer(torch.zeros(1, length, WIDTH, dtype=torch.float64))
+    solved = num_chunks * HEADS * chunk**2 * (3 + 5)  # half a product with a matrix, which the counter leaves out
+    assert layer.cost(length).flops == counter.get_total_flops() + solved
 
 
 @pytest.mark.parametrize("table", [Table(width=1, ring=4), Table(width=1, ring=3, first=2)], ids=str)

@@ -1,9 +1,15 @@
 """Attention variants of other papers that are no scoring and layout, as specs that every model here takes."""
 
 from structattn.spec.attention import add_form
-from structattn.studies.baselines import mla, pooled, recent
+from structattn.studies.baselines import delta, mla, pooled, recent, tpa
 
-FORMS = {"mla": mla.FORM, "pooled": pooled.FORM, "recent": recent.FORM}
+FORMS = {
+    "gated-delta": delta.FORM,
+    "mla": mla.FORM,
+    "pooled": pooled.FORM,
+    "recent": recent.FORM,
+    "tpa": tpa.FORM,
+}
 
 
 def add_forms() -> None:

@@ -40,6 +40,12 @@ def causal_pairs(num_tokens: int) -> int:
     return num_tokens * (num_tokens + 1) // 2
 
 
+def causal_mask(positions: Tensor, num_keys: int) -> Tensor:
+    """Which of the keys 0 ... S - 1 queries at positions (T,) or (B, T) see: (T, S) or (B, 1, T, S). Padding sees the first one."""
+    visible = torch.arange(num_keys, device=positions.device) <= positions.clamp(min=0)[..., None]
+    return visible if visible.dim() == 2 else visible[:, None]
+
+
 def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
     """Weights over the last dimension, of scores (B, H, T, S) and what is visible, broadcastable to them; every query sees something."""
     return torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
@@ -56,12 +62,21 @@ class BaselineLayer(AttentionLayer):
         shape: of the model.
         tables: of the cache.
         has_key_heads: whether ``num_kv_heads`` may differ from ``num_heads``. Default ``False``.
+        mixed_dim: M, what ``mix`` returns of a token. Default ``None``: E.
 
     Raises:
         ConfigError: heads do not divide, or the model is not causal, or has biases, dropout, or key heads that the layer has not.
     """
 
-    def __init__(self, name: str, shape: LayerShape, tables: dict[str, Table], *, has_key_heads: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: LayerShape,
+        tables: dict[str, Table],
+        *,
+        has_key_heads: bool = False,
+        mixed_dim: int | None = None,
+    ) -> None:
         heads = shape.num_kv_heads or shape.num_heads
         HeadShape(embed_dim=shape.embed_dim, num_heads=shape.num_heads, num_kv_heads=heads)
         super().__init__(shape.embed_dim, shape.num_heads, heads)
@@ -73,11 +88,11 @@ class BaselineLayer(AttentionLayer):
         if heads != shape.num_heads and not has_key_heads:
             raise ConfigError(f"{name} has no heads of keys to share: leave num_kv_heads at None, got {heads}")
         self.tables = tables
-        self.out_proj = linear(shape.embed_dim, shape.embed_dim)
+        self.out_proj = linear(mixed_dim or shape.embed_dim, shape.embed_dim)
 
     @abstractmethod
     def mix(self, x: Tensor, positions: Tensor) -> Tensor:
-        """A whole sequence, without the output projection: (B, T, E) to (B, T, E); ``positions`` are 0 ... T - 1."""
+        """A whole sequence, without the output projection: (B, T, E) to (B, T, M), T at least 1; ``positions`` are 0 ... T - 1."""
 
     @abstractmethod
     def decode(self, x: Tensor, positions: Tensor, cache: TableCache) -> Tensor:
@@ -107,9 +122,10 @@ class BaselineLayer(AttentionLayer):
                 )
             self.check_cache(cache)
             with all_or_nothing((cache,)):
-                return self.out_proj(self.decode(x, cache.take(x), cache) if x.shape[1] else x)
+                positions = cache.take(x)
+                return self.out_proj(self.decode(x, positions, cache) if x.shape[1] else self._nothing(x))
         check_sequences(x.shape[0], left_padding, cu_seqlens)
-        if cu_seqlens is not None:
+        if cu_seqlens is not None and x.shape[1]:
             parts = x.split(cu_seqlens.diff().tolist(), dim=1)
             return self.out_proj(torch.cat([self._mixed(part) for part in parts if part.shape[1]], dim=1))
         if left_padding is None:
@@ -120,12 +136,16 @@ class BaselineLayer(AttentionLayer):
         return self.out_proj(_at(first, (steps - left).clamp(min=0)))
 
     def _mixed(self, x: Tensor) -> Tensor:
-        return self.mix(x, torch.arange(x.shape[1], device=x.device))
+        return self.mix(x, torch.arange(x.shape[1], device=x.device)) if x.shape[1] else self._nothing(x)
+
+    def _nothing(self, x: Tensor) -> Tensor:
+        """What is mixed of no tokens."""
+        return x.new_zeros(x.shape[0], 0, self.out_proj.in_features)
 
     def cost(self, num_queries: int) -> BaselineCost:
         """What a sequence of that many tokens costs."""
         numbers = sum(table.width * table.slots(num_queries) for table in self.tables.values())
-        flops = self.mixing_flops(num_queries) + 2 * num_queries * self.embed_dim**2
+        flops = self.mixing_flops(num_queries) + 2 * num_queries * self.out_proj.weight.numel()
         return BaselineCost(flops=flops, cache_numbers=numbers)
 
     def new_cache(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from structattn.checks import check_size
 from structattn.layers.layer import CustomAttention, LayerShape
 from structattn.spec.grammar import Form, named, positive, write_term
-from structattn.studies.baselines.layer import BaselineLayer, causal_pairs, linear, masked_softmax
+from structattn.studies.baselines.layer import BaselineLayer, causal_mask, causal_pairs, linear, masked_softmax
 from structattn.studies.baselines.tables import Table, TableCache
 
 
@@ -101,8 +101,7 @@ class MLALayer(BaselineLayer):
         kept = cache.read("latent")
         keys, values = self.expand.weight.unflatten(0, (self.num_heads, 2, self.head_dim)).unbind(1)  # (H, D, R)
         scores = torch.cat([q @ keys, turned], dim=-1) @ kept[:, None].transpose(2, 3)
-        visible = torch.arange(kept.shape[1], device=x.device) <= positions.clamp(min=0)[..., None]
-        weights = masked_softmax(scores * self.scale, visible if visible.dim() == 2 else visible[:, None])
+        weights = masked_softmax(scores * self.scale, causal_mask(positions, kept.shape[1]))
         out = weights @ kept[:, None, :, : self.rank] @ values.transpose(1, 2)
         return out.transpose(1, 2).flatten(2)
 

@@ -224,6 +224,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(spec, definition, num
         assert other.norm() > 0
 
 
+@pytest.mark.quick(rate=[0.3])
 @pytest.mark.parametrize("rate", [0.3, 60.0])
 def test_the_gated_delta_rule_by_chunks_is_the_recurrence(rate: float) -> None:
     """Two full chunks and a part of one, where some of the past is kept, and where products of decays are far below the smallest number."""

@@ -18,7 +18,7 @@ from structattn.studies.octaves import octaves
 from structattn.studies.records import ComparisonRecord
 from structattn.studies.records.common import read_file
 from structattn.studies.report.figures.comparison import draw
-from structattn.studies.tasks.recall.sequences import log_uniform
+from structattn.studies.tasks.recall.sequences import Vocabulary, log_uniform
 from structattn.studies.tasks.recall.task import KINDS, RecallConfig, RecallTask
 from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.loop import train
@@ -33,17 +33,29 @@ def tiny(**changes) -> RecallTask:
     return RecallTask(replace(TINY, **changes))
 
 
+def in_single_tokens(row: list[int], words: Vocabulary) -> list[int]:
+    """A token that is a pair is its value, and its key the filler before."""
+    row = list(row)
+    for place, token in enumerate(row):
+        if token >= words.first_pair:
+            assert row[place - 1] < words.first_key
+            key, value = divmod(token - words.first_pair, words.num_values)
+            row[place - 1 : place + 1] = words.first_key + key, words.first_value + value
+    return row
+
+
 class Oracle(nn.Module):
     """Logits (B, T, V) from the definition: after a token that came before, the token that followed it the first time."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, words: Vocabulary) -> None:
         super().__init__()
-        self.size = size
+        self.words, self.size = words, len(words)
         self.nothing = nn.Parameter(torch.zeros(()))  # it says the device
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits = torch.zeros(*tokens.shape, self.size)
-        for row, out in zip(tokens.tolist(), logits, strict=True):
+        for tokens_of_row, out in zip(tokens.tolist(), logits, strict=True):
+            row = in_single_tokens(tokens_of_row, self.words)
             for place, token in enumerate(row):
                 if token in row[:place]:
                     out[place, row[row.index(token) + 1]] = 50.0
@@ -53,17 +65,16 @@ class Oracle(nn.Module):
 class Guess(nn.Module):
     """Every token with the same probability, and a random first guess among the values."""
 
-    def __init__(self, size: int, first_value: int) -> None:
+    def __init__(self, words: Vocabulary) -> None:
         super().__init__()
-        self.size, self.first_value = size, first_value
+        self.words = words
         self.nothing = nn.Parameter(torch.zeros(()))
         self.made = torch.Generator().manual_seed(0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits = torch.zeros(*tokens.shape, self.size) - 100
-        logits[..., self.first_value :] = 1e-6 * torch.rand(
-            *tokens.shape, self.size - self.first_value, generator=self.made
-        )
+        logits = torch.zeros(*tokens.shape, len(self.words)) - 100
+        values = slice(self.words.first_value, self.words.first_pair)
+        logits[..., values] = 1e-6 * torch.rand(*tokens.shape, self.words.num_values, generator=self.made)
         return logits
 
 
@@ -78,9 +89,11 @@ def test_sequences_are_what_they_say(kind: str, data, context_length: int, seed:
     words, expected = task.words, task.kind.num_pairs
     batch = task.batch(seed, 3, 4)
     assert batch["tokens"].shape == (4, context_length + 1)
-    for row, queries, distances in zip(
+    for tokens, queries, distances in zip(
         *(batch[name].tolist() for name in ("tokens", "queries", "distances")), strict=True
     ):
+        assert sum(token >= words.first_pair for token in tokens) == (expected if kind == "joined" else 0)
+        row = in_single_tokens(tokens, words)
         keys = [i for i, token in enumerate(row) if words.first_key <= token < words.first_value]
         values = [i for i, token in enumerate(row) if token >= words.first_value]
         assert values == [i + 1 for i in keys]  # nothing overlaps
@@ -130,7 +143,7 @@ def test_batches_are_pure_and_splits_differ(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_who_looks_up_is_right_at_all_distances(kind: str) -> None:
     task = tiny(kind=kind, num_fillers=1)
-    oracle = Oracle(len(task.words))
+    oracle = Oracle(task.words)
     scores = task.evaluate(oracle, "test")
     assert scores.pop("nats_per_answer") < SIX_DIGITS
     assert scores == {"accuracy": 1.0, "accuracy_near": 1.0, "accuracy_middle": 1.0, "accuracy_far": 1.0}
@@ -148,7 +161,7 @@ def test_one_who_guesses_is_at_chance_at_all_distances(kind: str) -> None:
         {"nats_per_answer": math.log(4)}
         | dict.fromkeys(["accuracy", "accuracy_near", "accuracy_middle", "accuracy_far"], 0.25)
     )
-    guess = Guess(len(task.words), task.words.first_value)
+    guess = Guess(task.words)
     scores = task.evaluate(guess, "test")
     assert scores.keys() == chance.metrics.keys()
     assert scores.pop("nats_per_answer") == pytest.approx(math.log(4), rel=SIX_DIGITS)
@@ -188,11 +201,13 @@ def test_scores_by_loops() -> None:
         assert float(task.loss(model, batch, 0)) == pytest.approx(sum(one_by_one) / 4, rel=SAME_MODEL)
 
 
-def test_the_values_before_by_loops() -> None:
-    task = tiny()
+@pytest.mark.parametrize("kind", ["associative", "joined"])
+def test_the_values_before_by_loops(kind: str) -> None:
+    task = tiny(kind=kind)
     shares = []
     for batch in task.eval_batches("test"):
-        for row, queries in zip(batch["tokens"].tolist(), batch["queries"].tolist(), strict=True):
+        for tokens, queries in zip(batch["tokens"].tolist(), batch["queries"].tolist(), strict=True):
+            row = in_single_tokens(tokens, task.words)
             for query in queries:
                 before = [token for token in row[:query] if token >= task.words.first_value]
                 shares.append(before.count(row[query + 1]) / len(before))

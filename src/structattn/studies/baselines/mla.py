@@ -90,8 +90,9 @@ class MLALayer(BaselineLayer):
         c, r = self._latent(x, positions)
         k, v = self.expand(c).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).chunk(2, dim=-1)
         k = torch.cat([k, r.expand(-1, self.num_heads, -1, -1)], dim=-1)
+        v = F.pad(v, (0, self.rope))  # of the width of the keys: PyTorch's fast kernels know no other
         out = F.scaled_dot_product_attention(torch.cat([q, turned], dim=-1), k, v, is_causal=True, scale=self.scale)
-        return out.transpose(1, 2).flatten(2)
+        return out[..., : self.head_dim].transpose(1, 2).flatten(2)
 
     def decode(self, x: Tensor, positions: Tensor, cache: TableCache) -> Tensor:
         """See ``BaselineLayer``; keys and values are not made."""
@@ -106,7 +107,7 @@ class MLALayer(BaselineLayer):
         return out.transpose(1, 2).flatten(2)
 
     def mixing_flops(self, num_tokens: int) -> int:
-        """See ``BaselineLayer``."""
+        """See ``BaselineLayer``; the zeros that pad values are not counted."""
         weights = sum(linear.weight.numel() for linear in (self.query_proj, self.latent_proj, self.expand))
         return 2 * num_tokens * weights + 2 * self.num_heads * causal_pairs(num_tokens) * (
             2 * self.head_dim + self.rope

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -35,6 +36,42 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class Vocabulary:
+    """Token ids: fillers from 0, then keys, then values, then tokens that are a key and a value at once, if there are any."""
+
+    num_fillers: int
+    num_keys: int
+    num_values: int
+    has_pairs: bool
+
+    def __len__(self) -> int:
+        return self.first_pair + (self.num_keys * self.num_values if self.has_pairs else 0)
+
+    @property
+    def first_key(self) -> int:
+        return self.num_fillers
+
+    @property
+    def first_value(self) -> int:
+        return self.num_fillers + self.num_keys
+
+    @property
+    def first_pair(self) -> int:
+        return self.first_value + self.num_values
+
+    def pair(self, keys: Tensor, values: Tensor) -> Tensor:
+        """The one token of a key and a value."""
+        return self.first_pair + (keys - self.first_key) * self.num_values + values - self.first_value
+
+    def value_of(self, tokens: Tensor) -> Tensor:
+        """The value that a token is or has, -1 without one."""
+        single = torch.where(tokens < self.first_value, -1, tokens)
+        return torch.where(
+            tokens < self.first_pair, single, self.first_value + (tokens - self.first_pair) % self.num_values
+        )
+
+
+@dataclass(frozen=True)
 class Kind(ABC):
     """How pairs and queries are placed in sequences of T tokens and the one after them.
 
@@ -42,11 +79,13 @@ class Kind(ABC):
         context_length: T.
         num_pairs: N, pairs of a sequence; each is asked for once.
         num_keys: different keys.
+        has_joined_pairs: whether a pair is one token.
     """
 
     context_length: int
     num_pairs: int
     num_keys: int
+    has_joined_pairs: ClassVar[bool] = False
 
     @property
     def longest(self) -> int:
@@ -56,6 +95,10 @@ class Kind(ABC):
     @abstractmethod
     def place(self, count: int, rng: Generator) -> Placement:
         """Places for the pairs and queries of ``count`` sequences."""
+
+    def write(self, tokens: Tensor, places: Tensor, keys: Tensor, values: Tensor, words: Vocabulary) -> None:
+        """Writes pairs into the tokens."""
+        tokens.scatter_(1, places, keys).scatter_(1, places + 1, values)
 
 
 class Associative(Kind):
@@ -87,6 +130,19 @@ class Associative(Kind):
         return Placement(pairs, distances)
 
 
+class Joined(Associative):
+    """As ``Associative``, and each pair is one token, in the place of its value.
+
+    What is near a value is then of no use to find it, so that models learn in few steps to compare keys.
+    """
+
+    has_joined_pairs = True
+
+    def write(self, tokens: Tensor, places: Tensor, keys: Tensor, values: Tensor, words: Vocabulary) -> None:
+        """See ``Kind``."""
+        tokens.scatter_(1, places + 1, words.pair(keys, values))
+
+
 class Passkey(Kind):
     """One pair, whose query is the last token of the context."""
 
@@ -95,33 +151,12 @@ class Passkey(Kind):
         return Placement(self.longest - distances, distances)
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """Token ids: fillers from 0, then keys, then values."""
-
-    num_fillers: int
-    num_keys: int
-    num_values: int
-
-    def __len__(self) -> int:
-        return self.num_fillers + self.num_keys + self.num_values
-
-    @property
-    def first_key(self) -> int:
-        return self.num_fillers
-
-    @property
-    def first_value(self) -> int:
-        return self.num_fillers + self.num_keys
-
-
 def draw_tokens(kind: Kind, words: Vocabulary, count: int, rng: Generator) -> tuple[Tensor, Placement]:
     """Sequences (count, T + 1) and where their pairs and queries are: random fillers, different keys, and any values."""
     placement = kind.place(count, rng)
     tokens = torch.randint(words.num_fillers, (count, kind.context_length + 1), generator=rng)
     keys = torch.rand(count, words.num_keys, generator=rng).argsort(1)[:, : kind.num_pairs] + words.first_key
     values = torch.randint(words.num_values, keys.shape, generator=rng) + words.first_value
-    for first in (placement.pairs, placement.queries):
-        tokens.scatter_(1, first, keys)
-        tokens.scatter_(1, first + 1, values)
+    kind.write(tokens, placement.pairs, keys, values, words)
+    tokens.scatter_(1, placement.queries, keys).scatter_(1, placement.queries + 1, values)
     return tokens, placement

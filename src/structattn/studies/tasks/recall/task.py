@@ -19,7 +19,7 @@ from structattn.seeds import generator
 from structattn.studies.decode_time import decode_ms
 from structattn.studies.octaves import by_octave, octaves
 from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of, on_device_of
-from structattn.studies.tasks.recall.sequences import Associative, Kind, Passkey, Vocabulary, draw_tokens
+from structattn.studies.tasks.recall.sequences import Associative, Joined, Kind, Passkey, Vocabulary, draw_tokens
 
 # Sequences of an evaluation that are drawn, and given to the model, at a time: another number would give other sequences.
 _CHUNK = 64
@@ -29,6 +29,7 @@ _RANGES = ("near", "middle", "far")
 
 KINDS: dict[str, Callable[[RecallConfig], Kind]] = {
     "associative": lambda config: Associative(config.context_length, config.num_pairs, config.num_keys),
+    "joined": lambda config: Joined(config.context_length, config.num_pairs, config.num_keys),
     "passkey": lambda config: Passkey(config.context_length, num_pairs=1, num_keys=1),
 }
 
@@ -39,6 +40,7 @@ class RecallConfig:
 
     Args:
         kind: ``"associative"``: pairs of a key and a value at random places, and later each key once more, where the model is asked for the value;
+            ``"joined"``: the same, with each pair as one token, which is learned in much fewer steps;
             or ``"passkey"``: one pair, always of the same key, which the last token asks for.
         context_length: T, tokens that the model sees.
         num_pairs: pairs of an associative sequence, of different keys.
@@ -123,7 +125,7 @@ class RecallTask(Task):
     def __init__(self, config: RecallConfig) -> None:
         super().__init__(config)
         self.kind = config.sequences()
-        self.words = Vocabulary(config.num_fillers, self.kind.num_keys, config.num_values)
+        self.words = Vocabulary(config.num_fillers, self.kind.num_keys, config.num_values, self.kind.has_joined_pairs)
 
     def data_summary(self) -> dict[str, str]:
         kind, words = self.kind, self.words
@@ -249,7 +251,7 @@ class RecallTask(Task):
         if self.kind.num_pairs > 1:
             note = "guesses one of the values before the query, as often as they came"
             batches = self.eval_batches("test")
-            shares_of_answers = torch.cat([_share_of_answers(batch, self.words.first_value) for batch in batches])
+            shares_of_answers = torch.cat([_share_of_answers(batch, self.words) for batch in batches])
             metrics = {self.metric: -float(shares_of_answers.log().mean()), "accuracy": float(shares_of_answers.mean())}
             found.append(Baseline(name="values before", metrics=metrics, note=note))
         return found
@@ -262,11 +264,11 @@ def _answers(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return logits[rows, queries].flatten(0, 1), tokens[rows, queries + 1].flatten()
 
 
-def _share_of_answers(batch: Batch, first_value: int) -> Tensor:
+def _share_of_answers(batch: Batch, words: Vocabulary) -> Tensor:
     """How many of the values before a query are its answer, as a share, (B N,)."""
     tokens, queries = batch["tokens"], batch["queries"]
     answers = tokens.gather(1, queries + 1)
     is_before = torch.arange(tokens.shape[1]) < queries[..., None]
-    values = is_before & (tokens >= first_value)[:, None]
-    same = values & (tokens[:, None] == answers[..., None])
-    return (same.sum(-1).double() / values.sum(-1)).flatten()
+    values = words.value_of(tokens)[:, None]
+    same = is_before & (values == answers[..., None])
+    return (same.sum(-1).double() / (is_before & (values >= 0)).sum(-1)).flatten()

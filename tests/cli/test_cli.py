@@ -317,7 +317,7 @@ def test_options_are_frozen() -> None:
                 "text_column",
                 "dataset_split",
             ),
-            *("max_documents", "validation", "test", "out", "resume"),
+            *("max_documents", "longest_document", "validation", "test", "out", "resume"),
         },
         commands.DataInfoCommand: {"folder", "verify"},
         commands.PlanCommand: {

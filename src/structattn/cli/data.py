@@ -39,6 +39,8 @@ class DataPrepareCommand:
     """The split of a data set."""
     max_documents: int | None = None
     """Use only this number of documents, the first ones. Default: all."""
+    longest_document: int | None = None
+    """Cut longer texts into documents of at most this number of characters, such as a single file into parts for train, validation and test."""
     validation: float = 0.05
     """Share of the documents that is kept for validation."""
     test: float = 0.05
@@ -57,6 +59,7 @@ class DataPrepareCommand:
             text_column=self.text_column,
             dataset_split=self.dataset_split,
             max_documents=self.max_documents,
+            longest_document=self.longest_document,
         )
         config = PrepareConfig(
             source=source,

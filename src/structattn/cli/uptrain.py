@@ -34,7 +34,7 @@ class UptrainCommand:
     batch_size: int = 16
     """Windows of a step."""
     learning_rate: float = 5e-4
-    """The highest learning rate."""
+    """The highest learning rate; the best one falls with the width of the model."""
     lora_rank: int = 0
     """Train adapters of this rank on attention, instead of all weights; needs peft."""
     attention: str = ""

@@ -24,7 +24,12 @@ from structattn.studies.training.finished import read_finished
 
 MODEL, CORPUS, RESULTS = "model", "corpus", "results"
 _TASK = "uptraining"
-_ATTENTION_SHARE = 0.2  # of the steps, on attention alone
+# Of the steps, on attention alone: they recover more than as many steps of the whole model (docs/results/uptraining.md).
+_ATTENTION_SHARE = 0.8
+
+# A text of one or few files is cut: whole documents are held out, so there must be some for validation and test.
+_PARTS = 200
+_SHORTEST_PART = 1000  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +67,13 @@ def uptrain(
 
     Args:
         model: the teacher: a folder that ``save_pretrained`` of transformers wrote, or a name on the hub; any decoder that ``structurize`` knows.
-        data: text to train on: a file or a folder of text, JSON lines or Parquet, or a corpus with the tokens of the model.
+        data: text to train on: a file or a folder of text, JSON lines or Parquet, or a corpus with the tokens of the model. A document
+            longer than a 200th of the text is cut.
         out: the folder, new or empty: ``corpus`` (tokens), ``results`` (runs, curves, report.html) and ``model`` (the checkpoint).
         tokens: to train on; rounded to whole steps of ``batch_size * context_length``.
         compression: how many times smaller keys and values are at ``context_length``.
         context_length, batch_size: of a step.
-        learning_rate: the highest.
+        learning_rate: the highest. The best one falls with the width: 2e-3 at width 256 in docs/results/uptraining.md; no large model was measured.
         lora_rank: train adapters of this rank on attention alone, merged at the end. Default 0: all weights.
         attention: the student, instead of ``compression``: a form of the task ``uptraining``, such as ``"mlr:16|8|8,values=16|16"``.
         changes: further settings, such as ``("task.distillation=0", "training.eval_every=50")``.
@@ -131,7 +137,11 @@ def _corpus(model: str, data: Path, out: Path, resume: bool, show_progress: bool
     if (data / MANIFEST).is_file():
         Corpus(data)
         return data
-    config = PrepareConfig(source=Source(path=str(data)), tokens="model", model=model)
+    source = Source(path=str(data))
+    if (files := source.files()) is not None:
+        longest = sum(Path(file).stat().st_size for file in files) // _PARTS
+        source = replace(source, longest_document=max(_SHORTEST_PART, longest))
+    config = PrepareConfig(source=source, tokens="model", model=model)
     prepare(config, out, resume=resume, show_progress=show_progress)
     return out
 

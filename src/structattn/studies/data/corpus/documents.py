@@ -43,6 +43,8 @@ class Source:
         text_column: of JSON lines, Parquet and data sets, the field with the text.
         dataset_split: of a data set.
         max_documents: the number of leading documents to read. Default ``None``: all.
+        longest_document: a longer text is cut into documents of at most that many characters, after the end of a line where there is one.
+            Default ``None``: none is cut.
     """
 
     path: str
@@ -50,12 +52,14 @@ class Source:
     text_column: str = "text"
     dataset_split: str = "train"
     max_documents: int | None = None
+    longest_document: int | None = None
 
     def __post_init__(self) -> None:
         if not self.path.strip():
             raise ConfigError("a source is a text file, a folder or the name of a data set, got an empty text")
-        if self.max_documents is not None:
-            check_size("max_documents", self.max_documents, MAX_LENGTH)
+        for name in ("max_documents", "longest_document"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name), MAX_LENGTH)
 
     def files(self) -> Iterator[str] | None:
         """The files that are read, in the order of their paths; ``None`` for a data set.
@@ -89,6 +93,8 @@ class Source:
         """
         files = self.files()
         every = _dataset(self) if files is None else (doc for path in files for doc in self._read(path))
+        if self.longest_document is not None:
+            every = chain.from_iterable(_parts(doc, self.longest_document) for doc in every)
         return islice((doc for doc in every if not doc.text.isspace() and doc.text), skip, self.max_documents)
 
     def _read(self, path: str) -> Iterator[Document]:
@@ -139,6 +145,16 @@ def _cut(file: IO[str], path: str, start: str) -> Iterator[Document]:
             lines, begun = [], number
         lines.append(line)
     yield Document("".join(lines), f"{path}, line {begun}")
+
+
+def _parts(document: Document, longest: int) -> Iterator[Document]:
+    """The document in parts of at most that many characters."""
+    text, start = document.text, 0
+    while len(text) - start > longest:
+        stop = text.rfind("\n", start, start + longest) + 1 or start + longest
+        yield Document(text[start:stop], f"{document.name}, from character {start}")
+        start = stop
+    yield Document(text[start:], f"{document.name}, from character {start}" if start else document.name)
 
 
 def _json_lines(file: IO[str], path: str, column: str) -> Iterator[Document]:

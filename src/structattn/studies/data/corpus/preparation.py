@@ -278,5 +278,5 @@ def _check_splits(manifest: dict[str, Any], config: PrepareConfig) -> None:
                 same = f", but only {few} different, and equal ones are in one split"
             raise DataError(
                 f"{config.source.path}: expected documents for each split, got {count}{same}, and none for {name}. Give more "
-                "documents (--document-start cuts a file into several), or larger shares"
+                "documents (--document-start and --longest-document cut a text into several), or larger shares"
             )

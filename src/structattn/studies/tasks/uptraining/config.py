@@ -45,7 +45,7 @@ class UptrainConfig:
     rotary_split: Split = "calibrated"
     calibration_windows: int = 32
     attention_steps: int = 0
-    distillation: float = 0.5
+    distillation: float = 0.9
     lora_rank: int = 0
     eval_windows: int = 64
     recall_tokens: int = 24

@@ -9,7 +9,7 @@ from structattn.studies.tasks.uptraining.config import UptrainConfig
 from structattn.studies.training.config import TrainingConfig
 
 _SMALL = Recipe(
-    task=UptrainConfig(attention_steps=20),
+    task=UptrainConfig(attention_steps=80),
     training=TrainingConfig(
         steps=100,
         batch_size=8,
@@ -27,7 +27,7 @@ _RESULT = replace(
     _SMALL,
     task=UptrainConfig(
         context_length=512,
-        attention_steps=9,
+        attention_steps=36,
         eval_windows=32,
         recall_text="\nThe key is {}.\n",
         recall_values=(
@@ -35,14 +35,14 @@ _RESULT = replace(
             "return module Python function object string value"
         ),
     ),
-    training=replace(_SMALL.training, steps=45, batch_size=16, eval_every=9, checkpoint_every=15),
+    training=replace(_SMALL.training, steps=45, batch_size=16, learning_rate=2e-3, eval_every=9, checkpoint_every=15),
     attention=("cache:4", "heads:2", "recent:124,sinks=4", "unchanged", "cache:3", "cache:2"),
     seeds=2,
 )
 
 PRESETS = {
     "default": Preset(
-        _SMALL, "four times smaller keys and values, 100 steps of 2,048 tokens, the first 20 on attention alone"
+        _SMALL, "four times smaller keys and values, 100 steps of 2,048 tokens, the first 80 on attention alone"
     ),
     "result": Preset(
         _RESULT,

@@ -299,7 +299,9 @@ def test_sources(tmp_path) -> None:
     cut = list(Source(path=str(folder), longest_document=8).documents())
     assert [doc.text for doc in cut] == ["PEP: 1\n", "first\n\n", "PEP: 2\n", "second\n", "third", "fourth"]
     assert cut[2].name.endswith("b.md, from character 14")
-    cut = list(Source(path=str(folder), longest_document=6).documents())  # a line that is longer, and one of its end alone
+    cut = list(
+        Source(path=str(folder), longest_document=6).documents()
+    )  # a line that is longer, and one of its end alone
     assert [doc.text for doc in cut] == ["PEP: 1", "first\n", "PEP: 2", "second", "third", "fourth"]
     with pytest.raises(ConfigError, match="longest_document must be"):
         Source(path=str(folder), longest_document=0)

@@ -146,7 +146,7 @@ def test_verdict_says_what_the_numbers_allow() -> None:
     assert "not statistically distinguishable" in verdict(close)
     learned_nothing = {row.spec.replace("-", "_"): (0.99, 0.99 + i / 100) for i, row in enumerate(record.rows)}
     assert "none learned the task" in verdict(with_scores(record, **learned_nothing))
-    assert "Attention loses here: the baseline ridge regression reaches 0.0188" in verdict(recorded("forecast"))
+    assert "The baseline ridge regression is better than every attention here: 0.0188" in verdict(recorded("forecast"))
 
 
 def test_table_is_aligned_and_marks_the_best() -> None:

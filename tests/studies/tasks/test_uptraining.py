@@ -271,7 +271,9 @@ def test_adapters_alone_learn_from_one_text_and_are_merged(trained, tmp_path) ->
     pytest.importorskip("peft")
     options = {"tokens": 500, "context_length": 32, "batch_size": 2, "lora_rank": 2, "show_progress": False}
     changes = ("task.eval_windows=4", "task.recall_tokens=8", "task.rotary_split=low_far")
-    done = uptrain(trained["model"], trained["root"] / "text.txt", tmp_path, attention="mlr:8|8", changes=changes, **options)
+    done = uptrain(
+        trained["model"], trained["root"] / "text.txt", tmp_path, attention="mlr:8|8", changes=changes, **options
+    )
     loaded = dict(load_structurized(done.model).named_parameters())
     plain = dict(transformers.LlamaForCausalLM.from_pretrained(trained["model"]).named_parameters())
     assert loaded.keys() == plain.keys()

@@ -195,7 +195,7 @@ def _baseline_sentence(record: ComparisonRecord, best_score: float) -> list[str]
     if low < best_score:
         more = sum(1 for s, _ in scored if s < best_score) - 1
         also = f" ({more} more baseline{'s' if more > 1 else ''} too)" if more else ""
-        return [f"Attention loses here: the baseline {name} reaches {fmt_score(low)}, below every attention row{also}."]
+        return [f"The baseline {name} is better than every attention here: {fmt_score(low)}{also}."]
     if low == best_score:
         return [f"The baseline {name} ties with the best attention."]
     return [f"The best baseline, {name}, reaches {fmt_score(low)}."]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -268,11 +269,13 @@ def shared_legend(figure: MplFigure, panels: Sequence[Axes], *, below: bool = Fa
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     labels = list(found)
-    room = 16 * figure.get_figwidth()  # letters
+    room = 15 * figure.get_figwidth()  # letters
 
     def fits(columns: int) -> bool:
-        lines = -(-len(labels) // columns)
-        return sum(max(map(len, labels[i : i + lines])) + 8 for i in range(0, len(labels), lines)) <= room
+        lines, longer = divmod(len(labels), columns)  # matplotlib puts one label more into the first columns
+        left = iter(labels)
+        parts = [list(islice(left, lines + (number < longer))) for number in range(columns)]
+        return sum(max(map(len, part)) + 8 for part in parts) <= room
 
     columns = next((n for n in range(len(labels), 1, -1) if fits(n)), 1)
     figure.legend(list(found.values()), labels, loc=loc, ncols=columns, frameon=False, fontsize=8)

@@ -1,0 +1,25 @@
+"""What figures share."""
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from structattn.studies.report.plot import shared_legend
+
+LABELS = ["cache:4", "cache:3", "cache:2", "heads:2", "recent:124,sinks=4", "teacher", "sliding:6|10@-|204,values=6|10"]
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+@pytest.mark.parametrize("width", [4.0, 6.4])
+def test_a_legend_is_as_wide_as_its_figure_at_most(count: int, width: float) -> None:
+    figure = Figure(figsize=(width, 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    ax = figure.subplots()
+    for label in LABELS[:count]:
+        ax.plot([0, 1], label=label)
+    shared_legend(figure, [ax])
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width

@@ -1,4 +1,4 @@
-"""Benchmark "call": what one call costs where there is little to compute: a sequence of some dozen positions, causal, as ``auto`` runs it."""
+"""Benchmark "call": what one call costs where there is little to compute: sequences of some dozen positions, causal, as ``auto`` runs it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ LAYOUTS = {
     "mlr 8x8": LevelLayout.halving((8,) * 8, 128),
     "mlr 8x8 values": LevelLayout.halving((8,) * 8, 128, value_ranks=(8,) * 8),
 }
+# Batches of narrow heads, as models of in-context learning and of short forecasts have them; blocks are halved from the length.
+BATCHES, BATCH_LENGTHS = (16, 32), (21, 42, 64, 128, 256)
+BATCH_HEADS, BATCH_RANKS = 8, ((8, 4, 2, 2), (4, 4, 4, 4))
 
 
-def _attend(label: str) -> Attend:
-    if label == BASELINE:
+def _attend(layout: LevelLayout | None) -> Attend:
+    """``structured_attention`` with a layout, or the baseline where there is none."""
+    if layout is None:
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    layout = None if label == "one level" else LAYOUTS[label]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return structured_attention(q, k, v, layout)
@@ -35,26 +38,40 @@ def _attend(label: str) -> Attend:
     return attend
 
 
-def _case(label: str, length: int, backward: bool, device: torch.device, dtype: torch.dtype) -> Case:
-    layout = LAYOUTS[label]
+def _case(
+    label: str,
+    layout: LevelLayout,
+    sizes: tuple[int, int, int],
+    backward: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Case:
+    """A variant at B, H and T."""
+    batch, heads, length = sizes
+    dim = layout.head_dim
 
     def build() -> AttentionWork:
-        shape = (1, HEADS, length, DIM)
+        shape = (batch, heads, length, dim)
         q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=backward) for _ in range(3))
         cotangent = torch.randn(shape, device=device, dtype=dtype) if backward else None
         code = "" if label == BASELINE else explain(q, k, v, layout).partition(":")[0]
-        return AttentionWork(_attend(label), layout, q, k, v, cotangent, code)
+        return AttentionWork(_attend(None if label == BASELINE else layout), layout, q, k, v, cotangent, code)
 
-    scores, values = layout.score_flops(length), layout.value_flops(length, DIM)
+    scores, values = layout.score_flops(length), layout.value_flops(length, dim)
     return Case(
         benchmark="call",
         label=label,
-        sizes={"T": length, "B": 1, "H": HEADS, "D": DIM},
+        sizes={"T": length, "B": batch, "H": heads, "D": dim},
         build=build,
-        flops=HEADS * (4 * scores + 3 * values if backward else scores + values),
-        bytes=(2 if backward else 1) * 4 * HEADS * length * DIM * dtype.itemsize,
+        flops=batch * heads * (4 * scores + 3 * values if backward else scores + values),
+        bytes=(2 if backward else 1) * 4 * batch * heads * length * dim * dtype.itemsize,
         is_baseline=label == BASELINE,
     )
+
+
+def _batch_layouts(length: int) -> dict[str, LevelLayout]:
+    levels = {f"mlr {'|'.join(map(str, ranks))}": LevelLayout.halving(ranks, length) for ranks in BATCH_RANKS}
+    return {BASELINE: LevelLayout((sum(BATCH_RANKS[0]),), (length,)), **levels}
 
 
 @benchmark(
@@ -63,11 +80,14 @@ def _case(label: str, length: int, backward: bool, device: torch.device, dtype: 
     baseline=BASELINE,
     axis="T",
     quick={"cpu": (64,), "cuda": (64,)},
+    quick_others={"B": 1},
 )
 def call(device: torch.device, dtype: torch.dtype) -> Iterator[Group]:
-    """B = 1, H = 4, D = 64, T 16 to 128."""
-    for length in LENGTHS:
+    """B = 1, H = 4, D = 64, T 16 to 128; B = 16 and 32, H = 8, D = 16, T 21 to 256."""
+    groups = [((1, HEADS, length), LAYOUTS) for length in LENGTHS]
+    groups += [((b, BATCH_HEADS, length), _batch_layouts(length)) for b in BATCHES for length in BATCH_LENGTHS]
+    for sizes, layouts in groups:
         for mode in ("forward", "forward+backward"):
             backward = mode == "forward+backward"
-            cases = (_case(label, length, backward, device, dtype) for label in LAYOUTS)
+            cases = (_case(label, layout, sizes, backward, device, dtype) for label, layout in layouts.items())
             yield Group(mode=mode, cases=tuple(cases))

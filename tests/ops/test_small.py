@@ -218,9 +218,12 @@ def test_when_auto_takes_it() -> None:
     assert chosen(2, 8, 8, 24, 24, 16, 16, attn_mask=pairs) == "scaled_dot_product_attention"
     assert chosen(2, 8, 8, 24, 24, 2, 2, sinks=torch.zeros(8), return_lse=True) == "reference"
     levels = sa.LevelLayout((8, 8), (24, 12))
-    for options in ({}, {"softcap": 5.0}):
-        assert chosen(128, 8, 8, 24, 24, 16, 16, layout=levels, **options) == "small"
-        assert chosen(256, 8, 8, 24, 24, 16, 16, layout=levels, **options) == "blocked"  # which is as fast there
+    assert chosen(128, 8, 8, 24, 24, 16, 16, layout=levels, softcap=5.0) == "small"
+    assert chosen(256, 8, 8, 24, 24, 16, 16, layout=levels, softcap=5.0) == "blocked"  # which is as fast there
+    assert chosen(1, 2, 2, 129, 129, 16, 16, layout=levels, softcap=5.0) == "reference"
+    assert chosen(256, 8, 8, 24, 24, 16, 16, layout=levels) == "small"
+    assert chosen(1, 2, 2, 512, 512, 16, 16, layout=levels) == "small"
+    assert chosen(1, 2, 2, 513, 513, 16, 16, layout=levels) == "blocked"
     assert chosen(256, 8, 8, 24, 24, 16, 16, layout=levels, attn_mask=keys[:1]) == "small"
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         assert chosen(2, 8, 8, 24, 24, 2, 2, softcap=5.0) == "reference"

@@ -29,13 +29,14 @@ from torch import Tensor
 
 from structattn.checks import holds
 from structattn.layout.levels import LevelLayout
-from structattn.ops import sdpa
+from structattn.ops import sdpa, small_causal
 from structattn.ops.call import Call
 from structattn.ops.checks import is_eager
 
 NARROW = 16  # from this number of dimensions on, products read rows as fast as features
 NARROW_HEAD = 8  # with gradients, up to this number of dimensions PyTorch's fused kernel is slower
-MOST_SCORES_PER_HEAD = 128**2  # beyond, hidden pairs are worth skipping
+MOST_SCORES_PER_HEAD = 512**2  # of several levels, where ``small_causal`` skips hidden pairs
+MOST_SCORES_PER_HEAD_AT_ONCE = 128**2  # of all others: beyond, hidden pairs are worth skipping
 MOST_SCORES = 2**24  # they are all kept for the gradient, 64 MiB
 # Beyond, the blocked backend is as fast for a soft cap or sinks: of one level with gradients. A quarter with levels, a quarter without gradients.
 MOST_SCORES_UNMASKED = 2**22
@@ -53,6 +54,9 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool
     if return_lse or not q.is_cpu or q.dtype not in DTYPES:
         return False
     (batch, heads, num_queries, dim), num_keys, layout = q.shape, k.shape[2], call.layout
+    has_spans = small_causal.suits(q, k, call)
+    if not has_spans and not holds(num_queries * num_keys <= MOST_SCORES_PER_HEAD_AT_ONCE):
+        return False
     has_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, call.sinks))
     if len(layout.ranks) == 1:
         is_fused = dim == v.shape[3] and sdpa.suits(q, k, v, call, call.sinks is not None)
@@ -73,7 +77,7 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool
     if (call.is_causal or call.window is not None) and not holds(num_queries <= num_keys):
         return False  # the first queries may see no key
     most, has_levels = MOST_SCORES, len(layout.ranks) > 1
-    if call.attn_mask is None and (has_terms or has_levels):
+    if call.attn_mask is None and not has_spans and (has_terms or has_levels):
         most = MOST_SCORES_UNMASKED // (4 if has_levels else 1) // (1 if has_gradient else 4)
     return holds(batch * heads * num_queries * num_keys <= most)
 
@@ -93,6 +97,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
     Cost: 2 B H T S (D + V) FLOPs, hidden pairs included; one tensor of B H T S numbers, kept for the gradient, and another with a
     soft cap. Sinks are one key more.
     """
+    if small_causal.suits(q, k, call):
+        return small_causal.forward(q, k, v, call), None
     batch, heads, groups = q.shape[0], q.shape[1], k.shape[1]
     repeats, num_queries, num_keys = heads // groups if groups else 1, q.shape[2], k.shape[2]
     has_sinks = call.sinks is not None

@@ -1,0 +1,245 @@
+"""Causal attention on few positions with levels of equal blocks: spans of queries, each against the keys up to its end.
+
+The positions are cut into the blocks of one level, the spans. All queries of a span are in one block of this level and of each one
+above it, so the keys before the span fall into ranges that share the same levels with all of its queries:
+
+- Such a range is one product of the first dimensions, with one factor, and has no mask.
+- The keys of the span itself share more levels than that level in smaller blocks: one product for each level, with a table of factors.
+
+So the keys after a span cost nothing, and far keys a few dimensions. Short spans save most arithmetic and need most operations,
+each of which takes microseconds in Python; counted work decides (``plan``). Measured on one core (AMD EPYC, MKL, 128 heads, ranks
+8|4|2|2): copying the features of each block into columns of its own, so that one product compares all levels, costs more than it
+saves: at T = 42 the copies take 0.6 ms, and the products of single levels 0.2.
+
+Sliding levels and free segments have no equal blocks, and never come here.
+
+Axes: N batch entries and heads together, T positions, D head dimension, V value dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from structattn.layout.levels import LevelLayout
+from structattn.ops import derivatives
+from structattn.ops.call import Call
+from structattn.ops.checks import is_eager
+
+# What else there is to do, in multiply-adds of a product, about 0.04 ns each.
+PER_SCORE = 13  # writing it at one level, times its factor
+PER_WEIGHT = 50  # the exponential, and reading it for the values
+PER_OPERATION = 250_000  # calling an operation, and making its views
+PER_MATRIX = 4_000  # the same for each of its matrices, which are small
+
+
+class Range(NamedTuple):
+    """Keys before a span that share the same levels with all of its queries.
+
+    Attributes:
+        keys: of which positions.
+        rank: of the first dimensions, which they share.
+        factor: of their products.
+    """
+
+    keys: slice
+    rank: int
+    factor: float
+
+
+class Span(NamedTuple):
+    """Queries with the keys up to the last of them.
+
+    Attributes:
+        start, stop: their positions.
+        ranges: the keys before them.
+        inside: of their own keys: the dimensions of levels with the same blocks, and the factor of each pair, (t, t).
+        mask: 0 or -inf, what is added to the scores of their own keys, (t, t).
+    """
+
+    start: int
+    stop: int
+    ranges: tuple[Range, ...]
+    inside: tuple[tuple[slice, Tensor], ...]
+    mask: Tensor
+
+
+class Plan(NamedTuple):
+    """The spans of a call, and the factors of the dimensions, (D,), ``None`` where all are 1."""
+
+    spans: tuple[Span, ...]
+    features: Tensor | None
+
+
+def _levels(layout: LevelLayout) -> list[tuple[slice, int]]:
+    """The dimensions and the block size of each level; every pair shares level 1."""
+    return list(zip(layout.slices, (sys.maxsize, *layout.block_sizes[1:]), strict=True))
+
+
+def _cost(layout: LevelLayout, length: int, size: int, value_dim: int, batch: int) -> int:
+    """The work of spans of ``size`` positions, in multiply-adds."""
+    inside = {min(block, size) for _, block in _levels(layout)}
+    total, operations = 0, 10
+    for start in range(0, length, size):
+        own = min(size, length - start)
+        total += own**2 * (layout.head_dim + len(inside) * PER_SCORE) + own * (start + own) * (value_dim + PER_WEIGHT)
+        ranges = _ranges(layout, start)
+        total += sum(own * (stop - first) * (rank + PER_SCORE) for first, stop, rank, _ in ranges)
+        operations += 4 + 2 * len(inside) + 2 * len(ranges)
+    return batch * total + operations * (PER_OPERATION + batch * PER_MATRIX)
+
+
+def _ranges(layout: LevelLayout, start: int) -> list[tuple[int, int, int, int]]:
+    """The keys before a span: first and last, the rank that they share, and the number of levels."""
+    found = []
+    stop = start
+    for count in range(layout.num_levels, 0, -1):  # from near to far
+        size = _levels(layout)[count - 1][1]
+        first = 0 if size > start else start // size * size
+        if first < stop:
+            found.append((first, stop, sum(layout.ranks[:count]), count))
+            stop = first
+    return found
+
+
+@functools.lru_cache(maxsize=64)  # of at most (levels + 1) * 1 MiB in float32, most far less: those of two spans
+def plan(layout: LevelLayout, length: int, value_dim: int, batch: int, scale: float | None, dtype: torch.dtype) -> Plan:
+    """The spans that cost least: those of one level, or all positions as one span.
+
+    Args:
+        layout: with equal blocks.
+        length: T.
+        value_dim: V.
+        batch: N, which share the cost of calling operations.
+        scale: of the call.
+        dtype: of the tables.
+    """
+    sizes = [length, *(size for size in sorted(set(layout.block_sizes[1:]), reverse=True) if size < length)]
+    costs = {size: _cost(layout, length, size, value_dim, batch) for size in sizes}
+    size = min(costs, key=lambda x: costs[x])
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):  # so that any later call may use them
+        return made(layout, length, size, scale, dtype)
+
+
+def made(layout: LevelLayout, length: int, size: int, scale: float | None, dtype: torch.dtype) -> Plan:
+    """The plan with spans of ``size`` positions, the block size of a level or the length; arguments as ``plan``."""
+    per_level, per_count = layout.score_factors(scale)
+    features = None
+    if any(x != 1.0 for x in per_level):
+        features = torch.tensor(per_level, dtype=dtype).repeat_interleave(torch.tensor(layout.ranks))
+    positions = torch.arange(size)  # every span starts a block of each level that is inside of it
+    num_shared = layout.shared_levels(positions[:, None], positions[None])
+    pairs = torch.tensor(per_count, dtype=dtype)[num_shared - 1]
+    inside: list[tuple[slice, Tensor]] = []
+    for level, dims in enumerate(layout.slices, start=1):
+        factors = pairs.masked_fill(num_shared < level, 0.0)
+        if inside and torch.equal(factors, inside[-1][1]):  # all pairs share both levels, or none
+            inside[-1] = slice(inside[-1][0].start, dims.stop), factors
+        else:
+            inside.append((dims, factors))
+    mask = torch.zeros(size, size, dtype=dtype).masked_fill(positions[:, None] < positions[None], -torch.inf)
+    spans = []
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        own = slice(stop - start)
+        ranges = tuple(
+            Range(slice(first, last), rank, per_count[count - 1]) for first, last, rank, count in _ranges(layout, start)
+        )
+        tables = tuple((dims, factors[own, own].contiguous()) for dims, factors in inside)
+        spans.append(Span(start, stop, ranges, tables, mask[own, own].contiguous()))
+    return Plan(tuple(spans), features)
+
+
+def suits(q: Tensor, k: Tensor, call: Call) -> bool:
+    """Whether a call of the ``small`` backend is one of this file: eager and causal, equal blocks, no window and no term of the scores."""
+    layout = call.layout
+    if len(layout.ranks) == 1 or not layout.block_sizes or not call.is_causal or not is_eager(q):
+        return False
+    if call.window is not None or call.softcap is not None or call.attn_mask is not None or call.sinks is not None:
+        return False
+    return q.shape[:3] == k.shape[:3] and q.numel() > 0
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    """The output (B, H, T, V) of a call that ``suits``; second derivatives are those of ``reference``.
+
+    Cost: the products of the plan; with gradients one number is kept for each pair that is not after a span.
+    """
+    found = plan(call.layout, q.shape[2], v.shape[3], q.shape[0] * q.shape[1], call.scale, q.dtype)
+    return attend(q, k, v, call, found)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, found: Plan) -> Tensor:
+    """As ``forward``, with a plan that is given."""
+    out: Tensor = _Spans.apply(q, k, v, call, found)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Spans(torch.autograd.Function):
+    """q, k, v (B, H, T, .), the call and its plan: the output (B, H, T, V)."""
+
+    # Without setup_context, for which PyTorch reads the signature at every call; transforms of functions never come here.
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, found: Plan) -> Tensor:
+        query, key, value = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        if found.features is not None:
+            key = key * found.features
+        keys = key.transpose(1, 2)
+        weights, outs = [], []
+        for start, stop, ranges, inside, mask in found.spans:
+            own_q, own_k = query[:, start:stop], keys[..., start:stop]
+            (dims, factors), *deeper = inside
+            scores = own = product = torch.bmm(own_q[..., dims], own_k[:, dims])
+            if start:
+                scores = query.new_empty((query.shape[0], stop - start, stop))
+                own = scores[..., start:]
+            torch.addcmul(mask, product, factors, out=own)
+            for dims, factors in deeper:
+                own.addcmul_(torch.bmm(own_q[..., dims], own_k[:, dims]), factors)
+            for positions, rank, factor in ranges:
+                product = torch.bmm(own_q[..., :rank], keys[:, :rank, positions])
+                torch.mul(product, factor, out=scores[..., positions])
+            torch.softmax(scores, -1, out=scores)
+            outs.append(torch.bmm(scores, value[:, :stop]))
+            if any(ctx.needs_input_grad):
+                weights.append(scores)
+        ctx.call, ctx.plan = call, found
+        ctx.save_for_backward(q, k, v, *weights)
+        return torch.cat(outs, 1).view(*q.shape[:3], v.shape[3])
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *weights = ctx.saved_tensors
+        found: Plan = ctx.plan
+        if torch.is_grad_enabled():  # a gradient that will be differentiated
+            function = derivatives.output(ctx.call)
+            return *derivatives.vjp(lambda *inputs: function(*inputs)[:1], (q, k, v), (d_out,)), None, None
+        d_out, query, key, value = (x.flatten(0, 1) for x in (d_out, q, k, v))
+        if found.features is not None:
+            key = key * found.features
+        values = value.transpose(1, 2)
+        keys, queries = key.transpose(1, 2), query.transpose(1, 2)
+        # Feature-major: a product whose narrow side comes first is up to 4 times faster.
+        d_q, d_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (queries, keys))
+        d_v = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+        for (start, stop, ranges, inside, _), weight in zip(found.spans, weights, strict=True):
+            positions = slice(start, stop)
+            own, own_q, own_k = d_out[:, positions], queries[..., positions], keys[..., positions]
+            d_v[:, :stop] += torch.bmm(weight.transpose(1, 2), own)
+            d_scores = torch.bmm(own, values[..., :stop])
+            torch.ops.aten._softmax_backward_data.out(d_scores, weight, -1, weight.dtype, grad_input=d_scores)
+            for dims, factors in inside:
+                d_own = d_scores[..., start:] * factors
+                d_q[:, dims, positions] = torch.bmm(own_k[:, dims], d_own.transpose(1, 2))
+                d_k[:, dims, positions] = torch.bmm(own_q[:, dims], d_own)
+            for before, rank, factor in ranges:
+                d_own = d_scores[..., before] * factor
+                d_q[:, :rank, positions] += torch.bmm(keys[:, :rank, before], d_own.transpose(1, 2))
+                d_k[:, :rank, before] += torch.bmm(own_q[:, :rank], d_own)
+        if found.features is not None:
+            d_k *= found.features[:, None]
+        return *(x.transpose(1, 2).unflatten(0, q.shape[:2]) for x in (d_q, d_k)), d_v.view(v.shape), None, None

@@ -45,7 +45,7 @@ def test_spans_of_every_level_are_the_definition(heads, length, ranks, steps, sc
         lambda *x: sa.structured_attention(*x, layout, scale=scale, backend="reference"), leaves, cotangent
     )
     for size in {length, *(size for size in sizes[1:] if size < length)}:
-        plan = small_causal.made(layout, length, size, scale, torch.float64)
+        plan = small_causal.plan(layout, length, size, scale, torch.float64)
         assert [span.start for span in plan.spans] == list(range(0, length, size))
         actual = results(lambda *x, plan=plan: small_causal.attend(*x, call, plan), leaves, cotangent)
         for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
@@ -100,13 +100,12 @@ def test_the_future_does_not_change_the_past() -> None:
 
 
 def test_more_work_means_shorter_spans() -> None:
-    def first_stop(ranks, length, batch):
-        layout = sa.LevelLayout.halving(ranks, length)
-        return small_causal.plan(layout, length, sum(ranks), batch, None, torch.float32).spans[0].stop
+    def size(ranks, length, batch):
+        return small_causal.span_size(sa.LevelLayout.halving(ranks, length), length, sum(ranks), batch)
 
-    assert first_stop((8, 4, 2, 2), 16, 1) == 16  # operations would cost more than they save
-    assert first_stop((8, 4, 2, 2), 128, 256) < 128
-    assert first_stop((8,) * 8, 512, 64) < first_stop((8,) * 8, 512, 1)
+    assert size((8, 4, 2, 2), 16, 1) == 16  # operations would cost more than they save
+    assert size((8, 4, 2, 2), 128, 256) < 128
+    assert size((8,) * 8, 512, 64) < size((8,) * 8, 512, 1)
 
 
 def test_what_is_kept_serves_inference_and_training_and_threads() -> None:

@@ -7,7 +7,7 @@ above it, so the keys before the span fall into ranges that share the same level
 - The keys of the span itself share more levels than that level in smaller blocks: one product for each level, with a table of factors.
 
 So the keys after a span cost nothing, and far keys a few dimensions. Short spans save most arithmetic and need most operations,
-each of which takes microseconds in Python; counted work decides (``plan``). Measured on one core (AMD EPYC, MKL, 128 heads, ranks
+each of which takes microseconds in Python; counted work decides (``span_size``). Measured on one core (AMD EPYC, MKL, 128 heads, ranks
 8|4|2|2): copying the features of each block into columns of its own, so that one product compares all levels, costs more than it
 saves: at T = 42 the copies take 0.6 ms, and the products of single levels 0.2.
 
@@ -106,27 +106,28 @@ def _ranges(layout: LevelLayout, start: int) -> list[tuple[int, int, int, int]]:
     return found
 
 
-@functools.lru_cache(maxsize=64)  # of at most (levels + 1) * 1 MiB in float32, most far less: those of two spans
-def plan(layout: LevelLayout, length: int, value_dim: int, batch: int, scale: float | None, dtype: torch.dtype) -> Plan:
-    """The spans that cost least: those of one level, or all positions as one span.
+@functools.lru_cache(maxsize=4096)
+def span_size(layout: LevelLayout, length: int, value_dim: int, batch: int) -> int:
+    """The length of spans that costs least: the block size of a level, or all positions.
 
     Args:
         layout: with equal blocks.
         length: T.
         value_dim: V.
         batch: N, which share the cost of calling operations.
-        scale: of the call.
-        dtype: of the tables.
     """
-    sizes = [length, *(size for size in sorted(set(layout.block_sizes[1:]), reverse=True) if size < length)]
-    costs = {size: _cost(layout, length, size, value_dim, batch) for size in sizes}
-    size = min(costs, key=lambda x: costs[x])
+    sizes = {length} | {size for size in layout.block_sizes[1:] if size < length}
+    return min(sorted(sizes, reverse=True), key=lambda size: _cost(layout, length, size, value_dim, batch))
+
+
+@functools.lru_cache(maxsize=64)  # of at most (levels + 1) * 2 MiB in float32, most far less: tables of two spans
+def plan(layout: LevelLayout, length: int, size: int, scale: float | None, dtype: torch.dtype) -> Plan:
+    """The plan with spans of ``size`` positions, the block size of a level or the length; ``scale`` is that of the call."""
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):  # so that any later call may use them
-        return made(layout, length, size, scale, dtype)
+        return _plan(layout, length, size, scale, dtype)
 
 
-def made(layout: LevelLayout, length: int, size: int, scale: float | None, dtype: torch.dtype) -> Plan:
-    """The plan with spans of ``size`` positions, the block size of a level or the length; arguments as ``plan``."""
+def _plan(layout: LevelLayout, length: int, size: int, scale: float | None, dtype: torch.dtype) -> Plan:
     per_level, per_count = layout.score_factors(scale)
     features = None
     if any(x != 1.0 for x in per_level):
@@ -169,8 +170,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
 
     Cost: the products of the plan; with gradients one number is kept for each pair that is not after a span.
     """
-    found = plan(call.layout, q.shape[2], v.shape[3], q.shape[0] * q.shape[1], call.scale, q.dtype)
-    return attend(q, k, v, call, found)
+    size = span_size(call.layout, q.shape[2], v.shape[3], q.shape[0] * q.shape[1])
+    return attend(q, k, v, call, plan(call.layout, q.shape[2], size, call.scale, q.dtype))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, found: Plan) -> Tensor:

@@ -24,7 +24,7 @@ from structattn.studies.training.finished import read_finished
 
 MODEL, CORPUS, RESULTS = "model", "corpus", "results"
 _TASK = "uptraining"
-# Of the steps, on attention alone: they recover more than as many steps of the whole model (docs/results/uptraining.md).
+# Of the steps, on attention alone; what was tried is in docs/results/uptraining.md.
 _ATTENTION_SHARE = 0.8
 
 # A text of one or few files is cut: whole documents are held out, so there must be some for validation and test.
@@ -137,13 +137,19 @@ def _corpus(model: str, data: Path, out: Path, resume: bool, show_progress: bool
     if (data / MANIFEST).is_file():
         Corpus(data)
         return data
-    source = Source(path=str(data))
-    if (files := source.files()) is not None:
-        longest = sum(Path(file).stat().st_size for file in files) // _PARTS
-        source = replace(source, longest_document=max(_SHORTEST_PART, longest))
+    source = Source(path=str(data), longest_document=_longest_document(data, out))
     config = PrepareConfig(source=source, tokens="model", model=model)
     prepare(config, out, resume=resume, show_progress=show_progress)
     return out
+
+
+def _longest_document(data: Path, out: Path) -> int | None:
+    """A part of the text, in characters; of a finished corpus, whose text may be gone, the recorded one; ``None`` for a data set."""
+    if (out / MANIFEST).is_file():
+        recorded: int | None = Corpus(out).manifest["settings"]["source"].get("longest_document")
+        return recorded
+    files = Source(path=str(data)).files()
+    return None if files is None else max(_SHORTEST_PART, sum(Path(file).stat().st_size for file in files) // _PARTS)
 
 
 def _write_model(recipe: Recipe, folder: Path, out: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -191,7 +192,9 @@ def test_a_model_is_uptrained_and_saved(trained, tmp_path) -> None:
         "show_progress": False,
     }
     changes = ("task.eval_windows=4", "task.recall_tokens=8", "task.rotary_split=low_far")
-    done = uptrain(trained["model"], trained["parquet"], tmp_path / "out", changes=changes, **options)
+    text = tmp_path / "text.parquet"
+    shutil.copy(trained["parquet"], text)
+    done = uptrain(trained["model"], text, tmp_path / "out", changes=changes, **options)
     (row,) = done.results.record.rows
     assert row.steps == (8,)
     assert [entry["step"] for entry in row.histories[0]] == list(range(9))  # from the model as it was made
@@ -211,9 +214,10 @@ def test_a_model_is_uptrained_and_saved(trained, tmp_path) -> None:
     assert weights.keys() == dict(before.named_parameters()).keys()
     assert not torch.equal(loaded(ids).logits, before(ids).logits)  # it was trained
     with pytest.raises(ConfigError, match="has files"):
-        uptrain(trained["model"], trained["parquet"], tmp_path / "out", changes=changes, **options)
+        uptrain(trained["model"], text, tmp_path / "out", changes=changes, **options)
     stamp = (done.model / "model.safetensors").stat().st_mtime_ns
-    again = uptrain(trained["model"], trained["parquet"], tmp_path / "out", changes=changes, resume=True, **options)
+    text.unlink()  # the corpus is made: the text is not needed any more
+    again = uptrain(trained["model"], text, tmp_path / "out", changes=changes, resume=True, **options)
     assert again.results.record.rows[0].scores == row.scores
     assert (done.model / "model.safetensors").stat().st_mtime_ns == stamp
 

@@ -3,11 +3,13 @@
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+from structattn.testing.interpreter import quick_interpreter
 
 # Without a GPU the Triton kernels run in Triton's interpreter, which is chosen before anything imports triton.
 if not torch.cuda.is_available():
@@ -58,26 +60,5 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_interpreter() -> Iterator[None]:
-    """Triton's interpreter replaces ``triton.language`` once per launch; by itself it looks for what to replace at every call of a function."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    with pytest.MonkeyPatch.context() as patch:
-        if hasattr(interpreter, "_patch_lang"):
-            replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-            replaced: dict[frozenset[int], object] = {}
-
-            def replace_once(function: Callable[..., object]) -> object:
-                found = frozenset(map(id, function.__globals__.values())) & {
-                    id(interpreter.tl),
-                    id(interpreter.tl.core),
-                }
-                if found not in replaced:
-                    replaced[found] = replace(function)
-                return replaced[found]
-
-            def launch_anew(*args: object, **options: object) -> object:
-                replaced.clear()
-                return launch(*args, **options)
-
-            patch.setattr(interpreter, "_patch_lang", replace_once)
-            patch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+    with quick_interpreter():
         yield

@@ -338,7 +338,7 @@ from structattn.ops.triton import cached_attention as host
 from structattn.ops.triton.cached_decode import cached_kernel as kernel
 
 def shared(ranks, value_ranks, name, itemsize, rows, ring, softcap, masked, has_slopes=False):
-    tiles = host._tiles(ranks, value_ranks, itemsize, rows, masked)
+    tiles = host.tiles_for(ranks, value_ranks, itemsize, rows, masked)
     levels, x, strides = len(ranks), "*" + name, ("i32",) * 3
     constants = {
         "RANKS": ranks, "VALUE_RANKS": value_ranks, "SCALES": (1 / 3,) * levels, "FACTORS": (0.5,) * levels,

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from structattn.ops.call import Call
 from structattn.ops.triton.backward import gradient_kernel, row_kernel
-from structattn.ops.triton.config import SHARED_MEMORY, KernelConfig, default_config, no_room, shared_memory, why_not_on
+from structattn.ops.triton.config import (
+    SHARED_MEMORY,
+    KernelConfig,
+    capability_of,
+    default_config,
+    no_room,
+    shared_memory,
+    why_not_on,
+)
 from structattn.ops.triton.decode import decode_kernel, merge, num_splits_for, partial_results
 from structattn.ops.triton.forward import forward_kernel
 from structattn.ops.triton.plan import KernelPlan, Tiles, make_plan
@@ -28,7 +36,9 @@ _DECODE_ROWS = 64  # rows of a tile, being the queries of all heads that share a
 
 
 def _config(q: Tensor, v: Tensor, call: Call, config: KernelConfig | None) -> KernelConfig:
-    config = config or default_config(call.layout, q.dtype, v.shape[3], call.attn_mask is not None)
+    if config is None:
+        masked, capability = call.attn_mask is not None, capability_of(q.device)
+        config = default_config(call.layout, q.dtype, v.shape[3], masked, capability)
     if config is None:
         raise AssertionError("no tiles fit this call: why_not says so")
     return config
@@ -49,7 +59,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
             return f"the Triton kernels have no {name}"
     if layout.boundaries is not None:
         return "the Triton kernels have no free partitions (boundaries), only block sizes"
-    return no_room(layout.ranks) if default_config(layout, q.dtype, value_dim, masked) is None else None
+    config = default_config(layout, q.dtype, value_dim, masked, capability_of(q.device))
+    return no_room(layout.ranks) if config is None else None
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:

@@ -6,9 +6,11 @@ by side in memory. The kernel reads the cache as it is: nothing is copied, and n
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -16,9 +18,18 @@ import triton
 from torch import Tensor
 
 from structattn.ops.triton.cached_decode import cached_kernel
-from structattn.ops.triton.config import INTERPRETED, SHARED_MEMORY, no_room, why_not_on
+from structattn.ops.triton.config import (
+    INTERPRETED,
+    SHARED_MEMORY,
+    capability_of,
+    no_room,
+    shared_memory_of,
+    tiles_in_use,
+    why_not_on,
+)
 from structattn.ops.triton.decode import merge, num_splits_for, partial_results
 from structattn.ops.triton.plan import Tiles
+from structattn.ops.triton.tile_table import Capability, TileTable
 
 MAX_QUERIES = 8
 _ALIGNMENT = 16  # slots: at least 16 bytes of every dtype
@@ -33,23 +44,49 @@ def _padded(size: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _tiles(
-    ranks: tuple[int, ...], value_ranks: tuple[int, ...], itemsize: int, rows: int, masked: bool
+def tiles_for(
+    ranks: tuple[int, ...],
+    value_ranks: tuple[int, ...],
+    itemsize: int,
+    rows: int,
+    masked: bool,
+    capability: Capability | None = None,
+    table: TileTable | None = None,
 ) -> Tiles | None:
     """The tiles for queries of ``rows`` rows, with a mask or without, that fit in shared memory; the smallest ones in Triton's interpreter."""
     if INTERPRETED:
         return Tiles(own=16, walk=16)
-    key_width, value_width = sum(map(_padded, ranks)), sum(map(_padded, value_ranks))
+    dim, has_levels = max(sum(ranks), sum(value_ranks)), len(value_ranks) > 1
+    searched = table and table.find(
+        "cached", capability, itemsize=itemsize, dim=dim, levels=len(ranks), values=has_levels
+    )
+    if searched:
+        tiles = replace(searched, own=min(searched.own, _padded(rows)))
+        if shared_memory(ranks, value_ranks, tiles, itemsize, masked=masked) <= shared_memory_of(capability):
+            return tiles
     own = min(_MAX_ROWS[itemsize], _padded(rows))
     while own >= 16:
         for walk, num_stages in _WALKS:
-            pipeline = num_stages * walk * (key_width + value_width)
-            scores = own * walk * (4 + (num_stages if masked else 0))
-            if itemsize * (pipeline + own * key_width) + scores <= SHARED_MEMORY:
-                num_warps = 8 if itemsize == 4 or own * (key_width + value_width) > 2**13 else 4
-                return Tiles(own=own, walk=walk, num_warps=num_warps, num_stages=num_stages)
+            is_large = itemsize == 4 or own * _width(ranks, value_ranks) > 2**13
+            tiles = Tiles(own=own, walk=walk, num_warps=8 if is_large else 4, num_stages=num_stages)
+            if shared_memory(ranks, value_ranks, tiles, itemsize, masked=masked) <= SHARED_MEMORY:
+                return tiles
         own //= 2
     return None
+
+
+def _width(*ranks: tuple[int, ...]) -> int:
+    """Columns of the tiles of all levels together."""
+    return sum(map(_padded, itertools.chain(*ranks)))
+
+
+def shared_memory(
+    ranks: tuple[int, ...], value_ranks: tuple[int, ...], tiles: Tiles, itemsize: int, *, masked: bool
+) -> int:
+    """Bytes of shared memory per block: the queries, the buffers of the pipeline, and the scores."""
+    pipeline = tiles.num_stages * tiles.walk * _width(ranks, value_ranks)
+    scores = tiles.own * tiles.walk * (4 + (tiles.num_stages if masked else 0))
+    return itemsize * (pipeline + tiles.own * _width(ranks)) + scores
 
 
 def why_not(
@@ -76,7 +113,8 @@ def why_not(
         return reason
     if num_queries > MAX_QUERIES:
         return f"the Triton kernel over a cache decodes up to {MAX_QUERIES} tokens at once, not {num_queries}"
-    return no_room(ranks) if _tiles(ranks, value_ranks, dtype.itemsize, 1, masked) is None else None
+    tiles = tiles_for(ranks, value_ranks, dtype.itemsize, 1, masked, capability_of(device), tiles_in_use())
+    return no_room(ranks) if tiles is None else None
 
 
 def decode(
@@ -141,7 +179,9 @@ def decode(
     heads_per_key, heads_per_value = num_heads // keys[0].shape[1], num_heads // values[0].shape[1]
     unit = math.gcd(heads_per_key, heads_per_value)
     num_units = num_heads // unit
-    tiles = tiles or _tiles(ranks, value_ranks, q.itemsize, unit * num_queries, mask is not None)
+    if tiles is None:
+        rows, capability = unit * num_queries, capability_of(q.device)
+        tiles = tiles_for(ranks, value_ranks, q.itemsize, rows, mask is not None, capability, tiles_in_use())
     if tiles is None:
         raise AssertionError("no tiles fit this call: why_not says so")
     num_tiles = math.ceil(unit * num_queries / tiles.own)

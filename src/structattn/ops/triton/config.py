@@ -1,4 +1,5 @@
-"""The tiles of the Triton kernels: a table by dtype and dimension, and what a GPU's shared memory leaves of it."""
+"""The tiles of the Triton kernels: those that a search found (``tile_table``), else rules by dtype and dimension; and what a GPU's
+shared memory leaves of them."""
 
 from __future__ import annotations
 
@@ -11,11 +12,20 @@ from triton.runtime.jit import JITFunction
 from structattn.layout.levels import LevelLayout
 from structattn.ops.triton.forward import forward_kernel
 from structattn.ops.triton.plan import FAR, KernelPlan, Tiles, make_plan
+from structattn.ops.triton.tile_table import PACKAGED, Capability, TileTable, read_tiles
 
 INTERPRETED = not isinstance(forward_kernel, JITFunction)  # TRITON_INTERPRET=1 when the kernels were imported
 MAX_DIM = 256
 MAX_LEVELS = 16
 SHARED_MEMORY = 99 * 1024  # bytes per block that consumer GPUs have too
+# Bytes per block where there are more; what a search found on such a GPU may use them.
+_MORE_SHARED_MEMORY = {
+    (8, 0): 163 * 1024,
+    (8, 7): 163 * 1024,
+    (9, 0): 227 * 1024,
+    (10, 0): 227 * 1024,
+    (10, 3): 227 * 1024,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +107,12 @@ def shared_memory(plan: KernelPlan, tiles: Tiles, itemsize: int, *, is_gradient:
 
 
 def _fitted(
-    tiles: Tiles, layout: LevelLayout, value_dim: int, itemsize: int, *, is_gradient: bool, masked: bool
+    tiles: Tiles, layout: LevelLayout, value_dim: int, itemsize: int, limit: int, *, is_gradient: bool, masked: bool
 ) -> Tiles | None:
     """The tiles, made smaller until they fit; many narrow levels take more columns than the head dimension has."""
     while True:
         plan = make_plan(layout, None, value_dim, tiles)
-        if shared_memory(plan, tiles, itemsize, is_gradient=is_gradient, masked=masked) <= SHARED_MEMORY:
+        if shared_memory(plan, tiles, itemsize, is_gradient=is_gradient, masked=masked) <= limit:
             return tiles
         if tiles.num_stages > 1:
             tiles = replace(tiles, num_stages=tiles.num_stages - 1)
@@ -114,25 +124,77 @@ def _fitted(
             return None
 
 
-@lru_cache(maxsize=1024)
+_in_use = [read_tiles(PACKAGED)]
+
+
+def tiles_in_use() -> TileTable:
+    """The table of ``use_tiles``, else that of the package."""
+    return _in_use[0]
+
+
+def use_tiles(table: TileTable) -> None:
+    """Takes another table from now on, in this process."""
+    _in_use[0] = table
+
+
+@lru_cache(maxsize=64)
+def capability_of(device: torch.device) -> Capability | None:
+    """The compute capability of a GPU; ``None`` for another device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def shared_memory_of(capability: Capability | None) -> int:
+    """Bytes of shared memory that a block can have."""
+    return SHARED_MEMORY if capability is None else _MORE_SHARED_MEMORY.get(capability, SHARED_MEMORY)
+
+
 def default_config(
-    layout: LevelLayout, dtype: torch.dtype, value_dim: int, masked: bool = False
+    layout: LevelLayout,
+    dtype: torch.dtype,
+    value_dim: int,
+    masked: bool = False,
+    capability: Capability | None = None,
 ) -> KernelConfig | None:
     """The tiles for a layout and a dtype, with a mask or without, or ``None`` where none fit; the smallest ones in Triton's interpreter.
 
+    A kernel and shape that the table in use has for the capability of the GPU take its tiles, all others those of the rules.
+
     The interpreter has no use for large tiles, and small ones let it test boundaries on short sequences.
     """
+    return _config_for(layout, dtype, value_dim, masked, capability, tiles_in_use())
+
+
+@lru_cache(maxsize=1024)
+def _config_for(
+    layout: LevelLayout,
+    dtype: torch.dtype,
+    value_dim: int,
+    masked: bool,
+    capability: Capability | None,
+    table: TileTable,
+) -> KernelConfig | None:
     if INTERPRETED:
         tiny = Tiles(own=16, walk=16)
         return KernelConfig(forward=tiny, grad_queries=tiny, grad_keys=tiny, decode=tiny)
-    for size, dim, config in _CONFIGS:
-        if size == dtype.itemsize and max(layout.head_dim, value_dim) <= dim:
-            fitted = {
-                name: _fitted(
-                    getattr(config, name), layout, value_dim, size, is_gradient=name.startswith("grad"), masked=masked
-                )
-                for name in ("forward", "grad_queries", "grad_keys", "decode")
-            }
-            found = {name: tiles for name, tiles in fitted.items() if tiles is not None}
-            return replace(config, **found) if len(found) == len(fitted) else None  # type: ignore[arg-type]
-    return None
+    size, most = dtype.itemsize, max(layout.head_dim, value_dim)
+    rule = next((config for itemsize, dim, config in _CONFIGS if itemsize == size and most <= dim), None)
+    if rule is None:
+        return None
+    found: dict[str, Tiles] = {}
+    for name in ("forward", "grad_queries", "grad_keys", "decode"):
+        searched = table.find(
+            name, capability, itemsize=size, dim=most, levels=layout.num_levels, values=layout.value_ranks is not None
+        )
+        fitted = _fitted(
+            getattr(rule, name) if searched is None else searched,
+            layout,
+            value_dim,
+            size,
+            SHARED_MEMORY if searched is None else shared_memory_of(capability),
+            is_gradient=name.startswith("grad"),
+            masked=masked,
+        )
+        if fitted is None:
+            return None
+        found[name] = fitted
+    return replace(rule, **found)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ On a CPU one sequence of 4 heads grows; on CUDA 65,536 tokens are cut into seque
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from benchmarks.registry import Case, CaseUnavailableError, Check, Group, benchmark
+from benchmarks.sdpa import fastest_sdpa
+from benchmarks.timing import CudaClock
 from structattn.layout.levels import LevelLayout
 from structattn.ops import explain, reference, structured_attention
 
@@ -41,6 +44,7 @@ QUICK = {"cpu": (512, 2048), "cuda": (4096, 16384)}
 MEMORY_LENGTHS = (2048, 8192, 32768, 65536)
 CUDA_TOKENS = 65536
 DECODE_BATCH = 16
+DECODE_LENGTHS = (8192, 65536)
 # What scores of the dense implementation may take, and how many copies of them are alive at its worst moment.
 DENSE_BYTES = {"cpu": 3e9, "cuda": 60e9}
 DENSE_COPIES = {"forward": 5, "forward+backward": 12}
@@ -249,7 +253,10 @@ def attention_work(
     cotangent = torch.randn(shapes[0], device=device, dtype=dtype) if backward else None
     layout, code = layout_of(label, keys, dim), ""
     attend: Attend
-    if label == BASELINE:
+    if label == BASELINE and device.type == "cuda":
+        clock = CudaClock(device)
+        attend, code = fastest_sdpa(q, k, v, is_causal=queries > 1, backward=backward, clock=clock)
+    elif label == BASELINE:
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1)
@@ -295,8 +302,8 @@ def attention_groups(
             for mode in ("forward", "forward+backward"):
                 yield _group(mode, sizes | {"D": dim}, batch, length, device, dtype)
     if on_gpu:
-        for dim in LAYOUTS:
-            sizes = {"T": CUDA_TOKENS, "B": DECODE_BATCH, "H": heads, "D": dim}
+        for length, dim in itertools.product(DECODE_LENGTHS, LAYOUTS):
+            sizes = {"T": length, "B": DECODE_BATCH, "H": heads, "D": dim}
             yield _group("decode", sizes, DECODE_BATCH, 1, device, dtype)
 
 

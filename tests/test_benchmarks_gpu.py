@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks are no part of the package
@@ -20,8 +21,10 @@ from benchmarks.gpu import __main__ as command  # noqa: E402
 from benchmarks.gpu import parts, tile, worker  # noqa: E402
 from benchmarks.gpu.results import reproduction  # noqa: E402
 from benchmarks.gpu.rows import Row, Settings  # noqa: E402
-from benchmarks.timing import WrongResultError  # noqa: E402
+from benchmarks.sdpa import TRIALS, fastest_sdpa  # noqa: E402
+from benchmarks.timing import CpuClock, WrongResultError  # noqa: E402
 from structattn.errors import ConfigError  # noqa: E402
+from structattn.testing.tolerances import assert_close  # noqa: E402
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -190,14 +193,36 @@ def test_the_fastest_tiles_make_the_table(tmp_path: Path) -> None:
     ]
 
 
+def test_the_fastest_kernel_of_pytorch_is_named() -> None:
+    q, k, v = (torch.randn(1, 2, 30, 16, requires_grad=True) for _ in range(3))
+
+    class Clock(CpuClock):
+        """The second kernel is the fastest."""
+
+        calls = 0
+
+        def time_ms(self, call, inner, prepare=None) -> float:
+            call()
+            self.calls += 1
+            return 1.0 if self.calls > 1 + TRIALS else 2.0
+
+    backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION)
+    attend, name = fastest_sdpa(q, k, v, is_causal=True, backward=True, clock=Clock(), backends=backends)
+    assert name == "SDPA, MATH"
+    assert_close(attend(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+    with pytest.raises(RuntimeError, match="none of .'CUDNN_ATTENTION'. can run here"):
+        fastest_sdpa(q, k, v, is_causal=True, backward=False, clock=CpuClock(), backends=backends[2:])
+
+
 @pytest.mark.full
 @runs
 def test_a_rehearsal_of_the_whole_command(tmp_path: Path, capsys) -> None:
     """Real rows in real processes; every kernel has its tiles searched."""
-    only = r"check/[a-z]*/(window|everything, sliding)/float16|tile/"
+    only = r"check/[a-z]*/(window|everything, sliding)/float16|tile/|speed/.*/mlr 8"
     command.main(["--rehearse", "--out", str(tmp_path), "--only", only, "--jobs", "2", "--minutes", "9"])
-    last = capsys.readouterr().out.splitlines()[-2:]
+    last = capsys.readouterr().out.splitlines()[-3:]
     assert "| check | 8 | 8 | 0 | 0 | 0 |" in last
+    assert "| speed | 9 | 9 | 0 | 0 | 0 |" in last
     assert "| tile | 10 | 10 | 0 | 0 | 0 |" in last
     entries = read_tiles(tmp_path / "tiles.json").entries[tile.NO_CAPABILITY]
     assert {entry.kernel for entry in entries} == set(tile.CANDIDATES)

@@ -71,7 +71,8 @@ def run(*, minutes: float, out: Path | None, only: str, rehearse: bool, jobs: in
                 print(f"    {result['message']}\n    {reproduction(row.name, settings)}", flush=True)  # noqa: T201
 
         run_rows(left, settings, jobs=jobs, seconds=60 * minutes, on_result=on_result)
-        total = Counter(row.part for row in (all_rows(settings) if not only else chosen))
+        named = {row.name for row in chosen} | set(results.rows)
+        total = Counter(row.part for row in all_rows(settings) if row.name in named)
         write_atomic(results.path.with_suffix(".md"), markdown(results, settings, total))
         return summary(results, settings, total)
 

@@ -142,6 +142,19 @@ def _tiles(results: Results) -> str:
     return table(heads, body)
 
 
+def _speed(results: Results) -> str:
+    body = []
+    for name, row in results.of_part("speed").items():
+        if row["status"] == "ok":
+            one, base = row["variant"], row["baseline"]
+            rates = [number(100 * one[f"of_{rate}_rate"]) for rate in ("matmul", "copy")]
+            tokens = number(one["tokens_per_s"]) if "tokens_per_s" in one else ""
+            cells = [number(one["median_ms"]), number(base["median_ms"]), base["code"] or base["label"]]
+            body.append([name.removeprefix("speed/"), number(one["speedup"]), *cells, *rates, tokens, one["code"]])
+    heads = ["variant", "times faster", "median ms", "baseline ms", "baseline", "% of matmul rate", "% of copy rate"]
+    return table([*heads, "tokens/s", "code"], body)
+
+
 def markdown(results: Results, settings: Settings, total: Mapping[str, int]) -> str:
     """The report: facts, all failures, and the tables of each part."""
     facts = results.facts
@@ -157,9 +170,18 @@ def markdown(results: Results, settings: Settings, total: Mapping[str, int]) -> 
     return "\n\n".join(parts) + "\n"
 
 
-SECTIONS = [("Checks", "check", _checked), ("Tiles", "tile", _tiles)]
+SECTIONS = [("Checks", "check", _checked), ("Tiles", "tile", _tiles), ("Speed", "speed", _speed)]
 
 
 def summary(results: Results, settings: Settings, total: Mapping[str, int]) -> str:
     """What fits on a screen: failures first, the counts last."""
-    return "\n".join([*failures(results, settings, MOST_FAILURES), "", _counts(results, total)])
+    lines = failures(results, settings, MOST_FAILURES)
+    for row in tile.gains(results.searched):
+        if row["gain"] is not None and row["gain"] > 1:
+            lines.append(f"{row['gain']:6.2f} times the rule's speed  {row['kernel']}, {row['shape']}: {row['tiles']}")
+    for name, row in results.of_part("speed").items():
+        if row["status"] == "ok":
+            rate = 100 * max(row["variant"]["of_matmul_rate"], row["variant"]["of_copy_rate"])
+            base = row["baseline"]["code"] or row["baseline"]["label"]
+            lines.append(f"{row['variant']['speedup']:6.2f} times as fast as {base}, {rate:.0f} %  {name[6:]}")
+    return "\n".join([*lines, "", _counts(results, total)])

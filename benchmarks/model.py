@@ -12,6 +12,7 @@ import argparse
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -220,10 +221,7 @@ def _case(label: str, shape: ModelShape, batch: int, length: int, device: torch.
         )
         return ModelStep(model=model, caches=caches, tokens=tokens, shape=shape, length=length)
 
-    with torch.device("meta"):
-        model = language_model(shape, specs(shape)[label], length)
-    kept = row_numbers(model, shape, length)
-    weights = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
+    weights, kept = _counted(shape, specs(shape)[label], length)
     repeats = shape.num_heads // shape.num_kv_heads
     return Case(
         benchmark="model",
@@ -235,6 +233,15 @@ def _case(label: str, shape: ModelShape, batch: int, length: int, device: torch.
         is_baseline=label == BASELINE,
         decoding=Decoding(new_tokens=batch, cached_tokens=batch * length),
     )
+
+
+@lru_cache(maxsize=64)
+def _counted(shape: ModelShape, spec: str, length: int) -> tuple[int, int]:
+    """The numbers that a step reads: the weights without the embedding, and of one row the caches of S tokens."""
+    with torch.device("meta"):
+        model = language_model(shape, spec, length)
+    weights = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
+    return weights, row_numbers(model, shape, length)
 
 
 def row_numbers(model: LanguageModel, shape: ModelShape, length: int) -> int:

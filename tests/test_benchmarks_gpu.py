@@ -218,11 +218,12 @@ def test_the_fastest_kernel_of_pytorch_is_named() -> None:
 @runs
 def test_a_rehearsal_of_the_whole_command(tmp_path: Path, capsys) -> None:
     """Real rows in real processes; every kernel has its tiles searched."""
-    only = r"check/[a-z]*/(window|everything, sliding)/float16|tile/|speed/.*/mlr 8"
+    only = r"check/[a-z]*/(window|everything, sliding)/float16|tile/|speed/.*/mlr 8|train/.*RoPE"
     command.main(["--rehearse", "--out", str(tmp_path), "--only", only, "--jobs", "2", "--minutes", "9"])
-    last = capsys.readouterr().out.splitlines()[-3:]
+    last = capsys.readouterr().out.splitlines()[-4:]
     assert "| check | 8 | 8 | 0 | 0 | 0 |" in last
     assert "| speed | 9 | 9 | 0 | 0 | 0 |" in last
+    assert "| train | 1 | 1 | 0 | 0 | 0 |" in last
     assert "| tile | 10 | 10 | 0 | 0 | 0 |" in last
     entries = read_tiles(tmp_path / "tiles.json").entries[tile.NO_CAPABILITY]
     assert {entry.kernel for entry in entries} == set(tile.CANDIDATES)

@@ -26,7 +26,7 @@ MINUTES = 10.0
 MOST_JOBS = 8  # processes that compile at the same time, each with a context on the GPU
 
 
-def run(*, minutes: float, out: Path | None, only: str, rehearse: bool, jobs: int) -> str:
+def run(*, minutes: float, out: Path | None, only: str, rehearse: bool, jobs: int, text: Path | None = None) -> str:
     """Does the rows that are not done yet, and writes the files.
 
     Args:
@@ -35,6 +35,7 @@ def run(*, minutes: float, out: Path | None, only: str, rehearse: bool, jobs: in
         only: a regular expression that names of rows must match.
         rehearse: tiny sizes on the CPU.
         jobs: rows at the same time.
+        text: to train on; ``None``: that of the package.
 
     Returns:
         The summary.
@@ -53,9 +54,13 @@ def run(*, minutes: float, out: Path | None, only: str, rehearse: bool, jobs: in
         if out is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         else:
-            owner = Owner(command="gpu", task="", settings={"rehearse": rehearse})
+            owner = Owner(
+                command="gpu",
+                task="",
+                settings={"rehearse": rehearse, "text": None if text is None else str(text.absolute())},
+            )
             folder = stack.enter_context(opened(out, owner, resume=True))
-        settings = Settings(rehearse=rehearse, folder=folder)
+        settings = Settings(rehearse=rehearse, folder=folder, text=None if text is None else text.absolute())
         chosen, results = chosen_rows(settings, only), Results.opened(settings)
         left = [row for row in chosen if not results.is_done(row.name)]
         left.sort(key=lambda row: row.name in results.rows)  # what failed comes last
@@ -86,13 +91,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="regex on names of rows, such as 'check/backward/.*/float16'")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU, in Triton's interpreter")
     parser.add_argument("--jobs", type=int, help=f"rows at the same time (half of the cores, {MOST_JOBS} at most)")
+    parser.add_argument("--text", type=Path, help="a text file or prepared corpus to train on (the packaged text)")
     options = parser.parse_args(arguments)
     jobs = options.jobs if options.jobs is not None else max(1, min(MOST_JOBS, cores // 2))
     try:
-        text = run(minutes=options.minutes, out=options.out, only=options.only, rehearse=options.rehearse, jobs=jobs)
+        summary_text = run(
+            minutes=options.minutes,
+            out=options.out,
+            only=options.only,
+            rehearse=options.rehearse,
+            jobs=jobs,
+            text=options.text,
+        )
     except ConfigError as error:
         parser.error(str(error))
-    print(text)  # noqa: T201
+    print(summary_text)  # noqa: T201
 
 
 if __name__ == "__main__":

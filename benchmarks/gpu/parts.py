@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.gpu import check, speed, tile
+from benchmarks.gpu import check, speed, tile, train
 from benchmarks.gpu.rows import Row, Settings
 from structattn.errors import ConfigError
 
-PARTS = (check, tile, speed)
+PARTS = (check, tile, speed, train)
 
 
 def all_rows(settings: Settings) -> list[Row]:

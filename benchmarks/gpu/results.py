@@ -155,6 +155,23 @@ def _speed(results: Results) -> str:
     return table([*heads, "tokens/s", "code"], body)
 
 
+def _trained(results: Results) -> str:
+    body, metric = [], ""
+    for name, row in results.of_part("train").items():
+        if row["status"] == "ok":
+            metric = row["metric"]
+            for spec, one in row["variants"].items():
+                cells = [
+                    spec,
+                    f"{one['score']:.4f}",
+                    str(row["steps"]),
+                    number(one["tokens_per_s"]),
+                    number(one["mfu"]),
+                ]
+                body.append([name.removeprefix("train/"), *cells])
+    return table(["model", "attention", metric, "steps", "tokens/s", "MFU"], body)
+
+
 def markdown(results: Results, settings: Settings, total: Mapping[str, int]) -> str:
     """The report: facts, all failures, and the tables of each part."""
     facts = results.facts
@@ -170,7 +187,12 @@ def markdown(results: Results, settings: Settings, total: Mapping[str, int]) -> 
     return "\n\n".join(parts) + "\n"
 
 
-SECTIONS = [("Checks", "check", _checked), ("Tiles", "tile", _tiles), ("Speed", "speed", _speed)]
+SECTIONS = [
+    ("Checks", "check", _checked),
+    ("Tiles", "tile", _tiles),
+    ("Speed", "speed", _speed),
+    ("Training", "train", _trained),
+]
 
 
 def summary(results: Results, settings: Settings, total: Mapping[str, int]) -> str:
@@ -184,4 +206,7 @@ def summary(results: Results, settings: Settings, total: Mapping[str, int]) -> s
             rate = 100 * max(row["variant"]["of_matmul_rate"], row["variant"]["of_copy_rate"])
             base = row["baseline"]["code"] or row["baseline"]["label"]
             lines.append(f"{row['variant']['speedup']:6.2f} times as fast as {base}, {rate:.0f} %  {name[6:]}")
+    for name, row in results.of_part("train").items():
+        for spec, one in row.get("variants", {}).items():
+            lines.append(f"{one['score']:6.3f} {row['metric']}  {name[6:]}, {spec}: {one['tokens_per_s']:.0f} tokens/s")
     return "\n".join([*lines, "", _counts(results, total)])

@@ -17,10 +17,12 @@ class Settings:
     Attributes:
         rehearse: tiny sizes on the CPU, kernels in Triton's interpreter.
         folder: of the results, where a search writes its table of tiles and training its runs.
+        text: a text file or a prepared corpus to train on; ``None``: the text of the package.
     """
 
     rehearse: bool
     folder: Path
+    text: Path | None = None
 
     @property
     def device(self) -> torch.device:

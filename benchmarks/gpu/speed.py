@@ -46,14 +46,14 @@ def _dtype(settings: Settings) -> torch.dtype:
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Rank 2: the main variants; 5: the others."""
+    """Rank 3: the main variants; 5: the others."""
     for group in groups(settings):
         for case in group.cases:
             if not case.is_baseline:
                 pair = tuple(one for one in group.cases if one is case or one.is_baseline)
                 yield Row(
                     name=f"speed/{group.name_of(case)}",
-                    rank=2 if case.label in CORE else 5,
+                    rank=3 if case.label in CORE else 5,
                     limit_s=LIMIT_S,
                     run=_row(replace(group, cases=pair), settings),
                     alone=True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from structattn.studies.recipe import Preset, Recipe
+from structattn.studies.tasks.cache_map import cache_map
 from structattn.studies.tasks.text.task import TextConfig
 from structattn.studies.training.config import TrainingConfig
 
@@ -106,6 +107,40 @@ _PAPER = replace(
     sweep_settings=("task.embed_dim=128", "task.num_heads=2", "training.steps=5000"),
 )
 
+# What each attention loses against the bytes of its cache: RoPE for all, a learning rate each, equal compute.
+_CACHE_MAP = Recipe(
+    task=TextConfig(context_length=1024, embed_dim=64, num_layers=2, num_heads=4, rotary="low_far", eval_windows=64),
+    training=TrainingConfig(
+        steps=1200,
+        batch_size=1,
+        learning_rate=8e-3,
+        schedule="wsd",
+        warmup_steps=60,
+        eval_every=600,
+        checkpoint_every=600,
+    ),
+    attention=cache_map(1024, head_dim=16),
+    seeds=5,
+    learning_rates=(4e-3, 8e-3, 1.6e-2),
+    equal="compute",
+)
+# About ten times the parameters, and four times the context.
+_CACHE_MAP_GPU = replace(
+    _CACHE_MAP,
+    task=replace(_CACHE_MAP.task, context_length=4096, embed_dim=128, num_layers=6),
+    training=replace(
+        _CACHE_MAP.training,
+        steps=2000,
+        batch_size=8,
+        warmup_steps=100,
+        eval_every=500,
+        checkpoint_every=500,
+        precision="bf16",
+    ),
+    attention=cache_map(4096, head_dim=32),
+    learning_rates=(2e-3, 4e-3, 8e-3),
+)
+
 _SMOKE = TextConfig(context_length=128, embed_dim=64, num_layers=2, eval_windows=64)
 # Long enough for levels to matter: standard attention with learned positions is then still at the loss of pairs of characters (2.6).
 _DEMO = _plain(replace(_SMOKE, num_heads=2), 700, 8, ("standard", "mlr:16|8|4|4", "mlr:8|8|8|8,values=8|8|8|8"))
@@ -124,6 +159,16 @@ PRESETS = {
         _plain(_SMOKE, 500, 8, ("standard", "mlr:8|4|2|2", "window:32")),
         "1 MB of English text (PEPs), characters as tokens, context of 128, three variants, 500 steps: tests that training runs, too short to "
         "compare",
+    ),
+    "cache-map": Preset(
+        _CACHE_MAP,
+        "context of 1,024, 18 variants by the size of their caches, equal compute, a learning rate each, five seeds; on 2 CPU cores with --jobs 2 "
+        "about 100 minutes",
+    ),
+    "cache-map-gpu": Preset(
+        _CACHE_MAP_GPU,
+        "`cache-map` with ten times the parameters and a context of 4,096, for a text of 100 MB or more (--data): 2e17 FLOPs, two hours at 30 TFLOP/s (counted, "
+        "not run)",
     ),
     "scaling": Preset(
         _SCALING,

@@ -15,6 +15,9 @@ from structattn.testing.interpreter import quick_interpreter
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# `auto` must not find a library that was built here by chance. Its own tests build one; with STRUCTATTN_CACHE set all tests use one.
+os.environ.setdefault("STRUCTATTN_CACHE", f"{os.devnull}/none")
+
 # The same examples in every run: what fails here fails for everyone. `--full` draws many more, and new ones in each run except in CI.
 settings.register_profile("few", max_examples=12, derandomize=True, deadline=None)
 settings.register_profile("many", max_examples=200, derandomize="CI" in os.environ, deadline=None)

@@ -334,6 +334,7 @@ def test_options_are_frozen() -> None:
             ),
             *("precision", "batch_tokens", "gpu_memory", "tokens", "gpu_flops"),
         },
+        commands.BuildNativeCommand: set(),
         commands.InfoCommand: set(),
         commands.SpecsCommand: set(),
         commands.StructuresCommand: set(),

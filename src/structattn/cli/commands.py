@@ -10,7 +10,14 @@ if importlib.util.find_spec("tyro") is None:  # the library itself needs torch a
 
 from structattn.cli.analysis import BenchCommand, FitCommand, MupCheckCommand, MupRolesCommand, PlanCommand
 from structattn.cli.data import DataInfoCommand, DataPrepareCommand
-from structattn.cli.lists import InfoCommand, PresetsCommand, SettingsCommand, SpecsCommand, StructuresCommand
+from structattn.cli.lists import (
+    BuildNativeCommand,
+    InfoCommand,
+    PresetsCommand,
+    SettingsCommand,
+    SpecsCommand,
+    StructuresCommand,
+)
 from structattn.cli.runs import EvaluateCommand, GenerateCommand
 from structattn.cli.session import Session
 from structattn.cli.train import CompareCommand, SweepCommand, TrainCommand
@@ -38,6 +45,7 @@ COMMANDS: dict[str, type[Command]] = {
     "data info": DataInfoCommand,
     "plan": PlanCommand,
     "bench": BenchCommand,
+    "build-native": BuildNativeCommand,
     "info": InfoCommand,
     "specs": SpecsCommand,
     "structures": StructuresCommand,

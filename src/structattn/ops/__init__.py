@@ -2,5 +2,6 @@
 
 from structattn.ops.attention import explain, structured_attention
 from structattn.ops.backends import Backend
+from structattn.ops.native.library import build_native
 
-__all__ = ["Backend", "explain", "structured_attention"]
+__all__ = ["Backend", "build_native", "explain", "structured_attention"]

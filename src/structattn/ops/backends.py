@@ -22,9 +22,11 @@ from structattn.ops import derivatives, sdpa, small
 from structattn.ops.blocked import attention as blocked
 from structattn.ops.call import Call
 from structattn.ops.checks import is_onnx_export, is_transformed
+from structattn.ops.native import attention as native
+from structattn.ops.native import library
 
-Backend = Literal["auto", "reference", "blocked", "triton"]
-NAMED = ("auto", "reference", "blocked", "triton")  # what a user may name
+Backend = Literal["auto", "reference", "blocked", "native", "triton"]
+NAMED = ("auto", "reference", "blocked", "native", "triton")  # what a user may name
 
 # Up to this number of scores the dense definition is the fastest on a CPU (docs/speed.md).
 DENSE_SCORES = 2**18
@@ -63,6 +65,11 @@ def _no_triton() -> str | None:
     return None
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _no_native() -> str | None:
+    return library.why_not_here()
+
+
 def _triton() -> ModuleType:
     from structattn.ops.triton import attention  # where it is used: Triton may not be installed
 
@@ -74,6 +81,12 @@ TABLE: dict[str, BackendRow] = {
     "scaled_dot_product_attention": BackendRow(forward=sdpa.forward, why_not=sdpa.why_not),
     "small": BackendRow(forward=small.forward, takes_sinks=True),
     "blocked": BackendRow(forward=blocked.forward, backward=blocked.backward),
+    "native": BackendRow(
+        forward=native.forward,
+        backward=native.backward,
+        why_not_here=_no_native,
+        why_not=native.why_not,
+    ),
     "triton": BackendRow(
         forward=lambda *arguments: _triton().forward(*arguments),
         backward=lambda *arguments, needs_bias: (*_triton().backward(*arguments), None),
@@ -121,6 +134,8 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
     # A compiler can trace no other backend inside of a transform.
     if not is_plain and (torch.compiler.is_compiling() or holds(scores <= DENSE_BATCH_SCORES)):
         return "reference", lambda: f"{scores} scores inside of a torch.func transform, which needs every derivative"
+    if is_plain and _is_native(q, k, v, call, return_lse):
+        return "native", lambda: f"{_levels(call)} in C++ code that was built on this machine"
     if is_plain and holds(per_head <= small.MOST_SCORES_PER_HEAD) and small.suits(q, k, v, call, return_lse):
         return "small", lambda: f"{_levels(call)}, {q.shape[2]} x {k.shape[2]} scores per head: all of them are kept"
     needs_lse = return_lse or call.sinks is not None
@@ -141,6 +156,15 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
     if call.cu_seqlens is None and holds(per_row <= DENSE_SCORES) and holds(scores <= DENSE_BATCH_SCORES):
         return "reference", lambda: f"{scores} scores are few enough for dense products (no fused kernel: {reason})"
     return "blocked", lambda: f"{_levels(call)} in memory linear in the length (no fused kernel: {reason})"
+
+
+def _is_native(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool:
+    """Whether the C++ code is there and computes a call: of one level what PyTorch's own kernels do not."""
+    if not q.is_cpu or torch.compiler.is_exporting():  # an exported program may run on another machine
+        return False
+    if len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, return_lse or call.sinks is not None):
+        return False
+    return _why_not_call("native", q, k, v, call) is None
 
 
 def _levels(call: Call) -> str:

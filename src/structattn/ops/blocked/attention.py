@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,9 +19,10 @@ from structattn.ops.blocked import families, online_softmax
 from structattn.ops.blocked.dyadic import DyadicGeometry
 from structattn.ops.blocked.families import Geometry
 from structattn.ops.blocked.sliding import SlidingGeometry
-from structattn.ops.blocked.spans import SequenceSpan, SpanTiles
+from structattn.ops.blocked.spans import SpanTiles
 from structattn.ops.blocked.tiles import ScoreParameters, Tile
 from structattn.ops.call import Call
+from structattn.ops.sequences import SequenceSpan, sequences_of
 
 # Spans of at most this number of positions are squares on the diagonal: on a CPU smaller products cost more than they save.
 _TILE = 32
@@ -204,30 +204,6 @@ class _Group:
     tiles: Callable[[], Iterator[Tile]]
 
 
-def _sequences(q: Tensor, k: Tensor, call: Call) -> list[SequenceSpan]:
-    """The sequences of a batch, without padding."""
-    batch, num_queries, num_keys = q.shape[0], q.shape[2], k.shape[2]
-    if call.cu_seqlens is not None and call.key_seqlens is not None:
-        ends = zip(pairwise(call.cu_seqlens.tolist()), pairwise(call.key_seqlens.tolist()), strict=True)
-        return [
-            SequenceSpan(0, n, i, j, i_end - i, j_end - j, (j_end - j) - (i_end - i))
-            for n, ((i, i_end), (j, j_end)) in enumerate(ends)
-            if i < i_end and j < j_end
-        ]
-    padding = [0] * batch if call.left_padding is None else call.left_padding.tolist()
-    found = []
-    first = num_keys - num_queries  # the position of the first query
-    for row, pad in enumerate(padding):
-        # Queries in the padding are hidden; those before the first key are not.
-        spans = [(first, num_keys)] if pad == 0 else [(first, 0), (max(first, pad), num_keys)]
-        found += [
-            SequenceSpan(row, row, low - first, pad, high - low, num_keys - pad, low - pad)
-            for low, high in spans
-            if low < high and pad < num_keys
-        ]
-    return found
-
-
 def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
     heads, repeats = k.shape[1], q.shape[1] // k.shape[1]
     is_ragged = call.cu_seqlens is not None or call.left_padding is not None
@@ -249,7 +225,7 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
         tiles = partial(families.tiles, geometry(q.shape[2], k.shape[2]), k.shape[0] * heads, repeats, q.device)
         yield _Group(queries=NoPadding(), keys=NoPadding(), tiles=tiles)
         return
-    sequences = _sequences(q, k, call)
+    sequences = sequences_of(q, k, call)
     if not sequences:
         return
     if is_regular and all(item.num_queries == item.num_keys for item in sequences):

@@ -19,33 +19,13 @@ from torch import Tensor
 from structattn.layout.levels import LevelLayout
 from structattn.ops.blocked.bands import bands_of
 from structattn.ops.blocked.tiles import Tile
+from structattn.ops.sequences import SequenceSpan
 
 SPAN = 128
 
 _Range = tuple[
     int, tuple[int, ...], int, int
 ]  # keys: ``level`` and ``deeper`` of a tile, the first position, the one after the last
-
-
-@dataclass(frozen=True)
-class SequenceSpan:
-    """One sequence of a batch.
-
-    Attributes:
-        batch: its batch row.
-        row: which segments of a free partition it has.
-        queries, keys: index of its first query and key in the batch row.
-        num_queries, num_keys: how many it has.
-        first_query: the position of its first query, counted from its first key.
-    """
-
-    batch: int
-    row: int
-    queries: int
-    keys: int
-    num_queries: int
-    num_keys: int
-    first_query: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,303 @@
+// Structured attention on a CPU: forward and backward in one pass over tiles of queries and keys, in memory linear in their numbers.
+//
+// The weights are those of an online softmax, and are computed again from the log-sum-exp in the backward pass (Dao et al. 2022, FlashAttention).
+#include "tiles.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <tuple>
+
+namespace structattn {
+namespace {
+
+using at::Tensor;
+
+template <typename T>
+constexpr T kNone = -std::numeric_limits<T>::infinity();
+
+template <typename T>
+struct View {  // of (B, H, T, D), with rows of neighbouring numbers
+  T* data;
+  int64_t batch, head, row;
+  explicit View(const Tensor& x) : data(x.data_ptr<T>()), batch(x.stride(0)), head(x.stride(1)), row(x.stride(2)) {}
+  T* at(int64_t b, int64_t h, int64_t t) const { return data + b * batch + h * head + t * row; }
+};
+
+struct Work {  // a tile of queries of a head of a sequence
+  int64_t span, head, first;
+};
+
+std::vector<Span> spans_of(const Tensor& x) {
+  std::vector<Span> out;
+  const int64_t* p = x.const_data_ptr<int64_t>();
+  for (int64_t n = 0; n < x.size(0); ++n, p += 6) out.push_back({p[0], p[1], p[2], p[3], p[4], p[5]});
+  return out;
+}
+
+// Keys (or values) of all spans and heads, transposed, and where those of each begin.
+template <typename T>
+class Packed {
+ public:
+  Packed(const std::vector<Span>& spans, const Tensor& x) : heads_(x.size(1)), dim_(x.size(3)) {
+    int64_t total = 0;
+    for (const Span& span : spans) {
+      first_.push_back(total);
+      total += tiles_of(span.num_keys, kCols) * dim_ * kCols * heads_;
+    }
+    memory_ = at::empty({total}, x.options());
+    const View<T> view(x);
+    at::parallel_for(0, static_cast<int64_t>(spans.size()) * heads_, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) {
+        const Span& span = spans[n / heads_];
+        pack<T>(view.at(span.row, n % heads_, span.key), view.row, span.num_keys, dim_, at(n / heads_, n % heads_, span));
+      }
+    });
+  }
+
+  T* at(int64_t number, int64_t head, const Span& span) const {
+    return memory_.data_ptr<T>() + first_[number] + head * tiles_of(span.num_keys, kCols) * dim_ * kCols;
+  }
+
+ private:
+  int64_t heads_, dim_;
+  std::vector<int64_t> first_;
+  Tensor memory_;
+};
+
+// out = x times the factor of each level.
+template <typename T>
+void scaled(const Layout<T>& layout, const T* x, int64_t stride, int64_t rows, T* out, int64_t out_stride) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t l = 0; l < layout.levels; ++l)
+      for (int64_t d = layout.dims[l]; d < layout.dims[l + 1]; ++d) out[i * out_stride + d] = x[i * stride + d] * layout.per_level[l];
+}
+
+// Queries of a tile, also times the factor of a number of levels, which changes a few times only from the farthest keys to the nearest.
+template <typename T>
+class Query {
+ public:
+  explicit Query(const Layout<T>& layout) : layout_(layout), own_(kRows * layout.dim()), counted_(own_) {}
+
+  void set(const T* x, int64_t stride, int64_t rows) {
+    rows_ = rows, base_ = -1;
+    scaled<T>(layout_, x, stride, rows, own_.data(), layout_.dim());
+  }
+
+  const T* data() const { return own_.data(); }
+
+  const T* counted(int64_t base) {
+    if (layout_.per_count[base] == 1) return own_.data();
+    if (base != base_) {
+      base_ = base;
+      for (int64_t n = 0; n < rows_ * layout_.dim(); ++n) counted_[n] = own_[n] * layout_.per_count[base];
+    }
+    return counted_.data();
+  }
+
+ private:
+  const Layout<T>& layout_;
+  int64_t rows_ = 0, base_ = -1;
+  std::vector<T> own_, counted_;
+};
+
+// Makes the scores of a row weights, and adds them up; what was summed before is scaled where a larger score comes.
+template <typename T>
+void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, T& total) {
+  using V = Vec<T>;
+  constexpr int64_t W = V::size();
+  if (first == last) return;
+  V top = V::loadu(row + first);
+  for (int64_t c = first + W; c < last; c += W) top = at::vec::maximum(top, V::loadu(row + c));
+  const T largest = at::vec::vec_reduce_all<T>([](V a, V b) { return at::vec::maximum(a, b); }, top);
+  if (!(largest <= most)) {  // also where it is not a number
+    const T factor = most == kNone<T> ? T(0) : std::exp(most - largest);
+    total *= factor;
+    if (most != kNone<T>)
+      for (int64_t d = 0; d < size; ++d) sums[d] *= factor;
+    most = largest;
+  } else if (most == kNone<T>) {
+    std::fill(row + first, row + last, T(0));
+    return;
+  }
+  const V shift(most);
+  V added(0);
+  for (int64_t c = first; c < last; c += W) {
+    const V weight = exponential<T>(V::loadu(row + c) - shift);
+    weight.store(row + c);
+    added = added + weight;
+  }
+  total += at::vec::vec_reduce_all<T>([](V a, V b) { return a + b; }, added);
+}
+
+template <typename T>
+std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Tensor& v, const Layout<T>& layout, const std::vector<Span>& spans) {
+  const int64_t heads = q.size(1), share = heads / k.size(1), size = layout.value_dim();
+  Tensor out = at::zeros({q.size(0), heads, q.size(2), size}, q.options());
+  Tensor lse = at::full({q.size(0), heads, q.size(2)}, kNone<T>, q.options());
+  const Packed<T> keys(spans, k);
+  const View<T> queries_of(q), values(v), outs(out);
+  std::vector<Work> work;
+  for (size_t n = 0; n < spans.size(); ++n) {
+    const int64_t tiles = tiles_of(spans[n].num_queries, kRows);
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t i = 0; i < tiles; ++i)  // the first and the last in turn: their work differs, that of the threads should not
+        work.push_back({static_cast<int64_t>(n), h, (i % 2 ? tiles - 1 - i / 2 : i / 2) * kRows});
+  }
+  at::parallel_for(0, static_cast<int64_t>(work.size()), 1, [&](int64_t begin, int64_t end) {
+    std::vector<T> score(kRows * kCols), sums(kRows * size), most(kRows), total(kRows);
+    Query<T> query(layout);
+    Tiles<T> tiles(layout);
+    for (int64_t n = begin; n < end; ++n) {
+      const auto [number, head, first] = work[n];
+      const Span& span = spans[number];
+      const int64_t rows = std::min(kRows, span.num_queries - first);
+      query.set(queries_of.at(span.row, head, span.query + first), queries_of.row, rows);
+      std::fill(sums.begin(), sums.end(), T(0));
+      std::fill(most.begin(), most.end(), kNone<T>);
+      std::fill(total.begin(), total.end(), T(0));
+      const T* packed = keys.at(number, head / share, span);
+      for (const Tile<T>& tile : tiles.of(span, first, rows)) {
+        const T* key_t = packed + tile.from * layout.dim();
+        tile.products(layout.dims, layout.per_count.data(), query.counted(tile.base()), layout.dim(), key_t, score.data());
+        for (int64_t i = 0; i < rows; ++i) {
+          const auto [low, high] = tile.seen(i, kNone<T>, score.data() + i * kCols);
+          weigh<T>(score.data() + i * kCols, low, high, sums.data() + i * size, size, most[i], total[i]);
+        }
+        const T* value = values.at(span.row, head / share, span.key + tile.from);
+        tile.walk(layout.value_dims, score.data(), [&](int64_t l, int64_t begin, int64_t count) {
+          tile.add_to_rows(l, score.data(), value + begin, values.row, count, sums.data() + begin, size);
+        });
+      }
+      for (int64_t i = 0; i < rows; ++i) {
+        T* to = outs.at(span.row, head, span.query + first + i);
+        if (total[i] == 0) continue;  // it sees nothing
+        const T factor = 1 / total[i];
+        for (int64_t d = 0; d < size; ++d) to[d] = sums[i * size + d] * factor;
+        lse.data_ptr<T>()[(span.row * heads + head) * q.size(2) + span.query + first + i] = most[i] + std::log(total[i]);
+      }
+    }
+  });
+  return {out, lse};
+}
+
+template <typename T>
+std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse,
+                                               const Tensor& delta, const Layout<T>& layout, const std::vector<Span>& spans) {
+  using V = Vec<T>;
+  constexpr int64_t W = V::size();
+  const int64_t heads = q.size(1), groups = k.size(1), share = heads / groups, dim = layout.dim(), size = layout.value_dim();
+  const int64_t pairs = static_cast<int64_t>(spans.size()) * groups, threads = at::get_num_threads();
+  // Where there are fewer key heads than threads, each adds up gradients of keys and values of its own for a part of the queries.
+  int64_t splits = 1, most_tiles = 1;
+  for (const Span& span : spans) most_tiles = std::max(most_tiles, tiles_of(span.num_queries, kRows));
+  if (pairs % threads != 0 && pairs < 4 * threads) splits = std::min(most_tiles, tiles_of(4 * threads, pairs));
+  Tensor grad_q = at::zeros(q.sizes(), q.options());
+  std::vector<int64_t> split_keys(k.sizes().vec()), split_values(v.sizes().vec());
+  split_keys.insert(split_keys.begin(), splits);
+  split_values.insert(split_values.begin(), splits);
+  Tensor grad_k = at::zeros(split_keys, q.options()), grad_v = at::zeros(split_values, q.options());
+  const Packed<T> keys_t(spans, k), values_t(spans, v);
+  const View<T> queries_of(q), keys(k), outward(grad_out), to_q(grad_q), to_k(grad_k[0]), to_v(grad_v[0]);
+  at::parallel_for(0, pairs * splits, 1, [&](int64_t begin, int64_t end) {
+    std::vector<T> weight(kRows * kCols), change(kRows * kCols), sums(kRows * dim), shift(kRows);
+    Query<T> query(layout);
+    Tiles<T> tiles(layout);
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t number = n / splits / groups, group = n / splits % groups, split = n % splits;
+      const Span& span = spans[number];
+      const T *key_t = keys_t.at(number, group, span), *value_t = values_t.at(number, group, span);
+      T* const own_k = to_k.at(span.row, group, span.key) + split * grad_k.stride(0);
+      T* const own_v = to_v.at(span.row, group, span.key) + split * grad_v.stride(0);
+      for (int64_t head = group * share; head < (group + 1) * share; ++head) {
+        for (int64_t first = split * kRows; first < span.num_queries; first += splits * kRows) {
+          const int64_t rows = std::min(kRows, span.num_queries - first), at = (span.row * heads + head) * q.size(2) + span.query + first;
+          query.set(queries_of.at(span.row, head, span.query + first), queries_of.row, rows);
+          std::fill(sums.begin(), sums.end(), T(0));
+          for (int64_t i = 0; i < rows; ++i) {  // a row that sees nothing has weights 0
+            const T found = lse.const_data_ptr<T>()[at + i];
+            shift[i] = found == kNone<T> ? -kNone<T> : found;
+          }
+          const T* drop = delta.const_data_ptr<T>() + at;
+          const T* own = outward.at(span.row, head, span.query + first);
+          for (const Tile<T>& tile : tiles.of(span, first, rows)) {
+            const T* factors = layout.per_count.data();
+            tile.products(layout.dims, factors, query.counted(tile.base()), dim, key_t + tile.from * dim, weight.data());
+            tile.products(layout.value_dims, nullptr, own, outward.row, value_t + tile.from * size, change.data());
+            for (int64_t i = 0; i < rows; ++i) {
+              T *w = weight.data() + i * kCols, *d = change.data() + i * kCols;
+              const auto [low, high] = tile.seen(i, kNone<T>, w);
+              tile.seen(i, T(0), d);
+              const V lower(shift[i]), less(drop[i]), factor(factors[tile.base()]);
+              for (int64_t c = low; c < high; c += W) {
+                const V p = exponential<T>(V::loadu(w + c) - lower);
+                p.store(w + c);
+                (p * (V::loadu(d + c) - less) * factor).store(d + c);
+              }
+            }
+            T* const of_values = own_v + tile.from * to_v.row;
+            tile.walk(layout.value_dims, weight.data(), [&](int64_t, int64_t begin, int64_t count) {
+              tile.add_to_columns(weight.data(), own + begin, outward.row, count, of_values + begin, to_v.row);
+            });
+            tile.scale(factors, change.data());
+            T* const of_keys = own_k + tile.from * to_k.row;
+            const T* key = keys.at(span.row, group, span.key + tile.from);
+            tile.walk(layout.dims, change.data(), [&](int64_t l, int64_t begin, int64_t count) {
+              tile.add_to_rows(l, change.data(), key + begin, keys.row, count, sums.data() + begin, dim);
+              tile.add_to_columns(change.data(), query.data() + begin, dim, count, of_keys + begin, to_k.row);
+            });
+          }
+          scaled<T>(layout, sums.data(), dim, rows, to_q.at(span.row, head, span.query + first), to_q.row);
+        }
+      }
+    }
+  });
+  return {grad_q, splits == 1 ? grad_k[0] : grad_k.sum(0), splits == 1 ? grad_v[0] : grad_v.sum(0)};
+}
+
+// The arguments of a layout: ranks, value ranks, factors per level and per number of levels, intervals (2, levels, positions), the position of their first.
+#define STRUCTATTN_LAYOUT                                                                                                                  \
+  const Tensor &spans, at::IntArrayRef ranks, at::IntArrayRef value_ranks, at::ArrayRef<double> per_level, at::ArrayRef<double> per_count, \
+      const Tensor &intervals, int64_t first_position
+
+template <typename F>
+auto by_dtype(const Tensor& q, const F& f) {
+  return q.scalar_type() == at::kDouble ? f(double()) : f(float());
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, STRUCTATTN_LAYOUT) {
+  return by_dtype(q, [&](auto zero) {
+    using T = decltype(zero);
+    return forward_of<T>(q, k, v, Layout<T>(ranks, value_ranks, per_level, per_count, intervals, first_position), spans_of(spans));
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse,
+                                            const Tensor& delta, STRUCTATTN_LAYOUT) {
+  return by_dtype(q, [&](auto zero) {
+    using T = decltype(zero);
+    const Layout<T> layout(ranks, value_ranks, per_level, per_count, intervals, first_position);
+    return backward_of<T>(grad_out, q, k, v, lse, delta, layout, spans_of(spans));
+  });
+}
+
+}  // namespace
+
+#define STRUCTATTN_SCHEMA \
+  "Tensor spans, int[] ranks, int[] value_ranks, float[] per_level, float[] per_count, Tensor intervals, int first_position)"
+
+TORCH_LIBRARY(structattn_native, m) {
+  m.def("forward(Tensor q, Tensor k, Tensor v, " STRUCTATTN_SCHEMA " -> (Tensor, Tensor)");
+  m.def("backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, " STRUCTATTN_SCHEMA " -> (Tensor, Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(structattn_native, CPU, m) {
+  m.impl("forward", forward);
+  m.impl("backward", backward);
+}
+
+}  // namespace structattn

@@ -1,0 +1,167 @@
+"""The ``native`` backend: structured attention by C++ code for CPUs, in memory linear in T.
+
+One pass over tiles of 48 queries and 64 keys, as fused kernels on a GPU make it: scores and weights of a tile stay in the
+core's caches, and each tile is computed in the dimensions of the levels that its pairs share. Of each query the keys of a level are one
+interval of positions, for blocks as for windows, so that the C++ code knows intervals only.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from structattn.layout.levels import LevelLayout
+from structattn.ops.call import Call
+from structattn.ops.sequences import SequenceSpan, sequences_of
+
+_END = 2**31 - 1  # after every position
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
+    """The reason why this backend cannot run a call, or ``None``."""
+    if not q.is_cpu:
+        return f"it runs on a CPU, and the tensors are on {q.device}"
+    if call.layout.boundaries is not None:
+        return "it has no free segments (LevelLayout.from_boundaries)"
+    terms = (("softcap", call.softcap), ("attn_bias", call.attn_bias), ("attn_mask", call.attn_mask))
+    for name, value in (*terms, ("alibi_slopes", call.alibi_slopes), ("dropout_p", call.seed)):
+        if value is not None:
+            return f"it has no {name}"
+    return None
+
+
+@functools.lru_cache(maxsize=32)
+def _intervals(layout: LevelLayout, first: int, count: int, is_causal: bool, window: int | None) -> Tensor:
+    """The keys that queries share each level with, from their first to the one after the last: (2, L, count) int32.
+
+    Args:
+        first, count: the positions of the queries, counted from the first key.
+    """
+    i = torch.arange(first, first + count)
+    low, high = torch.zeros_like(i), torch.full_like(i, _END)
+    if is_causal:
+        high = i + 1
+    found = []
+    for level in range(layout.num_levels):
+        reach = layout.window_of(level + 1, window)
+        if reach is not None:
+            low, high = torch.maximum(low, i - reach + 1), torch.minimum(high, i + reach)
+        if level and layout.windows is None:
+            start = i.div(layout.block_sizes[level], rounding_mode="floor") * layout.block_sizes[level]
+            low, high = torch.maximum(low, start), torch.minimum(high, start + layout.block_sizes[level])
+        high = high.clamp(min=0)
+        low = torch.minimum(low.clamp(min=0), high)
+        found.append(torch.stack([low, high]))
+    return torch.stack(found, 1).int()
+
+
+_Arguments = tuple[Tensor, tuple[int, ...], tuple[int, ...], tuple[float, ...], tuple[float, ...], Tensor, int]
+
+
+def _arguments(q: Tensor, k: Tensor, v: Tensor, call: Call) -> _Arguments:
+    """What the C++ code is told of a call: sequences, ranks, value ranks, factors, intervals, and the position of their first."""
+    settings = call.layout, call.is_causal, call.scale, call.window, v.shape[3]
+    if call.cu_seqlens is None and call.left_padding is None:
+        return _of_equal_rows(q.shape[0], q.shape[2], k.shape[2], *settings)
+    return _of_sequences(sequences_of(q, k, call), *settings)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_equal_rows(
+    batch: int,
+    num_queries: int,
+    num_keys: int,
+    layout: LevelLayout,
+    is_causal: bool,
+    scale: float | None,
+    window: int | None,
+    value_dim: int,
+) -> _Arguments:
+    rows = [SequenceSpan(n, n, 0, 0, num_queries, num_keys, num_keys - num_queries) for n in range(batch)]
+    return _of_sequences(rows, layout, is_causal, scale, window, value_dim)
+
+
+def _of_sequences(
+    sequences: list[SequenceSpan],
+    layout: LevelLayout,
+    is_causal: bool,
+    scale: float | None,
+    window: int | None,
+    value_dim: int,
+) -> _Arguments:
+    spans = [[s.batch, s.queries, s.keys, s.num_queries, s.num_keys, s.first_query] for s in sequences]
+    first = min((s.first_query for s in sequences), default=0)
+    end = max((s.first_query + s.num_queries for s in sequences), default=0)
+    per_level, per_count = layout.score_factors(scale)
+    return (
+        torch.tensor(spans, dtype=torch.int64).view(-1, 6),
+        layout.ranks,
+        layout.value_ranks or (value_dim, *(0,) * (layout.num_levels - 1)),
+        per_level,
+        per_count,
+        _intervals(layout, first, end - first, is_causal, window),
+        first,
+    )
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as the C++ code reads it: numbers of a row are neighbours."""
+    x = x.to(dtype)
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Structured attention; the arguments are those of ``structured_attention``, checked.
+
+    16-bit inputs are computed in float32.
+
+    Returns:
+        out (B, H, T, V) in q's dtype and lse (B, H, T), float32 or float64, base e; contiguous.
+
+    Cost: ``layout.score_flops`` + ``layout.value_flops``, for whole tiles, and one exponential per visible pair; memory for a copy of the keys.
+    """
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if not q.numel() or not k.numel() or not v.numel():
+        return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    query, key, value = (_rows(x.detach(), dtype) for x in (q, k, v))
+    out, lse = torch.ops.structattn_native.forward(query, key, value, *_arguments(q, k, v, call))
+    return out.to(q.dtype), lse
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    *,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """The gradients of q, k and v, in their dtypes and shapes, contiguous; no bias has one, since no call has a bias.
+
+    Args:
+        grad_out, grad_lse: of ``forward``'s results; ``grad_lse`` may be ``None``.
+        q, k, v, call: as in ``forward``.
+        out, lse: what ``forward`` returned.
+
+    Cost: three products of the score's rank and two of the value's per visible pair; memory for copies of keys and values, and for their gradients
+    once more for each part where there are fewer key heads than threads.
+    """
+    if not q.numel() or not k.numel() or not v.numel():
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        return dq, dk, dv, None
+    dtype = lse.dtype
+    query, key, value, outward = (_rows(x.detach(), dtype) for x in (q, k, v, grad_out))
+    delta = (outward * out).sum(-1, dtype=dtype)
+    if grad_lse is not None:
+        delta -= grad_lse
+    found = torch.ops.structattn_native.backward(
+        outward, query, key, value, lse.contiguous(), delta.contiguous(), *_arguments(q, k, v, call)
+    )
+    dq, dk, dv = (x.to(like.dtype) for x, like in zip(found, (q, k, v), strict=True))
+    return dq, dk, dv, None

@@ -1,0 +1,104 @@
+"""Builds the C++ code on this machine, and loads what was built."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from structattn.errors import BackendUnavailableError
+
+_FOLDER = Path(__file__).parent
+_SOURCE = _FOLDER / "attention.cpp"
+_OPTIMIZED = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fPIC", "-shared")
+
+
+def _flags() -> list[str]:
+    """For a compiler with the options of gcc."""
+    # What makes ``at::vec`` use the vector instructions that PyTorch itself uses here.
+    found = torch.backends.cpu.get_cpu_capability()
+    capabilities = {"AVX2": ["AVX2"], "AVX512": ["AVX2", "AVX512"]}.get(found, [])
+    return [
+        *_OPTIMIZED,
+        f"-DCPU_CAPABILITY={capabilities[-1] if capabilities else 'DEFAULT'}",
+        *(f"-DCPU_CAPABILITY_{name}" for name in capabilities),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-fopenmp"]),
+    ]
+
+
+def _library() -> Path:
+    """Where the library is, or would be: in the user's cache, or below STRUCTATTN_CACHE, named by all that decides what is built."""
+    digest = hashlib.sha256()
+    for path in sorted(_FOLDER.glob("*.[ch]*")):
+        digest.update(path.read_bytes())
+    digest.update(" ".join([torch.__version__, *_flags(), sys.platform]).encode())
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = os.environ.get("STRUCTATTN_CACHE") or Path(cache) / "structattn"
+    return Path(root) / f"native-{digest.hexdigest()[:16]}.so"
+
+
+@functools.cache
+def why_not_here() -> str | None:
+    """Loads the library; the reason why it cannot be, or ``None``."""
+    path = _library()
+    if not path.exists():
+        return "its C++ code is not built on this machine: run `structattn build-native` (or structattn.ops.build_native()) once"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"{path} does not load ({error}): delete it, and build it again"
+    return None
+
+
+def build_native() -> Path:
+    """Compiles the C++ code of ``backend="native"`` for this machine, unless that was done, and loads it.
+
+    It makes attention with levels faster on a CPU; ``backend="auto"`` uses it from then on, in later processes too. Another
+    version of PyTorch or of this library needs another build. It needs g++ 11 or clang 14 (or the compiler that CXX names), and nothing else.
+
+    Returns:
+        The library, in the user's cache (``~/.cache/structattn``, or the folder that STRUCTATTN_CACHE names).
+
+    Raises:
+        BackendUnavailableError: there is no compiler, or it failed; the message ends with what it said.
+
+    Cost: half a minute on one core.
+    """
+    path = _library()
+    if path.exists() and why_not_here() is None:
+        return path
+    compiler = os.environ.get("CXX", "c++")
+    home = Path(torch.__file__).parent
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # another process may build at the same time
+            made = Path(folder) / path.name
+            links = [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu"]
+            subprocess.run(
+                [compiler, *_flags(), f"-I{home / 'include'}", str(_SOURCE), "-o", str(made), *links],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+            made.replace(path)
+    except FileNotFoundError as error:
+        raise BackendUnavailableError(
+            f"the C++ code cannot be built: there is no compiler {compiler!r}; install g++ or clang, or name one in CXX"
+        ) from error
+    except subprocess.CalledProcessError as error:
+        raise BackendUnavailableError(
+            f"the C++ code cannot be built: {compiler} says\n{error.stderr[-2000:]}"
+        ) from error
+    except OSError as error:
+        raise BackendUnavailableError(f"the C++ code cannot be kept in {path.parent}: {error}") from error
+    why_not_here.cache_clear()
+    if (reason := why_not_here()) is not None:
+        raise BackendUnavailableError(f"the C++ code was built, but {reason}")
+    return path

@@ -1,0 +1,95 @@
+// Small matrix products on rows of vector registers, with strides of their own for the left side: what every tile is made of.
+#pragma once
+
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+namespace structattn {
+
+template <typename T>
+using Vec = at::vec::Vectorized<T>;
+
+constexpr int64_t kGroup = 6;  // rows that are computed together: with 2 vectors each, 12 sums fit into 16 registers
+
+inline int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// c[m][n] = sum over k of a[m am + k ak] b[k ldb + n], added to c where `add`; the last of N vectors has `last` numbers where Partial.
+template <typename T, int M, int N, bool Partial>
+inline void block(int64_t depth, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, T* c, int64_t ldc, bool add,
+                  int64_t last) {
+  constexpr int64_t W = Vec<T>::size();
+  Vec<T> sum[M][N];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      if (!add) sum[m][n] = Vec<T>(0);
+      else if (Partial && n == N - 1) sum[m][n] = Vec<T>::loadu(c + m * ldc + n * W, last);
+      else sum[m][n] = Vec<T>::loadu(c + m * ldc + n * W);
+    }
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec<T> right[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      const T* from = b + k * ldb + n * W;
+      right[n] = Partial && n == N - 1 ? Vec<T>::loadu(from, last) : Vec<T>::loadu(from);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const Vec<T> left(a[m * am + k * ak]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sum[m][n] = at::vec::fmadd(left, right[n], sum[m][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      if (Partial && n == N - 1) sum[m][n].store(c + m * ldc + n * W, last);
+      else sum[m][n].store(c + m * ldc + n * W);
+    }
+  }
+}
+
+template <typename T, int M>
+void columns(int64_t cols, int64_t depth, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, T* c, int64_t ldc, bool add) {
+  constexpr int64_t W = Vec<T>::size();
+  int64_t n = 0;
+  for (; n + 2 * W <= cols; n += 2 * W) block<T, M, 2, false>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, W);
+  if (n + W <= cols) {
+    block<T, M, 1, false>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, W);
+    n += W;
+  }
+  if (n < cols) block<T, M, 1, true>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, cols - n);
+}
+
+// c (rows, cols) = a b, or c + a b: a[m am + k ak] with k < depth, rows of b and c ldb and ldc apart.
+template <typename T>
+void product(int64_t rows, int64_t cols, int64_t depth, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, T* c, int64_t ldc,
+             bool add) {
+  int64_t m = 0;
+  for (; m + kGroup <= rows; m += kGroup) columns<T, kGroup>(cols, depth, a + m * am, am, ak, b, ldb, c + m * ldc, ldc, add);
+  const T* from = a + m * am;
+  T* to = c + m * ldc;
+  switch (rows - m) {
+    case 1: columns<T, 1>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
+    case 2: columns<T, 2>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
+    case 3: columns<T, 3>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
+    case 4: columns<T, 4>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
+    case 5: columns<T, 5>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
+    default: break;
+  }
+}
+
+// In float32 to 20 bits, as PyTorch's own attention on a CPU.
+template <typename T>
+inline Vec<T> exponential(const Vec<T>& x) {
+  if constexpr (std::is_same_v<T, float>) return x.exp_u20();
+  else return x.exp();
+}
+
+}  // namespace structattn

@@ -1,0 +1,251 @@
+// Tiles of queries and keys, and which levels their pairs share: of each query the keys of a level are one interval of positions.
+#pragma once
+
+#include "products.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <limits>
+#include <vector>
+
+namespace structattn {
+
+constexpr int64_t kRows = 48;  // queries of a tile
+constexpr int64_t kCols = 64;  // keys of a tile
+
+// A sequence: its batch row, its first query and key there, how many it has, and the position of its first query, counted from its first key.
+struct Span {
+  int64_t row, query, key, num_queries, num_keys, position;
+};
+
+// What all tiles of a call share. Slices of level l: dims[l] ... dims[l + 1] of the keys, value_dims[l] ... of the values.
+template <typename T>
+struct Layout {
+  int64_t levels;
+  std::vector<int64_t> dims, value_dims;
+  std::vector<T> per_level, per_count;
+  const int32_t *low, *high;  // (levels, positions): the keys of each level, for every position of a query
+  int64_t first_position, num_positions;
+
+  int64_t dim() const { return dims.back(); }
+  int64_t value_dim() const { return value_dims.back(); }
+
+  Layout(at::IntArrayRef ranks, at::IntArrayRef value_ranks, at::ArrayRef<double> a, at::ArrayRef<double> c, const at::Tensor& intervals,
+         int64_t first)
+      : levels(static_cast<int64_t>(ranks.size())), dims{0}, value_dims{0}, first_position(first), num_positions(intervals.size(2)) {
+    low = intervals.const_data_ptr<int32_t>();
+    high = low + levels * num_positions;
+    for (int64_t l = 0; l < levels; ++l) {
+      dims.push_back(dims.back() + ranks[l]);
+      value_dims.push_back(value_dims.back() + value_ranks[l]);
+      per_level.push_back(static_cast<T>(a[l]));
+      per_count.push_back(static_cast<T>(c[l]));
+    }
+  }
+};
+
+// The columns low ... high of a tile.
+struct Interval {
+  int32_t low = 0, high = 0;
+  bool is_empty() const { return low >= high; }
+};
+
+// Some keys for the queries of a tile: `from` and the `cols` after it. Numbers of a pair lie kCols apart by row.
+//
+// All pairs share `all` levels, and some of them more, up to `any`; where `all` is 0 some are hidden, and level 1 counts as one that some share.
+template <typename T>
+class Tile {
+ public:
+  int64_t from, cols, all, any;
+
+  Tile(int64_t rows, int64_t first, int64_t last, int64_t all_share, int64_t any_share)
+      : from(first), cols(last - first), all(all_share), any(any_share), rows_(rows) {}
+
+  // The level that is computed for all pairs, counted from 0; those from `base() + 1` on are added.
+  int64_t base() const { return std::max<int64_t>(all - 1, 0); }
+
+  // Notes the keys that each row shares the next level with: once for every level from `all` to `any`.
+  void note(const int64_t* low, const int64_t* high) {
+    constexpr int64_t W = Vec<T>::size();
+    for (int64_t m = 0; m < rows_; m += kGroup) {
+      Interval of_group{static_cast<int32_t>(cols), 0};
+      for (int64_t i = m; i < std::min(m + kGroup, rows_); ++i) {
+        Interval own;
+        own.low = static_cast<int32_t>(std::clamp<int64_t>(low[i] - from, 0, cols));
+        own.high = static_cast<int32_t>(std::clamp<int64_t>(high[i] - from, own.low, cols));
+        intervals_.push_back(own);
+        if (own.is_empty()) continue;
+        of_group = {std::min(of_group.low, own.low), std::max(of_group.high, own.high)};
+      }
+      if (of_group.is_empty()) of_group = {0, 0};
+      groups_.push_back({static_cast<int32_t>(of_group.low / W * W), static_cast<int32_t>(rounded(of_group.high, W))});
+    }
+  }
+
+  // The columns, in whole vectors, that row i sees; those of them that it does not see become `hidden`, all others 0.
+  Interval seen(int64_t i, T hidden, T* row) const {
+    constexpr int32_t W = Vec<T>::size();
+    const Interval own = all > 0 ? Interval{0, static_cast<int32_t>(cols)} : interval(0, i);
+    if (own.is_empty()) {
+      std::fill(row, row + kCols, T(0));
+      return {0, 0};
+    }
+    const Interval whole{own.low / W * W, static_cast<int32_t>(rounded(own.high, W))};
+    std::fill(row, row + whole.low, T(0));
+    std::fill(row + whole.low, row + own.low, hidden);
+    std::fill(row + own.high, row + whole.high, hidden);
+    std::fill(row + whole.high, row + kCols, T(0));
+    return whole;
+  }
+
+  // Products of rows a (stride lda) and columns of b (dims, kCols), in the dimensions that each pair has; `ends` are the slices of the levels.
+  // Each level that is added is scaled by `factors`, with what was there before; that of `base()` is in a.
+  void products(const std::vector<int64_t>& ends, const T* factors, const T* a, int64_t lda, const T* b, T* out) const {
+    if (all > 0) {
+      product<T>(rows_, rounded(cols, Vec<T>::size()), ends[all], a, lda, 1, b, kCols, out, kCols, false);
+    } else {
+      groups(0, [&](int64_t m, int64_t some, Interval c) {
+        product<T>(some, c.high - c.low, ends[1], a + m * lda, lda, 1, b + c.low, kCols, out + m * kCols + c.low, kCols, false);
+      });
+    }
+    T found[kGroup * kCols];
+    for (int64_t l = base() + 1; l < any; ++l) {
+      const int64_t begin = ends[l], depth = ends[l + 1] - begin;
+      // a has the factor of `base()` in it.
+      const T before = factors == nullptr || factors[l - 1] == 0 ? T(1) : factors[l] / factors[l - 1];
+      const T factor = factors == nullptr || factors[base()] == 0 ? T(1) : factors[l] / factors[base()];
+      if (depth == 0 && before == 1) continue;
+      groups(l, [&](int64_t m, int64_t some, Interval c) {
+        if (depth > 0)
+          product<T>(some, c.high - c.low, depth, a + m * lda + begin, lda, 1, b + begin * kCols + c.low, kCols, found + c.low, kCols, false);
+        for (int64_t i = 0; i < some; ++i) {
+          const Interval own = interval(l, m + i);
+          T* to = out + (m + i) * kCols;
+          if (before != 1)
+            for (int64_t n = own.low; n < own.high; ++n) to[n] *= before;
+          if (depth > 0)
+            for (int64_t n = own.low; n < own.high; ++n) to[n] += factor * found[i * kCols + n];
+        }
+      });
+    }
+  }
+
+  // Times the factor of the number of levels that each pair shares, over that of `base()`.
+  void scale(const T* factors, T* x) const {
+    for (int64_t l = base() + 1; l < any; ++l) {
+      const T before = factors[l - 1] == 0 ? T(1) : factors[l] / factors[l - 1];
+      if (before == 1) continue;
+      for (int64_t i = 0; i < rows_; ++i) {
+        const Interval own = interval(l, i);
+        for (int64_t n = own.low; n < own.high; ++n) x[i * kCols + n] *= before;
+      }
+    }
+  }
+
+  // Calls f(level, first dimension, dimensions) for the slices of the levels that pairs share; x is 0 then where they do not share the level.
+  template <typename F>
+  void walk(const std::vector<int64_t>& ends, T* x, const F& f) const {
+    f(base(), 0, ends[base() + 1]);
+    for (int64_t l = base() + 1; l < any; ++l) {
+      if (ends[l] == ends[l + 1]) continue;
+      for (int64_t i = 0; i < rows_; ++i) {
+        const Interval own = interval(l, i);
+        std::fill(x + i * kCols, x + i * kCols + own.low, T(0));
+        std::fill(x + i * kCols + own.high, x + (i + 1) * kCols, T(0));
+      }
+      f(l, ends[l], ends[l + 1] - ends[l]);
+    }
+  }
+
+  // c (rows, size) += x b, with x as `walk` has it at level l.
+  void add_to_rows(int64_t l, const T* x, const T* b, int64_t ldb, int64_t size, T* c, int64_t ldc) const {
+    if (l < all) {
+      product<T>(rows_, size, cols, x, kCols, 1, b, ldb, c, ldc, true);
+      return;
+    }
+    groups(l, [&](int64_t m, int64_t some, Interval of) {
+      product<T>(some, size, std::min<int64_t>(of.high, cols) - of.low, x + m * kCols + of.low, kCols, 1, b + of.low * ldb, ldb, c + m * ldc, ldc, true);
+    });
+  }
+
+  // c (columns, size) += x^T b.
+  void add_to_columns(const T* x, const T* b, int64_t ldb, int64_t size, T* c, int64_t ldc) const {
+    product<T>(cols, size, rows_, x, 1, kCols, b, ldb, c, ldc, true);
+  }
+
+ private:
+  // The columns that row i shares level l with, a level that not all pairs share.
+  Interval interval(int64_t l, int64_t i) const { return intervals_[(l - all) * rows_ + i]; }
+
+  // Calls f(first row, rows, columns) for groups of rows and the columns, in whole vectors, that any of them shares level l with.
+  template <typename F>
+  void groups(int64_t l, const F& f) const {
+    const Interval* of_group = groups_.data() + (l - all) * ((rows_ + kGroup - 1) / kGroup);
+    for (int64_t m = 0; m < rows_; m += kGroup, ++of_group)
+      if (!of_group->is_empty()) f(m, std::min(kGroup, rows_ - m), *of_group);
+  }
+
+  int64_t rows_;
+  std::vector<Interval> intervals_, groups_;  // of the levels `all` ... `any`
+};
+
+// The tiles of some queries, with all keys that they see; kept while the next queries are at the same positions, as those of other heads.
+template <typename T>
+class Tiles {
+ public:
+  explicit Tiles(const Layout<T>& layout) : layout_(layout), low_(layout.levels * kRows), high_(layout.levels * kRows) {}
+
+  const std::vector<Tile<T>>& of(const Span& span, int64_t first, int64_t rows) {
+    const int64_t start = span.position + first - layout_.first_position;
+    if (start == start_ && rows == rows_ && span.num_keys == num_keys_) return tiles_;
+    start_ = start, rows_ = rows, num_keys_ = span.num_keys;
+    struct Ends {
+      int64_t least_low, most_low, least_high, most_high;
+    };
+    std::vector<Ends> ends;
+    for (int64_t l = 0; l < layout_.levels; ++l) {
+      Ends e{span.num_keys, 0, span.num_keys, 0};
+      for (int64_t i = 0; i < rows; ++i) {
+        const int64_t at = l * layout_.num_positions + start + i;
+        const int64_t low = low_[l * kRows + i] = std::min<int64_t>(layout_.low[at], span.num_keys);
+        const int64_t high = high_[l * kRows + i] = std::min<int64_t>(layout_.high[at], span.num_keys);
+        e = {std::min(e.least_low, low), std::max(e.most_low, low), std::min(e.least_high, high), std::max(e.most_high, high)};
+      }
+      ends.push_back(e);
+    }
+    tiles_.clear();
+    for (int64_t from = ends[0].least_low / kCols * kCols; from < ends[0].most_high; from += kCols) {
+      const int64_t to = std::min(from + kCols, span.num_keys);
+      int64_t all = 0;
+      while (all < layout_.levels && ends[all].most_low <= from && ends[all].least_high >= to) ++all;
+      int64_t any = all;
+      while (any < layout_.levels && ends[any].least_low < to && ends[any].most_high > from) ++any;
+      if (any == 0) continue;
+      tiles_.emplace_back(rows, from, to, all, any);
+      for (int64_t l = all; l < any; ++l) tiles_.back().note(low_.data() + l * kRows, high_.data() + l * kRows);
+    }
+    return tiles_;
+  }
+
+ private:
+  const Layout<T>& layout_;
+  int64_t start_ = -1, rows_ = -1, num_keys_ = -1;
+  std::vector<int64_t> low_, high_;
+  std::vector<Tile<T>> tiles_;
+};
+
+// x (count, dim), its rows `stride` apart, transposed by tiles of kCols rows: (tiles, dim, kCols), zero beyond the last.
+template <typename T>
+void pack(const T* x, int64_t stride, int64_t count, int64_t dim, T* out) {
+  for (int64_t first = 0; first < count; first += kCols, out += dim * kCols) {
+    const int64_t rows = std::min(kCols, count - first);
+    if (rows < kCols) std::fill(out, out + dim * kCols, T(0));
+    for (int64_t some = 0; some < dim; some += 8)
+      for (int64_t j = 0; j < rows; ++j)
+        for (int64_t d = some; d < std::min(some + 8, dim); ++d) out[d * kCols + j] = x[(first + j) * stride + d];
+  }
+}
+
+inline int64_t tiles_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+}  // namespace structattn

@@ -1,0 +1,202 @@
+"""The C++ backend against ``reference``: what it computes, what it refuses, and how it is built."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from random_calls import assert_same, cases, tensors
+
+import structattn as sa
+from structattn.errors import BackendUnavailableError
+from structattn.ops.native import attention, library
+from structattn.testing.tolerances import assert_close
+
+LAYOUTS = (
+    sa.LevelLayout((3, 2, 1), (24, 12, 3)),
+    sa.LevelLayout.sliding((3, 2, 1), (None, 9, 4)),
+    sa.LevelLayout.sliding((3, 2, 1), (17, 9, 9)),
+)
+NO_COMPILER = shutil.which(os.environ.get("CXX", "c++")) is None
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["blocks", "sliding", "bounded"])
+def test_intervals_are_the_pairs_that_share_a_level(layout, is_causal, window) -> None:
+    """Also of queries before the first key, which share level 1 of blocks with every key."""
+    first, count, num_keys = -4, 30, 26
+    window = layout.window_of(1, window)
+    low, high = attention._intervals(layout, first, count, is_causal, window)
+    i, j = torch.arange(first, first + count)[:, None], torch.arange(num_keys)
+    shared = layout.shared_levels(i, j)
+    visible = (i >= j) | torch.tensor(not is_causal)
+    if window is not None:
+        visible = visible & ((i - j).abs() < window)
+    for level in range(layout.num_levels):
+        found = (low[level][:, None] <= j) & (j < high[level][:, None])
+        assert torch.equal(found, visible & (shared > level))
+        assert bool((low[level] <= high[level]).all())
+
+
+def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    q = torch.randn(1, 1, 300, 6)
+    with pytest.raises(BackendUnavailableError, match=r"is not built on this machine: run `structattn build-native`"):
+        sa.structured_attention(q, q, q, LAYOUTS[0], backend="native")
+    assert sa.ops.explain(q, q, q, LAYOUTS[0]).startswith("small")
+    monkeypatch.setenv("STRUCTATTN_CACHE", str(tmp_path / "new"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BackendUnavailableError, match="there is no compiler 'no-such-compiler'; install"):
+        sa.ops.build_native()
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(BackendUnavailableError, match="cannot be built: false says"):
+        sa.ops.build_native()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory):
+    """The library, compiled once for all processes of a test run; without it again afterwards."""
+    if NO_COMPILER:
+        pytest.skip("no C++ compiler")
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRUCTATTN_CACHE", str(root / "native"))
+        yield sa.ops.build_native()
+    library.why_not_here.cache_clear()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("built")
+class TestBuilt:
+    @given(case=cases(), seed=st.integers(0, 99))
+    def test_every_feature_equals_reference(self, case, seed) -> None:
+        layout, shape, _, options = case
+        if layout.boundaries is not None:
+            layout = sa.LevelLayout(layout.ranks, tuple(4 ** (4 - n) for n in range(len(layout.ranks))), layout.scaling)
+        options = {name: x for name, x in options.items() if name not in ("softcap", "alibi_slopes", "attn_mask")}
+        torch.manual_seed(seed)
+        assert_same("native", tensors(*shape), layout, **options)
+
+    @pytest.mark.parametrize("threads", [1, 3])
+    @pytest.mark.parametrize("T", [257, 512])
+    def test_many_tiles(self, T: int, threads: int) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            layout = sa.LevelLayout((16, 8, 8, 7), (512, 128, 128, 16), value_ranks=(9, 8, 1, 1))
+            assert_same("native", tensors(1, 2, 1, T, T, 39, 19), layout)
+            sliding = sa.LevelLayout.sliding((16, 8, 8, 7), (None, 200, 130, 20), value_ranks=(9, 8, 1, 1))
+            assert_same("native", tensors(2, 4, 2, T, T, 39, 19), sliding)
+            assert_same("native", tensors(2, 4, 2, T, 100, 39, 19), sliding, is_causal=False, window=150)
+        finally:
+            torch.set_num_threads(before)
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"is_causal": False}, {"window": 5}, {"left_padding": torch.tensor([3, 0])}]
+    )
+    def test_gradcheck(self, options) -> None:
+        def run(q, k, v):
+            layout = sa.LevelLayout((2, 1, 1), (8, 4, 2), value_ranks=(1, 1, 1))
+            out, lse = sa.structured_attention(q, k, v, layout, backend="native", return_lse=True, **options)
+            return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+        assert torch.autograd.gradcheck(run, tensors(2, 2, 1, 9, 9, 4, 3))
+        assert torch.autograd.gradgradcheck(lambda *x: run(*x)[0], tensors(2, 2, 1, 3, 3, 4, 3))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("size", [1.0, 100.0])
+    def test_dtypes(self, dtype: torch.dtype, size: float) -> None:
+        layout = sa.LevelLayout((16, 8, 8), (256, 64, 16))
+        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors(2, 4, 2, 200, 200, 32, 24, size=size)]
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        out, expected = (
+            sa.structured_attention(*x, layout, backend=name) for x, name in ((leaves, "native"), (exact, "reference"))
+        )
+        assert out.dtype == dtype
+        assert_close(out, expected)
+        weights = torch.randn_like(expected)
+        found = torch.autograd.grad((out * weights.to(dtype)).sum(), leaves)
+        for a, b in zip(found, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+            assert_close(a, b, gradient=True)
+
+    def test_what_others_hold_reaches_nothing(self) -> None:
+        """NaN of padding, of another packed sequence, and of later keys in whole tiles."""
+        layout = LAYOUTS[1]
+        q, k, v = (x.detach() for x in tensors(1, 2, 1, 200, 200, 6, 5))
+        ends = torch.tensor([0, 90, 200])
+        clean = sa.structured_attention(q, k, v, layout, cu_seqlens=ends, backend="reference")
+        for x in (q, k, v):
+            x[:, :, 90:] = torch.nan
+        packed = sa.structured_attention(q, k, v, layout, cu_seqlens=ends, backend="native")
+        assert_close(packed[:, :, :90], clean[:, :, :90])
+        assert bool(packed[:, :, 90:].isnan().all())
+        padded = sa.structured_attention(
+            q.flip(2), k.flip(2), v.flip(2), layout, left_padding=torch.tensor([110]), backend="native"
+        )
+        assert bool(padded.isfinite().all())
+        assert bool((padded[:, :, :110] == 0).all())
+
+    @pytest.mark.parametrize("T", [1, 47, 130])
+    def test_the_future_changes_nothing(self, T: int) -> None:
+        q, k, v = (x.detach() for x in tensors(1, 2, 1, 150, 150, 6, 5))
+        for layout in LAYOUTS:
+            before = sa.structured_attention(q, k, v, layout, backend="native")
+            k[:, :, T:], v[:, :, T:] = 7.0, -3.0
+            after = sa.structured_attention(q, k, v, layout, backend="native")
+            assert_close(after[:, :, :T], before[:, :, :T])
+
+    def test_auto_uses_it(self) -> None:
+        q = torch.randn(1, 2, 700, 6)
+        assert sa.ops.explain(q, q, q, LAYOUTS[0]) == "native: 3 levels in C++ code that was built on this machine"
+        assert sa.ops.explain(q, q, q, LAYOUTS[0], softcap=1.0).startswith("blocked")
+        assert sa.ops.explain(q, q, q).startswith("scaled_dot_product_attention")
+        assert sa.ops.explain(q, q, q, window=9).startswith("native")
+        assert_close(
+            sa.structured_attention(q, q, q, LAYOUTS[0]),
+            sa.structured_attention(q, q, q, LAYOUTS[0], backend="blocked"),
+        )
+
+    def test_compiled(self) -> None:
+        q = torch.randn(1, 2, 130, 6, requires_grad=True)
+        function = torch.compile(lambda x: sa.structured_attention(x, x, x, LAYOUTS[0]).sum(), fullgraph=True)
+        (found,) = torch.autograd.grad(function(q), q)
+        (expected,) = torch.autograd.grad(sa.structured_attention(q, q, q, LAYOUTS[0], backend="reference").sum(), q)
+        assert_close(found, expected, gradient=True)
+
+    def test_exported_programs_do_not_need_it(self) -> None:
+        class Model(torch.nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return sa.structured_attention(x, x, x, LAYOUTS[0])
+
+        program = torch.export.export(Model(), (torch.randn(1, 2, 130, 6),))
+        assert "native" not in str(program.graph)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"softcap": 2.0}, "it has no softcap"),
+            ({"attn_bias": torch.zeros(20, 20)}, "it has no attn_bias"),
+            ({"attn_mask": torch.ones(20, dtype=torch.bool)}, "it has no attn_mask"),
+            ({"alibi_slopes": torch.ones(2)}, "it has no alibi_slopes"),
+            ({"dropout_p": 0.5}, "it has no dropout_p"),
+        ],
+    )
+    def test_refused_calls(self, options, message) -> None:
+        q = torch.randn(1, 2, 20, 6)
+        with pytest.raises(BackendUnavailableError, match=message):
+            sa.structured_attention(q, q, q, LAYOUTS[0], backend="native", **options)
+        segments = sa.LevelLayout.from_boundaries((4, 2), ((0,), (0, 7)))
+        with pytest.raises(BackendUnavailableError, match="free segments"):
+            sa.structured_attention(q, q, q, segments, backend="native")
+
+    def test_empty(self) -> None:
+        for shape in ((0, 2, 4, 6), (1, 2, 0, 6)):
+            q = torch.randn(shape, requires_grad=True)
+            out = sa.structured_attention(q, q, q, LAYOUTS[0], backend="native")
+            assert out.shape == shape
+            out.sum().backward()

@@ -26,7 +26,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     if call.layout.boundaries is not None:
         return "it has no free segments (LevelLayout.from_boundaries)"
     terms = (("softcap", call.softcap), ("attn_bias", call.attn_bias), ("attn_mask", call.attn_mask))
-    for name, value in (*terms, ("alibi_slopes", call.alibi_slopes), ("dropout_p", call.seed)):
+    for name, value in (*terms, ("alibi_slopes", call.alibi_slopes), ("dropout_p", call.dropout_p or None)):
         if value is not None:
             return f"it has no {name}"
     return None

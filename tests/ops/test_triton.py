@@ -33,6 +33,7 @@ from structattn.ops.triton.plan import Tiles, coarse_of, make_plan  # noqa: E402
 from structattn.ops.triton.primitives import sliding_range  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 BROKEN = "this Triton's interpreter cannot run a loop"
@@ -183,6 +184,7 @@ CASES = {
     "beyond the context": Case(layout=LevelLayout((16, 16), (32, 16)), lengths=(71, 71)),
     "one level": Case(layout=LevelLayout((24,), (64,)), lengths=(53, 53), heads=(2, 2)),
     "a number as scale": Case(layout=FREE, lengths=(37, 37), scale=0.3),
+    "a negative number as scale": Case(layout=FREE, lengths=(19, 19), scale=-0.3),
     "mask of pairs": Case(layout=FREE, lengths=(19, 23), heads=(2, 1), batch=2, masked="BHTS"),
     "mask of keys, not causal": Case(layout=WIDE, lengths=(40, 40), batch=2, masked="BS", is_causal=False, window=30),
     "mask of queries, packed": Case(layout=HALVING, lengths=(50, 50), ends=(17, 50), masked="HT", heads=(2, 1)),
@@ -492,62 +494,26 @@ def test_walks_of_sliding_levels_see_every_pair_once(
 
 
 COMPILE = """
-import itertools, sys
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-import triton
+from benchmarks.gpu.compiled import compile_for, sources
 from structattn.layout import LevelLayout
-from structattn.ops.triton import attention as host
 from structattn.ops.call import Call
-from structattn.ops.triton.config import default_config
-from structattn.ops.triton.backward import gradient_kernel
-from structattn.ops.triton.decode import decode_kernel
-from structattn.ops.triton.forward import forward_kernel
-from structattn.ops.triton.plan import make_plan
-
-def shared(kernel, tiles, pointers, constants):
-    signature, attributes = {}, {}
-    for n, name in enumerate(kernel.arg_names):
-        signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
-        if signature[name][0] == "*" or name.endswith(("_batch", "_head", "_row")):
-            attributes[(n,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
-
-def check(layout, value_dim, dtype, name, is_causal, packed, softcap, masked, has_slopes):
-    config = default_config(layout, dtype, value_dim, masked)
-    call = Call(layout=layout, is_causal=is_causal, cu_seqlens=torch.tensor([0, 1]) if packed else None)
-    x, y = "*" + name, "*fp32"
-    maps = {"cu_seqlens": "*i32", "cu_seqlens_k": "*i64", "tile_map": "*i32"}
-    maps |= {"mask": "*u8", "slopes": y}
-    unmasked = ({} if masked else {"mask": None}) | ({} if has_slopes else {"slopes": None})
-    absent = unmasked | ({} if packed else {"cu_seqlens": None, "cu_seqlens_k": None, "tile_map": None})
-    def constants(tiles, **more):
-        plan = make_plan(layout, None, value_dim, tiles, softcap=softcap)
-        return host._constants(plan, call) | {"OWN": tiles.own, "WALK": tiles.walk} | absent | more
-    forward = {n: x for n in ("q", "k", "v", "out")} | {"lse": y} | maps
-    yield shared(forward_kernel, config.forward, forward, constants(config.forward))
-    names = ("own_key", "own_value", "walk_key", "walk_value", "grad_key", "grad_value")
-    gradient = {n: x for n in names} | {"base": y, "delta": y} | maps
-    for tiles, own_is_key in ((config.grad_queries, False), (config.grad_keys, True)):
-        yield shared(gradient_kernel, tiles, gradient, constants(tiles, OWN_IS_KEY=own_is_key))
-    tiles = config.decode
-    plan = make_plan(layout, None, value_dim, tiles, layout.num_levels, softcap)
-    decode = {"q": x, "k": x, "v": x, "partial": y, "partial_lse": y, "mask": "*u8", "slopes": y}
-    fixed = {"PLAN": plan.constants, "OWN": tiles.own, "WALK": tiles.walk, "IS_CAUSAL": is_causal, "HAS_WINDOW": False}
-    fixed |= unmasked
-    yield shared(decode_kernel, tiles, decode, fixed)
 
 levels = LevelLayout.halving((8,) * 4, 512)
 sliced = LevelLayout.halving((64, 32, 32), 4096, value_ranks=(64, 32, 32))
 sliding = LevelLayout.sliding((8,) * 8, [4096 >> level for level in range(8)])
-print(max(itertools.chain(
-    check(levels, 64, torch.bfloat16, "bf16", True, True, None, False, True),
-    check(sliced, 128, torch.float16, "fp16", False, False, 50.0, True, False),
-    check(sliding, 64, torch.bfloat16, "bf16", True, False, None, False, False),
-)))
+packed = Call(layout=levels, cu_seqlens=torch.tensor([0, 1]), alibi_slopes=torch.ones(1, 1))
+masked = Call(layout=sliced, is_causal=False, softcap=50.0, attn_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
+found = [
+    compile_for(source, (9, 0))
+    for layout, dtype, value_dim, call in (
+        (levels, torch.bfloat16, 64, packed), (sliced, torch.float16, 128, masked), (sliding, torch.bfloat16, 64, None)
+    )
+    for source in sources(layout, dtype, value_dim, call=call)
+]
+assert len(found) == 3 + 4 + 5
+assert all(one.loops and all(loop.kinds["tensor"] for loop in one.loops) for one in found)
+print(max(one.shared for one in found))
 """
 
 
@@ -557,6 +523,8 @@ def test_compiles_for_a_gpu_within_the_shared_memory_of_small_ones() -> None:
     if not ptxas.exists():
         pytest.skip("this Triton carries no ptxas")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert 0 < int(done.stdout) <= 99 * 1024

@@ -146,7 +146,7 @@ def _constants(plan: KernelPlan, call: Call) -> dict[str, Any]:
 
 
 def _launch(tiles: Tiles) -> dict[str, int]:
-    return {"OWN": tiles.own, "WALK": tiles.walk, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return {"OWN": tiles.own, "WALK": tiles.walk, **tiles.options}
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, config: KernelConfig) -> None:
@@ -278,7 +278,7 @@ def backward(
         row_kernel[(row_tiles * batch * num_heads,)](
             grad_out, out, lse, None if grad_lse is None else grad_lse.to(torch.float32).contiguous(), delta, base,
             *_strides(grad_out), *_strides(out), num_queries, row_tiles, num_heads, value_dim,
-            OWN=64, WIDTH=32, HAS_GRAD_LSE=grad_lse is not None,
+            OWN=64, WIDTH=32, HAS_GRAD_LSE=grad_lse is not None, enable_fp_fusion=True,
         )  # fmt: skip
         plan = make_plan(call.layout, call.scale, value_dim, config.grad_queries, softcap=call.softcap)
         num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, packed)

@@ -208,7 +208,7 @@ def decode(
             FACTORS=tuple(factor / math.log(2) for factor in per_count),
             ALIGNS=tuple(_ALIGNMENT if slots % _ALIGNMENT == 0 else 1 for slots in capacities), MULTIPLES=known,
             RINGS=tuple(rings), OWN=tiles.own, WALK=tiles.walk,
-            SOFTCAP=0.0 if softcap is None else softcap / math.log(2), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            SOFTCAP=0.0 if softcap is None else softcap / math.log(2), **tiles.options,
         )  # fmt: skip
         merge(partial, partial_lse, out, lse)
     return out, lse

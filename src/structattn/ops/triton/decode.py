@@ -34,7 +34,7 @@ def merge(partial: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> Non
     num_splits, num_rows, value_dim = partial.shape
     merge_kernel[(num_rows,)](
         partial, partial_lse, out, lse, num_splits, num_rows, value_dim,
-        SPLITS=triton.next_power_of_2(num_splits), WIDTH=32,
+        SPLITS=triton.next_power_of_2(num_splits), WIDTH=32, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from structattn.ops.triton.plan import (
     factors_of,
     group_of,
     has_fine,
+    has_positive_factors,
     is_sliced,
     item,
     key_subtiles_of,
@@ -77,12 +78,16 @@ def attend(
         valid = place < stop
         row = place.to(tl.int64)
         keys = load_subtiles(key, row * key_stride, valid, KEY_SUBTILES, NUM_KEY, MASKED)
+        # One factor for all pairs is multiplied into the exponent, where it takes no instruction more than the subtraction does.
+        IS_SCALED: tl.constexpr = FINE or softcap_of(PLAN) > 0 or slope is not None or not has_positive_factors(PLAN)
         if FINE:
             score = product_of(query, keys, num_coarse_subtiles(KEY_SUBTILES))
             score = add_fine(score, query, keys, position, place, KEY_SUBTILES, PLAN)
             score = score * fine_factor(factor, position, place, PLAN)
         else:
-            score = product_of(query, keys, NUM_KEY) * factor
+            score = product_of(query, keys, NUM_KEY)
+            if IS_SCALED:
+                score = score * factor
         if softcap_of(PLAN) > 0:
             score = soft_tanh(score, softcap_of(PLAN)) * softcap_of(PLAN)
         if slope is not None:
@@ -92,8 +97,12 @@ def attend(
             score = tl.where(shown, score, float("-inf"))
         if mask is not None:
             score = tl.where(shown_pairs(mask, row * mask_stride, valid), score, float("-inf"))
-        highest = tl.maximum(top, tl.max(score, 1))
-        weight = tl.exp2(score - highest[:, None])
+        if IS_SCALED:
+            highest = tl.maximum(top, tl.max(score, 1))
+            weight = tl.exp2(score - highest[:, None])
+        else:
+            highest = tl.maximum(top, tl.max(score, 1) * factor)
+            weight = tl.exp2(score * factor - highest[:, None])
         shrink = tl.exp2(top - highest)
         top = highest
         total = total * shrink + tl.sum(weight, 1)

@@ -57,6 +57,11 @@ class Tiles:
     num_warps: int = 4
     num_stages: int = 2
 
+    @property
+    def options(self) -> dict[str, int]:
+        """How the compiler is called. A product and a sum may be rounded once: newer versions of Triton have to be told."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPlan:
@@ -200,6 +205,12 @@ def sizes_of(plan):
 @triton.constexpr_function
 def factors_of(plan):
     return plan[1]
+
+
+@triton.constexpr_function
+def has_positive_factors(plan):
+    """Not with a scale of 0 or below, which an option can be."""
+    return min(plan[1]) > 0
 
 
 @triton.constexpr_function

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from random_calls import assert_same, cases, tensors
 
 import structattn as sa
+from structattn.cache import native_decode
 from structattn.errors import BackendUnavailableError
 from structattn.ops.native import attention, library
 from structattn.testing.tolerances import assert_close
@@ -149,6 +150,43 @@ class TestBuilt:
             k[:, :, T:], v[:, :, T:] = 7.0, -3.0
             after = sa.structured_attention(q, k, v, layout, backend="native")
             assert_close(after[:, :, :T], before[:, :, :T])
+
+    @pytest.mark.parametrize("window", [None, 11])
+    @pytest.mark.parametrize("page_size", [3, 64])
+    @pytest.mark.parametrize("kv_heads", [(1, 2), (2, 1), (4, 4)])
+    @pytest.mark.parametrize("number", range(5))
+    def test_decoding_equals_the_definition(self, number, kv_heads, page_size, window, monkeypatch) -> None:
+        layouts = (
+            *LAYOUTS[:2],
+            None,
+            sa.LevelLayout((3, 2, 1), (24, 12, 3), value_ranks=(2, 2, 1)),
+            sa.GlobalWindowLayout((4, 2), 7),
+        )
+        layout = layouts[number]
+        if number == 4 and window is not None:
+            pytest.skip("it has a window of its own")
+        steps = []
+        decoded = native_decode.attention
+        monkeypatch.setattr(native_decode, "attention", lambda *x: steps.append(1) or decoded(*x))
+        q = torch.randn(2, 4, 40, 6, dtype=torch.float64)
+        k, v = (
+            torch.randn(2, heads, 40, dim, dtype=torch.float64) for heads, dim in zip(kv_heads, (6, 5), strict=True)
+        )
+        wide = v.repeat_interleave(kv_heads[0] // kv_heads[1], 1) if kv_heads == (2, 1) else v
+        wide_k = k.repeat_interleave(kv_heads[1] // kv_heads[0], 1) if kv_heads == (1, 2) else k
+        expected = sa.structured_attention(q, wide_k, wide, layout, window=window, backend="reference")
+        cache = sa.LevelCache(layout, window=window, page_size=page_size)
+        found = [cache.attend(q[:, :, :9], k[:, :, :9], v[:, :, :9])]
+        found += [cache.attend(q[:, :, t, None], k[:, :, t, None], v[:, :, t, None], scale=None) for t in range(9, 40)]
+        assert_close(torch.cat(found, 2), expected)
+        assert len(steps) == 31
+
+    def test_decoding_with_terms_goes_without_it(self) -> None:
+        q = torch.randn(2, 2, 20, 6)
+        expected = sa.structured_attention(q, q, q, LAYOUTS[0], softcap=0.5, backend="reference")
+        cache = sa.LevelCache(LAYOUTS[0])
+        found = [cache.attend(*[q[:, :, t, None]] * 3, softcap=0.5) for t in range(20)]
+        assert_close(torch.cat(found, 2), expected)
 
     def test_auto_uses_it(self) -> None:
         q = torch.randn(1, 2, 700, 6)

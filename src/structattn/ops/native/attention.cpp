@@ -1,6 +1,7 @@
 // Structured attention on a CPU: forward and backward in one pass over tiles of queries and keys, in memory linear in their numbers.
 //
 // The weights are those of an online softmax, and are computed again from the log-sum-exp in the backward pass (Dao et al. 2022, FlashAttention).
+#include "decode.h"
 #include "tiles.h"
 
 #include <ATen/Parallel.h>
@@ -285,6 +286,15 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor
   });
 }
 
+Tensor decode(const Tensor& query, int64_t key_rows, int64_t value_rows, int64_t columns, int64_t value_dim, at::TensorList key_pages,
+              at::IntArrayRef key_places, at::ArrayRef<double> before, at::TensorList value_pages, at::IntArrayRef value_places) {
+  return by_dtype(query, [&](auto zero) {
+    using T = decltype(zero);
+    return decoded<T>(query, key_rows, value_rows, columns, value_dim, cache_spans<T>(key_pages, key_places, before),
+                      cache_spans<T>(value_pages, value_places, {}));
+  });
+}
+
 }  // namespace
 
 #define STRUCTATTN_SCHEMA \
@@ -293,11 +303,15 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor
 TORCH_LIBRARY(structattn_native, m) {
   m.def("forward(Tensor q, Tensor k, Tensor v, " STRUCTATTN_SCHEMA " -> (Tensor, Tensor)");
   m.def("backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, " STRUCTATTN_SCHEMA " -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "decode(Tensor query, int key_rows, int value_rows, int columns, int value_dim, Tensor[] key_pages, int[] key_places, float[] before, "
+      "Tensor[] value_pages, int[] value_places) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(structattn_native, CPU, m) {
   m.impl("forward", forward);
   m.impl("backward", backward);
+  m.impl("decode", decode);
 }
 
 }  // namespace structattn

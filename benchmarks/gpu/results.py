@@ -150,8 +150,19 @@ def _speed(results: Results) -> str:
             rates = [number(100 * one[f"of_{rate}_rate"]) for rate in ("matmul", "copy")]
             tokens = number(one["tokens_per_s"]) if "tokens_per_s" in one else ""
             cells = [number(one["median_ms"]), number(base["median_ms"]), base["code"] or base["label"]]
-            body.append([name.removeprefix("speed/"), number(one["speedup"]), *cells, *rates, tokens, one["code"]])
-    heads = ["variant", "times faster", "median ms", "baseline ms", "baseline", "% of matmul rate", "% of copy rate"]
+            queued = number(row["queued"]["speedup"]) if "queued" in row else ""
+            cells = [number(one["speedup"]), queued, *cells]
+            body.append([name.removeprefix("speed/"), *cells, *rates, tokens, one["code"]])
+    heads = [
+        "variant",
+        "times faster",
+        "without launches",
+        "median ms",
+        "baseline ms",
+        "baseline",
+        "% of matmul rate",
+        "% of copy rate",
+    ]
     return table([*heads, "tokens/s", "code"], body)
 
 
@@ -205,7 +216,8 @@ def summary(results: Results, settings: Settings, total: Mapping[str, int]) -> s
         if row["status"] == "ok":
             rate = 100 * max(row["variant"]["of_matmul_rate"], row["variant"]["of_copy_rate"])
             base = row["baseline"]["code"] or row["baseline"]["label"]
-            lines.append(f"{row['variant']['speedup']:6.2f} times as fast as {base}, {rate:.0f} %  {name[6:]}")
+            queued = f" ({row['queued']['speedup']:.2f} without launches)" if "queued" in row else ""
+            lines.append(f"{row['variant']['speedup']:6.2f} times as fast as {base}{queued}, {rate:.0f} %  {name[6:]}")
     for name, row in results.of_part("train").items():
         for spec, one in row.get("variants", {}).items():
             lines.append(f"{one['score']:6.3f} {row['metric']}  {name[6:]}, {spec}: {one['tokens_per_s']:.0f} tokens/s")

@@ -18,7 +18,7 @@ import structattn as sa
 from benchmarks.attention import AttentionWork, row_reference
 from benchmarks.gpu.rows import Row, Settings
 from benchmarks.registry import CaseUnavailableError, Check
-from benchmarks.timing import Clock, CpuClock, CudaClock, checked_error
+from benchmarks.timing import QUEUED, Clock, CpuClock, CudaClock, checked_error
 from structattn.layout.levels import LevelLayout
 
 if TYPE_CHECKING:
@@ -158,7 +158,8 @@ def _measured(
                 work.measured()
         with _turn(settings):
             error = checked_error(f"{kernel}, {shape.name}", work, dtype)
-            clock: Clock = CpuClock() if settings.rehearse else CudaClock(settings.device)
+            # Small kernels are searched by their own time, not by that of their launches.
+            clock: Clock = CpuClock() if settings.rehearse else CudaClock(settings.device, QUEUED)
             repeats = 1 if settings.rehearse else REPEATS
             samples = [clock.time_ms(work.measured, 1, work.prepare) for _ in range(repeats + 1)][1:]
     except OutOfResources as error:

@@ -27,6 +27,7 @@ def outcome(row: Row, settings: Settings) -> dict[str, Any]:
     """What a row gave: its numbers with the status ``ok``, or ``wrong``, ``unavailable`` or ``error`` with a message."""
     try:
         found = {"status": "ok"} | row.run()
+        json.dumps(found, allow_nan=False)  # raises for what no file of results can hold
         if settings.device.type == "cuda":
             torch.cuda.synchronize()  # a kernel that fails is noticed here at the latest
         return found

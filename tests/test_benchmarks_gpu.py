@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,11 @@ def test_the_fastest_tiles_make_the_table(tmp_path: Path) -> None:
         (8, 9): (TileEntry(**shape, own=32, walk=32, num_stages=3),),
         (9, 0): (TileEntry(**shape, own=64, walk=64, num_stages=3),),
     }
+    before = config.tiles_in_use()
+    with suppress(ZeroDivisionError), tile.tiles_of(tile.table(rows)):
+        assert config.tiles_in_use() is not before
+        raise ZeroDivisionError
+    assert config.tiles_in_use() is before  # the next row of the process takes the tiles of the package again
     assert tile.gains(rows[:3]) == [
         {
             "kernel": "forward",

@@ -11,6 +11,7 @@ import torch
 from benchmarks.attention import attention_groups
 from benchmarks.decode import decode_groups
 from benchmarks.gpu.rows import Row, Settings
+from benchmarks.gpu.tile import tiles_of
 from benchmarks.model import ModelShape, model_groups
 from benchmarks.registry import CaseUnavailableError, Group
 from benchmarks.timing import QUEUED, Clock, CpuClock, CudaClock, measure_ceilings, measure_group
@@ -68,12 +69,17 @@ def _row(group: Group, settings: Settings) -> Callable[[], dict[str, Any]]:
 
 
 def _measured(group: Group, settings: Settings) -> dict[str, Any]:
-    """The times of a variant and of its baseline, and how near they are to the rates that the device showed right after."""
-    from structattn.ops.triton import config  # only a worker imports Triton, after the choice of its interpreter
-    from structattn.ops.triton.tile_table import read_tiles
+    """The times of a variant and of its baseline with the tiles that were found, if some were."""
+    if not settings.tiles.exists():
+        return _compared(group, settings) | {"used_found_tiles": False}
+    from structattn.ops.triton.tile_table import read_tiles  # only a worker imports Triton
 
-    if settings.tiles.exists():
-        config.use_tiles(read_tiles(settings.tiles))
+    with tiles_of(read_tiles(settings.tiles)):
+        return _compared(group, settings) | {"used_found_tiles": True}
+
+
+def _compared(group: Group, settings: Settings) -> dict[str, Any]:
+    """The times of a variant and of its baseline, and how near they are to the rates that the device showed right after."""
     device, dtype = settings.device, _dtype(settings)
     clock: Clock = CpuClock() if settings.rehearse else CudaClock(device)
     left_out: list[str] = []
@@ -93,4 +99,4 @@ def _measured(group: Group, settings: Settings) -> dict[str, Any]:
     if group.mode == "decode" and not settings.rehearse:  # a step is short: without the launches it is another number
         queued = measure_group(group, dtype=dtype, clock=CudaClock(device, QUEUED), repeats=repeats, patience_s=0.0)
         kept["queued"] = next(row for row in queued if not row["is_baseline"])
-    return {**kept, "ceilings": asdict(ceilings), "used_found_tiles": settings.tiles.exists()}
+    return {**kept, "ceilings": asdict(ceilings)}

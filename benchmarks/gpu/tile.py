@@ -133,23 +133,31 @@ def _measured(
         CaseUnavailableError: the tiles need more shared memory than there is.
     """
     # Only a worker imports Triton, after the choice of its interpreter.
-    from triton.runtime.errors import OutOfResources
-
     from structattn.ops.triton import config
     from structattn.ops.triton.tile_table import TileEntry, TileTable
 
     torch.manual_seed(0)
-    dtype, capability = DTYPES[shape.itemsize], config.capability_of(settings.device)
-    shape_fields = {name: getattr(shape, name) for name in ("itemsize", "dim", "levels", "values")}
-    entries, tiles = {}, dict(zip(TILES, numbers or (), strict=False))
-    if tiles and capability is not None:
-        entries[capability] = (TileEntry(kernel=kernel, **shape_fields, **tiles),)
-    config.use_tiles(TileTable(entries))
+    capability = config.capability_of(settings.device)
+    fields = {name: getattr(shape, name) for name in ("itemsize", "dim", "levels", "values")}
+    tiles = dict(zip(TILES, numbers or (), strict=False))
+    asked = TileEntry(kernel=kernel, **fields, **tiles) if tiles and capability is not None else None
+    entries = {} if asked is None or capability is None else {capability: (asked,)}
+    with tiles_of(TileTable(entries)):
+        measured = _timed(kernel, shape, None if asked is None else asked.tiles, settings)
+    about = {"is_rule": numbers is None, "capability": capability or NO_CAPABILITY}
+    return {"kernel": kernel, **fields, **about, **measured}
+
+
+def _timed(kernel: str, shape: Shape, asked: Tiles | None, settings: Settings) -> dict[str, Any]:
+    """The tiles that the kernel takes, its error, and the median of its time; ``asked`` are those that it should take."""
+    from triton.runtime.errors import OutOfResources
+
+    dtype = DTYPES[shape.itemsize]
     work = Cached(shape, dtype, settings) if kernel == "cached" else Direct(kernel, shape, dtype, settings)
     used = work.tiles()
     if kernel == "cached":  # own rows are as many as heads share a key, up to those of the entry
         used = replace(used, own=candidates(kernel, shape.itemsize)[0][0])
-    if entries and asdict(used) != tiles:
+    if asked is not None and used != asked:
         raise CaseUnavailableError("its tiles do not fit in the shared memory of this GPU")
     try:
         if settings.device.type == "cuda":
@@ -157,22 +165,27 @@ def _measured(
                 work.prepare()
                 work.measured()
         with _turn(settings):
-            error = checked_error(f"{kernel}, {shape.name}", work, dtype)
+            largest_error = checked_error(f"{kernel}, {shape.name}", work, dtype)
             # Small kernels are searched by their own time, not by that of their launches.
             clock: Clock = CpuClock() if settings.rehearse else CudaClock(settings.device, QUEUED)
             repeats = 1 if settings.rehearse else REPEATS
             samples = [clock.time_ms(work.measured, 1, work.prepare) for _ in range(repeats + 1)][1:]
     except OutOfResources as error:
         raise CaseUnavailableError(f"the compiled kernel does not fit: {error}") from error
-    return {
-        "kernel": kernel,
-        **shape_fields,
-        **asdict(used),
-        "is_rule": numbers is None,
-        "capability": capability or NO_CAPABILITY,
-        "error": error,
-        "median_ms": statistics.median(samples),
-    }
+    return {**asdict(used), "error": largest_error, "median_ms": statistics.median(samples)}
+
+
+@contextmanager
+def tiles_of(table: TileTable) -> Iterator[None]:
+    """Kernels take the tiles of a table; afterwards those of before, for the next row of this process."""
+    from structattn.ops.triton import config
+
+    before = config.tiles_in_use()
+    config.use_tiles(table)
+    try:
+        yield
+    finally:
+        config.use_tiles(before)
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def sources(
         ("grad_keys", config.grad_keys, True),
     ):
         own = tiles or found
-        fixed = constants(own, OWN_IS_KEY=own_is_key)
+        fixed = constants(own, OWN_IS_KEY=own_is_key, WHOLE=call.cu_seqlens is None)
         yield Source(name=name, kernel=gradient_kernel, tiles=own, types=types, constants=fixed)
     if call.cu_seqlens is not None:
         return  # a packed call does not decode

@@ -169,7 +169,7 @@ def _sentences(data: dict[str, Any]) -> list[str]:
         f"({largest}); 8.9 has 99.",
         f"- 16-bit kernels with a loop of products without tensor cores: {_named(without, len(halves))}.",
         f"- Where to save next: of a far pair ({EIGHT_LEVELS}, 9.0) the gradients of keys and values take {sides[0]:.1f} instructions, that of queries "
-        f"{sides[1]:.1f}. The first has two products more, but also smaller tiles, and it masks every tile, since queries may end within one.",
+        f"{sides[1]:.1f}. The first has one product more, and smaller tiles.",
         f"- And for D = 128: {dims[0]:.1f} and {dims[1]:.1f} instructions for the same gradients, with 64 x 32 pairs for 256 threads. Larger tiles do not fit into the "
         "memory of 8.9 beside a second stage; the search tries them.",
     ]

@@ -170,6 +170,12 @@ CASES = {
     "equal sizes": Case(layout=EQUAL, lengths=(41, 41)),
     "wide tiles": Case(layout=WIDE, lengths=(90, 90), config=_config(64, 32)),
     "tiles that walk in larger steps": Case(layout=HALVING, config=_config(16, 32), is_causal=False),
+    "whole tiles": Case(layout=WIDE, lengths=(96, 96)),
+    "whole tiles, not causal": Case(
+        layout=replace(WIDE, value_ranks=(3, 20, 9)), lengths=(96, 96), heads=(2, 1), is_causal=False
+    ),
+    "whole tiles of keys, fewer queries": Case(layout=HALVING, lengths=(39, 64)),
+    "whole tiles, more queries, not causal": Case(layout=WIDE, lengths=(80, 64), is_causal=False, masked="TS"),
     "window": Case(layout=HALVING, window=9),
     "window, not causal": Case(layout=WIDE, lengths=(70, 70), window=20, is_causal=False),
     "window of one": Case(layout=FREE, lengths=(19, 19), window=1, value_dim=5),
@@ -275,6 +281,9 @@ if not INTERPRETED:  # the interpreter computes bfloat16 wrongly
 
 # In `make test-full` alone: others have each of their options, in another combination.
 FULL = {
+    "whole tiles, not causal",
+    "whole tiles of keys, fewer queries",
+    "whole tiles, more queries, not causal",
     "mask of queries, packed",
     "halving",
     "large blocks that are no whole tiles",

@@ -287,7 +287,8 @@ def backward(
             *_strides(q), *_strides(grad_out), *_strides(k), *_strides(v), *_strides(grad_q), *_strides(grad_q),
             *mask_strides,
             num_queries, num_keys, first_block, num_tiles, *options, num_heads, num_heads // num_groups,
-            OWN_IS_KEY=False, **_constants(plan, call), **_launch(config.grad_queries),
+            OWN_IS_KEY=False, WHOLE=packed is None and num_keys % config.grad_queries.walk == 0,
+            **_constants(plan, call), **_launch(config.grad_queries),
         )  # fmt: skip
         plan = make_plan(call.layout, call.scale, value_dim, config.grad_keys, softcap=call.softcap)
         num_tiles, first_block, tile_map = _grid(plan, 0, num_keys, packed, own_is_key=True)
@@ -296,6 +297,8 @@ def backward(
             *_strides(k), *_strides(v), *_strides(q), *_strides(grad_out), *_strides(grad_k), *_strides(grad_v),
             *mask_strides,
             num_queries, num_keys, first_block, num_tiles, *options, num_groups, num_heads // num_groups,
-            OWN_IS_KEY=True, **_constants(plan, call), **_launch(config.grad_keys),
+            OWN_IS_KEY=True,
+            WHOLE=packed is None and num_queries == num_keys and num_queries % config.grad_keys.walk == 0,
+            **_constants(plan, call), **_launch(config.grad_keys),
         )  # fmt: skip
     return grad_q, grad_k, grad_v

@@ -173,17 +173,20 @@ def gradient_kernel(
     mask_batch, mask_head, mask_query, mask_key,
     num_queries, num_keys, first_block, num_tiles, window, num_sequences, num_heads, heads_per_group,
     PLAN: tl.constexpr, OWN: tl.constexpr, WALK: tl.constexpr, ANCHOR: tl.constexpr, PER_ANCHOR: tl.constexpr,
-    ALIGNED: tl.constexpr, OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    PACKED: tl.constexpr,
+    ALIGNED: tl.constexpr, WHOLE: tl.constexpr, OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile: of queries (own q and dO, walking over k and v), or of keys and values (the reverse).
 
-    ``num_heads`` counts the heads of the own side. A tile of keys walks over the queries of every head of its group.
+    With WHOLE the walked positions begin at 0 and end with a whole tile. ``num_heads`` counts the heads of the own side. A tile of
+    keys walks over the queries of every head of its group.
     """
     KEY_SUBTILES: tl.constexpr = key_subtiles_of(PLAN)
     VALUE_SUBTILES: tl.constexpr = value_subtiles_of(PLAN)
     SCALES: tl.constexpr = scales_of(PLAN)
-    MASKED: tl.constexpr = HAS_WINDOW or OWN_IS_KEY or not ALIGNED
+    # Before the own tile no walked tile ends beyond its range, but queries may begin within one; after it a sequence may end.
+    MASKED: tl.constexpr = HAS_WINDOW or not ALIGNED or (OWN_IS_KEY and not WHOLE)
+    MASKED_AFTER: tl.constexpr = HAS_WINDOW or not ALIGNED or not WHOLE
     FINE: tl.constexpr = has_fine(PLAN)
     LAST: tl.constexpr = coarse_of(PLAN) - 1
     NUM_TURNS: tl.constexpr = 1 if IS_CAUSAL else 2
@@ -320,7 +323,7 @@ def gradient_kernel(
                             base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
                             start, stop, walk_first, factor, 0, window, SIDE, walked_mask, mask_walk, slope,
                             PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, OWN_IS_KEY,
-                            True, False, HAS_WINDOW, False,
+                            MASKED_AFTER, False, HAS_WINDOW, False,
                         )  # fmt: skip
             sums = clear_from(sums, pick(ends_of(PLAN), level), KEY_SUBTILES)
             if OWN_IS_KEY and is_sliced(PLAN):

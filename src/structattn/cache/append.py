@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from structattn.cache import native_decode
 from structattn.cache.contents import Contents
 from structattn.cache.store import Store
 
@@ -41,28 +42,29 @@ def _append_alike(contents: Contents, k: Tensor, v: Tensor) -> None:
     position = contents.length - pad
     if position < 0:
         return
-    cells: list[Tensor] = []
+    pages: list[Tensor] = []
+    slots: list[int] = []
     for store, level in contents.stores():
         start = level.start(position, row)
         slot, oldest = position - start, start
         if store.ring is not None:
             slot, oldest = position % store.ring, position - store.ring + 1
         if slot >= store.capacity:
-            store.grow(slot + 1, k if len(cells) < len(contents.keys) else v)
+            store.grow(slot + 1, k if len(pages) < len(contents.keys) else v)
         if oldest > store.oldest[row]:
             store.oldest[row] = oldest
-        cells.append(store.cell(slot))
+        page, place = store.place(slot)
+        pages.append(page)
+        slots.append(place)
         if contents.before is not None and _writes_over(contents, store, position, slot):
-            contents.before.keep(cells[-1])
+            contents.before.keep(page.select(2, place))
     if contents.latent is None:
-        numbers = [
-            part
-            for x, stores in ((k, contents.keys), (v, contents.values))
-            for part in x.flatten(0, 2).split([store.dim for store in stores], dim=1)
-        ]
-    else:
-        numbers = [x.flatten(0, 2) for x in _per_store(contents, k, v)]
-    torch._foreach_copy_(cells, numbers)
+        count = len(contents.keys)
+        native_decode.append(k.flatten(0, 2), pages[:count], slots[:count])
+        native_decode.append(v.flatten(0, 2), pages[count:], slots[count:])
+        return
+    numbers = [x.flatten(0, 2) for x in _per_store(contents, k, v)]
+    torch._foreach_copy_([page.select(2, slot) for page, slot in zip(pages, slots, strict=True)], numbers)
 
 
 def _append_one(contents: Contents, k: Tensor, v: Tensor) -> None:

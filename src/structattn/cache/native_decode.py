@@ -1,4 +1,4 @@
-"""A decoding step in C++: one call for all levels, where Python would make some sixty."""
+"""A decoding step in C++: a call or two for all levels, where Python would make some sixty."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from structattn.cache.levels import Level, Softmax
 from structattn.cache.options import ScoreOptions
 from structattn.cache.store import PageSpan, Store
 from structattn.ops.native import library
+
+_DTYPES = (torch.float32, torch.float64)
 
 _Values = Sequence[tuple[Store, Level]]
 
@@ -94,3 +96,17 @@ def attention(
         out = found if out is None else out + found
     assert out is not None
     return out.view(batch, heads, tokens, value_dim)
+
+
+def append(x: Tensor, pages: Sequence[Tensor], slots: Sequence[int]) -> None:
+    """Writes one token of all rows into a slot of each page.
+
+    Args:
+        x: (rows, dims of all pages).
+        pages: (rows, dims, slots) each.
+    """
+    if x.is_cpu and x.dtype in _DTYPES and not torch.compiler.is_compiling() and library.why_not_here() is None:
+        torch.ops.structattn_native.append(x, pages, slots)
+        return
+    cells = [page.select(2, slot) for page, slot in zip(pages, slots, strict=True)]
+    torch._foreach_copy_(cells, x.split([page.shape[1] for page in pages], dim=1))

@@ -162,11 +162,11 @@ class Store:
         for span in self.spans(first, end, start):
             span.rows(rows).copy_(x.narrow(2, span.offset, span.size).transpose(2, 3))
 
-    def cell(self, slot: int) -> Tensor:
-        """One slot of all rows, (B * heads, dim), a view."""
+    def place(self, slot: int) -> tuple[Tensor, int]:
+        """The page of a slot, (B * heads, dim, slots), and which of its slots it is."""
         for _, flat in self._pages:
             if slot < flat.shape[2]:
-                return flat.select(2, slot)
+                return flat, slot
             slot -= flat.shape[2]
         raise AssertionError(f"slot {slot} is beyond the pages")
 

@@ -295,6 +295,10 @@ Tensor decode(const Tensor& query, int64_t key_rows, int64_t value_rows, int64_t
   });
 }
 
+void append_token(const Tensor& x, at::TensorList pages, at::IntArrayRef slots) {
+  by_dtype(x, [&](auto zero) { append<decltype(zero)>(x, pages, slots); });
+}
+
 }  // namespace
 
 #define STRUCTATTN_SCHEMA \
@@ -306,12 +310,14 @@ TORCH_LIBRARY(structattn_native, m) {
   m.def(
       "decode(Tensor query, int key_rows, int value_rows, int columns, int value_dim, Tensor[] key_pages, int[] key_places, float[] before, "
       "Tensor[] value_pages, int[] value_places) -> Tensor");
+  m.def("append(Tensor x, Tensor[](a!) pages, int[] slots) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(structattn_native, CPU, m) {
   m.impl("forward", forward);
   m.impl("backward", backward);
   m.impl("decode", decode);
+  m.impl("append", append_token);
 }
 
 }  // namespace structattn

@@ -18,7 +18,8 @@ from benchmarks.registry import Case, CaseUnavailableError, Check, Group, benchm
 from benchmarks.sdpa import fastest_sdpa
 from benchmarks.timing import CudaClock
 from structattn.layout.levels import LevelLayout
-from structattn.ops import explain, reference, structured_attention
+from structattn.ops import Backend, explain, reference, structured_attention
+from structattn.ops.backends import why_not
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -267,7 +268,8 @@ def attention_work(
         attend = flex(q, k, v, backward=backward)
     else:
         # "auto" takes dense products for very small sizes on a CPU; here one code is followed over all sizes.
-        backend = "blocked" if device.type == "cpu" else "auto"
+        on_cpu: Backend = "blocked" if why_not("native") else "native"
+        backend: Backend = on_cpu if device.type == "cpu" else "auto"
         code = backend if backend != "auto" else explain(q, k, v, layout).partition(":")[0]
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -245,7 +245,7 @@ Triton {triton}, {date}. T = {context:,}; blocks are halved from there.
 
 ## What is not known
 
-- **Head dimension 256, and float32 above 64**: these are not compiled for this page.
+- **Head dimensions 32 and 256, and float32 above 64**: these are not compiled for this page.
 - **Time.** An instruction count is no time: how instructions overlap, wait for memory and share the units of a GPU only a run shows.
 - **Whether the results are right on a GPU.** Triton's interpreter agrees with the definition on a CPU; the compiled code is not run here.
 - **Whether these tiles are the best.** They are chosen to fit the smallest of these GPUs; `python -m benchmarks.gpu` searches better ones.

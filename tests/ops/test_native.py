@@ -58,6 +58,29 @@ def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert list((tmp_path / "new").iterdir()) == []
 
 
+def test_a_damaged_library_or_no_home_is_as_if_it_was_not_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    q = torch.randn(1, 1, 30, 6)
+    expected = sa.structured_attention(q, q, q, LAYOUTS[0], backend="reference")
+    monkeypatch.setenv("STRUCTATTN_CACHE", str(tmp_path))
+    library._library().write_bytes(b"no library")
+    try:
+        library.why_not_here.cache_clear()
+        assert_close(sa.structured_attention(q, q, q, LAYOUTS[0]), expected)
+        with pytest.raises(BackendUnavailableError, match="cannot be loaded"):
+            sa.structured_attention(q, q, q, LAYOUTS[0], backend="native")
+        monkeypatch.delenv("STRUCTATTN_CACHE")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home directory")))
+        library.why_not_here.cache_clear()
+        assert library.why_not_here() is not None
+        assert_close(sa.structured_attention(q, q, q, LAYOUTS[0]), expected)
+    finally:
+        monkeypatch.undo()
+        library.why_not_here.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory):
     """The library, compiled once for all processes of a test run; without it again afterwards."""
@@ -231,6 +254,21 @@ class TestBuilt:
         segments = sa.LevelLayout.from_boundaries((4, 2), ((0,), (0, 7)))
         with pytest.raises(BackendUnavailableError, match="free segments"):
             sa.structured_attention(q, q, q, segments, backend="native")
+
+    def test_the_default_device_does_not_matter(self) -> None:
+        q = torch.randn(1, 2, 37, 6)
+        with torch.device("meta"):
+            out = sa.structured_attention(q, q, q, LAYOUTS[0], window=36, backend="native")
+        assert_close(out, sa.structured_attention(q, q, q, LAYOUTS[0], window=36, backend="reference"))
+
+    def test_more_threads_than_heads(self) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(5)
+        try:
+            for heads in (1, 2, 3, 5, 7):
+                assert_same("native", tensors(1, heads, heads, 200, 200, 6, 5), LAYOUTS[1])
+        finally:
+            torch.set_num_threads(before)
 
     def test_empty(self) -> None:
         for shape in ((0, 2, 4, 6), (1, 2, 0, 6)):

@@ -196,7 +196,9 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   // Where there are fewer key heads than threads, each adds up gradients of keys and values of its own for a part of the queries.
   int64_t splits = 1, most_tiles = 1;
   for (const Span& span : spans) most_tiles = std::max(most_tiles, tiles_of(span.num_queries, kRows));
-  if (pairs % threads != 0 && pairs < 4 * threads) splits = std::min(most_tiles, tiles_of(4 * threads, pairs));
+  if (pairs < threads) splits = tiles_of(threads, pairs);
+  else if (pairs % threads != 0 && pairs < 4 * threads) splits = tiles_of(4 * threads, pairs);
+  splits = std::min(splits, most_tiles);
   Tensor grad_q = at::zeros(q.sizes(), q.options());
   std::vector<int64_t> split_keys(k.sizes().vec()), split_values(v.sizes().vec());
   split_keys.insert(split_keys.begin(), splits);

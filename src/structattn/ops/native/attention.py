@@ -39,7 +39,7 @@ def _intervals(layout: LevelLayout, first: int, count: int, is_causal: bool, win
     Args:
         first, count: the positions of the queries, counted from the first key.
     """
-    i = torch.arange(first, first + count)
+    i = torch.arange(first, first + count, device="cpu")
     low, high = torch.zeros_like(i), torch.full_like(i, _END)
     if is_causal:
         high = i + 1
@@ -96,7 +96,7 @@ def _of_sequences(
     end = max((s.first_query + s.num_queries for s in sequences), default=0)
     per_level, per_count = layout.score_factors(scale)
     return (
-        torch.tensor(spans, dtype=torch.int64).view(-1, 6),
+        torch.tensor(spans, dtype=torch.int64, device="cpu").view(-1, 6),
         layout.ranks,
         layout.value_ranks or (value_dim, *(0,) * (layout.num_levels - 1)),
         per_level,

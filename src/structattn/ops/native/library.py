@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -16,18 +17,24 @@ from structattn.errors import BackendUnavailableError
 
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "attention.cpp"
-_OPTIMIZED = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fPIC", "-shared")
+_OPTIMIZED = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fPIC", "-shared")
+
+
+# The vector instructions that PyTorch itself uses here, by its name for them: a cache that several machines share has a library for each.
+_INSTRUCTIONS = {
+    "AVX2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
+    "AVX512": (
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+        *("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX2", "-DCPU_CAPABILITY_AVX512"),
+    ),
+}
 
 
 def _flags() -> list[str]:
     """For a compiler with the options of gcc."""
-    # What makes ``at::vec`` use the vector instructions that PyTorch itself uses here.
-    found = torch.backends.cpu.get_cpu_capability()
-    capabilities = {"AVX2": ["AVX2"], "AVX512": ["AVX2", "AVX512"]}.get(found, [])
     return [
         *_OPTIMIZED,
-        f"-DCPU_CAPABILITY={capabilities[-1] if capabilities else 'DEFAULT'}",
-        *(f"-DCPU_CAPABILITY_{name}" for name in capabilities),
+        *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ("-DCPU_CAPABILITY=DEFAULT",)),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-fopenmp"]),
     ]
@@ -38,7 +45,7 @@ def _library() -> Path:
     digest = hashlib.sha256()
     for path in sorted(_FOLDER.glob("*.[ch]*")):
         digest.update(path.read_bytes())
-    digest.update(" ".join([torch.__version__, *_flags(), sys.platform]).encode())
+    digest.update(" ".join([torch.__version__, *_flags(), sys.platform, platform.machine()]).encode())
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = os.environ.get("STRUCTATTN_CACHE") or Path(cache) / "structattn"
     return Path(root) / f"native-{digest.hexdigest()[:16]}.so"
@@ -47,13 +54,15 @@ def _library() -> Path:
 @functools.cache
 def why_not_here() -> str | None:
     """Loads the library; the reason why it cannot be, or ``None``."""
-    path = _library()
-    if not path.exists():
-        return "its C++ code is not built on this machine: run `structattn build-native` (or structattn.ops.build_native()) once"
     try:
+        path = _library()
+        if not path.exists():
+            return "its C++ code is not built on this machine: run `structattn build-native` (or structattn.ops.build_native()) once"
         torch.ops.load_library(path)
-    except OSError as error:
-        return f"{path} does not load ({error}): delete it, and build it again"
+    except (OSError, RuntimeError) as error:  # without a home folder, or where the cache may not be read
+        return (
+            f"its C++ code cannot be loaded ({error}): build it again, with STRUCTATTN_CACHE naming a folder of yours"
+        )
     return None
 
 
@@ -71,7 +80,12 @@ def build_native() -> Path:
 
     Cost: half a minute on one core.
     """
-    path = _library()
+    try:
+        path = _library()
+    except RuntimeError as error:  # there is no home folder
+        raise BackendUnavailableError(
+            f"the C++ code has no place ({error}): name a folder in STRUCTATTN_CACHE"
+        ) from error
     if path.exists() and why_not_here() is None:
         return path
     compiler = os.environ.get("CXX", "c++")

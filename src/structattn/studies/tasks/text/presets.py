@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from structattn.studies.cache_sizes import cache_map
 from structattn.studies.recipe import Preset, Recipe
-from structattn.studies.tasks.cache_map import cache_map
 from structattn.studies.tasks.text.task import TextConfig
 from structattn.studies.training.config import TrainingConfig
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from structattn.studies.tasks.cache_map import cache_map
+from structattn.studies.cache_sizes import cache_map
 from structattn.studies.tasks.registry import recipe_for, shared_task
 
 # Of the standard cache: least and most of each group, and how many specs it has.
 GROUPS = ((1.0, 1.0, 1), (0.45, 0.57, 5), (0.23, 0.32, 7), (0.11, 0.17, 4), (0.0, 0.09, 1))
 
 
+@pytest.mark.quick(preset=["cache-map"])
 @pytest.mark.parametrize("preset", ["cache-map", "cache-map-gpu"])
 @pytest.mark.parametrize("name", ["text", "recall"])
 def test_cache_sizes(name: str, preset: str) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,9 +31,8 @@ from structattn.testing.tolerances import SAME_MODEL, assert_close  # noqa: E402
 CPU, FLOAT32 = torch.device("cpu"), torch.float32
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _short() -> Iterator[None]:
-    """One call per sample, on one thread, whatever other programs do: times do not matter here."""
+@contextmanager
+def _quick_clock() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -42,10 +42,18 @@ def _short() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True, scope="module")
+def _short() -> Iterator[None]:
+    """One call per sample, on one thread, whatever other programs do: times do not matter here."""
+    with _quick_clock():
+        yield
+
+
+@pytest.fixture(scope="session")  # it takes 7 s, and a module may be left and entered again
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("results")
-    run.main(["linear", "--only", "E=256,", "--repeats", "2", "--patience", "0", "--out", str(folder)])
+    with _quick_clock():
+        run.main(["linear", "--only", "E=256,", "--repeats", "2", "--patience", "0", "--out", str(folder)])
     assert (folder / "owner.json").is_file()
     return sorted(path for path in folder.iterdir() if path.name.startswith("20"))
 

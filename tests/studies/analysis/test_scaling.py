@@ -215,6 +215,7 @@ def test_a_budget_of_any_size_is_counted_at_once(spec: str) -> None:
     assert training.warmup_steps == 100
 
 
+@pytest.mark.quick(preset=[name for name in presets_of("text") if not name.endswith("-gpu")])
 @pytest.mark.parametrize("preset", presets_of("text"))
 def test_every_preset_has_models_that_fit(preset: str) -> None:
     recipe = recipe_for("text", preset)

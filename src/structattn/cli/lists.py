@@ -37,6 +37,7 @@ class BuildNativeCommand:
     def execute(self, session: Session) -> None:
         from structattn.ops.native import library
 
+        print("compiling for this machine, unless that was done: half a minute", flush=True)
         print(f"built {library.build_native()}; backend='auto' uses it on this machine")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import nn
 
@@ -317,6 +318,23 @@ def test_the_launcher_says_whether_weights_are_given_up(monkeypatch, word, expec
     if word is not None:
         monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", word)
     assert sharding.reshards_after_forward() is expected
+
+
+def test_a_run_that_the_launcher_compiles_is_saved_as_any_other(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+    AcceleratorState._reset_state()  # it keeps what the first run of a process asked for
+    try:
+        found = trained(tmp_path / "compiled")
+    finally:
+        AcceleratorState._reset_state()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    same(found, trained(tmp_path / "plain"))
+    for part in ("model", "optimizer"):
+        compiled, plain = (
+            load_checkpoint(latest_checkpoint(tmp_path / name / "checkpoints")).tensors[part]
+            for name in ("compiled", "plain")
+        )
+        assert compiled.keys() == plain.keys()
 
 
 @pytest.mark.parametrize("size", [1, 4, 6, 99])

@@ -92,7 +92,7 @@ class TrainingRun:
         if self.is_sharded:
             sharding.shard(self.model, self.accelerator.device)
         else:
-            self.model = self.accelerator.unwrap_model(self.accelerator.prepare_model(self.model, evaluation_mode=True))
+            self.model = self._unwrapped(self.accelerator.prepare_model(self.model, evaluation_mode=True))
 
     def prepare_training(self) -> None:
         """Puts the model on the device, shares it among the processes, and builds its optimiser."""
@@ -103,9 +103,14 @@ class TrainingRun:
         else:
             optimizer = build_optimizer(self.model, self.config)
             self.wrapped, self.optimizer = self.accelerator.prepare(self.model, optimizer)
-            self.model = self.accelerator.unwrap_model(self.wrapped)
+            self.model = self._unwrapped(self.wrapped)
         self.trained = compiled(self.wrapped) if self.config.compile else self.wrapped
         self.names = {p: name for name, p in self.model.named_parameters()}
+
+    def _unwrapped(self, model: nn.Module) -> nn.Module:
+        """The model with the names of its own parameters, also where a launcher asked for torch.compile (``--dynamo_backend``)."""
+        unwrapped: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        return unwrapped
 
     def save(self) -> None:
         """Writes a checkpoint of the current state; all processes call it together, the main one writes.

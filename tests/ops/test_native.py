@@ -9,6 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from random_calls import assert_same, cases, tensors
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import structattn as sa
 from structattn.cache import native_decode
@@ -165,6 +167,10 @@ class TestBuilt:
         assert bool(padded.isfinite().all())
         assert bool((padded[:, :, :110] == 0).all())
 
+    def test_rows_of_padding_only(self) -> None:
+        assert_same("native", tensors(2, 2, 1, 9, 9, 6, 5), LAYOUTS[1], left_padding=torch.tensor([9, 9]))
+        assert_same("native", tensors(2, 2, 1, 9, 9, 6, 5), LAYOUTS[1], left_padding=torch.tensor([9, 2]))
+
     @pytest.mark.parametrize("T", [1, 47, 130])
     def test_the_future_changes_nothing(self, T: int) -> None:
         q, k, v = (x.detach() for x in tensors(1, 2, 1, 150, 150, 6, 5))
@@ -203,6 +209,18 @@ class TestBuilt:
         found += [cache.attend(q[:, :, t, None], k[:, :, t, None], v[:, :, t, None], scale=None) for t in range(9, 40)]
         assert_close(torch.cat(found, 2), expected)
         assert len(steps) == 31
+
+    def test_decoding_is_counted_and_traced_as_without_it(self) -> None:
+        q = torch.randn(1, 2, 1, 6)
+        cache = sa.LevelCache(LAYOUTS[0])
+        cache.append(q, q)
+        with FlopCounterMode(display=False) as counter:
+            cache.attend(q, q, q)
+        assert counter.get_total_flops() == 2 * 2 * 2 * (6 + 6)  # of 2 heads a product of 2 keys, and one of 2 values
+        with FakeTensorMode():
+            fake = torch.empty(1, 2, 1, 6)
+            cache = sa.LevelCache(LAYOUTS[0])
+            assert [cache.attend(fake, fake, fake).shape for _ in range(2)] == [q.shape] * 2
 
     def test_decoding_with_terms_goes_without_it(self) -> None:
         q = torch.randn(2, 2, 20, 6)

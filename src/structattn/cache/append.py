@@ -58,13 +58,8 @@ def _append_alike(contents: Contents, k: Tensor, v: Tensor) -> None:
         slots.append(place)
         if contents.before is not None and _writes_over(contents, store, position, slot):
             contents.before.keep(page.select(2, place))
-    if contents.latent is None:
-        count = len(contents.keys)
-        native_decode.append(k.flatten(0, 2), pages[:count], slots[:count])
-        native_decode.append(v.flatten(0, 2), pages[count:], slots[count:])
-        return
-    numbers = [x.flatten(0, 2) for x in _per_store(contents, k, v)]
-    torch._foreach_copy_([page.select(2, slot) for page, slot in zip(pages, slots, strict=True)], numbers)
+    tokens = (k, v) if contents.latent is None else _per_store(contents, k, v)
+    native_decode.append([x.flatten(0, 2) for x in tokens], pages, slots)
 
 
 def _append_one(contents: Contents, k: Tensor, v: Tensor) -> None:

@@ -10,11 +10,17 @@ from torch import Tensor
 from structattn.cache.levels import Level, Softmax
 from structattn.cache.options import ScoreOptions
 from structattn.cache.store import PageSpan, Store
+from structattn.ops.checks import is_eager
 from structattn.ops.native import library
 
 _DTYPES = (torch.float32, torch.float64)
 
 _Values = Sequence[tuple[Store, Level]]
+
+
+def _is_here(x: Tensor) -> bool:
+    """Whether the C++ code is there for a tensor, and nothing traces or counts what is done to it."""
+    return x.is_cpu and is_eager(x) and library.why_not_here() is None
 
 
 def suits(q: Tensor, keys: Sequence[Store], values: _Values, options: ScoreOptions) -> bool:
@@ -25,13 +31,7 @@ def suits(q: Tensor, keys: Sequence[Store], values: _Values, options: ScoreOptio
         or options.attn_mask is not None
         or options.alibi_slopes is not None
     )
-    if (
-        not q.is_cpu
-        or q.shape[2] > 1
-        or has_terms
-        or torch.compiler.is_compiling()
-        or library.why_not_here() is not None
-    ):
+    if q.shape[2] > 1 or has_terms or not _is_here(q):
         return False
     # Pages of a cache of many requests are gathered token by token.
     return all(x.dtype == q.dtype and x.stride(3) == 1 for x in (keys[0].pages[0], values[0][0].pages[0]))
@@ -98,15 +98,21 @@ def attention(
     return out.view(batch, heads, tokens, value_dim)
 
 
-def append(x: Tensor, pages: Sequence[Tensor], slots: Sequence[int]) -> None:
+def append(tokens: Sequence[Tensor], pages: Sequence[Tensor], slots: Sequence[int]) -> None:
     """Writes one token of all rows into a slot of each page.
 
     Args:
-        x: (rows, dims of all pages).
+        tokens: (rows, dims) each; together they have the dims of all pages, in the order of the pages.
         pages: (rows, dims, slots) each.
     """
-    if x.is_cpu and x.dtype in _DTYPES and not torch.compiler.is_compiling() and library.why_not_here() is None:
-        torch.ops.structattn_native.append(x, pages, slots)
+    if tokens[0].dtype in _DTYPES and _is_here(tokens[0]):
+        torch.ops.structattn_native.append(tokens, pages, slots)
         return
-    cells = [page.select(2, slot) for page, slot in zip(pages, slots, strict=True)]
-    torch._foreach_copy_(cells, x.split([page.shape[1] for page in pages], dim=1))
+    numbers: list[Tensor] = []
+    dims = iter([page.shape[1] for page in pages])
+    for x in tokens:
+        own: list[int] = []
+        while sum(own) < x.shape[1]:
+            own.append(next(dims))
+        numbers += x.split(own, dim=1)
+    torch._foreach_copy_([page.select(2, slot) for page, slot in zip(pages, slots, strict=True)], numbers)

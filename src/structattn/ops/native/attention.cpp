@@ -196,7 +196,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   // Where there are fewer key heads than threads, each adds up gradients of keys and values of its own for a part of the queries.
   int64_t splits = 1, most_tiles = 1;
   for (const Span& span : spans) most_tiles = std::max(most_tiles, tiles_of(span.num_queries, kRows));
-  if (pairs < threads) splits = tiles_of(threads, pairs);
+  if (pairs == 0) splits = 1;  // all rows are padding
+  else if (pairs < threads) splits = tiles_of(threads, pairs);
   else if (pairs % threads != 0 && pairs < 4 * threads) splits = tiles_of(4 * threads, pairs);
   splits = std::min(splits, most_tiles);
   Tensor grad_q = at::zeros(q.sizes(), q.options());
@@ -297,8 +298,8 @@ Tensor decode(const Tensor& query, int64_t key_rows, int64_t value_rows, int64_t
   });
 }
 
-void append_token(const Tensor& x, at::TensorList pages, at::IntArrayRef slots) {
-  by_dtype(x, [&](auto zero) { append<decltype(zero)>(x, pages, slots); });
+void append_token(at::TensorList tokens, at::TensorList pages, at::IntArrayRef slots) {
+  by_dtype(tokens[0], [&](auto zero) { append<decltype(zero)>(tokens, pages, slots); });
 }
 
 }  // namespace
@@ -312,7 +313,7 @@ TORCH_LIBRARY(structattn_native, m) {
   m.def(
       "decode(Tensor query, int key_rows, int value_rows, int columns, int value_dim, Tensor[] key_pages, int[] key_places, float[] before, "
       "Tensor[] value_pages, int[] value_places) -> Tensor");
-  m.def("append(Tensor x, Tensor[](a!) pages, int[] slots) -> ()");
+  m.def("append(Tensor[] tokens, Tensor[](a!) pages, int[] slots) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(structattn_native, CPU, m) {

@@ -130,17 +130,19 @@ at::Tensor decoded(const at::Tensor& query, int64_t key_rows, int64_t value_rows
   return out;
 }
 
-// Writes the numbers of one token, x (rows, dims of all pages), into a slot of each page (rows, dims, slots).
+// Writes one token into a slot of each page (rows, dims, slots). `tokens` are (rows, dims), and have the dims of all pages in their order.
 template <typename T>
-void append(const at::Tensor& x, const at::TensorList pages, at::IntArrayRef slots) {
-  int64_t first = 0;
-  for (size_t n = 0; n < pages.size(); ++n) {
-    const at::Tensor& page = pages[n];
-    T* const to = page.data_ptr<T>() + slots[n] * page.stride(2);
-    const T* const from = x.const_data_ptr<T>() + first * x.stride(1);
-    for (int64_t row = 0; row < page.size(0); ++row)
-      for (int64_t d = 0; d < page.size(1); ++d) to[row * page.stride(0) + d * page.stride(1)] = from[row * x.stride(0) + d * x.stride(1)];
-    first += page.size(1);
+void append(const at::TensorList tokens, const at::TensorList pages, at::IntArrayRef slots) {
+  size_t n = 0;
+  for (const at::Tensor& x : tokens) {
+    for (int64_t first = 0; first < x.size(1); ++n) {
+      const at::Tensor& page = pages[n];
+      T* const to = page.data_ptr<T>() + slots[n] * page.stride(2);
+      const T* const from = x.const_data_ptr<T>() + first * x.stride(1);
+      for (int64_t row = 0; row < page.size(0); ++row)
+        for (int64_t d = 0; d < page.size(1); ++d) to[row * page.stride(0) + d * page.stride(1)] = from[row * x.stride(0) + d * x.stride(1)];
+      first += page.size(1);
+    }
   }
 }
 

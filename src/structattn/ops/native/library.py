@@ -18,8 +18,6 @@ from structattn.errors import BackendUnavailableError
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "attention.cpp"
 _OPTIMIZED = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fPIC", "-shared")
-
-
 # The vector instructions that PyTorch itself uses here, by its name for them: a cache that several machines share has a library for each.
 _INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
@@ -70,7 +68,8 @@ def build_native() -> Path:
     """Compiles the C++ code of ``backend="native"`` for this machine, unless that was done, and loads it.
 
     It makes attention with levels faster on a CPU; ``backend="auto"`` uses it from then on, in later processes too. Another
-    version of PyTorch or of this library needs another build. It needs g++ 11 or clang 14 (or the compiler that CXX names), and nothing else.
+    version of PyTorch or of this library needs another build. It needs a compiler of C++20 (``c++``, or what CXX
+    names; tried with g++ 12), and nothing else.
 
     Returns:
         The library, in the user's cache (``~/.cache/structattn``, or the folder that STRUCTATTN_CACHE names).

@@ -131,7 +131,7 @@ def test_the_trainer_resumes(kind, tmp_path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_trainer_compiles(kind, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # Trainer sets it, and later tests of this process would compile
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # Trainer sets it: later tests would compile
     plain, compiled = MODELS[kind]().float(), MODELS[kind]().float()
     train(plain, tmp_path / "plain", 2)
     train(compiled, tmp_path / "compiled", 2, torch_compile=True, torch_compile_backend="aot_eager")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,7 @@ def _append_alike(contents: Contents, k: Tensor, v: Tensor) -> None:
         return
     pages: list[Tensor] = []
     slots: list[int] = []
+    keeps = False
     for store, level in contents.stores():
         start = level.start(position, row)
         slot, oldest = position - start, start
@@ -56,10 +59,11 @@ def _append_alike(contents: Contents, k: Tensor, v: Tensor) -> None:
         page, place = store.place(slot)
         pages.append(page)
         slots.append(place)
-        if contents.before is not None and _writes_over(contents, store, position, slot):
-            contents.before.keep(page.select(2, place))
+        keeps = keeps or (contents.before is not None and _writes_over(contents, store, position, slot))
     tokens = (k, v) if contents.latent is None else _per_store(contents, k, v)
-    native_decode.append([x.flatten(0, 2) for x in tokens], pages, slots)
+    found = native_decode.exchange([x.flatten(0, 2) for x in tokens], pages, slots, keeps)
+    if keeps and contents.before is not None:
+        contents.before.overwritten.append(partial(native_decode.exchange, found, pages, slots, False))
 
 
 def _append_one(contents: Contents, k: Tensor, v: Tensor) -> None:

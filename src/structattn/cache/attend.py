@@ -40,14 +40,25 @@ def attend(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOp
         out = _dense(contents, q, _all_keys(contents, k), values, contents.layout, options, backend)
         append(contents, kept_k, kept_v)
         return out
-    outs, num_keys = [], contents.length + q.shape[2]
-    for first, end in contents.runs(q.shape[2]):
-        append(contents, kept_k[:, :, first:end], kept_v[:, :, first:end])
-        query, view, own = q[:, :, first:end], contents.view(), options.of_queries(first, end, q.shape[2], num_keys)
-        is_fused = backend == "triton" or (q.is_cuda and why_not_fused(query, view, own) is None)
-        with without_autocast(q):  # it would turn the products here into 16-bit ones
-            outs.append((fused_attention if is_fused else decode.attention)(query, view, own))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+    runs, num_keys = contents.runs(q.shape[2]), contents.length + q.shape[2]
+    if len(runs) == 1:
+        own = options.of_queries(0, q.shape[2], q.shape[2], num_keys)
+        return _decoded(contents, q, kept_k, kept_v, own, backend)
+    outs = []
+    for first, end in runs:
+        own = options.of_queries(first, end, q.shape[2], num_keys)
+        query, key, value = (x[:, :, first:end] for x in (q, kept_k, kept_v))
+        outs.append(_decoded(contents, query, key, value, own, backend))
+    return torch.cat(outs, dim=2)
+
+
+def _decoded(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, backend: Backend) -> Tensor:
+    """The attention of tokens of one run, straight from the pages."""
+    append(contents, k, v)
+    view = contents.view()
+    is_fused = backend == "triton" or (q.is_cuda and why_not_fused(q, view, options) is None)
+    with without_autocast(q):  # it would turn the products here into 16-bit ones
+        return (fused_attention if is_fused else decode.attention)(q, view, options)
 
 
 def weights(contents: Contents, q: Tensor, k: Tensor, options: ScoreOptions) -> Tensor:

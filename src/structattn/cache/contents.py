@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from structattn.layout.text import TextLayout
 from structattn.ops.checks import check_layout
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenShape:
+class TokenShape(NamedTuple):
     """What the first tokens fixed: batch size, (heads, dimension) of keys and values, dtype and device."""
 
     batch: int
@@ -167,7 +166,7 @@ class Contents:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if pages := self.keys[0].pages:  # torch.load may have moved them
-            self.shape = replace(self.shape, device=pages[0].device)
+            self.shape = self.shape._replace(device=pages[0].device)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Plain data and tensors from which ``restore`` makes equal contents."""
@@ -319,7 +318,7 @@ class Contents:
             self.padding = tuple(self.padding[row] for row in rows)
         if isinstance(self.layout, LevelLayout):
             self.layout = self.layout.select_rows(rows)
-        self.shape = replace(self.shape, batch=len(rows))
+        self.shape = self.shape._replace(batch=len(rows))
         for (store, _), own in zip(self.stores(), pages, strict=True):
             store.pages = own
             if not was_uniform:

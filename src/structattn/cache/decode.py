@@ -340,9 +340,10 @@ def attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
     q = q if kind == torch.float64 else q.float()
     if len(view.positions) == 1 and view.latent is None:
         if native_decode.suits(q, view.keys, view.values, options):
-            query = q * view.factors(options.scale, q)
-            place = view.positions[0]
-            return native_decode.attention(query, view.softmaxes, view.keys, view.values, place, options.scale).to(kind)
+            factors, place = view.factors(options.scale, q), view.positions[0]
+            return native_decode.attention(q, factors, view.softmaxes, view.keys, view.values, place, options.scale).to(
+                kind
+            )
         return _alike(q, view, options).to(kind)
     value_heads = view.values[0][0].pages[0].shape[1]
     stores, out = iter(view.keys), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.ops import Backend
+from structattn.ops.backends import NAMED
 from structattn.ops.checks import autocasted
 
 _SAVED = ("window", "chunk_size", "max_length", "page_size", "left_padding")  # options that a file holds
@@ -191,7 +192,7 @@ class LevelCache(OneLayerCache, OfOneLayer):
         terms = ScoreOptions(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
         self._mark()
         try:
-            check_choice("backend", backend, get_args(Backend))
+            check_choice("backend", backend, NAMED)
             return attend(self._checked(q, k, v, layout, terms), q, k, v, terms, backend)
         except BaseException:
             self.undo()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from structattn.cache.levels import Level, Softmax
 from structattn.cache.options import ScoreOptions
-from structattn.cache.store import PageSpan, Store
+from structattn.cache.store import Store
 from structattn.ops.checks import is_eager
 from structattn.ops.native import library
 
@@ -45,15 +45,23 @@ class _Places:
         self.places: list[int] = []
         self.before: list[float] = []
 
-    def add(self, span: PageSpan, column: int, first: int, before: float = 0.0) -> None:
-        """A span from a column of the scores on, with dimensions from ``first`` on; what is there already is multiplied by ``before``."""
-        self.pages.append(span.flat)
-        self.places += (span.slot, span.size, column, first)
-        self.before.append(before)
+    def add(self, store: Store, first: int, end: int, start: int, column: int, dim: int, before: float = 0.0) -> None:
+        """The positions first ... end - 1 of a block that starts at ``start``.
+
+        Args:
+            column: of the first of them in the scores.
+            dim: the first of their dimensions in a query or a value.
+            before: what the scores are multiplied by before this level is added; 0 where nothing was.
+        """
+        for span in store.spans(first, end, start):
+            self.pages.append(span.flat)
+            self.places += (span.slot, span.size, column + span.offset, dim)
+            self.before.append(before)
 
 
 def attention(
     q: Tensor,
+    factors: Tensor,
     softmaxes: Sequence[Softmax],
     keys: Sequence[Store],
     values: _Values,
@@ -63,56 +71,63 @@ def attention(
     """As ``decode.attention``, of a step that ``suits``: all rows at one position.
 
     Args:
-        q: (B, H, 1, D), times the factors of the levels (``KeyValueView.factors``).
+        q: (B, H, 1, D).
+        factors: of the levels (``KeyValueView.factors``).
         softmaxes, keys, values, position: as of ``KeyValueView``.
         scale: of the call.
     """
     batch, heads, tokens, dim = q.shape
     row, at = position
     query = q.reshape(batch * heads, dim)
-    value_dim = sum(store.dim for store, _ in values)
-    stores, out, first_dim = iter(keys), None, 0
+    stores, out, dim, end = iter(keys), None, 0, at + 1
     for softmax in softmaxes:
-        of_keys, of_values = _Places(), _Places()
-        low, end, previous = softmax.levels[0].first_needed(at, row), at + 1, 0.0
-        for level, of_count in zip(softmax.levels, softmax.layout.score_factors(scale)[1], strict=True):
-            store, first = next(stores), level.first_needed(at, row)
-            before = 0.0 if level is softmax.levels[0] else of_count / previous if previous else 1.0
-            for span in store.spans(first, end, level.start(at, row)):
-                of_keys.add(span, span.offset + first - low, first_dim, before)
-            first_dim, previous = first_dim + store.dim, of_count
-        value_first = 0
+        blocks = [level.start(at, row) for level in softmax.levels]
+        windows = [level.window for level in softmax.levels]
+        starts = [
+            block if window is None else max(block, end - window) for block, window in zip(blocks, windows, strict=True)
+        ]
+        of_keys, of_values, low, previous = _Places(), _Places(), starts[0], 0.0
+        for first, block, of_count in zip(starts, blocks, softmax.layout.score_factors(scale)[1], strict=True):
+            store = next(stores)
+            before = 0.0 if not of_keys.pages else of_count / previous if previous else 1.0
+            of_keys.add(store, first, end, block, first - low, dim, before)
+            dim, previous = dim + store.dim, of_count
+        value_dim = 0
         for number, (store, level) in enumerate(values):
             # Hierarchical values have the levels of the keys; others are all that the softmax sees.
-            first = softmax.levels[number].first_needed(at, row) if number else low
-            for span in store.spans(first, end, level.start(at, row)):
-                of_values.add(span, span.offset + first - low, value_first)
-            value_first += store.dim
-        key_rows, value_rows = of_keys.pages[0].shape[0], of_values.pages[0].shape[0]
+            first, block = (starts[number], blocks[number]) if number else (low, level.start(at, row))
+            of_values.add(store, first, end, block, first - low, value_dim)
+            value_dim += store.dim
         found = torch.ops.structattn_native.decode(
-            *(query, key_rows, value_rows, end - low, value_dim),
+            *(query, factors, end - low, value_dim),
             *(of_keys.pages, of_keys.places, of_keys.before, of_values.pages, of_values.places),
         )
         out = found if out is None else out + found
     assert out is not None
-    return out.view(batch, heads, tokens, value_dim)
+    return out.view(batch, heads, tokens, -1)
 
 
-def append(tokens: Sequence[Tensor], pages: Sequence[Tensor], slots: Sequence[int]) -> None:
-    """Writes one token of all rows into a slot of each page.
+def exchange(tokens: Sequence[Tensor], pages: Sequence[Tensor], slots: Sequence[int], keep: bool) -> Sequence[Tensor]:
+    """Writes one token of all rows into a slot of each page; returns what was there, like ``tokens``, if it is to be kept.
 
     Args:
         tokens: (rows, dims) each; together they have the dims of all pages, in the order of the pages.
         pages: (rows, dims, slots) each.
     """
     if tokens[0].dtype in _DTYPES and _is_here(tokens[0]):
-        torch.ops.structattn_native.append(tokens, pages, slots)
-        return
+        found: Sequence[Tensor] = torch.ops.structattn_native.exchange(tokens, pages, slots, keep)
+        return found
+    cells = iter([page.select(2, slot) for page, slot in zip(pages, slots, strict=True)])
     numbers: list[Tensor] = []
-    dims = iter([page.shape[1] for page in pages])
+    places: list[Tensor] = []
+    before: list[Tensor] = []
     for x in tokens:
-        own: list[int] = []
-        while sum(own) < x.shape[1]:
-            own.append(next(dims))
-        numbers += x.split(own, dim=1)
-    torch._foreach_copy_([page.select(2, slot) for page, slot in zip(pages, slots, strict=True)], numbers)
+        own: list[Tensor] = []
+        while sum(cell.shape[1] for cell in own) < x.shape[1]:
+            own.append(next(cells))
+        places += own
+        numbers += x.split([cell.shape[1] for cell in own], dim=1)
+        if keep:
+            before.append(torch.cat(own, dim=1))
+    torch._foreach_copy_(places, numbers)
+    return before

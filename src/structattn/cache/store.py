@@ -133,9 +133,13 @@ class Store:
 
     def spans(self, first: int, end: int, start: int) -> Iterator[PageSpan]:
         """The positions first ... end - 1 of the block that starts at ``start``, as they lie in the pages."""
-        if len(self._pages) == 1 and self.ring is None:
-            if end > first:
-                yield PageSpan(0, end - first, *self._pages[0], first - start)
+        if len(self._pages) == 1:  # every step asks this for every level
+            size, slot = end - first, first - start if self.ring is None else first % self.ring
+            rest = 0 if self.ring is None else max(0, slot + size - self.ring)  # where a ring begins again
+            if size > rest:
+                yield PageSpan(0, size - rest, *self._pages[0], slot)
+            if rest:
+                yield PageSpan(size - rest, rest, *self._pages[0], 0)
             return
         position, low, number = first, 0, 0
         while position < end:

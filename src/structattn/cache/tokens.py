@@ -28,35 +28,40 @@ def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None)
     given = (("k", k), ("v", v)) if q is None else (("q", q), ("k", k), ("v", v))
     for name, x in given:
         check_tensor(name, x)
-        if x.dim() != 4 or not x.shape[1] or not x.shape[3] or not x.is_floating_point():
+        shape = x.shape  # every step pays for this
+        if len(shape) != 4 or not shape[1] or not shape[3] or not x.is_floating_point():
             raise ShapeError(
                 f"{name} must be floating point of shape (batch, heads, length, dim), with at least 1 head and dim, got {x.dtype} "
                 f"{tuple(x.shape)}"
             )
+    (batch, key_heads, length, key_dim), dtype, device = k.shape, taken_dtype(k), k.device
     for name, x in given:
-        if x.shape[0] != k.shape[0] or x.shape[2] != k.shape[2]:
+        if x is k:
+            continue
+        shape = x.shape
+        if shape[0] != batch or shape[2] != length:
             raise ShapeError(f"new tokens need one batch and length: k is {tuple(k.shape)}, {name} is {tuple(x.shape)}")
-        if taken_dtype(x) != taken_dtype(k) or x.device != k.device:
+        if taken_dtype(x) != dtype or x.device != device:
             raise ShapeError(
                 f"new tokens need one dtype and device: k is {k.dtype} on {k.device}, {name} {x.dtype} on {x.device}"
             )
     if q is not None:
         _check_queries(q, k, v, latent)
-    if latent is not None and k.shape[1] != 1:
+    if latent is not None and key_heads != 1:
         raise ShapeError(
             f"a cache that keeps hidden states is given those in place of keys, (batch, 1, length, E), got {tuple(k.shape)}"
         )
     return TokenShape(
-        batch=k.shape[0],
-        keys=(k.shape[1], k.shape[3]),
+        batch=batch,
+        keys=(key_heads, key_dim),
         values=(v.shape[1], v.shape[3]),
-        dtype=taken_dtype(k),
-        device=k.device,
+        dtype=dtype,
+        device=device,
     )
 
 
 def _check_queries(q: Tensor, k: Tensor, v: Tensor, latent: Latent | None) -> None:
-    if any(q.shape[1] % heads for heads in (k.shape[1], v.shape[1])):
+    if q.shape[1] % k.shape[1] or q.shape[1] % v.shape[1]:
         raise ShapeError(
             f"the query heads must be a multiple of the key and value heads, got {q.shape[1]}, {k.shape[1]}, {v.shape[1]}"
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ class Before:
     Attributes:
         length, layout: of the contents.
         oldest, pages: of each store, and how many pages it has.
-        overwritten: numbers that are still wanted and were written over, as (page, index, numbers). Within a block tokens go to
+        overwritten: functions that write back numbers that are still wanted and were written over. Within a block tokens go to
             free slots, so that there are some only where a block is left, or in a ring.
     """
 
@@ -28,18 +29,18 @@ class Before:
     layout: Layout | None
     oldest: list[list[int]]
     pages: list[int]
-    overwritten: list[tuple[Tensor, Any, Tensor]] = field(default_factory=list)
+    overwritten: list[Callable[[], object]] = field(default_factory=list)
 
     def keep(self, page: Tensor, index: Any = ...) -> None:
         """Copies numbers that are about to be written over."""
         numbers = page.clone() if index is ... else page[index]  # tensors in an index: a copy
-        self.overwritten.append((page, index, numbers))
+        self.overwritten.append(partial(page.__setitem__, index, numbers))
 
     def put_back(self) -> None:
         """Writes the numbers back, the last ones first."""
         with torch.inference_mode():  # pages may be views that were made in that mode
-            for page, index, numbers in reversed(self.overwritten):
-                page[index] = numbers
+            for write_back in reversed(self.overwritten):
+                write_back()
 
 
 class Undoable(Protocol):

@@ -104,46 +104,59 @@ T dot(const T* a, const T* b, int64_t size) {
   return total;
 }
 
-// Weighted sums (query rows, value_dim). A row of `query` (key rows * m, dims) reads the row of the pages that its m rows share, and so of values.
+// Weighted sums (query rows, value_dim). A row of `query` (key rows * m, dims), times `factors` (dims), reads the row of the pages that its m rows
+// share, and so of values.
 template <typename T>
-at::Tensor decoded(const at::Tensor& query, int64_t key_rows, int64_t value_rows, int64_t columns, int64_t value_dim,
+at::Tensor decoded(const at::Tensor& query, const at::Tensor& factors, int64_t columns, int64_t value_dim, int64_t key_rows, int64_t value_rows,
                    const std::vector<CacheSpan<T>>& keys, const std::vector<CacheSpan<T>>& values) {
   const int64_t rows = query.size(0), dim = query.size(1), per_key = rows / key_rows, per_value = rows / value_rows;
-  at::Tensor out = at::empty({rows, value_dim}, query.options()), weights = at::empty({rows, columns}, query.options());
-  const T* q = query.const_data_ptr<T>();
-  T *weight = weights.data_ptr<T>(), *to = out.data_ptr<T>();
+  at::Tensor out = at::empty({rows, value_dim}, query.options());
+  const T *q = query.const_data_ptr<T>(), *factor = factors.const_data_ptr<T>();
+  T* to = out.data_ptr<T>();
   at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    std::vector<T> scaled(dim), weight(columns);
     for (int64_t r = begin; r < end; ++r) {
+      for (int64_t d = 0; d < dim; ++d) scaled[d] = q[r * query.stride(0) + d * query.stride(1)] * factor[d];
       for (const CacheSpan<T>& span : keys)
-        add_scores<T>(q + r * dim + span.first, span.numbers + r / per_key * span.row_stride, span.stride, span.dims, span.size, span.before,
-                      weight + r * columns + span.column);
-      softmax<T>(weight + r * columns, columns);
+        add_scores<T>(scaled.data() + span.first, span.numbers + r / per_key * span.row_stride, span.stride, span.dims, span.size, span.before,
+                      weight.data() + span.column);
+      softmax<T>(weight.data(), columns);
       T* sums = to + r * value_dim;
       std::fill(sums, sums + value_dim, T(0));
       for (const CacheSpan<T>& span : values) {
         const T* numbers = span.numbers + r / per_value * span.row_stride;
         for (int64_t d = 0; d < span.dims; ++d)
-          sums[span.first + d] += dot<T>(weight + r * columns + span.column, numbers + d * span.stride, span.size);
+          sums[span.first + d] += dot<T>(weight.data() + span.column, numbers + d * span.stride, span.size);
       }
     }
   });
   return out;
 }
 
-// Writes one token into a slot of each page (rows, dims, slots). `tokens` are (rows, dims), and have the dims of all pages in their order.
+// Writes one token into a slot of each page (rows, dims, slots), and returns what was there, if it is to be kept. `tokens` are (rows, dims), and
+// have the dims of all pages in their order.
 template <typename T>
-void append(const at::TensorList tokens, const at::TensorList pages, at::IntArrayRef slots) {
+std::vector<at::Tensor> exchanged(const at::TensorList tokens, const at::TensorList pages, at::IntArrayRef slots, bool keep) {
+  std::vector<at::Tensor> out;
   size_t n = 0;
   for (const at::Tensor& x : tokens) {
-    for (int64_t first = 0; first < x.size(1); ++n) {
+    const int64_t rows = x.size(0), dims = x.size(1);
+    if (keep) out.push_back(at::empty({rows, dims}, x.options()));
+    T* const old = keep ? out.back().data_ptr<T>() : nullptr;
+    for (int64_t first = 0; first < dims; ++n) {
       const at::Tensor& page = pages[n];
       T* const to = page.data_ptr<T>() + slots[n] * page.stride(2);
       const T* const from = x.const_data_ptr<T>() + first * x.stride(1);
-      for (int64_t row = 0; row < page.size(0); ++row)
-        for (int64_t d = 0; d < page.size(1); ++d) to[row * page.stride(0) + d * page.stride(1)] = from[row * x.stride(0) + d * x.stride(1)];
+      for (int64_t row = 0; row < rows; ++row)
+        for (int64_t d = 0; d < page.size(1); ++d) {
+          T& place = to[row * page.stride(0) + d * page.stride(1)];
+          if (keep) old[row * dims + first + d] = place;
+          place = from[row * x.stride(0) + d * x.stride(1)];
+        }
       first += page.size(1);
     }
   }
+  return out;
 }
 
 }  // namespace structattn

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.attention import LAYOUTS, layout_of, row_reference
-from benchmarks.registry import Case, Check, Decoding, Group, benchmark
+from benchmarks.registry import Case, Check, Group, benchmark
 from structattn import LevelCache, LevelLayout
 
 BASELINE = "plain cache"
@@ -245,7 +245,8 @@ def _case(label: str, batch: int, length: int, heads: int, device: torch.device,
         bytes=batch * heads * moved * dtype.itemsize,
         is_baseline=label == BASELINE,
         measures_memory=batch == 1 and length in MEMORY_LENGTHS,
-        decoding=Decoding(new_tokens=batch, cached_tokens=batch * length),
+        tokens=batch,
+        cached_tokens=batch * length,
     )
 
 

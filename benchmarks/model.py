@@ -1,6 +1,6 @@
-"""Benchmark "model": one decoding step of a whole random model with S tokens in its caches; and the largest batch that fits.
+"""Benchmark "model": one decoding step of a whole random model with S tokens in its caches, a training step; and the largest batch that fits.
 
-On CUDA a 7B-shaped model: 32 layers, E = 4,096, 32 heads, 8 key and value heads. On a CPU one of 4 layers, E = 512, 8 and 2 heads.
+The training step is in ``training``. Decoding: on CUDA a 7B-shaped model: 32 layers, E = 4,096, 32 heads, 8 key and value heads. On a CPU one of 4 layers, E = 512, 8 and 2 heads.
 The caches are filled with random keys and values, since reading a long prompt would take minutes and change nothing in a step.
 
 ``python -m benchmarks.model --device cuda`` prints the largest batch for every variant.
@@ -19,32 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.registry import Case, Check, Decoding, Group, benchmark
+from benchmarks.registry import Case, Check, Group, benchmark
+from benchmarks.shapes import ModelShape
+from benchmarks.training import training_groups
 from structattn import LanguageModel, LevelCache, Rotary
 from structattn.cache import LayerCaches
 
-BASELINE = "plain cache"
+BASELINE = "SDPA"
 SEED = 0
 VOCABULARY = 32_000
 BATCHES = (1, 8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """The sizes of a model.
-
-    Attributes:
-        head_dim: embed_dim / num_heads.
-    """
-
-    num_layers: int
-    embed_dim: int
-    num_heads: int
-    num_kv_heads: int
-
-    @property
-    def head_dim(self) -> int:
-        return self.embed_dim // self.num_heads
 
 
 SHAPES = {
@@ -55,7 +39,7 @@ LENGTHS = {"cpu": (1024, 4096, 16384), "cuda": (8192, 32768)}
 
 
 def specs(shape: ModelShape) -> dict[str, str]:
-    """The variants by label; the baseline is standard attention."""
+    """The variants by label; the baseline is standard attention over a plain cache."""
     ranks = "|".join([str(shape.head_dim // 8)] * 8)
     return {BASELINE: "standard", "mlr 8 levels": f"mlr:{ranks}", "mlr 8 levels, values": f"mlr:{ranks},values={ranks}"}
 
@@ -231,7 +215,8 @@ def _case(label: str, shape: ModelShape, batch: int, length: int, device: torch.
         flops=2 * batch * (weights + repeats * kept),
         bytes=dtype.itemsize * (weights + batch * kept),
         is_baseline=label == BASELINE,
-        decoding=Decoding(new_tokens=batch, cached_tokens=batch * length),
+        tokens=batch,
+        cached_tokens=batch * length,
     )
 
 
@@ -258,15 +243,16 @@ def row_numbers(model: LanguageModel, shape: ModelShape, length: int) -> int:
 
 @benchmark(
     "model",
-    "One decoding step of a whole random model with S tokens in its caches.",
+    "A decoding step of a whole random model with S tokens in its caches; a training step on sequences of S tokens.",
     baseline=BASELINE,
     axis="S",
     quick={"cpu": (1024,), "cuda": (8192,)},
     quick_others={"B": 1},
 )
 def model(device: torch.device, dtype: torch.dtype) -> Iterator[Group]:
-    """7B-shaped on CUDA, S 8,192 and 32,768; 4 layers of width 512 on a CPU, S 1,024 to 16,384; batch 1 and 8."""
-    return model_groups(device, dtype)
+    """Decoding: 7B-shaped on CUDA, S 8,192 and 32,768; 4 layers of width 512 on a CPU, S 1,024 to 16,384; batch 1 and 8. Training: S 128 to 4,096."""
+    yield from model_groups(device, dtype)
+    yield from training_groups(device, dtype, baseline=BASELINE)
 
 
 def largest_batch(model: LanguageModel, shape: ModelShape, label: str, length: int) -> int:

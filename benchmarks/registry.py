@@ -35,25 +35,12 @@ class Work(Protocol):
 
 
 class CachingWork(Work, Protocol):
-    """The work of a case with ``decoding``."""
+    """The work of a case with ``cached_tokens``."""
 
     @property
     def cache_nbytes(self) -> int:
         """Bytes that the cache allocated."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """What one call of a case with a key/value cache makes; its work is a ``CachingWork``.
-
-    Attributes:
-        new_tokens: that one call makes, all rows of the batch together.
-        cached_tokens: that the cache holds after it, all rows together.
-    """
-
-    new_tokens: int
-    cached_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +57,9 @@ class Case:
         bytes: the fewest bytes that one call must move: every input and weight read once, every output written once.
         is_baseline: whether it is what a user would pick instead.
         measures_memory: whether the peak memory of a call is measured too (``memory.peak_bytes``).
-        decoding: for the tokens per second and the bytes of the cache per token; ``None`` where there is no cache.
+        tokens: that one call makes or trains on, all rows of the batch together, for the tokens per second; ``None`` for no such column.
+        cached_tokens: that a key/value cache holds after a call, all rows together, for its bytes per token; the work is a
+            ``CachingWork``. ``None`` where there is no cache.
     """
 
     benchmark: str
@@ -81,7 +70,8 @@ class Case:
     bytes: int
     is_baseline: bool = False
     measures_memory: bool = False
-    decoding: Decoding | None = None
+    tokens: int | None = None
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +132,7 @@ class Benchmark:
         axis: the size along which a crossover is looked for, such as ``"E"``.
         groups: makes the groups; it must be cheap, since tensors are made by ``Case.build`` alone.
         quick: for each type of device, the sizes along the axis that ``--quick`` measures.
-        quick_others: other sizes that ``--quick`` holds fixed, such as ``{"B": 1}``.
+        quick_others: other sizes that ``--quick`` holds fixed where a group has them, such as ``{"B": 1}``.
         fit: the range along the axis, both ends included, in which the exponent of a power law is fitted to the times;
             ``None`` where they follow none.
     """

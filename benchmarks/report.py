@@ -11,11 +11,13 @@ from benchmarks import figure
 
 Row = dict[str, Any]
 
-# Head to the key of a row.
-CACHE_COLUMNS = {
-    "tokens/s": "tokens_per_s",
-    "cache bytes per token": "cache_bytes_per_token",
-    "times smaller": "cache_ratio",
+# Columns that a table has if one of its rows does: head to the key of a row and its unit.
+OPTIONAL_COLUMNS = {
+    "tokens/s": ("tokens_per_s", 1),
+    "cache bytes per token": ("cache_bytes_per_token", 1),
+    "times smaller": ("cache_ratio", 1),
+    "peak MiB": ("peak_bytes", 2**20),
+    "of the baseline's": ("peak_ratio", 1),
 }
 
 
@@ -96,15 +98,8 @@ def _mode_table(result: dict[str, Any], mode: str) -> str:
     fixed = ", ".join(f"{name} = {rows[0]['sizes'][name]:,}" for name in names if name not in varying)
     heads = ["variant", *varying, "FLOP ratio", "median ms", "20-80 % ms", f"times faster than {result['baseline']}"]
     heads.append("times the floor")
-    has_cache = any("cache_bytes" in row for row in rows)
-    if has_cache:
-        heads += CACHE_COLUMNS
-    has_memory = any("peak_bytes" in row for row in rows)
-    if has_memory:
-        heads.append("peak MiB")
-    has_ratio = any("peak_ratio" in row for row in rows)
-    if has_ratio:
-        heads.append("of the baseline's")
+    optional = {head: of for head, of in OPTIONAL_COLUMNS.items() if any(of[0] in row for row in rows)}
+    heads += optional
     body = [
         [
             row["label"],
@@ -114,18 +109,12 @@ def _mode_table(result: dict[str, Any], mode: str) -> str:
             f"{number(row['p20_ms'])} - {number(row['p80_ms'])}",
             number(row["speedup"]),
             number(row["times_floor"]),
-            *([_cell(row, key) for key in CACHE_COLUMNS.values()] if has_cache else []),
-            *([_cell(row, "peak_bytes", 2**20)] if has_memory else []),
-            *([_cell(row, "peak_ratio")] if has_ratio else []),
+            *(number(row[key] / unit) if key in row else "" for key, unit in optional.values()),
         ]
         for row in rows
     ]
     title = f"## {mode.capitalize()}" + (f" ({fixed})" if fixed else "")
     return f"{title}\n\n{table(heads, body)}"
-
-
-def _cell(row: Row, key: str, unit: float = 1) -> str:
-    return number(row[key] / unit) if key in row else ""
 
 
 def _variants_by_mode(cells: list[tuple[Row, str]], modes: list[str]) -> str:

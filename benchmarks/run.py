@@ -59,7 +59,8 @@ def chosen_groups(
         groups = [
             group
             for group in groups
-            if group.sizes[bench.axis] in bench.quick[device.type] and bench.quick_others.items() <= group.sizes.items()
+            if group.sizes[bench.axis] in bench.quick[device.type]
+            and all(group.sizes.get(name, size) == size for name, size in bench.quick_others.items())
         ]
     try:
         found = [chosen for group in groups if (chosen := selected(group, only))]

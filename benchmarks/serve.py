@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.model import ModelShape
-from benchmarks.registry import Case, Check, Decoding, Group, benchmark
+from benchmarks.registry import Case, Check, Group, benchmark
 from structattn import LevelLayout
 
 BASELINE = "plain Llama"
@@ -161,7 +161,8 @@ def _case(label: str, shape: ModelShape, length: int, requests: int, device: tor
         + 2 * requests * NEW * VOCABULARY * width,
         bytes=dtype.itemsize * (shape.num_layers * block + 2 * VOCABULARY * width),
         is_baseline=label == BASELINE,
-        decoding=Decoding(new_tokens=requests * NEW, cached_tokens=sum(totals)),
+        tokens=requests * NEW,
+        cached_tokens=sum(totals),
     )
 
 

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from benchmarks.registry import Case, CaseUnavailableError, Check, Group, benchmark
 from structattn.layers.attention import Attention
 from structattn.models.icl_regressor import ICLRegressor
+from structattn.models.language_model import LanguageModel
+from structattn.ops import Backend
 
 BASELINE = "SDPA heads"
 MULTIHEAD = "nn.MultiheadAttention"
@@ -138,7 +140,8 @@ def prompts(shape: StepShape, device: torch.device, dtype: torch.dtype) -> tuple
     return xs.to(device, dtype), (xs @ weights)[..., 0].to(device, dtype)
 
 
-def _loss(model: ICLRegressor, xs: Tensor, ys: Tensor) -> Tensor:
+def loss(model: nn.Module, xs: Tensor, ys: Tensor) -> Tensor:
+    """The mean squared error of the predictions."""
     return F.mse_loss(model(xs, ys), ys)
 
 
@@ -146,22 +149,32 @@ class StepWork:
     """A training step of a model.
 
     Args:
-        model: the model, on its device and in its dtype.
-        prompts: inputs and targets.
+        model: the model, on its device and in its dtype; its blocks are ``model.trunk.layers``.
+        loss: of the model and a batch; it is checked in float64.
+        batch: what it takes besides the model.
         is_compiled: whether forward and loss, and so their gradients, are compiled.
+        exact: what attends in the check, in float64.
 
     Raises:
         CaseUnavailableError: it cannot be compiled here.
     """
 
-    def __init__(self, model: ICLRegressor, prompts: tuple[Tensor, Tensor], *, is_compiled: bool) -> None:
-        self.model, self.prompts, self.is_compiled = model, prompts, is_compiled
+    def __init__(
+        self,
+        model: ICLRegressor | LanguageModel,
+        loss: Callable[..., Tensor],
+        batch: tuple[Tensor, Tensor],
+        *,
+        is_compiled: bool,
+        exact: Backend = "reference",
+    ) -> None:
+        self.model, self.batch, self.is_compiled, self.loss_of, self.exact = model, batch, is_compiled, loss, exact
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
         self.code = "compiled" if is_compiled else "eager"
-        self.loss: Callable[[Tensor, Tensor], Tensor] = partial(_loss, model)
+        self.loss: Callable[[Tensor, Tensor], Tensor] = partial(loss, model)
         if is_compiled:
             # What is compiled is kept by code object: with one of its own, a variant is no new version of those before it.
-            own = FunctionType(_loss.__code__.replace(), _loss.__globals__)
+            own = FunctionType(loss.__code__.replace(), loss.__globals__)
             self.loss = partial(torch.compile(own, fullgraph=True, dynamic=False), model)
             try:
                 self.gradients()
@@ -173,7 +186,7 @@ class StepWork:
     def gradients(self) -> Tensor:
         """The loss; the gradients are left in the parameters."""
         self.optimizer.zero_grad()
-        loss = self.loss(*self.prompts)
+        loss = self.loss(*self.batch)
         loss.backward()
         return loss.detach()
 
@@ -195,9 +208,8 @@ class StepWork:
         exact = copy.deepcopy(self.model).double()
         for block in exact.trunk.layers:
             if isinstance(block.attention, Attention):
-                block.attention.backend = "reference"
-        xs, ys = (x.double() for x in self.prompts)
-        expected = _loss(exact, xs, ys)
+                block.attention.backend = self.exact
+        expected = self.loss_of(exact, *(x.double() if x.is_floating_point() else x for x in self.batch))
         expected.backward()
         yield self.gradients(), expected.detach()
         yield _gradient(self.model), _gradient(exact), True
@@ -227,7 +239,7 @@ def step_groups(
 def _case(label: str, shape: StepShape, mode: str, device: torch.device, dtype: torch.dtype) -> Case:
     def build() -> StepWork:
         model = build_model(label, shape).to(device, dtype)
-        return StepWork(model, prompts(shape, device, dtype), is_compiled=mode == "compiled")
+        return StepWork(model, loss, prompts(shape, device, dtype), is_compiled=mode == "compiled")
 
     with torch.device("meta"):
         counted = build_model(label if label in specs(shape) else "standard", shape)

@@ -296,13 +296,11 @@ def measure_group(
                 "samples_ms": list(samples),
             }
         )
-        if case.decoding is not None:
+        if case.tokens is not None:
+            rows[-1]["tokens_per_s"] = 1e3 * case.tokens / statistics.median(samples)
+        if case.cached_tokens is not None:
             cache_bytes = cast(CachingWork, work).cache_nbytes
-            rows[-1] |= {
-                "tokens_per_s": 1e3 * case.decoding.new_tokens / statistics.median(samples),
-                "cache_bytes": cache_bytes,
-                "cache_bytes_per_token": cache_bytes / case.decoding.cached_tokens,
-            }
+            rows[-1] |= {"cache_bytes": cache_bytes, "cache_bytes_per_token": cache_bytes / case.cached_tokens}
     for row in rows:
         if "cache_bytes" in row:
             row["cache_ratio"] = rows[cases.index(group.baseline)]["cache_bytes"] / row["cache_bytes"]

@@ -530,9 +530,8 @@ def test_steps_are_right_and_the_same_each_time() -> None:
 
 
 def test_a_wrong_step_raises() -> None:
-    work = step.StepWork(
-        step.build_model("bilinear-btt:1", SMALL_STEP), step.prompts(SMALL_STEP, CPU, FLOAT32), is_compiled=False
-    )
+    model, batch = step.build_model("bilinear-btt:1", SMALL_STEP), step.prompts(SMALL_STEP, CPU, FLOAT32)
+    work = step.StepWork(model, step.loss, batch, is_compiled=False)
     right = work.loss
     work.loss = lambda xs, ys: 1.01 * right(xs, ys)
     with pytest.raises(timing.WrongResultError):

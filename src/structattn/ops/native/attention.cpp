@@ -2,6 +2,7 @@
 //
 // The weights are those of an online softmax, and are computed again from the log-sum-exp in the backward pass (Dao et al. 2022, FlashAttention).
 #include "decode.h"
+#include "terms.h"
 #include "tiles.h"
 
 #include <ATen/Parallel.h>
@@ -136,7 +137,8 @@ void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, 
 }
 
 template <typename T>
-std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Tensor& v, const Layout<T>& layout, const std::vector<Span>& spans) {
+std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Tensor& v, const Layout<T>& layout, const Terms<T>& terms,
+                                     const std::vector<Span>& spans) {
   const int64_t heads = q.size(1), share = heads / k.size(1), size = layout.value_dim();
   Tensor out = at::zeros({q.size(0), heads, q.size(2), size}, q.options());
   Tensor lse = at::full({q.size(0), heads, q.size(2)}, kNone<T>, q.options());
@@ -165,6 +167,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
       for (const Tile<T>& tile : tiles.of(span, first, rows)) {
         const T* key_t = packed + tile.from * layout.dim();
         tile.products(layout.dims, layout.per_count.data(), query.counted(tile.base()), layout.dim(), key_t, score.data());
+        terms.add(span, head, first, rows, tile, score.data(), nullptr);
         for (int64_t i = 0; i < rows; ++i) {
           const auto [low, high] = tile.seen(i, kNone<T>, score.data() + i * kCols);
           weigh<T>(score.data() + i * kCols, low, high, sums.data() + i * size, size, most[i], total[i]);
@@ -188,7 +191,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
 
 template <typename T>
 std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse,
-                                               const Tensor& delta, const Layout<T>& layout, const std::vector<Span>& spans) {
+                                               const Tensor& delta, const Layout<T>& layout, const Terms<T>& terms, const std::vector<Span>& spans) {
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   const int64_t heads = q.size(1), groups = k.size(1), share = heads / groups, dim = layout.dim(), size = layout.value_dim();
@@ -208,7 +211,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   const Packed<T> keys_t(spans, k), values_t(spans, v);
   const View<T> queries_of(q), keys(k), outward(grad_out), to_q(grad_q), to_k(grad_k[0]), to_v(grad_v[0]);
   at::parallel_for(0, pairs * splits, 1, [&](int64_t begin, int64_t end) {
-    std::vector<T> weight(kRows * kCols), change(kRows * kCols), sums(kRows * dim), shift(kRows);
+    std::vector<T> weight(kRows * kCols), change(kRows * kCols), sums(kRows * dim), shift(kRows), slope(terms.has_softcap() ? kRows * kCols : 0);
     Query<T> query(layout);
     Tiles<T> tiles(layout);
     for (int64_t n = begin; n < end; ++n) {
@@ -231,6 +234,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
           for (const Tile<T>& tile : tiles.of(span, first, rows)) {
             const T* factors = layout.per_count.data();
             tile.products(layout.dims, factors, query.counted(tile.base()), dim, key_t + tile.from * dim, weight.data());
+            terms.add(span, head, first, rows, tile, weight.data(), slope.empty() ? nullptr : slope.data());
             tile.products(layout.value_dims, nullptr, own, outward.row, value_t + tile.from * size, change.data());
             for (int64_t i = 0; i < rows; ++i) {
               T *w = weight.data() + i * kCols, *d = change.data() + i * kCols;
@@ -242,6 +246,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
                 p.store(w + c);
                 (p * (V::loadu(d + c) - less) * factor).store(d + c);
               }
+              if (!slope.empty())  // what is hidden may be no number
+                for (int64_t c = low; c < high; ++c) d[c] = w[c] == 0 ? T(0) : d[c] * slope[i * kCols + c];
             }
             T* const of_values = own_v + tile.from * to_v.row;
             tile.walk(layout.value_dims, weight.data(), [&](int64_t, int64_t begin, int64_t count) {
@@ -263,29 +269,32 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   return {grad_q, splits == 1 ? grad_k[0] : grad_k.sum(0), splits == 1 ? grad_v[0] : grad_v.sum(0)};
 }
 
-// The arguments of a layout: ranks, value ranks, factors per level and per number of levels, intervals (2, levels, positions), the position of their first.
-#define STRUCTATTN_LAYOUT                                                                                                                  \
+// The arguments of a call. Of its layout: ranks, value ranks, factors per level and per number of levels, intervals (2, levels, positions), the
+// position of their first. Of its scores: the soft cap, 0 for none; slopes (1 or B, H); bias and mask (B, H, T, S).
+#define STRUCTATTN_CALL                                                                                                                    \
   const Tensor &spans, at::IntArrayRef ranks, at::IntArrayRef value_ranks, at::ArrayRef<double> per_level, at::ArrayRef<double> per_count, \
-      const Tensor &intervals, int64_t first_position
+      const Tensor &intervals, int64_t first_position, double softcap, const std::optional<Tensor>&slopes,                                 \
+      const std::optional<Tensor>&bias, const std::optional<Tensor>&mask
 
 template <typename F>
 auto by_dtype(const Tensor& q, const F& f) {
   return q.scalar_type() == at::kDouble ? f(double()) : f(float());
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, STRUCTATTN_LAYOUT) {
+std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, STRUCTATTN_CALL) {
   return by_dtype(q, [&](auto zero) {
     using T = decltype(zero);
-    return forward_of<T>(q, k, v, Layout<T>(ranks, value_ranks, per_level, per_count, intervals, first_position), spans_of(spans));
+    const Layout<T> layout(ranks, value_ranks, per_level, per_count, intervals, first_position);
+    return forward_of<T>(q, k, v, layout, Terms<T>(softcap, slopes, bias, mask), spans_of(spans));
   });
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse,
-                                            const Tensor& delta, STRUCTATTN_LAYOUT) {
+                                            const Tensor& delta, STRUCTATTN_CALL) {
   return by_dtype(q, [&](auto zero) {
     using T = decltype(zero);
     const Layout<T> layout(ranks, value_ranks, per_level, per_count, intervals, first_position);
-    return backward_of<T>(grad_out, q, k, v, lse, delta, layout, spans_of(spans));
+    return backward_of<T>(grad_out, q, k, v, lse, delta, layout, Terms<T>(softcap, slopes, bias, mask), spans_of(spans));
   });
 }
 
@@ -305,7 +314,8 @@ std::vector<Tensor> exchange_token(at::TensorList tokens, at::TensorList pages, 
 }  // namespace
 
 #define STRUCTATTN_SCHEMA \
-  "Tensor spans, int[] ranks, int[] value_ranks, float[] per_level, float[] per_count, Tensor intervals, int first_position)"
+  "Tensor spans, int[] ranks, int[] value_ranks, float[] per_level, float[] per_count, Tensor intervals, int first_position, float softcap, " \
+  "Tensor? slopes, Tensor? bias, Tensor? mask)"
 
 TORCH_LIBRARY(structattn_native, m) {
   m.def("forward(Tensor q, Tensor k, Tensor v, " STRUCTATTN_SCHEMA " -> (Tensor, Tensor)");

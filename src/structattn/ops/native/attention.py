@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from structattn.layout.levels import LevelLayout
+from structattn.ops.blocked import attention as blocked
 from structattn.ops.call import Call
 from structattn.ops.sequences import SequenceSpan, sequences_of
 
@@ -25,11 +26,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
         return f"it runs on a CPU, and the tensors are on {q.device}"
     if call.layout.boundaries is not None:
         return "it has no free segments (LevelLayout.from_boundaries)"
-    terms = (("softcap", call.softcap), ("attn_bias", call.attn_bias), ("attn_mask", call.attn_mask))
-    for name, value in (*terms, ("alibi_slopes", call.alibi_slopes), ("dropout_p", call.dropout_p or None)):
-        if value is not None:
-            return f"it has no {name}"
-    return None
+    return "it has no dropout" if call.dropout_p else None
 
 
 @functools.lru_cache(maxsize=32)
@@ -106,6 +103,20 @@ def _of_sequences(
     )
 
 
+def _terms(
+    q: Tensor, k: Tensor, call: Call, dtype: torch.dtype
+) -> tuple[float, Tensor | None, Tensor | None, Tensor | None]:
+    """What is added to scores, as the C++ code takes it: the soft cap (0 for none), slopes, bias and mask."""
+    size = (*q.shape[:3], k.shape[2])
+    slopes, bias, mask = call.alibi_slopes, call.attn_bias, call.attn_mask
+    return (
+        call.softcap or 0.0,
+        None if slopes is None else slopes.detach().to(dtype),
+        None if bias is None else bias.detach().to(dtype).expand(size),
+        None if mask is None else mask.expand(size),
+    )
+
+
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x as the C++ code reads it: numbers of a row are neighbours."""
     x = x.to(dtype)
@@ -126,7 +137,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     if not q.numel() or not k.numel() or not v.numel():
         return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
     query, key, value = (_rows(x.detach(), dtype) for x in (q, k, v))
-    out, lse = torch.ops.structattn_native.forward(query, key, value, *_arguments(q, k, v, call))
+    arguments = *_arguments(q, k, v, call), *_terms(q, k, call, dtype)
+    out, lse = torch.ops.structattn_native.forward(query, key, value, *arguments)
     return out.to(q.dtype), lse
 
 
@@ -141,8 +153,8 @@ def backward(
     call: Call,
     *,
     needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, None]:
-    """The gradients of q, k and v, in their dtypes and shapes, contiguous; no bias has one, since no call has a bias.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k and v, in their dtypes and shapes, contiguous, and that of the bias, which ``blocked`` computes, if it is asked for.
 
     Args:
         grad_out, grad_lse: of ``forward``'s results; ``grad_lse`` may be ``None``.
@@ -152,6 +164,8 @@ def backward(
     Cost: three products of the score's rank and two of the value's per visible pair; memory for copies of keys and values, and for their gradients
     once more for each part where there are fewer key heads than threads.
     """
+    if needs_bias:
+        return blocked.backward(grad_out, grad_lse, q, k, v, out, lse, call, needs_bias=True)
     if not q.numel() or not k.numel() or not v.numel():
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         return dq, dk, dv, None
@@ -161,7 +175,14 @@ def backward(
     if grad_lse is not None:
         delta -= grad_lse
     found = torch.ops.structattn_native.backward(
-        outward, query, key, value, lse.contiguous(), delta.contiguous(), *_arguments(q, k, v, call)
+        outward,
+        query,
+        key,
+        value,
+        lse.contiguous(),
+        delta.contiguous(),
+        *_arguments(q, k, v, call),
+        *_terms(q, k, call, dtype),
     )
     dq, dk, dv = (x.to(like.dtype) for x, like in zip(found, (q, k, v), strict=True))
     return dq, dk, dv, None

@@ -1,0 +1,82 @@
+// What makes the scaled products of a tile its scores: a soft cap, ALiBi, a bias and a mask.
+#pragma once
+
+#include "tiles.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <limits>
+#include <optional>
+
+namespace structattn {
+
+// Numbers for pairs, (B, H, T, S) with any strides, 0 where they are shared.
+template <typename T>
+struct Pairs {
+  const T* data = nullptr;
+  int64_t batch = 0, head = 0, query = 0, key = 0;
+
+  explicit Pairs(const std::optional<at::Tensor>& x) {
+    if (!x.has_value()) return;
+    data = x->const_data_ptr<T>();
+    batch = x->stride(0), head = x->stride(1), query = x->stride(2), key = x->stride(3);
+  }
+  const T* at(int64_t b, int64_t h, int64_t i, int64_t j) const { return data + b * batch + h * head + i * query + j * key; }
+};
+
+template <typename T>
+class Terms {
+ public:
+  Terms(double softcap, const std::optional<at::Tensor>& slopes, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& mask)
+      : cap_(static_cast<T>(softcap)), bias_(bias), mask_(mask) {
+    if (!slopes.has_value()) return;
+    slopes_ = slopes->const_data_ptr<T>();
+    slope_batch_ = slopes->size(0) > 1 ? slopes->stride(0) : 0, slope_head_ = slopes->stride(1);
+  }
+
+  bool has_softcap() const { return cap_ > 0; }
+  bool is_empty() const { return !has_softcap() && slopes_ == nullptr && bias_.data == nullptr && mask_.data == nullptr; }
+
+  // Scores of the rows of a tile, whose first query is `first`. `slope`, where it is given, becomes the derivative of the soft cap.
+  void add(const Span& span, int64_t head, int64_t first, int64_t rows, const Tile<T>& tile, T* score, T* slope) const {
+    using V = Vec<T>;
+    constexpr int64_t W = V::size();
+    if (is_empty()) return;
+    for (int64_t i = 0; i < rows; ++i) {
+      T* const row = score + i * kCols;
+      if (has_softcap()) {
+        const V cap(cap_), inverse(1 / cap_), one(1);
+        for (int64_t c = 0; c < kCols; c += W) {
+          const V tanh = (V::loadu(row + c) * inverse).tanh();
+          if (slope != nullptr) (one - tanh * tanh).store(slope + i * kCols + c);
+          (tanh * cap).store(row + c);
+        }
+      }
+      if (slopes_ != nullptr) {
+        const T own = slopes_[span.row * slope_batch_ + head * slope_head_];
+        const int64_t ahead = span.position + first + i - tile.from;
+        for (int64_t c = 0; c < tile.cols; ++c) row[c] -= own * static_cast<T>(std::abs(ahead - c));
+      }
+      if (bias_.data != nullptr) {
+        const T* x = bias_.at(span.row, head, span.query + first + i, span.key + tile.from);
+        if (bias_.key == 1)
+          for (int64_t c = 0; c < tile.cols; ++c) row[c] += x[c];
+        else
+          for (int64_t c = 0; c < tile.cols; ++c) row[c] += x[c * bias_.key];
+      }
+      if (mask_.data != nullptr) {
+        const bool* x = mask_.at(span.row, head, span.query + first + i, span.key + tile.from);
+        for (int64_t c = 0; c < tile.cols; ++c) row[c] = x[c * mask_.key] ? row[c] : -std::numeric_limits<T>::infinity();
+      }
+    }
+  }
+
+ private:
+  T cap_;
+  const T* slopes_ = nullptr;
+  int64_t slope_batch_ = 0, slope_head_ = 0;
+  Pairs<T> bias_;
+  Pairs<bool> mask_;
+};
+
+}  // namespace structattn

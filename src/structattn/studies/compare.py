@@ -11,11 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from structattn.errors import CheckpointError, TrainingDivergedError
 from structattn.files import write_atomic
+from structattn.models.language_model import LanguageModel
 from structattn.progress import progress_bar, say
 from structattn.studies.analysis.model_selection import search
 from structattn.studies.analysis.scaling_law import scaling_laws
+from structattn.studies.decode_time import decode_times
 from structattn.studies.environment import origin
 from structattn.studies.folders import Owner, finished_in, opened
 from structattn.studies.grid import ModelCosts, Point, points_of
@@ -160,10 +164,12 @@ def _results(
     total = len(points) + sum(map(len, jobs))
     with progress_bar(total=total, unit="row", show=show_progress, desc="table") as bar:
         for point, costs, task, of_point, found in zip(points, models, tasks, jobs, scores, strict=True):
+            say(bar, "table: time of decoding")
+            times = _decode_times(task, costs)
             for seeds in of_point:
                 spec = seeds[0].spec
                 say(bar, f"table: {spec}")
-                rows.append(_row(point, task, seeds, found.get(spec), costs[spec]))
+                rows.append(_row(point, task, seeds, found.get(spec), costs[spec], times.get(spec)))
                 bar.update()
             say(bar, "table: baselines")
             baselines += [BaselineRow(**asdict(row), **asdict(point.position)) for row in task.baselines()]
@@ -198,7 +204,23 @@ def _chosen(recipe: Recipe, spec: str, scores: dict[float, float] | None) -> flo
     return best
 
 
-def _row(point: Point, task: Task, jobs: Sequence[Job], sweep: dict[float, float] | None, costs: ModelCosts) -> Row:
+def _decode_times(task: Task, costs: dict[str, ModelCosts]) -> dict[str, float]:
+    """The milliseconds of a decoding step by spec, where caches differ; all runs are finished, so that none of them disturbs it."""
+    if len({cost.cache_numbers for cost in costs.values()} - {None}) < 2:
+        return {}
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    models = {spec: task.build_model(spec).to(device) for spec in costs if costs[spec].cache_numbers is not None}
+    return decode_times({spec: model for spec, model in models.items() if isinstance(model, LanguageModel)})
+
+
+def _row(
+    point: Point,
+    task: Task,
+    jobs: Sequence[Job],
+    sweep: dict[float, float] | None,
+    costs: ModelCosts,
+    decoding: float | None,
+) -> Row:
     """Scores on the test split, and costs, of the seeds of a spec."""
     spec, training = jobs[0].spec, jobs[0].training
     found = [_read(job) for job in jobs]
@@ -227,7 +249,7 @@ def _row(point: Point, task: Task, jobs: Sequence[Job], sweep: dict[float, float
         steps=tuple(one.step for one in done),
         best_steps=tuple(one.best_step for one in done),
         histories=tuple(one.history for one in done),
-        details=scored[0].details,
+        details=scored[0].details | ({} if decoding is None else {"decode_ms": decoding}),
     )
 
 

@@ -274,8 +274,9 @@ def test_the_smoke_preset_trains_and_draws_its_figures(tmp_path: Path, capsys) -
     assert "chance" in capsys.readouterr().out
     record = read_file(ComparisonRecord, tmp_path / "out" / "results.json")
     names = {figure.name for figure in draw(record, tmp_path)}
-    assert {"accuracy-by-distance", "loss-by-distance"} <= names
+    assert {"accuracy-by-distance", "loss-by-distance", "cache", "decode-time"} <= names
     for row in record.rows:
+        assert row.details["decode_ms"] > 0
         assert all(math.isfinite(value) for value in row.metrics.values())
         assert len(row.details["octaves"]) == len(row.details["accuracy_by_distance"])
     task = json.loads((tmp_path / "out" / "results.json").read_text())["config"]["task"]

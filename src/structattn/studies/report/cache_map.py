@@ -65,7 +65,7 @@ def cache_table(record: ComparisonRecord, metrics: tuple[str, ...] = ()) -> Tabl
         title="Quality and cache",
         notes=(
             f"cache: keys and values of all layers at {record.config['task']['context_length']:,} tokens in bf16, over the tokens; ms per token: the median "
-            "of 16 decoding steps at the end of a sequence, timed while other runs may train; on the frontier: no variant with at most as many bytes has a "
+            "of 64 decoding steps at the end of a sequence, the variants in turn; on the frontier: no variant with at most as many bytes has a "
             f"lower mean {record.metric}, or its lead is not distinguishable from the spread over seeds (95 %, Games and Howell).",
         ),
     )

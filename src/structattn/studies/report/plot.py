@@ -278,12 +278,16 @@ def shared_legend(figure: MplFigure, panels: Sequence[Axes], *, below: bool = Fa
         return sum(max(map(len, part)) + 8 for part in parts) <= room
 
     columns = next((n for n in range(len(labels), 1, -1) if fits(n)), 1)
+    lines = -(-len(labels) // columns)
+    figure.set_figheight(
+        figure.get_figheight() + 0.17 * max(0, lines - 2)
+    )  # what the panels keep is what they had for short ones
     figure.legend(list(found.values()), labels, loc=loc, ncols=columns, frameon=False, fontsize=8)
 
 
 def spec_style(specs: Sequence[str], spec: str) -> dict[str, Any]:
-    """Colour, dashes and marker of a spec among others: the same in every figure of a page."""
-    return {**_style(specs.index(spec)), "marker": _SHAPES[specs.index(spec) % 7]}
+    """Colour, dashes and marker of a spec among others: the same in every figure of a page, no two pairs of colour and marker alike."""
+    return {**_style(specs.index(spec)), "marker": _SHAPES[(specs.index(spec) + specs.index(spec) // 7) % 7]}
 
 
 def row_style(record: ComparisonRecord, row: Row) -> dict[str, Any]:

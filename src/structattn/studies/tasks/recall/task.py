@@ -16,7 +16,6 @@ from structattn.errors import ConfigError
 from structattn.layers.rotary import Rotary
 from structattn.models.language_model import LanguageModel
 from structattn.seeds import generator
-from structattn.studies.decode_time import decode_ms
 from structattn.studies.octaves import by_octave, octaves
 from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of, on_device_of
 from structattn.studies.tasks.recall.sequences import Associative, Joined, Kind, Passkey, Vocabulary, draw_tokens
@@ -239,9 +238,8 @@ class RecallTask(Task):
         }
 
     def details(self, model: nn.Module) -> dict[str, Any]:
-        """Those of ``by_distance``, and ``decode_ms`` of one more token at the end of a sequence."""
-        tokens = on_device_of(model, self.eval_batches("test")[0])["tokens"][:1, :-1]
-        return self.by_distance(model) | {"decode_ms": decode_ms(cast(LanguageModel, model), tokens)}
+        """Those of ``by_distance``."""
+        return self.by_distance(model)
 
     def baselines(self) -> list[Baseline]:
         """Guessing among all values; and where a sequence has several, among those that came before the query."""

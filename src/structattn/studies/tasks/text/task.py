@@ -21,7 +21,6 @@ from structattn.progress import counted
 from structattn.seeds import generator
 from structattn.studies.data.corpus import Tokenizer, Windows, text_units, tokenizer_from
 from structattn.studies.data.text_data import open_text_data
-from structattn.studies.decode_time import decode_ms
 from structattn.studies.octaves import by_octave, octaves
 from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import (
@@ -219,7 +218,7 @@ class TextTask(Task):
 
         Returns:
             ``loss_by_position``: the metric by the position in the document; ``attention_by_distance``: for each layer the shares of the token
-            itself and of each range of distances, on four of the longest spans; ``decode_ms``: of one more token after the longest of these.
+            itself and of each range of distances, on four of the longest spans.
         """
         length = self.config.context_length
         losses, sizes, positions, spans = [], [], [], []
@@ -237,7 +236,6 @@ class TextTask(Task):
             "octaves": octaves(length),
             "loss_by_position": loss,
             "attention_by_distance": attention_by_distance(cast(LanguageModel, model), longest),
-            "decode_ms": decode_ms(cast(LanguageModel, model), longest[0][None]),
         }
 
     def baselines(self) -> list[Baseline]:

@@ -17,6 +17,7 @@ from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.rotary_order import (
     RotarySplit,
     Rotation,
+    Runs,
     check_split,
     dimension_order,
     reordered,
@@ -55,7 +56,7 @@ class AttentionFunction:
     rotary_split: RotarySplit = "low_far"
     tensor_layout: TensorLayout = "BHTD"
     backend: Backend = "auto"
-    _runs: tuple[slice, ...] = field(init=False, compare=False)
+    _runs: Runs = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         check_type("layout", self.layout, Layout | None, "a LevelLayout, a GlobalWindowLayout or None")
@@ -67,7 +68,7 @@ class AttentionFunction:
         check_split(self.rotary_split)
         check_choice("tensor_layout", self.tensor_layout, get_args(TensorLayout))
         check_choice("backend", self.backend, NAMED)
-        runs: tuple[slice, ...] = ()
+        runs: Runs = ()
         if self.rotary is not None and self.layout is not None:
             runs = runs_of(dimension_order(self.layout.ranks, self.rotary_split, self.rotary))
         object.__setattr__(self, "_runs", runs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -20,9 +21,12 @@ from structattn.errors import ConfigError
 from structattn.layers.rotary import Rotary
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
+from structattn.ops.checks import is_eager
 
 Pairing = Literal["halves", "adjacent"]
 RotarySplit = Literal["low_far", "interleaved"]
+_FEW_NUMBERS = 2**14  # of a decoding step, where sixteen slices cost more than a gather
+
 ROTARY_SPLITS: tuple[RotarySplit, ...] = get_args(RotarySplit)
 
 
@@ -189,12 +193,27 @@ def rotary_order(layout: Layout, rotary: str | Rotation = "halves", split: Rotar
     return dimension_order(layout.ranks, check_split(split), rotation_of(rotary, layout.head_dim))
 
 
-def runs_of(order: tuple[int, ...]) -> tuple[slice, ...]:
-    """An order of dimensions as slices of consecutive ones: ``x[..., order]`` is their concatenation."""
+Runs = tuple[tuple[int, int], ...]  # the first dimension of each, and the one after its last
+
+
+@lru_cache(maxsize=64)
+def runs_of(order: tuple[int, ...]) -> Runs:
+    """An order of dimensions as runs of consecutive ones: ``x[..., order]`` is their concatenation."""
     starts = [0, *(i for i in range(1, len(order)) if order[i] != order[i - 1] + 1), len(order)]
-    return tuple(slice(order[a], order[b - 1] + 1) for a, b in pairwise(starts))
+    return tuple((order[a], order[b - 1] + 1) for a, b in pairwise(starts))
 
 
-def reordered(x: Tensor, runs: tuple[slice, ...]) -> Tensor:
-    """The last axis of x as its runs, concatenated: slices need no index tensor on the device, and are faster than a gather."""
-    return x if len(runs) <= 1 else torch.cat([x[..., run] for run in runs], dim=-1)
+def reordered(x: Tensor, runs: Runs) -> Tensor:
+    """The last axis of x as its runs, concatenated: slices need no index tensor on the device, and are faster than a gather of many numbers."""
+    if len(runs) <= 1:
+        return x
+    if x.is_cpu and is_eager(x) and x.numel() <= _FEW_NUMBERS:
+        return x.index_select(-1, _index(runs))
+    return torch.cat([x[..., first:end] for first, end in runs], dim=-1)
+
+
+@lru_cache(maxsize=64)
+def _index(runs: Runs) -> Tensor:
+    """The positions of the runs, on the CPU."""
+    with torch.inference_mode(False):
+        return torch.tensor([i for run in runs for i in range(*run)], device="cpu")

@@ -27,6 +27,7 @@ from structattn.layers.checks import check_fits
 from structattn.layers.rotary_order import (
     RotarySplit,
     Rotation,
+    Runs,
     check_split,
     dimension_order,
     level_pairs,
@@ -278,7 +279,7 @@ class RegisteredAttention:
     context_length: int | None
     rotary_split: RotarySplit | None
     backend: Backend
-    _orders: dict[Rotation, tuple[slice, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _orders: dict[Rotation, Runs] = field(default_factory=dict, compare=False, repr=False)
     _variants: dict[int | None, Variant] = field(default_factory=dict, compare=False, repr=False)
 
     def variant(self, module: nn.Module) -> Variant:
@@ -297,7 +298,7 @@ class RegisteredAttention:
                 self._variants[length] = found
         return found
 
-    def _runs(self, module: nn.Module, head_dim: int) -> tuple[slice, ...]:
+    def _runs(self, module: nn.Module, head_dim: int) -> Runs:
         """The dimensions of a layer in the order of the levels, as runs; empty if the order is unchanged."""
         layout = self.spec.layout
         if self.rotary_split is None or layout is None or len(layout.ranks) == 1:

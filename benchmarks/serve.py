@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.model import ModelShape
 from benchmarks.registry import Case, Check, Group, benchmark
+from benchmarks.shapes import ModelShape
 from structattn import LevelLayout
 
 BASELINE = "plain Llama"

@@ -65,24 +65,26 @@ def specs(shape: StepShape) -> dict[str, str]:
 
 
 class SDPAHeads(nn.Module):
-    """Attention as a user writes it: one projection for q, k and v, norms of q and k, ``scaled_dot_product_attention``.
+    """Attention as a user writes it: one projection for q, k and v, norms of q and k or none, ``scaled_dot_product_attention``.
 
     Args:
-        embed_dim: E.
+        embed_dim, num_heads, qk_norm: as of ``Attention``.
     """
 
-    def __init__(self, embed_dim: int) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, *, qk_norm: bool) -> None:
         super().__init__()
+        self.num_heads = num_heads
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
-        self.q_norm = nn.LayerNorm(embed_dim // HEADS, bias=False)
-        self.k_norm = nn.LayerNorm(embed_dim // HEADS, bias=False)
-        self.out = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.LayerNorm(embed_dim // num_heads, bias=False) if qk_norm else nn.Identity() for _ in range(2)
+        )
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
 
     def forward(self, x: Tensor, **_: object) -> Tensor:
         """(B, T, E) to (B, T, E)."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, is_causal=True)
-        projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
+        projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
         return projected
 
 
@@ -118,7 +120,7 @@ def build_model(label: str, shape: StepShape) -> ICLRegressor:
     )
     for block in model.trunk.layers:
         if label == BASELINE:
-            block.attention = cast(Attention, SDPAHeads(shape.embed_dim))
+            block.attention = cast(Attention, SDPAHeads(shape.embed_dim, HEADS, qk_norm=True))
         elif label == MULTIHEAD:
             block.attention = cast(Attention, MultiheadHeads(shape.embed_dim, 2 * shape.num_points))
         else:

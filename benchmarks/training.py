@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.registry import Case, Group
 from benchmarks.shapes import ModelShape
-from benchmarks.step import StepWork
+from benchmarks.step import SDPAHeads, StepWork
 from structattn import Attention, LanguageModel
 from structattn.ops import Backend
 
@@ -45,24 +45,6 @@ def specs(shape: ModelShape) -> dict[str, str]:
     }
 
 
-class PlainAttention(nn.Module):
-    """Attention as a user writes it: one projection for q, k and v, and ``scaled_dot_product_attention``."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.num_heads = shape.num_heads
-        self.qkv = nn.Linear(shape.embed_dim, 3 * shape.embed_dim, bias=False)
-        self.out_proj = nn.Linear(shape.embed_dim, shape.embed_dim, bias=False)
-
-    def forward(self, x: Tensor, **_: object) -> Tensor:
-        """(B, T, E) to (B, T, E)."""
-        batch, length, dim = x.shape
-        q, k, v = (y.view(batch, length, self.num_heads, -1).transpose(1, 2) for y in self.qkv(x).split(dim, dim=2))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        projected: Tensor = self.out_proj(out.transpose(1, 2).reshape(batch, length, dim))
-        return projected
-
-
 def build_model(label: str, shape: ModelShape, length: int) -> LanguageModel:
     """The model of a variant, random where weights start at zero: zeros would hide mistakes."""
     torch.manual_seed(SEED)
@@ -75,7 +57,7 @@ def build_model(label: str, shape: ModelShape, length: int) -> LanguageModel:
         context_length=length,
     )
     for block in model.trunk.layers:
-        attention: nn.Module = PlainAttention(shape)
+        attention: nn.Module = SDPAHeads(shape.embed_dim, shape.num_heads, qk_norm=False)
         if label in specs(shape):
             attention = Attention.from_spec(
                 specs(shape)[label],

@@ -189,7 +189,8 @@ def test_every_attention_is_right(mode: str, dim: int) -> None:
     rows = timing.measure_group(group, dtype=FLOAT32, clock=timing.CpuClock(), repeats=1, patience_s=0)
     labels = {attention.BASELINE, *attention.LAYOUTS[dim], *([attention.DENSE] if dim == 64 else [])}
     assert {row["label"] for row in rows} == labels
-    assert {row["code"] for row in rows} == {"", "blocked"}
+    # "native" where STRUCTATTN_CACHE has the C++ code.
+    assert {row["code"] for row in rows} in ({"", "blocked"}, {"", "native"})
 
 
 def test_counts_of_attention() -> None:

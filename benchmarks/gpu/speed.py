@@ -12,8 +12,9 @@ from benchmarks.attention import attention_groups
 from benchmarks.decode import decode_groups
 from benchmarks.gpu.rows import Row, Settings
 from benchmarks.gpu.tile import tiles_of
-from benchmarks.model import ModelShape, model_groups
+from benchmarks.model import model_groups
 from benchmarks.registry import CaseUnavailableError, Group
+from benchmarks.shapes import ModelShape
 from benchmarks.timing import QUEUED, Clock, CpuClock, CudaClock, measure_ceilings, measure_group
 
 LIMIT_S = 240.0

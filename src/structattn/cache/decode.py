@@ -283,8 +283,7 @@ def _alike(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
     queries = iter(query.split([store.dim for store in view.keys], dim=2))
     stores, sums = iter(view.keys), []
     for softmax in view.softmaxes:
-        starts = [level.first_needed(at, row) for level in softmax.levels]
-        blocks = starts if not softmax.slides else [level.start(at, row) for level in softmax.levels]
+        starts, blocks = softmax.begins(at, row)
         low, end = starts[0], at + 1
         score: Tensor | None = None
         previous = 1.0

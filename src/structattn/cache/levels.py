@@ -86,6 +86,15 @@ class Softmax:
         """Whether levels have windows, so that a token may leave one at every step."""
         return any(level.window is not None for level in self.levels)
 
+    def begins(self, position: int, row: int) -> tuple[list[int], list[int]]:
+        """For each level the first position that a query shares it with and sees, and the first of the query's block."""
+        blocks = [level.start(position, row) for level in self.levels]
+        starts = [
+            block if level.window is None else max(block, position - level.window + 1)
+            for block, level in zip(blocks, self.levels, strict=True)
+        ]
+        return starts, blocks
+
 
 def _softmax(layout: LevelLayout, dims: slice, window: int | None, chunk_size: int | None) -> Softmax:
     levels = tuple(

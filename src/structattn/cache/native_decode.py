@@ -81,11 +81,7 @@ def attention(
     query = q.reshape(batch * heads, dim)
     stores, out, dim, end = iter(keys), None, 0, at + 1
     for softmax in softmaxes:
-        blocks = [level.start(at, row) for level in softmax.levels]
-        windows = [level.window for level in softmax.levels]
-        starts = [
-            block if window is None else max(block, end - window) for block, window in zip(blocks, windows, strict=True)
-        ]
+        starts, blocks = softmax.begins(at, row)
         of_keys, of_values, low, previous = _Places(), _Places(), starts[0], 0.0
         for first, block, of_count in zip(starts, blocks, softmax.layout.score_factors(scale)[1], strict=True):
             store = next(stores)

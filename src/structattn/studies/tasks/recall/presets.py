@@ -41,7 +41,7 @@ _CACHE_MAP = Recipe(
     ),
     attention=cache_map(256, head_dim=16),
     seeds=5,
-    learning_rates=(2.5e-3, 5e-3, 1e-2, 2e-2),
+    learning_rates=(1.25e-3, 2.5e-3, 5e-3, 1e-2),
     equal="compute",
 )
 

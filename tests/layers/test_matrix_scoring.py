@@ -49,6 +49,15 @@ def test_scores_are_the_bilinear_form(text, kv_heads, lengths) -> None:
     assert set(costs.alternatives) >= {"formed_left", "formed_right"}
 
 
+def test_heads_share_their_keys_where_that_costs_as_much() -> None:
+    """A block tensor train of a square size: its factored form would have keys of their own for every head."""
+    attention = sa.Attention(16, 4, scoring=sa.scoring.Matrix(matrix="btt:1"), qk_norm=False)
+    costs = attention.scoring.matrix.contraction(6, 6)
+    assert costs.alternatives["factored"] == costs.alternatives["formed_left"]
+    assert costs.order == "formed_left"
+    assert attention.project(torch.randn(1, 6, 16))[1].stride(1) == 0
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_norms_and_layouts_use_the_formed_key(text) -> None:
     attention = sa.Attention(16, 2, scoring=sa.scoring.Matrix(matrix=text), bias=True).double()

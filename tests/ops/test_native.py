@@ -295,6 +295,15 @@ class TestBuilt:
         finally:
             torch.set_num_threads(before)
 
+    def test_heads_that_share_memory(self) -> None:
+        """Keys of one head that are expanded to several, as those of a matrix score without norms."""
+        q, _, v = tensors(2, 3, 3, 70, 70, 6, 5)
+        one = torch.randn(2, 1, 70, 6, dtype=torch.float64)
+        k = one.expand(-1, 3, -1, -1).detach().requires_grad_()
+        assert k.stride(1) == 0
+        for layout in LAYOUTS:
+            assert_same("native", [q, k, v], layout)
+
     def test_empty(self) -> None:
         for shape in ((0, 2, 4, 6), (1, 2, 0, 6)):
             q = torch.randn(shape, requires_grad=True)

@@ -328,8 +328,7 @@ class StructuredMatrix(nn.Module, ABC):
     def contraction(self, num_left: int, num_right: int) -> Contraction:
         """The cheapest way to compute the bilinear form of ``num_left`` x ``num_right`` pairs, by counting FLOPs.
 
-        On a tie the first of factored, formed_left, formed_right wins (the first keeps both sides small; the second lets all
-        matrices of a batch share y).
+        On a tie formed_left wins, in which all matrices of a batch share y, then factored.
 
         Raises:
             ConfigError: a number is not a positive int.
@@ -341,7 +340,8 @@ class StructuredMatrix(nn.Module, ABC):
             + 2 * self.num_matrices * num_left * num_right * self.pair_dim(order)
             for order in self.orders
         }
-        cheapest = (a for a in self.orders if all(holds(costs[a] <= costs[b]) for b in self.orders))
+        shared_first = sorted(self.orders, key=lambda order: order != "formed_left")
+        cheapest = (a for a in shared_first if all(holds(costs[a] <= costs[b]) for b in self.orders))
         order = next(cheapest, self.orders[0])  # an exported program whose lengths decide has the preferred one
         return Contraction(order=order, flops=costs[order], alternatives=costs)
 

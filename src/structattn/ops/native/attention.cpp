@@ -41,11 +41,11 @@ std::vector<Span> spans_of(const Tensor& x) {
   return out;
 }
 
-// Keys (or values) of all spans and heads, transposed, and where those of each begin.
+// Keys (or values) of all spans and heads, transposed, and where those of each begin. Heads that are one in memory are kept once.
 template <typename T>
 class Packed {
  public:
-  Packed(const std::vector<Span>& spans, const Tensor& x) : heads_(x.size(1)), dim_(x.size(3)) {
+  Packed(const std::vector<Span>& spans, const Tensor& x) : heads_(x.stride(1) == 0 ? std::min<int64_t>(x.size(1), 1) : x.size(1)), dim_(x.size(3)) {
     int64_t total = 0;
     for (const Span& span : spans) {
       first_.push_back(total);
@@ -62,7 +62,7 @@ class Packed {
   }
 
   T* at(int64_t number, int64_t head, const Span& span) const {
-    return memory_.data_ptr<T>() + first_[number] + head * tiles_of(span.num_keys, kCols) * dim_ * kCols;
+    return memory_.data_ptr<T>() + first_[number] + head % heads_ * tiles_of(span.num_keys, kCols) * dim_ * kCols;
   }
 
  private:
@@ -250,15 +250,15 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
                 for (int64_t c = low; c < high; ++c) d[c] = w[c] == 0 ? T(0) : d[c] * slope[i * kCols + c];
             }
             T* const of_values = own_v + tile.from * to_v.row;
-            tile.walk(layout.value_dims, weight.data(), [&](int64_t, int64_t begin, int64_t count) {
-              tile.add_to_columns(weight.data(), own + begin, outward.row, count, of_values + begin, to_v.row);
+            tile.walk(layout.value_dims, weight.data(), [&](int64_t l, int64_t begin, int64_t count) {
+              tile.add_to_columns(l, weight.data(), own + begin, outward.row, count, of_values + begin, to_v.row);
             });
             tile.scale(factors, change.data());
             T* const of_keys = own_k + tile.from * to_k.row;
             const T* key = keys.at(span.row, group, span.key + tile.from);
             tile.walk(layout.dims, change.data(), [&](int64_t l, int64_t begin, int64_t count) {
               tile.add_to_rows(l, change.data(), key + begin, keys.row, count, sums.data() + begin, dim);
-              tile.add_to_columns(change.data(), query.data() + begin, dim, count, of_keys + begin, to_k.row);
+              tile.add_to_columns(l, change.data(), query.data() + begin, dim, count, of_keys + begin, to_k.row);
             });
           }
           scaled<T>(layout, sums.data(), dim, rows, to_q.at(span.row, head, span.query + first), to_q.row);

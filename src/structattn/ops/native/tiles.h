@@ -12,6 +12,7 @@ namespace structattn {
 
 constexpr int64_t kRows = 48;  // queries of a tile
 constexpr int64_t kCols = 64;  // keys of a tile
+constexpr int64_t kSquare = 8;  // rows and columns that are transposed at once
 
 // A sequence: its batch row, its first query and key there, how many it has, and the position of its first query, counted from its first key.
 struct Span {
@@ -67,6 +68,8 @@ class Tile {
   // Notes the keys that each row shares the next level with: once for every level from `all` to `any`.
   void note(const int64_t* low, const int64_t* high) {
     constexpr int64_t W = Vec<T>::size();
+    const int64_t noted = static_cast<int64_t>(column_groups_.size());
+    column_groups_.resize(noted + count_of(cols), {static_cast<int32_t>(rows_), 0});
     for (int64_t m = 0; m < rows_; m += kGroup) {
       Interval of_group{static_cast<int32_t>(cols), 0};
       for (int64_t i = m; i < std::min(m + kGroup, rows_); ++i) {
@@ -76,6 +79,10 @@ class Tile {
         intervals_.push_back(own);
         if (own.is_empty()) continue;
         of_group = {std::min(of_group.low, own.low), std::max(of_group.high, own.high)};
+        for (int64_t n = own.low / kGroup; n <= (own.high - 1) / kGroup; ++n) {
+          Interval& rows = column_groups_[noted + n];
+          rows = {std::min(rows.low, static_cast<int32_t>(i)), static_cast<int32_t>(i + 1)};
+        }
       }
       if (of_group.is_empty()) of_group = {0, 0};
       groups_.push_back({static_cast<int32_t>(of_group.low / W * W), static_cast<int32_t>(rounded(of_group.high, W))});
@@ -168,25 +175,37 @@ class Tile {
     });
   }
 
-  // c (columns, size) += x^T b.
-  void add_to_columns(const T* x, const T* b, int64_t ldb, int64_t size, T* c, int64_t ldc) const {
-    product<T>(cols, size, rows_, x, 1, kCols, b, ldb, c, ldc, true);
+  // c (columns, size) += x^T b, with x as `walk` has it at level l.
+  void add_to_columns(int64_t l, const T* x, const T* b, int64_t ldb, int64_t size, T* c, int64_t ldc) const {
+    if (l < all) {
+      product<T>(cols, size, rows_, x, 1, kCols, b, ldb, c, ldc, true);
+      return;
+    }
+    const Interval* rows = column_groups_.data() + (l - all) * count_of(cols);
+    for (int64_t n = 0; n < cols; n += kGroup, ++rows)
+      if (!rows->is_empty())
+        product<T>(std::min(kGroup, cols - n), size, rows->high - rows->low, x + rows->low * kCols + n, 1, kCols, b + rows->low * ldb, ldb, c + n * ldc,
+                   ldc, true);
   }
 
  private:
+  // How many groups n rows or columns are.
+  static int64_t count_of(int64_t n) { return (n + kGroup - 1) / kGroup; }
+
   // The columns that row i shares level l with, a level that not all pairs share.
   Interval interval(int64_t l, int64_t i) const { return intervals_[(l - all) * rows_ + i]; }
 
   // Calls f(first row, rows, columns) for groups of rows and the columns, in whole vectors, that any of them shares level l with.
   template <typename F>
   void groups(int64_t l, const F& f) const {
-    const Interval* of_group = groups_.data() + (l - all) * ((rows_ + kGroup - 1) / kGroup);
+    const Interval* of_group = groups_.data() + (l - all) * count_of(rows_);
     for (int64_t m = 0; m < rows_; m += kGroup, ++of_group)
       if (!of_group->is_empty()) f(m, std::min(kGroup, rows_ - m), *of_group);
   }
 
   int64_t rows_;
   std::vector<Interval> intervals_, groups_;  // of the levels `all` ... `any`
+  std::vector<Interval> column_groups_;       // the rows that any of some columns shares each of these levels with
 };
 
 // The tiles of some queries, with all keys that they see; kept while the next queries are at the same positions, as those of other heads.
@@ -240,9 +259,15 @@ void pack(const T* x, int64_t stride, int64_t count, int64_t dim, T* out) {
   for (int64_t first = 0; first < count; first += kCols, out += dim * kCols) {
     const int64_t rows = std::min(kCols, count - first);
     if (rows < kCols) std::fill(out, out + dim * kCols, T(0));
-    for (int64_t some = 0; some < dim; some += 8)
-      for (int64_t j = 0; j < rows; ++j)
-        for (int64_t d = some; d < std::min(some + 8, dim); ++d) out[d * kCols + j] = x[(first + j) * stride + d];
+    for (int64_t some = 0; some < dim; some += kSquare) {
+      const int64_t end = std::min(some + kSquare, dim);
+      int64_t j = 0;
+      if (end - some == kSquare)
+        for (; j + kSquare <= rows; j += kSquare)
+          at::vec::transpose_mxn<T, kSquare, kSquare>(x + (first + j) * stride + some, stride, out + some * kCols + j, kCols);
+      for (; j < rows; ++j)
+        for (int64_t d = some; d < end; ++d) out[d * kCols + j] = x[(first + j) * stride + d];
+    }
   }
 }
 

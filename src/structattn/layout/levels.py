@@ -5,7 +5,6 @@ A layout is a value: it holds no tensors and computes no attention. ``ops`` comp
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +14,13 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
-from structattn.checks import MAX_LENGTH, check_bool, check_choice, check_int, check_size, describe
+from structattn.checks import MAX_LENGTH, check_choice, check_int, check_size, describe
 from structattn.errors import ConfigError, ShapeError
 from structattn.layout.checks import checked_positions, checked_sharing, checked_value_ranks, positive_ints
+from structattn.layout.counts import LevelCounts
 from structattn.layout.scaling import SCALINGS, Scaling, score_factors
-from structattn.layout.segments import Boundaries, segments_of
-from structattn.layout.sliding import Windows, num_shared, pairs_within, shorter
+from structattn.layout.segments import Boundaries, segment_of, segments_of
+from structattn.layout.sliding import Windows, num_shared, shorter
 
 MAX_COUNTED = 2**26  # positions whose visible pairs are counted one by one
 
@@ -31,7 +31,7 @@ def _slices(ranks: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 @dataclass(frozen=True)
-class LevelLayout:
+class LevelLayout(LevelCounts):
     """Multi-level (MLR) attention: level l adds rank ``ranks[l]`` to pairs inside one block of ``block_sizes[l]``.
 
     With R(i, j) the sum of the ranks of the levels that positions i and j share, and l(i, j) the number of those levels,
@@ -253,13 +253,25 @@ class LevelLayout:
         self._check_level(level)
         check_int("position", position, minimum=0)
         self._check_row(row)
+        return self._block(level, position, row)[0]
+
+    def _block(self, level: int, position: int, row: int) -> tuple[int, int]:
+        """The first position of a block and the one after its last, where it has one."""
         if level == 1:
-            return 0
-        if self.boundaries is None:
-            size = self.block_sizes[level - 1]
-            return position // size * size
-        starts = self._segment_starts(level, row)
-        return starts[bisect_right(starts, position) - 1]
+            return 0, MAX_LENGTH
+        if self.boundaries is not None:
+            return segment_of(self._segment_starts(level, row), position)
+        size = self.block_sizes[level - 1]
+        return position // size * size, position // size * size + size
+
+    def shared_interval(
+        self, level: int, position: int, num_positions: int, window: int | None = None, row: int = 0
+    ) -> tuple[int, int]:
+        """The positions among ``num_positions`` that share a level with one of them: the first, and the one after the last."""
+        low, high = (0, num_positions) if self.windows is not None else self._block(level, position, row)
+        if (reach := self.window_of(level, window)) is not None:
+            low, high = max(low, position - reach + 1), min(high, position + reach)
+        return low, min(high, num_positions)
 
     def select_rows(self, rows: Sequence[int]) -> LevelLayout:
         """The layout of a batch that has row ``rows[b]`` of this one as its row b; itself where all rows have the same blocks."""
@@ -347,54 +359,3 @@ class LevelLayout:
     def _check_row(self, row: int) -> None:
         """A batch row; without segments of single rows all are alike."""
         check_int("row", row, minimum=0, maximum=None if self.num_rows is None else self.num_rows - 1)
-
-    def shared_pairs(self, num_positions: int, is_causal: bool = True, row: int = 0) -> tuple[int, ...]:
-        """The number of (query, key) pairs among ``num_positions`` that share each level; T*T or T*(T+1)/2 at level 1."""
-        check_bool("is_causal", is_causal)
-        self._check_count(num_positions, row)
-        if self.windows is not None:
-            return tuple(pairs_within(window, num_positions, is_causal) for window in self.windows)
-        return tuple(
-            sum(pairs_within(None, length, is_causal) * n for length, n in counts.items())
-            for counts in (self._length_counts(level, num_positions, row) for level in range(1, self.num_levels + 1))
-        )
-
-    def score_flops(self, num_positions: int, is_causal: bool = True, row: int = 0) -> int:
-        """FLOPs of all the scores of one head over T positions, exactly: 2 * sum over levels of r_l * (pairs sharing l).
-
-        2 FLOPs per multiply-add. At T = ``block_sizes[0]`` with halving, not causal: 2 T^2 * sum r_l / 2^(l-1).
-        """
-        shared = self.shared_pairs(num_positions, is_causal, row)
-        return sum(2 * rank * pairs for rank, pairs in zip(self.ranks, shared, strict=True))
-
-    def value_flops(self, num_positions: int, value_dim: int, is_causal: bool = True, row: int = 0) -> int:
-        """FLOPs of the weighted sums of values of one head over T positions: 2 * sum over levels of v_l * (pairs sharing l).
-
-        Without ``value_ranks``: 2 * ``value_dim`` * (all pairs).
-        """
-        check_size("value_dim", value_dim)
-        shared = self.shared_pairs(num_positions, is_causal, row)
-        ranks = (value_dim,) if self.value_ranks is None else self.value_ranks
-        return sum(2 * rank * pairs for rank, pairs in zip(ranks, shared, strict=False))
-
-    def key_cache_size(self, num_positions: int, row: int = 0) -> int:
-        """Numbers per key head that a cache must be able to hold while decoding up to T positions.
-
-        Level 1 keeps all T keys, a deeper level only those of the block that decoding is in, at most its longest block:
-        T r_1 + sum over l > 1 of r_l min(T, block_size_l). Sliding levels: sum of r_l min(T, window_l). Standard attention: T * D.
-        """
-        return self._cache_size(self.ranks, num_positions, row)
-
-    def value_cache_size(self, num_positions: int, value_dim: int, row: int = 0) -> int:
-        """Numbers per value head that a cache must be able to hold: as the keys with ``value_ranks``, else T * V."""
-        check_size("value_dim", value_dim)
-        return self._cache_size(self.value_ranks or (value_dim,), num_positions, row)
-
-    def _cache_size(self, ranks: tuple[int, ...], num_positions: int, row: int) -> int:
-        self._check_count(num_positions, row)
-        if self.windows is not None:
-            longest = [min(num_positions, num_positions if window is None else window) for window in self.windows]
-        else:
-            levels = range(1, len(ranks) + 1)
-            longest = [max(self._length_counts(level, num_positions, row), default=0) for level in levels]
-        return sum(rank * length for rank, length in zip(ranks, longest, strict=False))

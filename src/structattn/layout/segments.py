@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from itertools import pairwise
 
 import torch
@@ -47,6 +48,12 @@ def checked_boundaries(ranks: tuple[int, ...], boundaries: object) -> Boundaries
                 )
         rows.append(row)
     return tuple(rows)
+
+
+def segment_of(starts: tuple[int, ...], position: int) -> tuple[int, int]:
+    """The first position of the segment that holds a position, and the one after its last; the last segment has no end."""
+    after = bisect_right(starts, position)
+    return starts[after - 1], starts[after] if after < len(starts) else MAX_LENGTH
 
 
 def segments_of(boundaries: Boundaries, level: int, positions: Tensor, rows: Tensor | int) -> Tensor:

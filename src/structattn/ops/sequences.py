@@ -19,7 +19,8 @@ class SequenceSpan:
         row: which segments of a free partition it has.
         queries, keys: index of its first query and key in the batch row.
         num_queries, num_keys: how many it has.
-        first_query: the position of its first query, counted from its first key.
+        first_query: the position of its first query.
+        first_key: the position of its first key; 0 unless earlier ones are elsewhere, in another process.
     """
 
     batch: int
@@ -29,6 +30,12 @@ class SequenceSpan:
     num_queries: int
     num_keys: int
     first_query: int
+    first_key: int = 0
+
+    @property
+    def end_key(self) -> int:
+        """The position after its last key."""
+        return self.first_key + self.num_keys
 
 
 def sequences_of(q: Tensor, k: Tensor, call: Call) -> list[SequenceSpan]:

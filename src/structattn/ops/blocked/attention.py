@@ -7,7 +7,7 @@ sequences have the same blocks or windows, sequences padded to a few lengths for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,10 +33,15 @@ _SLIDING = 4  # times as many with sliding levels: of their many small tiles, ca
 _FEW_QUERIES = 32
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, sequences: Sequence[SequenceSpan] | None = None
+) -> tuple[Tensor, Tensor]:
     """Structured attention; the arguments are those of ``structured_attention``, checked.
 
     16-bit inputs are computed in float32.
+
+    Args:
+        sequences: the queries and keys that are there, with their positions. Default: those of the call.
 
     Returns:
         out (B, H, T, V) in q's dtype and lse (B, H, T), float32 or float64, base e; contiguous.
@@ -53,7 +58,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     bias = _bias(call, dtype)
     out = q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
     lse = q.new_full((), -torch.inf).expand(*q.shape[:3], 1)
-    for group in _groups(q, k, call):
+    for group in _groups(q, k, call, sequences):
         parameters = _parameters(call, group, q, k, bias)
         queries, keys, values = group.queries.pad(q, repeats), group.keys.pad(k, 1), group.keys.pad(v, 1)
         # For few queries a pass over the scores costs less than one over the keys.
@@ -77,12 +82,13 @@ def backward(
     call: Call,
     *,
     needs_bias: bool,
+    sequences: Sequence[SequenceSpan] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and, if asked, of the bias, in their dtypes and shapes, contiguous.
 
     Args:
         grad_out, grad_lse: of ``forward``'s results; ``grad_lse`` may be ``None``.
-        q, k, v, call: as in ``forward``; the same seed.
+        q, k, v, call, sequences: as in ``forward``; the same seed.
         out, lse: what ``forward`` returned.
         needs_bias: whether the bias needs its gradient.
 
@@ -104,7 +110,7 @@ def backward(
     bias = _bias(call, dtype)
     grad_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None
     grad_q, grad_k, grad_v = (x.new_zeros(()).expand(x.shape) for x in (q, k, v))
-    for group in _groups(q, k, call):
+    for group in _groups(q, k, call, sequences):
         rows_q, rows_k, rows_v = online_softmax.backward(
             group.tiles(),
             group.queries.pad(q, repeats),
@@ -204,7 +210,7 @@ class _Group:
     tiles: Callable[[], Iterator[Tile]]
 
 
-def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
+def _groups(q: Tensor, k: Tensor, call: Call, sequences: Sequence[SequenceSpan] | None) -> Iterator[_Group]:
     heads, repeats = k.shape[1], q.shape[1] // k.shape[1]
     is_ragged = call.cu_seqlens is not None or call.left_padding is not None
 
@@ -221,14 +227,16 @@ def _groups(q: Tensor, k: Tensor, call: Call) -> Iterator[_Group]:
             tile=_TILE,
         )
 
-    if is_regular and not is_ragged:
+    is_placed = sequences is not None  # blocks are then not counted from the first key
+    if is_regular and not is_ragged and not is_placed:
         tiles = partial(families.tiles, geometry(q.shape[2], k.shape[2]), k.shape[0] * heads, repeats, q.device)
         yield _Group(queries=NoPadding(), keys=NoPadding(), tiles=tiles)
         return
-    sequences = sequences_of(q, k, call)
+    if sequences is None:
+        sequences = sequences_of(q, k, call)
     if not sequences:
         return
-    if is_regular and all(item.num_queries == item.num_keys for item in sequences):
+    if is_regular and not is_placed and all(item.num_queries == item.num_keys for item in sequences):
         buckets: dict[int, list[SequenceSpan]] = {}
         for item in sequences:  # lengths within a factor of sqrt 2 are padded to the longest of them
             buckets.setdefault(math.ceil(2 * math.log2(max(item.num_keys, _TILE))), []).append(item)

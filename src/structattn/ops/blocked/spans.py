@@ -67,16 +67,14 @@ class SpanTiles:
                             yield SpanTile(self, sequence, level, deeper, first, last + 1, start, stop)
 
     def _block(self, sequence: SequenceSpan, level: int, position: int) -> tuple[int, int]:
-        """The first position of the block that holds a position, and the first one after it."""
-        if level == 1:
-            return 0, sequence.num_keys
+        """The first position of the block of a level from 2 on that holds a position, and the first one after it."""
         if self.layout.boundaries is None:
             size = self.layout.block_sizes[level - 1]
             start = position // size * size
             return start, start + size
         starts = self._starts(sequence, level)
         after = bisect_right(starts, position)
-        return starts[after - 1] if after else position, starts[after] if after < len(starts) else sequence.num_keys
+        return starts[after - 1] if after else position, starts[after] if after < len(starts) else sequence.end_key
 
     def _starts(self, sequence: SequenceSpan, level: int) -> tuple[int, ...]:
         """Where the segments of a free partition start."""
@@ -105,7 +103,7 @@ class SpanTiles:
 
     def _ranges(self, sequence: SequenceSpan, first: int, last: int) -> Iterator[_Range]:
         """The keys of one sequence around its queries first ... last."""
-        low, high = 0, sequence.num_keys  # keys that share ``level`` levels or more with all of them
+        low, high = sequence.first_key, sequence.end_key  # keys that share ``level`` levels or more with all of them
         for level in range(1, self.layout.num_levels):
             block, block_of_last = (self._block(sequence, level + 1, position) for position in (first, last))
             start, stop = max(low, block[0]), min(high, block_of_last[1])
@@ -124,10 +122,11 @@ class SpanTiles:
     def _sliding_ranges(self, sequence: SequenceSpan, first: int, last: int) -> Iterator[_Range]:
         """As ``_ranges``, without what is hidden from all queries."""
         bands = bands_of(self.layout, self.is_causal, self.window)
-        num_keys, cuts = sequence.num_keys, {0, sequence.num_keys}
-        for edge in bands.edges(first - num_keys, last):
+        low, high = sequence.first_key, sequence.end_key
+        cuts = {low, high}
+        for edge in bands.edges(first - high, last - low):
             # A query i meets the edge between the keys i - edge and i - edge + 1.
-            cuts |= {min(max(query - edge + 1, 0), num_keys) for query in (first, last)}
+            cuts |= {min(max(query - edge + 1, low), high) for query in (first, last)}
         for start, stop in pairwise(sorted(cuts)):
             if levels := sorted(bands.levels(first - stop + 1, last - start) - {0}):
                 yield levels[0], tuple(levels[1:]), start, stop
@@ -169,7 +168,8 @@ class SpanTile(Tile):
 
     @property
     def _keys(self) -> slice:
-        return slice(self.sequence.keys + self.first_key, self.sequence.keys + self.stop_key)
+        start = self.sequence.keys - self.sequence.first_key
+        return slice(start + self.first_key, start + self.stop_key)
 
     def rows_of(self, x: Tensor) -> Tensor:
         repeats = self.tiles.repeats

@@ -24,6 +24,7 @@ FLOORS = {
     "matrices": 4,
     "ops": 4,
     "cache": 5,
+    "parallel": 5,
     "layers": 6,
     "spec": 7,  # text forms: what is below takes objects
     "models": 8,

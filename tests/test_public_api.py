@@ -33,6 +33,7 @@ def test_public_names() -> None:
         "matrices",
         "mup",
         "ops",
+        "parallel",
         "parse_spec",
         "replace_linears",
         "rotary_order",

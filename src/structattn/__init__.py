@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from structattn import text_forms
 
 if TYPE_CHECKING:
-    from structattn import cache, errors, matrices, mup, ops
+    from structattn import cache, errors, matrices, mup, ops, parallel
     from structattn.cache import LayerCaches, LevelCache
     from structattn.layers import scoring
     from structattn.layers.attention import Attention
@@ -64,7 +64,10 @@ _HOMES = {
     "rotary_order": "layers.rotary_order",
     "structured_attention": "ops",
 }
-_MODULES = {name: name for name in ("cache", "errors", "layers", "layout", "matrices", "models", "mup", "ops", "spec")}
+_MODULES = {
+    name: name
+    for name in ("cache", "errors", "layers", "layout", "matrices", "models", "mup", "ops", "parallel", "spec")
+}
 _MODULES["scoring"] = "layers.scoring"
 
 if not TYPE_CHECKING:  # type checkers read the imports above, and report a name that is not among them
@@ -107,6 +110,7 @@ __all__ = [
     "matrices",
     "mup",
     "ops",
+    "parallel",
     "parse_spec",
     "replace_linears",
     "rotary_order",

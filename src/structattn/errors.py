@@ -59,6 +59,10 @@ class TrainingFailedError(StructAttnError, RuntimeError):
     """Runs that were trained elsewhere did not end; the message names the first one."""
 
 
+class CommunicationError(StructAttnError, RuntimeError):
+    """Another process of a sharded computation has ended, or no longer answers."""
+
+
 class MissingDependencyError(StructAttnError, ImportError):
     """An optional library is not installed; the message names the extra that brings it."""
 

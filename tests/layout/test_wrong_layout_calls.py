@@ -225,6 +225,32 @@ TABLE = {
         {"num_positions": 9, "value_dim": 8},
         {**COUNTED, **ROW, "value_dim": SIZE},
     ),
+    "LevelLayout.shared_interval": (
+        FREE.shared_interval,
+        {"level": 2, "position": 3, "num_positions": 9},
+        {
+            "level": (*COUNT, 0, 3),
+            "position": (*COUNT, 9),
+            "num_positions": (*COUNT, 3),
+            "window": SIZE,
+            "row": (*COUNT, 2),
+        },
+    ),
+    "LevelLayout.communication_bytes": (
+        FREE.communication_bytes,
+        {"num_positions": 9, "num_processes": 2, "batch_size": 2},
+        {
+            "num_positions": SIZE,
+            "num_processes": (*SIZE, (4, 4), (10, -1), (4, 5.0)),
+            "is_causal": FLAG,
+            "window": SIZE,
+            "cu_seqlens": ((), (0,), (0, 8), (1, 9), (0, 5, 4, 9), (0, 9), "09", 9, THING),
+            "num_kv_heads": SIZE,
+            "value_dim": SIZE,
+            "batch_size": (*SIZE, 1),
+            "dtype": (torch.int8, "float32", 4, THING),
+        },
+    ),
     "LevelLayout.key_cache_size": (
         FREE.key_cache_size,
         {"num_positions": 9},
@@ -378,7 +404,7 @@ def test_every_public_name_has_wrong_calls() -> None:
         "replace_linears",
         "structured_attention",
     }
-    folders = {"__version__", "cache", "errors", "matrices", "mup", "ops", "scoring"}
+    folders = {"__version__", "cache", "errors", "matrices", "mup", "ops", "parallel", "scoring"}
     protocols = {"DeclaresRoles", "DrawsFactors", "ComputesWeight"}
     public = [*sa.__all__, *(f"scoring.{name}" for name in ("LowRank", "BTT", "MLR", "Matrix"))]
     public += [

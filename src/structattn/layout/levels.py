@@ -267,7 +267,15 @@ class LevelLayout(LevelCounts):
     def shared_interval(
         self, level: int, position: int, num_positions: int, window: int | None = None, row: int = 0
     ) -> tuple[int, int]:
-        """The positions among ``num_positions`` that share a level with one of them: the first, and the one after the last."""
+        """The positions among ``num_positions`` that share a level with one of them, ``position``: the first, and the one after the last.
+
+        Args:
+            window: of the call, as in ``structured_attention``.
+            row: the batch row, where rows have different segments.
+        """
+        check_int("level", level, minimum=1, maximum=self.num_levels)
+        self._check_count(num_positions, row)
+        check_int("position", position, minimum=0, maximum=num_positions - 1)
         low, high = (0, num_positions) if self.windows is not None else self._block(level, position, row)
         if (reach := self.window_of(level, window)) is not None:
             low, high = max(low, position - reach + 1), min(high, position + reach)

@@ -158,6 +158,12 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
     return "blocked", lambda: f"{_levels(call)} in memory linear in the length (no fused kernel: {reason})"
 
 
+def with_gradients(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
+    """The fastest backend that has a log-sum-exp and a backward pass of its own, for those who join several calls."""
+    fused = "triton" if q.is_cuda else "native"
+    return fused if _why_not_call(fused, q, k, v, call) is None else "blocked"
+
+
 def _is_native(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool:
     """Whether the C++ code is there and computes a call: of one level what PyTorch's own kernels do not."""
     if not q.is_cpu or torch.compiler.is_exporting():  # an exported program may run on another machine

@@ -177,6 +177,15 @@ def _checked_sequences(q: Tensor, k: Tensor, options: Options) -> Options:
     return {"cu_seqlens": of_queries, "cu_seqlens_k": of_keys, "left_padding": left_padding}
 
 
+def check_boundaries(name: str, x: Any, q: Tensor) -> None:
+    """Raises ``ShapeError`` unless these may be the boundaries of packed sequences, of which q holds some of the tokens."""
+    _check_ints(name, x, q)
+    if q.shape[0] != 1 or x.shape[0] < 2:
+        raise ShapeError(
+            f"{name} needs batch 1 and at least 2 entries, the boundaries of one sequence, got batch {q.shape[0]} and {x.shape[0]} entries"
+        )
+
+
 def checked_lengths(lengths: Tensor, name: str, total: int, least: int | None) -> Tensor:
     """The tensor, its numbers checked: at once, or in a compiled program, or inside of a transform, whenever it runs.
 

@@ -1,0 +1,118 @@
+"""Attention over a sharded sequence, differentiable: one exchange of keys and values forward, one of their gradients back.
+
+    forward     out = sum over parts of exp(lse_part - lse) out_part,   lse = logsumexp over parts of lse_part
+    backward    each part with the joined out and lse, as ring attention does
+
+Queries, outputs and their gradients stay. While keys travel a process computes what needs its own keys only, and so it does while gradients do.
+
+Source: the joining of parts is that of Milakov and Gimelshein 2018, the backward pass from the joined log-sum-exp that of Liu et al. 2023
+(ring attention).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from structattn.errors import DerivativeError
+from structattn.layout.shards import KeySpan
+from structattn.ops.call import Call
+from structattn.parallel.local import own_part, span_part
+from structattn.parallel.plan import Plan, Views, packed, sizes, unpacked
+from structattn.parallel.processes import Processes
+
+
+class ShardedAttention(torch.autograd.Function):
+    """The output and log-sum-exp of the queries of this process."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, processes: Processes, plan: Plan, call: Call
+    ) -> tuple[Tensor, Tensor]:
+        views = plan.own(k, v)
+        others = plan.empty(k)
+        exchange = None
+        if not plan.is_silent:
+            exchange = processes.exchange(packed(views, k), sizes(views), sizes(plan.arrived(others)))
+        out, lse = own_part(plan, call).forward(q, k, v)
+        if exchange is not None:
+            _copy(exchange.wait(), plan.arrived(others))
+            exchange = None  # its memory is that of all keys that came
+        if others:
+            joined = out.to(lse.dtype, copy=True)
+            for span, key, value in zip(plan.spans, others[::2], others[1::2], strict=True):
+                part = span_part(plan, span, call).forward(_queries(q, span)[..., : key.shape[3]], key, value)
+                _join(_queries(joined, span), _queries(lse[..., None], span), *part)
+            out = joined.to(out.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, *others)
+        ctx.processes, ctx.plan, ctx.call = processes, plan, call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise DerivativeError(
+                "attention over a sharded sequence has first derivatives only: leave out create_graph=True, or use structured_attention in one process"
+            )
+        q, k, v, out, lse, *others = ctx.saved_tensors
+        processes, plan, call = ctx.processes, ctx.plan, ctx.call
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+        grad_q = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
+        changes = []
+        for span, key, value in zip(plan.spans, others[::2], others[1::2], strict=True):
+            query, outward, known = (_queries(x, span) for x in (q, grad_out, out))
+            dim, shared = key.shape[3], value.shape[3]
+            # What a backend subtracts from rowsum(grad_out * out) of the dimensions that it is given.
+            rest = (outward[..., shared:] * known[..., shared:]).sum(-1, dtype=lse.dtype)
+            dq, dk, dv = span_part(plan, span, call).backward(
+                outward[..., :shared],
+                _queries(grad_lse, span) - rest,
+                query[..., :dim],
+                key,
+                value,
+                known[..., :shared],
+                _queries(lse, span),
+            )
+            _queries(grad_q, span)[..., :dim].add_(dq)
+            changes += [dk, dv]
+        views, exchange = plan.arrived(changes), None
+        if not plan.is_silent:
+            exchange = processes.exchange(packed(views, k), sizes(views), sizes(plan.own(k, v)))
+        del changes, views, others
+        dq, dk, dv = own_part(plan, call).backward(grad_out, grad_lse, q, k, v, out, lse)
+        grad_q.add_(dq)
+        if exchange is not None:
+            grad_k, grad_v = dk.to(lse.dtype), dv.to(lse.dtype)
+            for view, numbers in unpacked(exchange.wait(), plan.own(grad_k, grad_v)):
+                view.add_(numbers)
+            dk, dv = grad_k.to(k.dtype), grad_v.to(v.dtype)
+        return grad_q.to(q.dtype), dk, dv, None, None, None
+
+
+def _copy(numbers: Tensor, views: Views) -> None:
+    for view, some in unpacked(numbers, views):
+        view.copy_(some)
+
+
+def _queries(x: Tensor, span: KeySpan) -> Tensor:
+    """The queries that see a span, of a tensor (B, H, T, ...)."""
+    return x[slice(*span.batch), :, slice(*span.queries)]
+
+
+def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Adds the keys of a part to the softmax of its queries, in place; the part may have the first dimensions of the output only.
+
+    Args:
+        out, lse: (..., V) and (..., 1).
+        part, part_lse: (..., V') and (...).
+    """
+    more = part_lse[..., None]
+    both = torch.logaddexp(lse, more)
+    known = both.masked_fill(both == -torch.inf, 0.0)  # rows that see nothing yet would be NaN
+    out.mul_((lse - known).exp_())
+    out[..., : part.shape[-1]].addcmul_(part.to(out.dtype), (more - known).exp_())
+    lse.copy_(both)

@@ -1,0 +1,205 @@
+"""``context_parallel``: structured attention over a sequence that is divided among processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from structattn.checks import check_type
+from structattn.errors import ShapeError, StructAttnError
+from structattn.layout.levels import LevelLayout
+from structattn.layout.shards import Shards
+from structattn.ops import checks
+from structattn.ops.call import Call, Options
+from structattn.ops.reference import with_sinks
+from structattn.parallel.agreement import agreed_lengths
+from structattn.parallel.attention import ShardedAttention
+from structattn.parallel.local import constant_scale
+from structattn.parallel.plan import plan_of
+from structattn.parallel.processes import Processes
+
+
+def context_parallel(layout: LevelLayout | None, mesh: DeviceMesh) -> ContextParallel:
+    """``structured_attention`` over a sequence that is divided among the processes of a mesh.
+
+    Process p holds neighboring tokens: q, k and v of any number of them, also of none, in the order of the processes. Each process calls
+    the result with its own tokens and the same options, and gets the outputs of its own queries. Outputs and gradients are those of
+    ``structured_attention`` over the whole sequence.
+
+    Args:
+        layout: ``LevelLayout``; ``None`` is one level: plain attention.
+        mesh: of one dimension, whose processes divide the sequence; in a mesh of more dimensions take one, as ``mesh["context"]``.
+
+    Raises:
+        ConfigError: another layout, or a mesh of more dimensions or without this process.
+
+    Example:
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (world_size,))  # doctest: +SKIP
+        >>> attention = sa.parallel.context_parallel(layout, mesh)  # doctest: +SKIP
+        >>> out = attention(q, k, v)  # doctest: +SKIP
+    """
+    return ContextParallel(layout, mesh)
+
+
+class ContextParallel:
+    """Made by ``context_parallel``: a function of the tokens of this process.
+
+    Attributes:
+        layout, mesh: as given.
+    """
+
+    def __init__(self, layout: LevelLayout | None, mesh: DeviceMesh) -> None:
+        check_type("layout", layout, LevelLayout | None, "a LevelLayout or None")
+        self.layout, self.mesh = layout, mesh
+        self._processes = Processes(mesh)
+
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+    ) -> tuple[Tensor, Tensor]: ...
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # which keys travel is computed by Python
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        is_causal: bool = True,
+        scale: float | None = None,
+        window: int | None = None,
+        cu_seqlens: Tensor | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The outputs of the queries of this process; all processes call it together, and go back through it together.
+
+        Args:
+            q, k, v: the tokens of this process: (B, H, T_p, D), (B, G, T_p, D) and (B, G, T_p, V).
+            is_causal, scale, window, softcap, alibi_slopes, return_lse: as in ``structured_attention``.
+            cu_seqlens: the boundaries of packed sequences among all T tokens, the same in every process.
+            sinks: as in ``structured_attention``, the same in every process. Their gradient is that of the queries of this process: the sum
+                over the processes is the whole, as of any weight that every process has.
+
+        Returns:
+            out (B, H, T_p, V), and with ``return_lse`` the log-sum-exp (B, H, T_p). The layouts of the shards follow from T_p of all processes.
+
+        Raises:
+            ShapeError, ConfigError: as ``structured_attention``, in the process whose call is wrong; a ``ConfigError`` in the others.
+            ConfigError: the processes make different calls; the message names the difference. No key has travelled then.
+            CommunicationError: another process has ended, or has not answered within the timeout of the process group.
+            DerivativeError: a second derivative is asked for.
+
+        Cost: what a process sends is ``layout.communication_bytes``, and 32 bytes to each other one by which they check that the
+            calls agree. Memory is linear in T_p and in what arrives, which is kept for the backward pass. Work is not balanced with
+            ``is_causal``: the last process has the most keys.
+
+        Source: ours; the joining of parts is that of ring attention (Liu et al. 2023).
+        """
+        options: Options = {
+            "is_causal": is_causal,
+            "scale": scale,
+            "window": window,
+            "attn_bias": None,
+            "attn_mask": None,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "dropout_p": 0.0,
+            "cu_seqlens": None,
+            "cu_seqlens_k": None,
+            "left_padding": None,
+        }
+        error: StructAttnError | None = None
+        description: dict[str, object] = {}
+        try:
+            layout, checked = self._checked(q, k, v, options, sinks, cu_seqlens, return_lse)
+            description = _description(q, k, v, layout, checked, sinks, cu_seqlens)
+        except StructAttnError as wrong:
+            error = wrong
+        length = q.shape[2] if error is None else 0
+        lengths = agreed_lengths(self._processes, torch.device(self._processes.device_type), length, description, error)
+        seqlens = (0, sum(lengths))
+        if cu_seqlens is not None:
+            ends = checks.checked_lengths(cu_seqlens.cpu(), "cu_seqlens", sum(lengths), 1)
+            seqlens = tuple(ends.tolist())
+        checked["scale"] = constant_scale(layout, checked["scale"])
+        call = Call(layout=layout, **checked)
+        shards = Shards(
+            layout=layout,
+            lengths=lengths,
+            seqlens=seqlens,
+            batch=q.shape[0],
+            is_causal=is_causal,
+            window=checked["window"],
+        )
+        q, k, v = checks.autocasted(q, k, v)
+        plan = plan_of(shards, layout, v.shape[3], self._processes.index)
+        with checks.without_autocast(q):
+            out, lse = ShardedAttention.apply(q, k, v, self._processes, plan, call)  # type: ignore[no-untyped-call]
+            if sinks is not None:
+                out, lse = with_sinks(out, lse, sinks)
+        return (out, lse) if return_lse else out
+
+    def _checked(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: Options,
+        sinks: Tensor | None,
+        cu_seqlens: Tensor | None,
+        return_lse: bool,
+    ) -> tuple[LevelLayout, Options]:
+        """The layout and the options, in so far as this process can check them by itself."""
+        checks.check_options(self.layout, options, return_lse)
+        checks.check_tensors(q, k, v)
+        if q.shape[2] != k.shape[2]:
+            raise ShapeError(f"a process holds queries and keys of the same tokens: got {q.shape[2]} and {k.shape[2]}")
+        if q.device.type != self._processes.device_type:
+            raise ShapeError(f"the mesh is for tensors on {self._processes.device_type}, got q on {q.device}")
+        checked = checks.checked_terms(q, k, options)
+        if sinks is not None:
+            checks.check_sinks(q, sinks)
+        num_rows, row_name = q.shape[0], "batch row"
+        if cu_seqlens is not None:
+            checks.check_boundaries("cu_seqlens", cu_seqlens, q)
+            num_rows, row_name = cu_seqlens.shape[0] - 1, "packed sequence"
+        layout = LevelLayout((q.shape[3],), (2**30,)) if self.layout is None else self.layout
+        checks.check_layout(layout, q.shape[3], v.shape[3], num_rows, row_name)
+        checked["window"] = layout.window_of(1, options["window"])
+        return layout, checked
+
+
+def _description(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: LevelLayout,
+    options: Mapping[str, Any],
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> dict[str, object]:
+    """What must be the same in all processes, by the names that a user knows."""
+    shapes = {
+        f"the shape of {name}": [*x.shape[:2], "tokens", x.shape[3]] for name, x in (("q", q), ("k", k), ("v", v))
+    }
+    slopes, needs_grad = options["alibi_slopes"], torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return {
+        **shapes,
+        "the dtype of q": str(checks.taken_dtype(q)),
+        "layout": str(layout),
+        **{name: options[name] for name in ("is_causal", "scale", "window", "softcap")},
+        "alibi_slopes": None if slopes is None else slopes.tolist(),
+        "sinks": sinks is not None,
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.tolist(),
+        "whether a backward pass will follow": needs_grad,
+    }

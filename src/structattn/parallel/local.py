@@ -1,0 +1,130 @@
+"""The attention that one process computes: its queries against its own keys, and against each span of keys that came from others.
+
+Each is a call of a backend, with positions counted in the whole sequence. Where a part of the scores is what a call without positions
+computes as well, the fastest backend takes it; the rest is computed by ``blocked``.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from structattn.layout.levels import LevelLayout
+from structattn.layout.shards import KeySpan
+from structattn.ops import backends
+from structattn.ops.blocked import attention as blocked
+from structattn.ops.call import Call
+from structattn.ops.sequences import SequenceSpan
+from structattn.parallel.plan import Plan
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some queries of a process against some keys.
+
+    Attributes:
+        call: their options; the layout has the levels that they may share.
+        sequences: their positions; ``None`` where those of the call are right.
+    """
+
+    call: Call
+    sequences: tuple[SequenceSpan, ...] | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp."""
+        if self.sequences is not None:
+            return blocked.forward(q, k, v, self.call, self.sequences)
+        out, lse = backends.TABLE[backends.with_gradients(q, k, v, self.call)].forward(q, k, v, self.call)
+        assert lse is not None
+        return out, lse
+
+    def backward(
+        self, grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v, from the joined output and log-sum-exp."""
+        arguments = grad_out, grad_lse, q, k, v, out, lse, self.call
+        if self.sequences is not None:
+            return blocked.backward(*arguments, needs_bias=False, sequences=self.sequences)[:3]
+        backward = backends.TABLE[backends.with_gradients(q, k, v, self.call)].backward
+        assert backward is not None
+        return backward(*arguments, needs_bias=False)[:3]
+
+
+def own_part(plan: Plan, call: Call) -> Part:
+    """The queries of a process against its own keys."""
+    shards, layout = plan.shards, plan.layout
+    offset = shards.offsets[plan.process]
+    inside = list(shards.sequences(plan.process))
+    if all(_is_unmoved(layout, start - shards.seqlens[n], stop - start) for n, start, stop in inside):
+        if len(shards.seqlens) == 2:
+            return Part(call, None)
+        ends = torch.tensor([0, *(stop - offset for _, _, stop in inside)], dtype=torch.int32, device="cpu")
+        return Part(replace(call, cu_seqlens=ends), None)
+    sequences = []
+    for (first, last), row in shards.rows:
+        for number, start, stop in inside:
+            for batch in range(first, last):
+                at, size, position = start - offset, stop - start, start - shards.seqlens[number]
+                sequences.append(SequenceSpan(batch, shards.row(row, number), at, at, size, size, position, position))
+    return Part(call, tuple(sequences))
+
+
+def _is_unmoved(layout: LevelLayout, position: int, length: int) -> bool:
+    """Whether positions from this one on share the levels that they would share, were they counted from 0."""
+    if position == 0 and layout.num_rows is None:
+        return True
+    if layout.boundaries is not None:
+        return False
+    inside = range(2, layout.num_levels + 1) if layout.windows is None else ()
+    return all(
+        position % layout.block_sizes[level - 1] == 0
+        or layout.shared_interval(level, position, position + length)[1] == position + length
+        for level in inside
+    )
+
+
+def span_part(plan: Plan, span: KeySpan, call: Call) -> Part:
+    """The queries of a process that see a span of keys of others, against these."""
+    rows = span.batch[1] - span.batch[0]
+    slopes = call.alibi_slopes
+    if slopes is not None and slopes.shape[0] > 1:
+        slopes = slopes[slice(*span.batch)]
+    num_queries, num_keys = span.queries[1] - span.queries[0], span.tokens[1] - span.tokens[0]
+    layout = first_levels(plan.layout, span.level)
+    per_level, per_count = layout.score_factors(call.scale)
+    positions = min(span.first_query, span.first_key), max(span.first_query + num_queries, span.first_key + num_keys)
+    is_whole = slopes is None and call.window is None and set(per_level) == {1.0}
+    if is_whole and _are_in_one_block(layout, *positions, span.row):
+        one = LevelLayout((sum(layout.ranks),), (2**30,))
+        return Part(replace(call, layout=one, scale=per_count[-1], is_causal=False), None)
+    sequence = SequenceSpan(0, span.row, 0, 0, num_queries, num_keys, span.first_query, span.first_key)
+    sequences = tuple(replace(sequence, batch=batch) for batch in range(rows))
+    return Part(replace(call, layout=layout, alibi_slopes=slopes), sequences)
+
+
+def _are_in_one_block(layout: LevelLayout, first: int, stop: int, row: int) -> bool:
+    """Whether all positions of a range share every level."""
+    return layout.windows is None and layout.shared_interval(layout.num_levels, first, stop, None, row)[1] == stop
+
+
+@functools.lru_cache(maxsize=256)
+def first_levels(layout: LevelLayout, count: int) -> LevelLayout:
+    """A layout of the first levels of another one."""
+    boundaries = layout.boundaries
+    return replace(
+        layout,
+        ranks=layout.ranks[:count],
+        block_sizes=layout.block_sizes[:count],
+        value_ranks=None if layout.value_ranks is None else layout.value_ranks[:count],
+        boundaries=None if boundaries is None else tuple(row[:count] for row in boundaries),
+        windows=None if layout.windows is None else layout.windows[:count],
+    )
+
+
+def constant_scale(layout: LevelLayout, scale: float | None) -> float | None:
+    """The scale of a call, where it is one number for all pairs: of fewer levels it must stay what it is of all."""
+    per_level, per_count = layout.score_factors(scale)
+    return per_count[0] if set(per_level) == {1.0} and len(set(per_count)) == 1 else scale

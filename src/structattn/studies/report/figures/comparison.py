@@ -47,12 +47,13 @@ def _scores(record: ComparisonRecord) -> Drawing | None:
     else:
         low, high = min(0.0, *everything), max(everything)
         ax.set_xlim(low, high + 0.06 * (high - low or 1.0))
-    ax.set_xlabel(f"{record.metric_label} (lower is better)")
+    # At the right, so that a long one has the room below the names too.
+    ax.set_xlabel(f"{record.metric_label} (lower is better)", loc="right")
     for value, _ in lines:
         ax.axvline(value, color=GREY, lw=1.0, ls=DASHES[0], zorder=1)
     ax.set_xlim(ax.get_xlim())
     at = [float((ax.transScale + ax.transLimits).transform((value, 0.0))[0]) for value, _ in lines]
-    for (value, name), top in zip(lines, spread(at, 0.05), strict=True):
+    for (value, name), top in zip(lines, spread(at, 0.09), strict=True):
         ax.annotate(
             name, (value, 1.0), (top, 1 + 0.12 / height), xycoords=ax.get_xaxis_transform(),
             textcoords="axes fraction", rotation=30 if top < 0.7 else -30, rotation_mode="anchor",

@@ -52,9 +52,14 @@ SHAPES: dict[str, tuple[LevelLayout, torch.dtype, int]] = {
         BF16,
         64,
     ),
+    "bfloat16, D=32, 4 levels": (_halving(16, 8, 4, 4), BF16, 32),
     "bfloat16, D=128, 4 levels": (_halving(64, 32, 16, 16), BF16, 128),
+    "bfloat16, D=256, 4 levels": (_halving(128, 64, 32, 32), BF16, 256),
     "float32, D=64, 8 levels": (_halving(*(8,) * 8), FLOAT32, 64),
+    "float32, D=128, 4 levels": (_halving(64, 32, 16, 16), FLOAT32, 128),
 }
+# Whose tiles the kernel without levels takes, by head dimension.
+BESIDE_PLAIN = {32: "bfloat16, D=32, 4 levels", 64: "bfloat16, D=64, 1 level", 128: "bfloat16, D=128, 4 levels"}
 
 
 def all_sources() -> Iterator[tuple[str, Source]]:
@@ -62,7 +67,7 @@ def all_sources() -> Iterator[tuple[str, Source]]:
     from benchmarks.gpu import compiled  # what reads the page needs no Triton
 
     for name, (layout, dtype, value_dim) in SHAPES.items():
-        if layout.num_levels == 1 or name == "bfloat16, D=128, 4 levels":
+        if name == BESIDE_PLAIN.get(layout.head_dim):
             tiles = next(compiled.sources(layout, dtype, value_dim)).tiles
             yield f"bfloat16, D={layout.head_dim}, {PLAIN}", compiled.plain(layout.head_dim, dtype, tiles)
         for source in compiled.sources(layout, dtype, value_dim):
@@ -184,7 +189,7 @@ def _named(keys: Sequence[str], total: int) -> str:
 def _compared(data: dict[str, Any]) -> str:
     """Loops over far keys of the forward kernel beside that of the kernel without levels."""
     body = []
-    for dim in (64, 128):
+    for dim in BESIDE_PLAIN:
         plain = f"bfloat16, D={dim}, {PLAIN}"
         for shape in (plain, *(name for name in SHAPES if name.startswith(f"bfloat16, D={dim},"))):
             cells = []
@@ -210,7 +215,7 @@ def _far_dims(shape: str, one: dict[str, Any]) -> int:
 def _floors(data: dict[str, Any]) -> str:
     """The fewest clocks of a multiprocessor for a far pair of the forward kernel, and what they are for."""
     body = []
-    for dim in (64, 128):
+    for dim in BESIDE_PLAIN:
         plain = f"bfloat16, D={dim}, {PLAIN}"
         base: dict[str, float] = {}
         for shape in (plain, *(name for name in SHAPES if name.startswith(f"bfloat16, D={dim},"))):
@@ -232,7 +237,7 @@ def _floors(data: dict[str, Any]) -> str:
 
 TEXT = """# The kernels without a GPU
 
-The fused kernels have not run on a GPU yet. This page is what the compiler says of them: every kernel, for six shapes, is compiled for NVIDIA GPUs of compute
+The fused kernels have not run on a GPU yet. This page is what the compiler says of them: every kernel, for {shapes} shapes, is compiled for NVIDIA GPUs of compute
 capability 8.0 (A100), 8.9 (L4, RTX 4090), 9.0 (H100, H200) and 10.0 (B200), and its machine code is read.
 `python -m benchmarks.gpu.static` writes the page, with the tools that Triton brings. When you have a GPU, run
 [`python -m benchmarks.gpu`](../benchmarks/README.md#a-gpu-in-one-command).
@@ -245,7 +250,6 @@ Triton {triton}, {date}. T = {context:,}; blocks are halved from there.
 
 ## What is not known
 
-- **Head dimensions 32 and 256, and float32 above 64**: these are not compiled for this page.
 - **Time.** An instruction count is no time: how instructions overlap, wait for memory and share the units of a GPU only a run shows.
 - **Whether the results are right on a GPU.** Triton's interpreter agrees with the definition on a CPU; the compiled code is not run here.
 - **Whether these tiles are the best.** They are chosen to fit the smallest of these GPUs; `python -m benchmarks.gpu` searches better ones.
@@ -293,6 +297,7 @@ def page(data: dict[str, Any]) -> str:
         triton=data["triton"],
         date=data["date"],
         context=CONTEXT,
+        shapes=len(SHAPES),
         sentences="\n".join(_sentences(data)),
         compared=_compared(data),
         floors=_floors(data),
@@ -304,7 +309,7 @@ def page(data: dict[str, Any]) -> str:
 def main(arguments: Iterable[str] | None = None) -> None:
     """Compiles what is missing, and writes the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.static", description="Writes docs/gpu-static.md.")
-    parser.add_argument("--again", action="store_true", help="compile everything again: a quarter of an hour")
+    parser.add_argument("--again", action="store_true", help="compile everything again: half an hour")
     parser.add_argument("--minutes", type=float, default=60.0, help="compile no more after them (60)")
     options = parser.parse_args(None if arguments is None else list(arguments))
     data = compile_all(again=options.again, minutes=options.minutes)

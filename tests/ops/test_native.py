@@ -252,6 +252,11 @@ class TestBuilt:
         assert sa.ops.explain(q, q, q, LAYOUTS[0], dropout_p=0.5).startswith("blocked")
         assert sa.ops.explain(q, q, q).startswith("scaled_dot_product_attention")
         assert sa.ops.explain(q, q, q, window=9).startswith("native")
+        mask, bias = torch.ones(700, 700, dtype=torch.bool), torch.zeros(700, 700, requires_grad=True)
+        assert sa.ops.explain(q, q, q, attn_mask=mask).startswith("native")
+        assert sa.ops.explain(q, q, q, attn_mask=mask, is_causal=False).startswith("scaled_dot_product_attention")
+        assert sa.ops.explain(q, q, q, attn_bias=bias.detach()).startswith("native")
+        assert sa.ops.explain(q, q, q, attn_bias=bias).startswith("scaled_dot_product_attention")
         assert_close(
             sa.structured_attention(q, q, q, LAYOUTS[0]),
             sa.structured_attention(q, q, q, LAYOUTS[0], backend="blocked"),

@@ -168,9 +168,16 @@ def _is_native(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) ->
     """Whether the C++ code is there and computes a call: of one level what PyTorch's own kernels do not."""
     if not q.is_cpu or torch.compiler.is_exporting():  # an exported program may run on another machine
         return False
-    if len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, return_lse or call.sinks is not None):
+    is_pytorchs = len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, return_lse or call.sinks is not None)
+    if is_pytorchs and not _is_masked_twice(call):
         return False
     return _why_not_call("native", q, k, v, call) is None
+
+
+def _is_masked_twice(call: Call) -> bool:
+    """Whether PyTorch's kernels would need causality written into a mask or bias; gradients of a bias are theirs all the same."""
+    given = call.attn_mask if call.attn_bias is None else call.attn_bias
+    return call.is_causal and given is not None and not (torch.is_grad_enabled() and given.requires_grad)
 
 
 def _levels(call: Call) -> str:

@@ -60,6 +60,7 @@ class Case:
         tokens: that one call makes or trains on, all rows of the batch together, for the tokens per second; ``None`` for no such column.
         cached_tokens: that a key/value cache holds after a call, all rows together, for its bytes per token; the work is a
             ``CachingWork``. ``None`` where there is no cache.
+        wire_bytes: that all processes together send to each other in one call; ``None`` where there is one process.
     """
 
     benchmark: str
@@ -72,6 +73,7 @@ class Case:
     measures_memory: bool = False
     tokens: int | None = None
     cached_tokens: int | None = None
+    wire_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ OPTIONAL_COLUMNS = {
     "tokens/s": ("tokens_per_s", 1),
     "cache bytes per token": ("cache_bytes_per_token", 1),
     "times smaller": ("cache_ratio", 1),
+    "MiB between processes": ("wire_bytes", 2**20),
+    "times fewer": ("wire_ratio", 1),
     "peak MiB": ("peak_bytes", 2**20),
     "of the baseline's": ("peak_ratio", 1),
 }

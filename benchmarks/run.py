@@ -17,6 +17,7 @@ import torch
 # They register themselves; a new benchmark is imported here too.
 import benchmarks.attention
 import benchmarks.call
+import benchmarks.context_parallel
 import benchmarks.decode
 import benchmarks.linear
 import benchmarks.model

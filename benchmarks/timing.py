@@ -301,6 +301,11 @@ def measure_group(
         if case.cached_tokens is not None:
             cache_bytes = cast(CachingWork, work).cache_nbytes
             rows[-1] |= {"cache_bytes": cache_bytes, "cache_bytes_per_token": cache_bytes / case.cached_tokens}
+        if case.wire_bytes is not None:
+            rows[-1] |= {
+                "wire_bytes": case.wire_bytes,
+                "wire_ratio": (group.baseline.wire_bytes or 0) / case.wire_bytes,
+            }
     for row in rows:
         if "cache_bytes" in row:
             row["cache_ratio"] = rows[cases.index(group.baseline)]["cache_bytes"] / row["cache_bytes"]

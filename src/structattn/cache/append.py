@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from structattn.cache import native_decode
 from structattn.cache.contents import Contents
 from structattn.cache.store import Store
 
 
 def _per_store(contents: Contents, k: Tensor, v: Tensor) -> list[Tensor]:
-    """What goes into each store, in their order."""
+    """What goes into each store, in their order: slices of the last axis."""
     if contents.latent is None:
-        keys = list(k.split([store.dim for store in contents.keys], dim=3))
+        keys = list(k.split([store.dim for store in contents.keys], dim=-1))
     else:
         keys = [k]
         if contents.latent.num_rstd:
             with torch.no_grad():
                 keys.append(contents.latent.rstd(k[:, 0])[:, None].to(k.dtype))
-    return keys + list(v.split([store.dim for store in contents.values], dim=3))
+    return keys + list(v.split([store.dim for store in contents.values], dim=-1))
 
 
 def append(contents: Contents, k: Tensor, v: Tensor) -> None:
@@ -44,26 +41,20 @@ def _append_alike(contents: Contents, k: Tensor, v: Tensor) -> None:
     position = contents.length - pad
     if position < 0:
         return
-    pages: list[Tensor] = []
-    slots: list[int] = []
-    keeps = False
+    if (step := contents.step(k, v)) is not None:
+        step.write(k, v, contents.length, contents.before)
+        return
+    flat = (k.flatten(0, 2), v.flatten(0, 2)) if contents.latent is None else (k, v)
+    numbers = [x.flatten(0, -2) for x in _per_store(contents, *flat)]
+    cells: list[Tensor] = []
     for store, level in contents.stores():
-        start = level.start(position, row)
-        slot, oldest = position - start, start
-        if store.ring is not None:
-            slot, oldest = position % store.ring, position - store.ring + 1
-        if slot >= store.capacity:
-            store.grow(slot + 1, k if len(pages) < len(contents.keys) else v)
-        if oldest > store.oldest[row]:
-            store.oldest[row] = oldest
+        slot = store.slot(position, level.start(position, row))
+        contents.grow(store, slot + 1, k if len(cells) < len(contents.keys) else v)
         page, place = store.place(slot)
-        pages.append(page)
-        slots.append(place)
-        keeps = keeps or (contents.before is not None and _writes_over(contents, store, position, slot))
-    tokens = (k, v) if contents.latent is None else _per_store(contents, k, v)
-    found = native_decode.exchange([x.flatten(0, 2) for x in tokens], pages, slots, keeps)
-    if keeps and contents.before is not None:
-        contents.before.overwritten.append(partial(native_decode.exchange, found, pages, slots, False))
+        cells.append(page.select(2, place))
+        if contents.before is not None and _writes_over(contents, store, position, slot):
+            contents.before.keep(cells[-1])
+    torch._foreach_copy_(cells, numbers)
 
 
 def _append_one(contents: Contents, k: Tensor, v: Tensor) -> None:
@@ -77,13 +68,10 @@ def _append_one(contents: Contents, k: Tensor, v: Tensor) -> None:
                 slots.append(None)
                 lost.append(None)
                 continue
-            start = level.start(position, row)
-            slot = store.slot(position, start)
+            slot = store.slot(position, level.start(position, row))
             slots.append(slot)
             lost.append(slot if _writes_over(contents, store, position, slot) else None)
-            oldest = start if store.ring is None else position - store.ring + 1
-            store.oldest[row] = max(store.oldest[row], oldest)
-        store.grow(max((slot + 1 for slot in slots if slot is not None), default=0), x)
+        contents.grow(store, max((slot + 1 for slot in slots if slot is not None), default=0), x)
         if contents.before is not None:
             for page, index in store.locate(lost):
                 contents.before.keep(page, index)
@@ -102,7 +90,7 @@ def _append_many(contents: Contents, k: Tensor, v: Tensor) -> None:
             oldest = max(start, 0) if store.ring is None else last - store.ring + 1
             low = max(first, oldest, 0)
             slots = last - start + 1 if store.ring is None else min(last + 1, store.ring)
-            store.grow(slots, x)
+            contents.grow(store, slots, x)
             if first > 0 and contents.before is not None:
                 lost, end = max(low, store.ring or 0), last + 1
                 if store.ring is None and contents.length == contents.before.length:
@@ -111,7 +99,6 @@ def _append_many(contents: Contents, k: Tensor, v: Tensor) -> None:
                 for span in store.spans(lost, end, start):
                     contents.before.keep(span.rows(batch))
             store.write(x[batch, :, low - first :], batch, low, start)
-            store.oldest[row] = max(store.oldest[row], oldest)
 
 
 def _writes_over(contents: Contents, store: Store, position: int, slot: int) -> bool:

@@ -54,6 +54,10 @@ def attend(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOp
 
 def _decoded(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, backend: Backend) -> Tensor:
     """The attention of tokens of one run, straight from the pages."""
+    if q.shape[2] == 1 and backend == "auto" and options.has_scale_only and (step := contents.step(k, v)) is not None:
+        out = step.attend(q, k, v, options.scale, contents.length, contents.before)
+        contents.length += 1
+        return out
     append(contents, k, v)
     view = contents.view()
     is_fused = backend == "triton" or (q.is_cuda and why_not_fused(q, view, options) is None)

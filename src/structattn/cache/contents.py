@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from structattn.cache import native_decode
 from structattn.cache.decode import KeyValueView
 from structattn.cache.latent import Latent
 from structattn.cache.levels import Level, Softmax, softmaxes_of, value_levels, widest
+from structattn.cache.native_decode import Step
 from structattn.cache.store import TEXT_PAGE_SIZE, Store
 from structattn.cache.undo import Before
 from structattn.errors import CacheError, ConfigError, ShapeError
@@ -89,6 +91,7 @@ class Contents:
         self.text = text
         self.length = 0
         self._factors: dict[tuple[object, ...], Tensor] = {}
+        self._step: Step | None = None
         self.before: Before | None = None
         self.set_levels()
         dims = [level.rank for level in self.key_levels]
@@ -107,6 +110,7 @@ class Contents:
 
     def set_levels(self) -> None:
         """The levels of each store."""
+        self._step = None
         head_dim = self.shape.keys[1] if self.latent is None else self.latent.key_dim
         self.softmaxes: tuple[Softmax, ...] = softmaxes_of(self.layout, self.window, head_dim, self.chunk_size)
         self.key_levels: tuple[Level, ...]
@@ -125,7 +129,7 @@ class Contents:
         self.set_levels()
         if was_uniform and not self.is_uniform:
             for store, _ in self.stores():
-                store.oldest = store.oldest * self.shape.batch
+                store.lost = store.lost * self.shape.batch
 
     def stores(self) -> Iterator[tuple[Store, Level]]:
         """All stores with their levels, keys first."""
@@ -156,12 +160,12 @@ class Contents:
 
     def reset(self) -> None:
         """Forgets all tokens; memory stays."""
-        self.length = 0
+        self.length, self._step = 0, None
         for store, _ in self.stores():
-            store.oldest = [0] * (1 if self.is_uniform else self.shape.batch)
+            store.lost = [0] * (1 if self.is_uniform else self.shape.batch)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_factors": {}, "before": None}
+        return {**self.__dict__, "_factors": {}, "_step": None, "before": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -174,7 +178,7 @@ class Contents:
             raise CacheError("the cache holds nothing but padding so far: save it when a row has a real token")
         plain = {
             "length": self.length,
-            "oldest": [store.oldest for store, _ in self.stores()],
+            "oldest": [[self._oldest(*stored, row, pad) for row, _, pad in self.rows] for stored in self.stores()],
             "key_shape": self.shape.keys,
             "value_shape": self.shape.values,
         }
@@ -188,38 +192,88 @@ class Contents:
                 "the latent is of another layer: its keys or states have other sizes than those that are kept"
             )
         for number, ((store, _), oldest) in enumerate(zip(self.stores(), plain["oldest"], strict=True)):
-            store.pages, store.oldest = [tensors[str(number)]], list(oldest)
-        self.length = plain["length"]
+            store.pages, store.lost = [tensors[str(number)]], list(oldest)
+        self.length, self._step = plain["length"], None
+
+    def _oldest(self, store: Store, level: Level, row: int, pad: int) -> int:
+        """The first position of a row from which on all are held: of the current block, or of the last round of a ring."""
+        last = self.length - 1 - pad
+        if last < 0:
+            return store.lost[row]
+        return max(store.lost[row], level.start(last, row) if store.ring is None else last - store.ring + 1)
+
+    def grow(self, store: Store, slots: int, like: Tensor) -> None:
+        """Takes pages for a store until there are ``slots``; see ``Store.grow``."""
+        if slots > store.capacity:
+            self._step = None
+            if self.before is not None:
+                self.before.pages.append((store, store.num_pages))
+            store.grow(slots, like)
+
+    def step(self, k: Tensor, v: Tensor) -> Step | None:
+        """What writes the next token, and attends, in C++; ``None`` where it cannot: rows at several positions, hidden states, or no C++ code.
+
+        Args:
+            k, v: the token, (B, G, 1, D) and (B, Gv, 1, V).
+
+        Raises:
+            CacheError: there is no memory for it.
+        """
+        if not self.is_uniform or self.latent is not None or not native_decode.is_here(k):
+            return None
+        row, _, pad = next(iter(self.rows))
+        position = self.length - pad
+        if position < 0:
+            return None
+        if self._step is None or self.length >= self._step.stop:
+            for store, level in self.stores():
+                self.grow(store, store.slot(position, level.start(position, row)) + 1, k if store in self.keys else v)
+            self._step = Step(
+                self.softmaxes,
+                self.chunk_size,
+                list(zip(self.keys, self.key_levels, strict=True)),
+                list(zip(self.values, self.value_levels, strict=True)),
+                row=row,
+                pad=pad,
+                length=self.length,
+                k=k,
+                v=v,
+            )
+        return self._step
+
+    def again(self, q: object, k: object, v: object, scale: object) -> Tensor | None:
+        """A step like the last one, whose arguments need no check; ``None`` where something differs."""
+        found = None if self._step is None else self._step.again(q, k, v, scale, self.length, self.before)
+        if found is not None:
+            self.length += 1
+        return found
 
     def mark(self) -> None:
         """Marks the point to which ``take_back`` returns."""
-        stores = [store for store, _ in self.stores()]
-        self.before = Before(
-            length=self.length,
-            layout=self.layout,
-            oldest=[list(store.oldest) for store in stores],
-            pages=[store.num_pages for store in stores],
-        )
+        self.before = Before(length=self.length, layout=self.layout)
 
     def take_back(self) -> None:
         """Makes the contents what they were at the mark, from which on tokens were appended and nothing else was done."""
         assert self.before is not None
         self.before.put_back()
+        if self.before.pages:
+            self._step = None
         if self.layout is not self.before.layout:
+            was_uniform = self.is_uniform
             self.layout = self.before.layout
             self.set_levels()
-        for (store, _), oldest, pages in zip(self.stores(), self.before.oldest, self.before.pages, strict=True):
-            store.oldest = oldest
-            if store.num_pages > pages:  # stores that are read together have equal pages
-                store.pages = store.pages[:pages]
+            if self.is_uniform and not was_uniform:
+                for store, _ in self.stores():
+                    store.lost = store.lost[:1]
         self.length, self.before = self.before.length, None
 
     def crop(self, length: int) -> None:
         """Forgets all tokens but the first ``length``; see ``LevelCache.crop``."""
         self.check_crop(length)
-        for store, _ in self.stores():
-            store.oldest = [max(0, min(length - pad, store.oldest[row])) for row, _, pad in self.rows]
-        self.length = length
+        for stored in self.stores():
+            store, _ = stored
+            store.lost = [max(0, min(length - pad, self._oldest(*stored, row, pad))) for row, _, pad in self.rows]
+        self.length, self._step = length, None
         if self.text is not None and isinstance(self.layout, LevelLayout) and self.layout.boundaries is not None:
             pads = self.padding or (0,) * len(self.layout.boundaries)
             cut = tuple(
@@ -252,8 +306,9 @@ class Contents:
                 if may_go_on and needed >= following >= 1:
                     needed = level.first_needed(following - 1, row)
                 needed = max(0, needed)
-                if needed < following and store.oldest[row] > needed:
-                    yield level, needed, store.oldest[row]
+                oldest = self._oldest(store, level, row, pad)
+                if needed < following and oldest > needed:
+                    yield level, needed, oldest
 
     def runs(self, count: int) -> list[tuple[int, int]]:
         """New tokens in runs that lie in one block of every level; single ones with a window, whose rings forget."""
@@ -303,7 +358,7 @@ class Contents:
                 if last < 0:
                     continue
                 start = level.start(last, row)
-                first = max(store.oldest[row], 0)
+                first = max(self._oldest(store, level, row, pad), 0)
                 if first <= last:
                     found = store.read(batch, first, last + 1, start)
                     past[batch, :, first + pad : count, dim : dim + store.dim] = found.transpose(2, 3)
@@ -322,5 +377,5 @@ class Contents:
         for (store, _), own in zip(self.stores(), pages, strict=True):
             store.pages = own
             if not was_uniform:
-                store.oldest = [store.oldest[row] for row in rows[: 1 if self.is_uniform else None]]
+                store.lost = [store.lost[row] for row in rows[: 1 if self.is_uniform else None]]
         self.set_levels()

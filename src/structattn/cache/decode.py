@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from structattn.cache import native_decode
 from structattn.cache.latent import Latent
 from structattn.cache.levels import Level, Softmax
 from structattn.cache.options import ScoreOptions
@@ -338,11 +337,6 @@ def attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
     kind = q.dtype
     q = q if kind == torch.float64 else q.float()
     if len(view.positions) == 1 and view.latent is None:
-        if native_decode.suits(q, view.keys, view.values, options):
-            factors, place = view.factors(options.scale, q), view.positions[0]
-            return native_decode.attention(q, factors, view.softmaxes, view.keys, view.values, place, options.scale).to(
-                kind
-            )
         return _alike(q, view, options).to(kind)
     value_heads = view.values[0][0].pages[0].shape[1]
     stores, out = iter(view.keys), None

@@ -189,9 +189,16 @@ class LevelCache(OneLayerCache, OfOneLayer):
             ConfigError: a layout is missing, not needed, or has other levels.
             BackendUnavailableError: the named backend cannot run here; the message says why.
         """
-        terms = ScoreOptions(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
         self._mark()
         try:
+            has_terms = softcap is not None or sinks is not None or attn_mask is not None or alibi_slopes is not None
+            if not has_terms and layout is None and backend == "auto" and self._contents is not None:
+                found = self._contents.again(q, k, v, scale)
+                if found is not None:
+                    return found
+            terms = ScoreOptions(
+                scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes
+            )
             check_choice("backend", backend, NAMED)
             return attend(self._checked(q, k, v, layout, terms), q, k, v, terms, backend)
         except BaseException:

@@ -45,6 +45,17 @@ class Level:
         """The most positions that are ever kept, or ``None`` for no limit."""
         return self._block if self.ring is None else self.ring
 
+    @property
+    def block_size(self) -> int:
+        """Positions of a block, all alike, that are counted from the start of a chunk; 0 where there are none."""
+        is_whole = self.number == 1 or self.layout.windows is not None or self.layout.boundaries is not None
+        return 0 if is_whole else self.layout.block_sizes[self.number - 1]
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether its blocks begin at positions that follow from no size."""
+        return self.number > 1 and self.layout.windows is None and self.layout.boundaries is not None
+
     def most_slots(self, length: int) -> int:
         """The most positions that are kept at any time while a sequence grows to ``length``."""
         if self.number == 1 or self.layout.boundaries is None or self.chunk_size is not None:

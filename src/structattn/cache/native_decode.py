@@ -1,129 +1,163 @@
-"""A decoding step in C++: a call or two for all levels, where Python would make some sixty."""
+"""A decoding step in C++: one call writes the token of all levels and attends, where Python would make some sixty."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from structattn.cache.levels import Level, Softmax
-from structattn.cache.options import ScoreOptions
 from structattn.cache.store import Store
-from structattn.ops.checks import is_eager
+from structattn.cache.undo import Before
+from structattn.layout.scaling import Scaling, score_factors
+from structattn.ops.checks import is_eager, is_plain, is_quiet
 from structattn.ops.native import library
 
 _DTYPES = (torch.float32, torch.float64)
+_NEVER = 2**62
 
-_Values = Sequence[tuple[Store, Level]]
 
-
-def _is_here(x: Tensor) -> bool:
+def is_here(x: Tensor) -> bool:
     """Whether the C++ code is there for a tensor, and nothing traces or counts what is done to it."""
-    return x.is_cpu and is_eager(x) and library.why_not_here() is None
+    return x.dtype in _DTYPES and x.is_cpu and is_eager(x) and library.why_not_here() is None
 
 
-def suits(q: Tensor, keys: Sequence[Store], values: _Values, options: ScoreOptions) -> bool:
-    """Whether the C++ code computes a step: of one token per row, without terms besides the products."""
-    has_terms = (
-        options.softcap is not None
-        or options.sinks is not None
-        or options.attn_mask is not None
-        or options.alibi_slopes is not None
-    )
-    if q.shape[2] > 1 or has_terms or not _is_here(q):
-        return False
-    # Pages of a cache of many requests are gathered token by token.
-    return all(x.dtype == q.dtype and x.stride(3) == 1 for x in (keys[0].pages[0], values[0][0].pages[0]))
+@functools.lru_cache(maxsize=64)
+def _factors(levels: tuple[tuple[tuple[int, ...], Scaling], ...], scale: float | None, dtype: torch.dtype) -> Tensor:
+    """For ranks and scaling of each softmax: what each dimension of a query is multiplied by, and then, for each level, its sum with those before.
+
+    A level that is added changes the scale of the sum so far: 0 where there is none.
+    """
+    of_dims: list[float] = []
+    of_levels: list[float] = []
+    for ranks, scaling in levels:
+        previous = 0.0
+        for number, (rank, of_level, of_count) in enumerate(
+            zip(ranks, *score_factors(ranks, scaling, scale), strict=True)
+        ):
+            of_dims += [of_level * of_count] * rank
+            of_levels.append(0.0 if number == 0 else of_count / previous if previous else 1.0)
+            previous = of_count
+    with torch.inference_mode(False):
+        return torch.tensor(of_dims + of_levels, dtype=dtype, device="cpu")
 
 
-class _Places:
-    """Spans of pages as the C++ code takes them."""
+class Step:
+    """What the C++ code reads of a cache whose rows are all at one position: its pages, and how positions lie in them.
 
-    def __init__(self) -> None:
-        self.pages: list[Tensor] = []
-        self.places: list[int] = []
-        self.before: list[float] = []
+    It holds until pages are added, moved or taken away.
 
-    def add(self, store: Store, first: int, end: int, start: int, column: int, dim: int, before: float = 0.0) -> None:
-        """The positions first ... end - 1 of a block that starts at ``start``.
+    Args:
+        softmaxes, chunk_size: of the cache.
+        keys, values: its stores, with their levels; each has a slot for the next position.
+        row, pad: of the layout, and the padding of all rows.
+        length: tokens so far, padding included.
+        k, v: the next token, (B, G, 1, D) and (B, Gv, 1, V), of the dtype of what is kept.
+
+    Attributes:
+        stop: the length at which a store may have no slot for the next token.
+    """
+
+    def __init__(
+        self,
+        softmaxes: Sequence[Softmax],
+        chunk_size: int | None,
+        keys: Sequence[tuple[Store, Level]],
+        values: Sequence[tuple[Store, Level]],
+        *,
+        row: int,
+        pad: int,
+        length: int,
+        k: Tensor,
+        v: Tensor,
+    ) -> None:
+        self._stores, self._row, self._pad = [*keys, *values], row, pad
+        self._pages = [page for store, _ in self._stores for page in store.flat_pages]
+        position = length - pad
+        stop = position + 1 if any(level.has_segments for _, level in self._stores) else _NEVER
+        plan = [-1, chunk_size or 0, len(softmaxes), *(len(softmax.levels) for softmax in softmaxes)]
+        for store, level in self._stores:
+            start = level.start(position, row)
+            block, begins = (0, start) if level.has_segments else (level.block_size, -1)
+            plan += (block, begins, store.ring or 0, level.window or 0, store.dim, store.num_pages)
+            if store.longest is None or store.capacity < store.longest:
+                stop = min(stop, store.capacity + (0 if store.ring is not None else start))
+        self.stop = stop + pad
+        self._levels = tuple((softmax.layout.ranks, softmax.layout.scaling) for softmax in softmaxes)
+        self._shapes = k.shape, v.shape
+        self._dtype = k.dtype
+        self._number = 0  # of the calls
+        with torch.inference_mode(False):
+            self._plan = torch.tensor(plan, device="cpu")
+            self._old = k.new_empty(k.numel() + v.numel())
+        self._known: tuple[torch.Size, float | None] | None = None
+        self._known_factors: Tensor | None = None
+
+    def write(self, k: Tensor, v: Tensor, length: int, before: Before | None) -> None:
+        """Writes the next token.
 
         Args:
-            column: of the first of them in the scores.
-            dim: the first of their dimensions in a query or a value.
-            before: what the scores are multiplied by before this level is added; 0 where nothing was.
+            length: tokens so far.
+            before: learns how to write back what was there.
         """
-        for span in store.spans(first, end, start):
-            self.pages.append(span.flat)
-            self.places += (span.slot, span.size, column + span.offset, dim)
-            self.before.append(before)
+        self._call(None, k, v, k, length, before)
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, length: int, before: Before | None
+    ) -> Tensor:
+        """Writes the next token, and returns its attention to all tokens there are, (B, H, 1, V).
 
-def attention(
-    q: Tensor,
-    factors: Tensor,
-    softmaxes: Sequence[Softmax],
-    keys: Sequence[Store],
-    values: _Values,
-    position: tuple[int, int],
-    scale: float | None,
-) -> Tensor:
-    """As ``decode.attention``, of a step that ``suits``: all rows at one position.
+        Args:
+            q: (B, H, 1, D), of the dtype of what is kept.
+            scale: of the call.
+            length, before: see ``write``.
+        """
+        if self._known is None or self._known[1] is not scale:
+            self._known, self._known_factors = (q.shape, scale), _factors(self._levels, scale, self._dtype)
+        assert self._known_factors is not None
+        return self._call(q, k, v, self._known_factors, length, before)
 
-    Args:
-        q: (B, H, 1, D).
-        factors: of the levels (``KeyValueView.factors``).
-        softmaxes, keys, values, position: as of ``KeyValueView``.
-        scale: of the call.
-    """
-    batch, heads, tokens, dim = q.shape
-    row, at = position
-    query = q.reshape(batch * heads, dim)
-    stores, out, dim, end = iter(keys), None, 0, at + 1
-    for softmax in softmaxes:
-        starts, blocks = softmax.begins(at, row)
-        of_keys, of_values, low, previous = _Places(), _Places(), starts[0], 0.0
-        for first, block, of_count in zip(starts, blocks, softmax.layout.score_factors(scale)[1], strict=True):
-            store = next(stores)
-            before = 0.0 if not of_keys.pages else of_count / previous if previous else 1.0
-            of_keys.add(store, first, end, block, first - low, dim, before)
-            dim, previous = dim + store.dim, of_count
-        value_dim = 0
-        for number, (store, level) in enumerate(values):
-            # Hierarchical values have the levels of the keys; others are all that the softmax sees.
-            first, block = (starts[number], blocks[number]) if number else (low, level.start(at, row))
-            of_values.add(store, first, end, block, first - low, value_dim)
-            value_dim += store.dim
-        found = torch.ops.structattn_native.decode(
-            *(query, factors, end - low, value_dim),
-            *(of_keys.pages, of_keys.places, of_keys.before, of_values.pages, of_values.places),
+    def again(
+        self, q: object, k: object, v: object, scale: object, length: int, before: Before | None
+    ) -> Tensor | None:
+        """``attend`` for what is in every respect like the arguments of the last one, so that it needs no check; ``None`` for anything else."""
+        if self._known is None or length >= self.stop or torch.is_grad_enabled() or not is_quiet():
+            return None
+        shape, known = self._known
+        if scale is not known and not (type(scale) is float and scale == known):
+            return None
+        for x, expected in ((q, shape), (k, self._shapes[0]), (v, self._shapes[1])):
+            if not (is_plain(x) and x.shape == expected and x.dtype is self._dtype and x.is_cpu):
+                return None
+        return self._call(q, k, v, self._known_factors, length, before)  # type: ignore[arg-type]
+
+    def _call(
+        self, q: Tensor | None, k: Tensor, v: Tensor, factors: Tensor, length: int, before: Before | None
+    ) -> Tensor:
+        position = length - self._pad
+        self._number += 1
+        if before is not None:
+            if before.overwritten:  # several tokens since the mark: what they write over is kept for each
+                self._old, self._plan = torch.empty_like(self._old), self._plan.clone()
+            before.overwritten.append(functools.partial(self._put_back, position, self._number, self._old, self._plan))
+        found: Tensor = torch.ops.structattn_native.step(
+            q, k, v, factors, self._pages, self._plan, self._old, position, self._number
         )
-        out = found if out is None else out + found
-    assert out is not None
-    return out.view(batch, heads, tokens, -1)
-
-
-def exchange(tokens: Sequence[Tensor], pages: Sequence[Tensor], slots: Sequence[int], keep: bool) -> Sequence[Tensor]:
-    """Writes one token of all rows into a slot of each page; returns what was there, like ``tokens``, if it is to be kept.
-
-    Args:
-        tokens: (rows, dims) each; together they have the dims of all pages, in the order of the pages.
-        pages: (rows, dims, slots) each.
-    """
-    if tokens[0].dtype in _DTYPES and _is_here(tokens[0]):
-        found: Sequence[Tensor] = torch.ops.structattn_native.exchange(tokens, pages, slots, keep)
         return found
-    cells = iter([page.select(2, slot) for page, slot in zip(pages, slots, strict=True)])
-    numbers: list[Tensor] = []
-    places: list[Tensor] = []
-    before: list[Tensor] = []
-    for x in tokens:
-        own: list[Tensor] = []
-        while sum(cell.shape[1] for cell in own) < x.shape[1]:
-            own.append(next(cells))
-        places += own
-        numbers += x.split([cell.shape[1] for cell in own], dim=1)
-        if keep:
-            before.append(torch.cat(own, dim=1))
-    torch._foreach_copy_(places, numbers)
-    return before
+
+    def _put_back(self, position: int, number: int, old: Tensor, plan: Tensor) -> None:
+        """Writes back what a call has written over; nothing, if it broke off before it did."""
+        if int(plan[0]) != number:
+            return
+        sizes = [shape.numel() for shape in self._shapes]
+        parts = [x.view(shape[0] * shape[1], -1) for x, shape in zip(old.split(sizes), self._shapes, strict=True)]
+        stores = iter(self._stores)
+        for x in parts:
+            first = 0
+            while first < x.shape[1]:
+                store, level = next(stores)
+                page, slot = store.place(store.slot(position, level.start(position, self._row)))
+                page.select(2, slot).copy_(x.narrow(1, first, store.dim))
+                first += store.dim

@@ -36,6 +36,11 @@ class ScoreOptions:
             checked_slopes(q, self.alibi_slopes)
 
     @property
+    def has_scale_only(self) -> bool:
+        """Whether the weights are the softmax of scaled products."""
+        return self.softcap is None and self.sinks is None and self.attn_mask is None and self.alibi_slopes is None
+
+    @property
     def slopes(self) -> Tensor | None:
         """The ALiBi slopes, (1 or B, H), without a gradient."""
         slopes = self.alibi_slopes

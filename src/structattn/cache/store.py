@@ -69,7 +69,8 @@ class Store:
         self.capacity = 0  # slots that are allocated
         # (B, heads, dim, slots), and the same memory as (B * heads, dim, slots)
         self._pages: list[tuple[Tensor, Tensor]] = []
-        self.oldest = [0]  # per row (or one for all): every position from here to the last one is held
+        # Per row (or one for all): positions before this one are held no longer, also where they are of the current block.
+        self.lost = [0]
 
     # A copy gets separate memory, also where tensors would be sent to another process as shared memory. The flat views are made
     # again: copied, they would share no memory with the pages.
@@ -83,7 +84,7 @@ class Store:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = self.__class__.__new__(self.__class__)
-        copied.__setstate__({**self.__getstate__(), "oldest": list(self.oldest)})
+        copied.__setstate__({**self.__getstate__(), "lost": list(self.lost)})
         return copied
 
     @property
@@ -97,6 +98,11 @@ class Store:
             pages = [page.clone() if page.is_inference() else page for page in pages]
             self._pages = [(page, page.flatten(0, 1)) for page in pages]
         self.capacity = sum(page.shape[3] for page in pages)
+
+    @property
+    def flat_pages(self) -> list[Tensor]:
+        """The same memory, (B * heads, dim, slots) each."""
+        return [flat for _, flat in self._pages]
 
     @property
     def num_pages(self) -> int:

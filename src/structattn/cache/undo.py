@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from structattn.cache.store import Store
 from structattn.layout.global_window import Layout
 
 
@@ -20,15 +21,14 @@ class Before:
 
     Attributes:
         length, layout: of the contents.
-        oldest, pages: of each store, and how many pages it has.
+        pages: stores that have taken pages since, with the number of those that they had.
         overwritten: functions that write back numbers that are still wanted and were written over. Within a block tokens go to
             free slots, so that there are some only where a block is left, or in a ring.
     """
 
     length: int
     layout: Layout | None
-    oldest: list[list[int]]
-    pages: list[int]
+    pages: list[tuple[Store, int]] = field(default_factory=list)
     overwritten: list[Callable[[], object]] = field(default_factory=list)
 
     def keep(self, page: Tensor, index: Any = ...) -> None:
@@ -37,10 +37,12 @@ class Before:
         self.overwritten.append(partial(page.__setitem__, index, numbers))
 
     def put_back(self) -> None:
-        """Writes the numbers back, the last ones first."""
+        """Writes the numbers back, the last ones first, and gives back the pages."""
         with torch.inference_mode():  # pages may be views that were made in that mode
             for write_back in reversed(self.overwritten):
                 write_back()
+        for store, count in self.pages:
+            store.pages = store.pages[:count]
 
 
 class Undoable(Protocol):

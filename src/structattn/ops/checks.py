@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -58,6 +58,16 @@ def is_eager(x: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return type(x) in _PLAIN and not x.is_meta and torch._C._len_torch_dispatch_stack() == 0
+
+
+def is_quiet() -> bool:
+    """Whether nothing changes what operations do: no compiler, tracer or counter, and no autocast."""
+    return no_autocast() and torch._C._len_torch_dispatch_stack() == 0
+
+
+def is_plain(x: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor that ``check_tensor`` lets pass, of no other subclass than a parameter."""
+    return type(x) in _PLAIN and not x.is_nested and x.layout is torch.strided  # type: ignore[attr-defined]
 
 
 def is_transformed() -> bool:

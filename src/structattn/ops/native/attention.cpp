@@ -298,17 +298,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor
   });
 }
 
-Tensor decode(const Tensor& query, const Tensor& factors, int64_t columns, int64_t value_dim, at::TensorList key_pages, at::IntArrayRef key_places,
-              at::ArrayRef<double> before, at::TensorList value_pages, at::IntArrayRef value_places) {
-  return by_dtype(query, [&](auto zero) {
-    using T = decltype(zero);
-    return decoded<T>(query, factors, columns, value_dim, key_pages[0].size(0), value_pages[0].size(0), cache_spans<T>(key_pages, key_places, before),
-                      cache_spans<T>(value_pages, value_places, {}));
-  });
-}
-
-std::vector<Tensor> exchange_token(at::TensorList tokens, at::TensorList pages, at::IntArrayRef slots, bool keep) {
-  return by_dtype(tokens[0], [&](auto zero) { return exchanged<decltype(zero)>(tokens, pages, slots, keep); });
+Tensor step(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, const Tensor& factors, at::TensorList pages, const Tensor& plan,
+            const Tensor& old, int64_t position, int64_t number) {
+  return by_dtype(k, [&](auto zero) { return stepped<decltype(zero)>(q, k, v, factors, pages, plan, old, position, number); });
 }
 
 }  // namespace
@@ -321,16 +313,13 @@ TORCH_LIBRARY(structattn_native, m) {
   m.def("forward(Tensor q, Tensor k, Tensor v, " STRUCTATTN_SCHEMA " -> (Tensor, Tensor)");
   m.def("backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, " STRUCTATTN_SCHEMA " -> (Tensor, Tensor, Tensor)");
   m.def(
-      "decode(Tensor query, Tensor factors, int columns, int value_dim, Tensor[] key_pages, int[] key_places, float[] before, "
-      "Tensor[] value_pages, int[] value_places) -> Tensor");
-  m.def("exchange(Tensor[] tokens, Tensor[](a!) pages, int[] slots, bool keep) -> Tensor[]");
+      "step(Tensor? q, Tensor k, Tensor v, Tensor factors, Tensor[](a!) pages, Tensor(b!) plan, Tensor(c!) old, int position, int number) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(structattn_native, CPU, m) {
   m.impl("forward", forward);
   m.impl("backward", backward);
-  m.impl("decode", decode);
-  m.impl("exchange", exchange_token);
+  m.impl("step", step);
 }
 
 }  // namespace structattn

@@ -1,4 +1,4 @@
-// Attention of the last tokens over what a cache keeps: pages of (rows, dims, slots), whose numbers lie side by side over positions.
+// A token into what a cache keeps, and its attention: pages of (rows, dims, slots), whose numbers lie side by side over positions.
 #pragma once
 
 #include "products.h"
@@ -8,11 +8,41 @@
 #include <ATen/ops/empty.h>
 
 #include <cmath>
+#include <optional>
 #include <vector>
 
 namespace structattn {
 
 constexpr int64_t kChunk = 512;  // positions whose scores stay in the first cache while all dimensions are added
+
+// A level of the keys or of the values of a cache.
+struct Stored {
+  int64_t block, start;  // positions of a block, 0 where there are none; the start of the current one, or -1: it follows from their size
+  int64_t ring, window;  // 0 for none; in a ring, position x is in slot x modulo its size
+  int64_t dims;
+  const at::Tensor* pages;  // (rows, dims, slots)
+  int64_t num_pages;
+
+  int64_t rows() const { return pages[0].size(0); }
+
+  int64_t begin(int64_t position, int64_t chunk) const {
+    if (start >= 0) return start;
+    const int64_t from = chunk ? position - position % chunk : 0;
+    return block ? position - (position - from) % block : from;
+  }
+
+  int64_t seen(int64_t position, int64_t chunk) const {
+    const int64_t from = begin(position, chunk);
+    return window ? std::max(from, position - window + 1) : from;
+  }
+
+  // The page of a slot; `slot` becomes that in the page.
+  const at::Tensor& page(int64_t& slot) const {
+    for (int64_t n = 0; n < num_pages; slot -= pages[n++].size(2))
+      if (slot < pages[n].size(2)) return pages[n];
+    TORCH_CHECK(false, "a level of the cache has no slot for a position");
+  }
+};
 
 // Positions that lie side by side in a page, and the columns of the scores that they are. `first` is the first of the dimensions.
 template <typename T>
@@ -22,16 +52,42 @@ struct CacheSpan {
   T before;  // what the scores of these columns are multiplied by before this level is added; 0 where nothing was
 };
 
+// The spans of positions first ... last of a level, whose columns begin at `low`.
 template <typename T>
-std::vector<CacheSpan<T>> cache_spans(const at::TensorList pages, at::IntArrayRef places, at::ArrayRef<double> before) {
-  std::vector<CacheSpan<T>> out;
-  for (size_t n = 0; n < pages.size(); ++n) {
-    const int64_t* p = places.data() + 4 * n;  // slot, size, column, first dimension
-    const at::Tensor& x = pages[n];
-    out.push_back({x.const_data_ptr<T>() + p[0], x.stride(1), x.stride(0), x.size(1), p[1], p[2], p[3], before.empty() ? T(0) : static_cast<T>(before[n])});
+void add_spans(const Stored& level, int64_t first, int64_t last, int64_t begin, int64_t low, int64_t dim, T before, std::vector<CacheSpan<T>>& out) {
+  for (int64_t position = first; position <= last;) {
+    int64_t slot = level.ring ? position % level.ring : position - begin;
+    int64_t size = last + 1 - position;
+    if (level.ring) size = std::min(size, level.ring - slot);
+    const at::Tensor& page = level.page(slot);
+    size = std::min(size, page.size(2) - slot);
+    out.push_back({page.const_data_ptr<T>() + slot, page.stride(1), page.stride(0), level.dims, size, position - low, dim, before});
+    position += size;
   }
-  return out;
 }
+
+// What a cache keeps, from the numbers that `native_decode.Step` writes.
+struct Kept {
+  int64_t chunk;
+  std::vector<std::vector<Stored>> keys;  // of each softmax
+  std::vector<Stored> values;
+
+  Kept(const at::Tensor& plan, const at::TensorList pages) {
+    const int64_t *p = plan.const_data_ptr<int64_t>(), *const end = p + plan.numel(), *counts = p + 3;
+    size_t page = 0;
+    chunk = p[1];
+    keys.resize(p[2]);
+    p = counts + p[2];
+    const auto next = [&] {
+      const Stored found{p[0], p[1], p[2], p[3], p[4], pages.data() + page, p[5]};
+      page += p[5], p += 6;
+      return found;
+    };
+    for (std::vector<Stored>& levels : keys)
+      for (int64_t left = *counts++; left > 0; --left) levels.push_back(next());
+    while (p < end) values.push_back(next());
+  }
+};
 
 // out[c] = before * out[c] + sum over d of q[d] x[d stride + c].
 template <typename T>
@@ -104,58 +160,107 @@ T dot(const T* a, const T* b, int64_t size) {
   return total;
 }
 
-// Weighted sums (query rows, value_dim). A row of `query` (key rows * m, dims), times `factors` (dims), reads the row of the pages that its m rows
-// share, and so of values.
+// The scores of one softmax, and the values that they weigh.
 template <typename T>
-at::Tensor decoded(const at::Tensor& query, const at::Tensor& factors, int64_t columns, int64_t value_dim, int64_t key_rows, int64_t value_rows,
-                   const std::vector<CacheSpan<T>>& keys, const std::vector<CacheSpan<T>>& values) {
-  const int64_t rows = query.size(0), dim = query.size(1), per_key = rows / key_rows, per_value = rows / value_rows;
-  at::Tensor out = at::empty({rows, value_dim}, query.options());
-  const T *q = query.const_data_ptr<T>(), *factor = factors.const_data_ptr<T>();
-  T* to = out.data_ptr<T>();
-  at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
-    std::vector<T> scaled(dim), weight(columns);
-    for (int64_t r = begin; r < end; ++r) {
-      for (int64_t d = 0; d < dim; ++d) scaled[d] = q[r * query.stride(0) + d * query.stride(1)] * factor[d];
-      for (const CacheSpan<T>& span : keys)
-        add_scores<T>(scaled.data() + span.first, span.numbers + r / per_key * span.row_stride, span.stride, span.dims, span.size, span.before,
-                      weight.data() + span.column);
-      softmax<T>(weight.data(), columns);
-      T* sums = to + r * value_dim;
-      std::fill(sums, sums + value_dim, T(0));
-      for (const CacheSpan<T>& span : values) {
-        const T* numbers = span.numbers + r / per_value * span.row_stride;
-        for (int64_t d = 0; d < span.dims; ++d)
-          sums[span.first + d] += dot<T>(weight.data() + span.column, numbers + d * span.stride, span.size);
-      }
+struct Weighed {
+  int64_t columns;
+  std::vector<CacheSpan<T>> keys, values;
+};
+
+template <typename T>
+std::vector<Weighed<T>> weighed(const Kept& kept, int64_t position, const T* before) {
+  std::vector<Weighed<T>> out;
+  int64_t dim = 0;
+  for (const std::vector<Stored>& levels : kept.keys) {
+    const int64_t low = levels[0].seen(position, kept.chunk);
+    Weighed<T> one{position + 1 - low, {}, {}};
+    for (const Stored& level : levels) {
+      add_spans<T>(level, level.seen(position, kept.chunk), position, level.begin(position, kept.chunk), low, dim, *before++, one.keys);
+      dim += level.dims;
     }
-  });
+    int64_t value_dim = 0;
+    for (size_t n = 0; n < kept.values.size(); ++n) {
+      const Stored& level = kept.values[n];
+      // Hierarchical values have the levels of the keys; others are all that the softmax sees.
+      const int64_t first = n ? level.seen(position, kept.chunk) : low;
+      add_spans<T>(level, first, position, level.begin(position, kept.chunk), low, value_dim, T(0), one.values);
+      value_dim += level.dims;
+    }
+    out.push_back(std::move(one));
+  }
   return out;
 }
 
-// Writes one token into a slot of each page (rows, dims, slots), and returns what was there, if it is to be kept. `tokens` are (rows, dims), and
-// have the dims of all pages in their order.
+// Weighted sums (B, H, 1, value dims) of queries (B, H, 1, D), times `factors` (D). The query heads of a key (or value) head read its row.
 template <typename T>
-std::vector<at::Tensor> exchanged(const at::TensorList tokens, const at::TensorList pages, at::IntArrayRef slots, bool keep) {
-  std::vector<at::Tensor> out;
-  size_t n = 0;
-  for (const at::Tensor& x : tokens) {
-    const int64_t rows = x.size(0), dims = x.size(1);
-    if (keep) out.push_back(at::empty({rows, dims}, x.options()));
-    T* const old = keep ? out.back().data_ptr<T>() : nullptr;
-    for (int64_t first = 0; first < dims; ++n) {
-      const at::Tensor& page = pages[n];
-      T* const to = page.data_ptr<T>() + slots[n] * page.stride(2);
-      const T* const from = x.const_data_ptr<T>() + first * x.stride(1);
-      for (int64_t row = 0; row < rows; ++row)
-        for (int64_t d = 0; d < page.size(1); ++d) {
-          T& place = to[row * page.stride(0) + d * page.stride(1)];
-          if (keep) old[row * dims + first + d] = place;
-          place = from[row * x.stride(0) + d * x.stride(1)];
+void attend(const at::Tensor& query, const T* factors, const std::vector<Weighed<T>>& softmaxes, int64_t key_rows, int64_t value_rows, at::Tensor& out) {
+  const int64_t heads = query.size(1), rows = query.size(0) * heads, dim = query.size(3), value_dim = out.size(3);
+  const int64_t per_key = rows / key_rows, per_value = rows / value_rows;
+  const T* q = query.const_data_ptr<T>();
+  T* to = out.data_ptr<T>();
+  int64_t columns = 0;
+  for (const Weighed<T>& one : softmaxes) columns = std::max(columns, one.columns);
+  at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    std::vector<T> scaled(dim), weight(columns);
+    for (int64_t r = begin; r < end; ++r) {
+      const T* from = q + r / heads * query.stride(0) + r % heads * query.stride(1);
+      for (int64_t d = 0; d < dim; ++d) scaled[d] = from[d * query.stride(3)] * factors[d];
+      T* sums = to + r * value_dim;
+      std::fill(sums, sums + value_dim, T(0));
+      for (const Weighed<T>& one : softmaxes) {
+        for (const CacheSpan<T>& span : one.keys)
+          add_scores<T>(scaled.data() + span.first, span.numbers + r / per_key * span.row_stride, span.stride, span.dims, span.size, span.before,
+                        weight.data() + span.column);
+        softmax<T>(weight.data(), one.columns);
+        for (const CacheSpan<T>& span : one.values) {
+          const T* numbers = span.numbers + r / per_value * span.row_stride;
+          for (int64_t d = 0; d < span.dims; ++d)
+            sums[span.first + d] += dot<T>(weight.data() + span.column, numbers + d * span.stride, span.size);
         }
-      first += page.size(1);
+      }
     }
+  });
+}
+
+// Writes a token x (B, G, 1, dims) into its slot of each level, and what was there into `old` (B * G, dims).
+template <typename T>
+void exchange(const at::Tensor& x, const std::vector<Stored>& levels, int64_t position, int64_t chunk, T* old) {
+  const int64_t heads = x.size(1), rows = x.size(0) * heads, dims = x.size(3), step = x.stride(3);
+  const T* from = x.const_data_ptr<T>();
+  int64_t first = 0;
+  for (const Stored& level : levels) {
+    int64_t slot = level.ring ? position % level.ring : position - level.begin(position, chunk);
+    const at::Tensor& page = level.page(slot);
+    const int64_t row_stride = page.stride(0), stride = page.stride(1);
+    T* const to = page.data_ptr<T>() + slot;
+    for (int64_t row = 0; row < rows; ++row) {
+      const T* own = from + row / heads * x.stride(0) + row % heads * x.stride(1) + first * step;
+      for (int64_t d = 0; d < level.dims; ++d) {  // each number is in a line of memory of its own: reading them first lets many be on their way
+        T& place = to[row * row_stride + d * stride];
+        old[row * dims + first + d] = place;
+        place = own[d * step];
+      }
+    }
+    first += level.dims;
   }
+}
+
+// Writes a token into what a cache keeps, and returns its attention to all tokens there are; without a query, nothing. What was in the slots of
+// the token goes to `old`, with the number of the step in front of the plan, which says that it is there.
+template <typename T>
+at::Tensor stepped(const std::optional<at::Tensor>& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& factors, const at::TensorList pages,
+                   const at::Tensor& plan, const at::Tensor& old, int64_t position, int64_t number) {
+  const Kept kept(plan, pages);
+  at::Tensor out = q ? at::empty({q->size(0), q->size(1), 1, v.size(3)}, q->options()) : at::empty({0}, k.options());
+  std::vector<Stored> keys;
+  for (const std::vector<Stored>& levels : kept.keys) keys.insert(keys.end(), levels.begin(), levels.end());
+  T* const before = old.data_ptr<T>();
+  exchange<T>(k, keys, position, kept.chunk, before);
+  exchange<T>(v, kept.values, position, kept.chunk, before + k.numel());
+  *plan.data_ptr<int64_t>() = number;
+  if (!q) return out;
+  const T* const factor = factors.const_data_ptr<T>();
+  attend<T>(*q, factor, weighed<T>(kept, position, factor + q->size(3)), keys[0].rows(), kept.values[0].rows(), out);
   return out;
 }
 

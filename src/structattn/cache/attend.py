@@ -15,10 +15,12 @@ from structattn.cache.append import append
 from structattn.cache.contents import Contents
 from structattn.cache.decode import KeyValueView
 from structattn.cache.options import ScoreOptions
+from structattn.checks import check_choice
 from structattn.errors import BackendUnavailableError
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
 from structattn.ops import Backend, structured_attention
+from structattn.ops.backends import NAMED
 from structattn.ops.backends import why_not as why_not_backend
 from structattn.ops.checks import autocasted, check_tensors, without_autocast
 from structattn.ops.chunks import chunked_attention
@@ -30,6 +32,7 @@ _FEW_TOKENS = 16
 
 def attend(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, backend: Backend) -> Tensor:
     """Appends new tokens and computes their attention; see ``LevelCache.attend``."""
+    check_choice("backend", backend, NAMED)
     q, k, v = autocasted(q, k, v)
     kept_k, kept_v = k.detach(), v.detach()
     if q.shape[0] == 0 or q.shape[2] == 0:

@@ -241,12 +241,16 @@ class Contents:
             )
         return self._step
 
-    def again(self, q: object, k: object, v: object, scale: object) -> Tensor | None:
-        """A step like the last one, whose arguments need no check; ``None`` where something differs."""
-        found = None if self._step is None else self._step.again(q, k, v, scale, self.length, self.before)
-        if found is not None:
-            self.length += 1
-        return found
+    def is_known(self, q: object, k: object, v: object, scale: object) -> bool:
+        """Whether tokens are in every respect like those of the last ``step``, so that ``again`` takes them without another check."""
+        return self._step is not None and self._step.is_known(q, k, v, scale, self.length)
+
+    def again(self, q: Tensor, k: Tensor, v: Tensor, order: Tensor | None) -> Tensor:
+        """That step with the next token."""
+        assert self._step is not None
+        out = self._step.again(q, k, v, order, self.length, self.before)
+        self.length += 1
+        return out
 
     def mark(self) -> None:
         """Marks the point to which ``take_back`` returns."""

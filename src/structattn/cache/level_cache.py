@@ -19,16 +19,16 @@ from structattn.cache.options import ScoreOptions
 from structattn.cache.owner import OfOneLayer
 from structattn.cache.rows import OneLayerCache
 from structattn.cache.store import PAGE_SIZE
-from structattn.cache.tokens import check_layout_of_call, checked_padding, checked_shape
-from structattn.checks import MAX_LENGTH, check_choice, check_size, check_tensor, check_type, describe, is_int
+from structattn.cache.tokens import check_layout_of_call, check_options, checked_padding, checked_shape
+from structattn.checks import check_tensor, describe, is_int
 from structattn.errors import CacheError, ConfigError, ShapeError
-from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.ops import Backend
-from structattn.ops.backends import NAMED
 from structattn.ops.checks import autocasted
 
+_OPTIONS = ("layout", "window", "chunk_size", "max_length", "page_size", "latent", "text")  # of what it keeps
 _SAVED = ("window", "chunk_size", "max_length", "page_size", "left_padding")  # options that a file holds
 
 
@@ -80,22 +80,12 @@ class LevelCache(OneLayerCache, OfOneLayer):
         left_padding: Tensor | Sequence[int] | None = None,
         latent: Latent | None = None,
     ) -> None:
-        kinds = (LevelLayout, GlobalWindowLayout, TextLayout, type(None))
-        check_type("layout", layout, kinds, "a LevelLayout, GlobalWindowLayout, TextLayout or None")
         sizes = {"window": window, "chunk_size": chunk_size, "max_length": max_length, "page_size": page_size}
-        for name, value in sizes.items():
-            if value is not None or name == "page_size":
-                check_size(name, value, MAX_LENGTH)
-        if latent is not None and not all(hasattr(latent, name) for name in ("key_dim", "num_rstd", "can_absorb")):
-            raise ConfigError(f"latent must be a Latent, such as Attention.latent, or None, got {describe(latent)}")
-        if window is not None and isinstance(layout, GlobalWindowLayout):
-            raise ConfigError("a global-window layout has its own window: leave window at None")
+        check_options(layout, latent, **sizes)
         self.text = layout if isinstance(layout, TextLayout) else None
         self.layout: Layout | None = layout.bound if isinstance(layout, TextLayout) else layout
         self.window, self.chunk_size = window, chunk_size
-        self.max_length = max_length
-        self.page_size = page_size
-        self.latent = latent
+        self.max_length, self.page_size, self.latent = max_length, page_size, latent
         self._padding = None if left_padding is None else checked_padding(left_padding)
         self._contents: Contents | None = None  # from the first tokens on
         self._before: tuple[Contents | None, Layout | None] | None = None  # the last new tokens; None: not known
@@ -189,18 +179,30 @@ class LevelCache(OneLayerCache, OfOneLayer):
             ConfigError: a layout is missing, not needed, or has other levels.
             BackendUnavailableError: the named backend cannot run here; the message says why.
         """
+        terms = ScoreOptions(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
+        found = (
+            self.again(q, k, v, scale=scale) if backend == "auto" and layout is None and terms.has_scale_only else None
+        )
+        if found is not None:
+            return found
         self._mark()
         try:
-            has_terms = softcap is not None or sinks is not None or attn_mask is not None or alibi_slopes is not None
-            if not has_terms and layout is None and backend == "auto" and self._contents is not None:
-                found = self._contents.again(q, k, v, scale)
-                if found is not None:
-                    return found
-            terms = ScoreOptions(
-                scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes
-            )
-            check_choice("backend", backend, NAMED)
             return attend(self._checked(q, k, v, layout, terms), q, k, v, terms, backend)
+        except BaseException:
+            self.undo()
+            raise
+
+    def again(self, q: Any, k: Any, v: Any, *, scale: float | None, order: Tensor | None = None) -> Tensor | None:
+        """``attend`` of tokens in every respect like the last ones, in C++ and without checks; ``None``, with nothing appended, where one differs.
+
+        Args:
+            order: int64 (1 or Gk, D), contiguous: the dimension of q and k at each position of the levels. Default ``None``: they are in order.
+        """
+        if self._contents is None or not self._contents.is_known(q, k, v, scale):
+            return None
+        self._mark()
+        try:
+            return self._contents.again(q, k, v, order)
         except BaseException:
             self.undo()
             raise
@@ -236,8 +238,7 @@ class LevelCache(OneLayerCache, OfOneLayer):
         """Appends tokens without attending, all or (with an error) none; arguments as ``attend``."""
         self._mark()
         try:
-            contents = self._checked(None, k, v, layout)
-            append(contents, *autocasted(k.detach(), v.detach()))
+            append(self._checked(None, k, v, layout), *autocasted(k.detach(), v.detach()))
         except BaseException:
             self.undo()
             raise
@@ -292,17 +293,8 @@ class LevelCache(OneLayerCache, OfOneLayer):
         return self._contents
 
     def _empty(self, shape: TokenShape) -> Contents:
-        return Contents(
-            shape,
-            layout=self.layout,
-            window=self.window,
-            chunk_size=self.chunk_size,
-            max_length=self.max_length,
-            page_size=self.page_size,
-            padding=self._padding,
-            latent=self.latent,
-            text=self.text,
-        )
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        return Contents(shape, padding=self._padding, **options)
 
     def reset(self) -> None:
         """Forgets all tokens; memory, shape and padding stay."""

@@ -92,8 +92,8 @@ class Step:
         with torch.inference_mode(False):
             self._plan = torch.tensor(plan, device="cpu")
             self._old = k.new_empty(k.numel() + v.numel())
-        self._known: tuple[torch.Size, float | None] | None = None
-        self._known_factors: Tensor | None = None
+        self._known: tuple[torch.Size, float | None] | None = None  # shape of the queries and scale of the last call
+        self._factors = k  # for that scale
 
     def write(self, k: Tensor, v: Tensor, length: int, before: Before | None) -> None:
         """Writes the next token.
@@ -102,7 +102,7 @@ class Step:
             length: tokens so far.
             before: learns how to write back what was there.
         """
-        self._call(None, k, v, k, length, before)
+        self._call(None, k, v, self._factors, length, before)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, length: int, before: Before | None
@@ -115,26 +115,41 @@ class Step:
             length, before: see ``write``.
         """
         if self._known is None or self._known[1] is not scale:
-            self._known, self._known_factors = (q.shape, scale), _factors(self._levels, scale, self._dtype)
-        assert self._known_factors is not None
-        return self._call(q, k, v, self._known_factors, length, before)
+            self._factors = _factors(self._levels, scale, self._dtype)
+        self._known = q.shape, scale
+        return self._call(q, k, v, self._factors, length, before)
 
-    def again(
-        self, q: object, k: object, v: object, scale: object, length: int, before: Before | None
-    ) -> Tensor | None:
-        """``attend`` for what is in every respect like the arguments of the last one, so that it needs no check; ``None`` for anything else."""
+    def is_known(self, q: object, k: object, v: object, scale: object, length: int) -> bool:
+        """Whether these are in every respect like the arguments of the last ``attend``, so that they need no other check."""
         if self._known is None or length >= self.stop or torch.is_grad_enabled() or not is_quiet():
-            return None
+            return False
         shape, known = self._known
         if scale is not known and not (type(scale) is float and scale == known):
-            return None
+            return False
         for x, expected in ((q, shape), (k, self._shapes[0]), (v, self._shapes[1])):
             if not (is_plain(x) and x.shape == expected and x.dtype is self._dtype and x.is_cpu):
-                return None
-        return self._call(q, k, v, self._known_factors, length, before)  # type: ignore[arg-type]
+                return False
+        return True
+
+    def again(
+        self, q: Tensor, k: Tensor, v: Tensor, order: Tensor | None, length: int, before: Before | None
+    ) -> Tensor:
+        """``attend``, of what ``is_known``.
+
+        Args:
+            order: of the dimensions of queries and keys, see ``LevelCache.again``.
+        """
+        return self._call(q, k, v, self._factors, length, before, order)
 
     def _call(
-        self, q: Tensor | None, k: Tensor, v: Tensor, factors: Tensor, length: int, before: Before | None
+        self,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        factors: Tensor,
+        length: int,
+        before: Before | None,
+        order: Tensor | None = None,
     ) -> Tensor:
         position = length - self._pad
         self._number += 1
@@ -143,7 +158,7 @@ class Step:
                 self._old, self._plan = torch.empty_like(self._old), self._plan.clone()
             before.overwritten.append(functools.partial(self._put_back, position, self._number, self._old, self._plan))
         found: Tensor = torch.ops.structattn_native.step(
-            q, k, v, factors, self._pages, self._plan, self._old, position, self._number
+            q, k, v, factors, order, self._pages, self._plan, self._old, position, self._number
         )
         return found
 

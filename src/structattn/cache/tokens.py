@@ -1,16 +1,17 @@
-"""Whether new tokens, and what is given with them, fit a cache."""
+"""Whether the options of a cache are in their ranges, and new tokens, and what is given with them, fit it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from structattn.cache.contents import TokenShape
 from structattn.cache.latent import Latent
-from structattn.checks import MAX_LENGTH, check_int_tensor, check_tensor, describe, is_int
+from structattn.checks import MAX_LENGTH, check_int_tensor, check_size, check_tensor, check_type, describe, is_int
 from structattn.errors import ConfigError, ShapeError
-from structattn.layout.global_window import Layout
+from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.ops.checks import taken_dtype
@@ -97,3 +98,16 @@ def checked_padding(given: Tensor | Sequence[int]) -> tuple[int, ...]:
     if not fits:
         raise ConfigError(f"left_padding needs one int of at least 0 per batch row, got {describe(given)}")
     return tuple(values)
+
+
+def check_options(layout: Any, latent: Any, **sizes: Any) -> None:
+    """Raises ``ConfigError`` unless the options of a ``LevelCache`` are in their ranges; only its ``page_size`` is never ``None``."""
+    kinds = (LevelLayout, GlobalWindowLayout, TextLayout, type(None))
+    check_type("layout", layout, kinds, "a LevelLayout, GlobalWindowLayout, TextLayout or None")
+    for name, value in sizes.items():
+        if value is not None or name == "page_size":
+            check_size(name, value, MAX_LENGTH)
+    if latent is not None and not all(hasattr(latent, name) for name in ("key_dim", "num_rstd", "can_absorb")):
+        raise ConfigError(f"latent must be a Latent, such as Attention.latent, or None, got {describe(latent)}")
+    if sizes.get("window") is not None and isinstance(layout, GlobalWindowLayout):
+        raise ConfigError("a global-window layout has its own window: leave window at None")

@@ -298,9 +298,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor
   });
 }
 
-Tensor step(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, const Tensor& factors, at::TensorList pages, const Tensor& plan,
-            const Tensor& old, int64_t position, int64_t number) {
-  return by_dtype(k, [&](auto zero) { return stepped<decltype(zero)>(q, k, v, factors, pages, plan, old, position, number); });
+Tensor step(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, const Tensor& factors, const std::optional<Tensor>& order,
+            at::TensorList pages, const Tensor& plan, const Tensor& old, int64_t position, int64_t number) {
+  return by_dtype(k, [&](auto zero) { return stepped<decltype(zero)>(q, k, v, factors, order, pages, plan, old, position, number); });
 }
 
 }  // namespace
@@ -313,7 +313,8 @@ TORCH_LIBRARY(structattn_native, m) {
   m.def("forward(Tensor q, Tensor k, Tensor v, " STRUCTATTN_SCHEMA " -> (Tensor, Tensor)");
   m.def("backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, " STRUCTATTN_SCHEMA " -> (Tensor, Tensor, Tensor)");
   m.def(
-      "step(Tensor? q, Tensor k, Tensor v, Tensor factors, Tensor[](a!) pages, Tensor(b!) plan, Tensor(c!) old, int position, int number) -> Tensor");
+      "step(Tensor? q, Tensor k, Tensor v, Tensor factors, Tensor? order, Tensor[](a!) pages, Tensor(b!) plan, Tensor(c!) old, int position, "
+      "int number) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(structattn_native, CPU, m) {

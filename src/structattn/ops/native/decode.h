@@ -191,9 +191,24 @@ std::vector<Weighed<T>> weighed(const Kept& kept, int64_t position, const T* bef
   return out;
 }
 
+// The dimension of queries and keys at each position in the order of the levels: one for all heads, or one for each key head.
+struct Order {
+  const int64_t* index = nullptr;
+  int64_t heads = 1, dims = 0;
+
+  explicit Order(const std::optional<at::Tensor>& x) {
+    if (!x) return;
+    index = x->const_data_ptr<int64_t>(), heads = x->size(0), dims = x->size(1);
+    for (int64_t n = 0; n < heads * dims; ++n) TORCH_CHECK(0 <= index[n] && index[n] < dims, "an order of dimensions is out of its range");
+  }
+
+  // Of head h of `count`.
+  const int64_t* of(int64_t h, int64_t count) const { return index ? index + h / (count / heads) * dims : nullptr; }
+};
+
 // Weighted sums (B, H, 1, value dims) of queries (B, H, 1, D), times `factors` (D). The query heads of a key (or value) head read its row.
 template <typename T>
-void attend(const at::Tensor& query, const T* factors, const std::vector<Weighed<T>>& softmaxes, int64_t key_rows, int64_t value_rows, at::Tensor& out) {
+void attend(const at::Tensor& query, const Order& order, const T* factors, const std::vector<Weighed<T>>& softmaxes, int64_t key_rows, int64_t value_rows, at::Tensor& out) {
   const int64_t heads = query.size(1), rows = query.size(0) * heads, dim = query.size(3), value_dim = out.size(3);
   const int64_t per_key = rows / key_rows, per_value = rows / value_rows;
   const T* q = query.const_data_ptr<T>();
@@ -204,7 +219,8 @@ void attend(const at::Tensor& query, const T* factors, const std::vector<Weighed
     std::vector<T> scaled(dim), weight(columns);
     for (int64_t r = begin; r < end; ++r) {
       const T* from = q + r / heads * query.stride(0) + r % heads * query.stride(1);
-      for (int64_t d = 0; d < dim; ++d) scaled[d] = from[d * query.stride(3)] * factors[d];
+      const int64_t* at = order.of(r % heads, heads);
+      for (int64_t d = 0; d < dim; ++d) scaled[d] = from[(at ? at[d] : d) * query.stride(3)] * factors[d];
       T* sums = to + r * value_dim;
       std::fill(sums, sums + value_dim, T(0));
       for (const Weighed<T>& one : softmaxes) {
@@ -224,7 +240,7 @@ void attend(const at::Tensor& query, const T* factors, const std::vector<Weighed
 
 // Writes a token x (B, G, 1, dims) into its slot of each level, and what was there into `old` (B * G, dims).
 template <typename T>
-void exchange(const at::Tensor& x, const std::vector<Stored>& levels, int64_t position, int64_t chunk, T* old) {
+void exchange(const at::Tensor& x, const Order& order, const std::vector<Stored>& levels, int64_t position, int64_t chunk, T* old) {
   const int64_t heads = x.size(1), rows = x.size(0) * heads, dims = x.size(3), step = x.stride(3);
   const T* from = x.const_data_ptr<T>();
   int64_t first = 0;
@@ -234,11 +250,12 @@ void exchange(const at::Tensor& x, const std::vector<Stored>& levels, int64_t po
     const int64_t row_stride = page.stride(0), stride = page.stride(1);
     T* const to = page.data_ptr<T>() + slot;
     for (int64_t row = 0; row < rows; ++row) {
-      const T* own = from + row / heads * x.stride(0) + row % heads * x.stride(1) + first * step;
+      const T* own = from + row / heads * x.stride(0) + row % heads * x.stride(1);
+      const int64_t* at = order.of(row % heads, heads);
       for (int64_t d = 0; d < level.dims; ++d) {  // each number is in a line of memory of its own: reading them first lets many be on their way
         T& place = to[row * row_stride + d * stride];
         old[row * dims + first + d] = place;
-        place = own[d * step];
+        place = own[(at ? at[first + d] : first + d) * step];
       }
     }
     first += level.dims;
@@ -248,19 +265,21 @@ void exchange(const at::Tensor& x, const std::vector<Stored>& levels, int64_t po
 // Writes a token into what a cache keeps, and returns its attention to all tokens there are; without a query, nothing. What was in the slots of
 // the token goes to `old`, with the number of the step in front of the plan, which says that it is there.
 template <typename T>
-at::Tensor stepped(const std::optional<at::Tensor>& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& factors, const at::TensorList pages,
-                   const at::Tensor& plan, const at::Tensor& old, int64_t position, int64_t number) {
+at::Tensor stepped(const std::optional<at::Tensor>& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& factors,
+                   const std::optional<at::Tensor>& order, const at::TensorList pages, const at::Tensor& plan, const at::Tensor& old, int64_t position, int64_t number) {
+  TORCH_CHECK(!order || (order->is_contiguous() && order->dim() == 2 && k.size(1) % order->size(0) == 0 && order->size(1) == k.size(3)),
+              "an order of dimensions does not fit the keys");
   const Kept kept(plan, pages);
   at::Tensor out = q ? at::empty({q->size(0), q->size(1), 1, v.size(3)}, q->options()) : at::empty({0}, k.options());
   std::vector<Stored> keys;
   for (const std::vector<Stored>& levels : kept.keys) keys.insert(keys.end(), levels.begin(), levels.end());
   T* const before = old.data_ptr<T>();
-  exchange<T>(k, keys, position, kept.chunk, before);
-  exchange<T>(v, kept.values, position, kept.chunk, before + k.numel());
+  exchange<T>(k, Order(order), keys, position, kept.chunk, before);
+  exchange<T>(v, Order(std::nullopt), kept.values, position, kept.chunk, before + k.numel());
   *plan.data_ptr<int64_t>() = number;
   if (!q) return out;
   const T* const factor = factors.const_data_ptr<T>();
-  attend<T>(*q, factor, weighed<T>(kept, position, factor + q->size(3)), keys[0].rows(), kept.values[0].rows(), out);
+  attend<T>(*q, Order(order), factor, weighed<T>(kept, position, factor + q->size(3)), keys[0].rows(), kept.values[0].rows(), out);
   return out;
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -210,6 +210,25 @@ def reordered(x: Tensor, runs: Runs) -> Tensor:
     if x.is_cpu and is_eager(x) and x.numel() <= _FEW_NUMBERS:
         return x.index_select(-1, _index(runs))
     return torch.cat([x[..., first:end] for first, end in runs], dim=-1)
+
+
+@dataclass(frozen=True)
+class RunOrder:
+    """Puts the dimensions of queries and keys (B, heads, T, D) in an order that all heads share, given as runs; none: the one they have."""
+
+    runs: Runs
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """See ``reordered``."""
+        return reordered(x, self.runs)
+
+    @cached_property
+    def index(self) -> Tensor | None:
+        """The dimension at each position, int64 (1, D) on the CPU; ``None`` where they stay."""
+        return _index(self.runs)[None] if len(self.runs) > 1 else None
+
+
+UNCHANGED = RunOrder(())
 
 
 @lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -20,16 +20,17 @@ from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.adapters import adapted_class
 from structattn.integrations.transformers.caches import level_cache_layer, of_decoder
 from structattn.integrations.transformers.effect import register
-from structattn.integrations.transformers.interface import Reorder, attend, attend_packed
+from structattn.integrations.transformers.interface import attend, attend_packed
 from structattn.integrations.transformers.mask_functions import structured_mask
+from structattn.integrations.transformers.next_token import Reorder
 from structattn.integrations.transformers.variant import Variant
 from structattn.layers.rotary_order import (
     RotarySplit,
     Rotation,
+    RunOrder,
     dimension_order,
     dimensions_of,
     even_ranks,
-    reordered,
     runs_of,
 )
 
@@ -87,7 +88,7 @@ class Structure:
         if self.head_orders:
             return HeadOrders(self.head_orders)
         runs = () if self.order is None else runs_of(self.order)
-        return partial(reordered, runs=runs)
+        return RunOrder(runs)
 
 
 def _cut(pairs: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -106,6 +107,12 @@ class HeadOrders:
     def __init__(self, orders: tuple[tuple[int, ...], ...]) -> None:
         self.orders = orders
         self._by_device: dict[torch.device, Tensor] = {}
+
+    @cached_property
+    def index(self) -> Tensor:
+        """See ``Reorder``."""
+        with torch.inference_mode(False):
+            return torch.tensor(self.orders, device="cpu")
 
     def __call__(self, x: Tensor) -> Tensor:
         """Queries or keys, (B, H or G, T, D).

@@ -81,15 +81,21 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.record_past = False
         self._variant: Variant | None = None
         self._recording: Recording | None = None
+        self.last_call: object = None  # what attention remembers of it, if it was simple
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_recording": None}  # it refers to tensors and modules of calls
+        return {**self.__dict__, "_recording": None, "last_call": None}  # they refer to tensors and modules of calls
 
     def __copy__(self) -> LevelCacheLayer:
         return copy.deepcopy(self)
 
     def __repr__(self) -> str:
         return f"LevelCacheLayer({self.level_cache})"
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether tokens are remembered, to remove more of them than the cache can."""
+        return self.record_past or self._recording is not None
 
     @property
     def nbytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ from structattn.integrations.transformers.adapters import has_adapter
 from structattn.integrations.transformers.effect import asking_for_weights
 from structattn.integrations.transformers.masks import StructuredMask
 
+# What `check_inputs` reads, and what it found right in the call of a model that is running.
+_CHECKED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache")
+_known: ContextVar[tuple[Any, ...] | None] = ContextVar("_known", default=None)
+
 
 def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A model's ``forward`` that checks its inputs first; its signature stays, which transformers reads."""
@@ -27,7 +32,19 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def checked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        check_inputs(self.config, given)
+        if torch.compiler.is_compiling():  # a compiled program cannot keep what is known
+            check_inputs(self.config, given)
+            return run(self, given, args, kwargs)
+        seen = (self.config, *(given.get(name) for name in _CHECKED))
+        if (known := _known.get()) is None or any(a is not b for a, b in zip(seen, known, strict=True)):
+            check_inputs(self.config, given)
+        token = _known.set(seen)  # the model within a model for a task is given the same
+        try:
+            return run(self, given, args, kwargs)
+        finally:
+            _known.reset(token)
+
+    def run(self: Any, given: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if given.get("inputs_embeds") is not None:
             _check_as_weights(given["inputs_embeds"], self.get_input_embeddings().weight)
         tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]

@@ -200,11 +200,16 @@ class StructuredMask(Placeholder):
 
     def __post_init__(self) -> None:
         self.num_new = self.num_new or self.num_queries
+        self.is_next_token = (
+            False  # it is causal attention of one token to all before it, with a window or chunks at most
+        )
         self._sequences: Sequences | None = None
         if self.last_of is not None:
             self._padding: Padding | None = self.last_of._padding
             return
         self._padding = read_padding(self.attention_mask, self.num_keys)
+        is_one = self.num_queries == 1 and self.num_new == 1 and self.is_causal
+        self.is_next_token = is_one and self.pairs is None and self.packed is None and self._padding is None
 
     @classmethod
     def of_pairs(cls, pairs: Tensor, num_queries: int, num_keys: int, num_new: int) -> Self:

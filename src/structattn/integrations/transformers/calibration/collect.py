@@ -17,7 +17,7 @@ from structattn.integrations.transformers.arguments import POSITION_BIAS, TERMS
 from structattn.integrations.transformers.calibration.moments import Moments, distance_bucket
 from structattn.integrations.transformers.calibration.projections import Projections, find_projections, input_weights
 from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration, LayerShape
-from structattn.integrations.transformers.calibration.sensitivity import same, sensitivities
+from structattn.integrations.transformers.calibration.sensitivity import sensitivities
 from structattn.integrations.transformers.discovery import AttentionLayer, find_attention, observed
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.families import StructurizedModel
@@ -26,6 +26,7 @@ from structattn.integrations.transformers.interface import attend
 from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.integrations.transformers.masks import Sequences, StructuredMask
 from structattn.integrations.transformers.variant import Variant
+from structattn.layers.rotary_order import UNCHANGED
 from structattn.layout.checks import positive_ints
 from structattn.progress import counted
 
@@ -188,7 +189,7 @@ def _attention(
     names = {**TERMS, POSITION_BIAS: POSITION_BIAS}
     terms = {own: arguments[name] for name, own in names.items() if arguments.get(name) is not None}
     _active[-1].add(module, (query, key, value), attention_mask, scaling, terms)
-    return attend(module, Variant(), same, query, key, value, attention_mask, dropout, scaling, arguments)
+    return attend(module, Variant(), UNCHANGED, query, key, value, attention_mask, dropout, scaling, arguments)
 
 
 register(_NAME, _attention, structured_mask)

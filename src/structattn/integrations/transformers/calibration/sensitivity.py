@@ -16,6 +16,7 @@ from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.interface import attend
 from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.integrations.transformers.variant import Variant
+from structattn.layers.rotary_order import UNCHANGED
 from structattn.layout.levels import LevelLayout
 from structattn.progress import counted
 
@@ -44,11 +45,6 @@ class _Change:
 _active: list[_Change] = []
 
 
-def same(x: Tensor) -> Tensor:
-    """The order of dimensions that is no other."""
-    return x
-
-
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -62,7 +58,7 @@ def _attention(
     """The attention of the model; in one layer, part of what far keys contribute is taken away."""
     change = _active[-1]
     if module is not change.module:
-        return attend(module, Variant(), same, query, key, value, attention_mask, dropout, scaling, arguments)
+        return attend(module, Variant(), UNCHANGED, query, key, value, attention_mask, dropout, scaling, arguments)
     head, dims = query.shape[-1], value.shape[-1]
     size = -(-query.shape[2] // change.block_size) * change.block_size
     # The values twice: those of level 1 are summed over all keys, those of level 2 over the keys of the block.
@@ -70,7 +66,7 @@ def _attention(
     both, _ = attend(
         module,
         Variant(layout=layout),
-        same,
+        UNCHANGED,
         F.pad(query, (0, 1)),
         F.pad(key, (0, 1)),
         torch.cat([value, value], dim=-1),

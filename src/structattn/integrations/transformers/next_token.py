@@ -1,0 +1,124 @@
+"""A decoding step of a layer like the one before it: what was checked then holds, and is not checked again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from structattn.cache import LevelCache
+from structattn.integrations.transformers.cache import LevelCacheLayer, PendingStates
+from structattn.integrations.transformers.effect import collects_weights
+from structattn.integrations.transformers.masks import StructuredMask
+from structattn.integrations.transformers.variant import Variant
+
+_POSITIONS = "position_ids"  # the argument that is another at every step
+_SIMPLE = (bool, int, float, str, type(None))  # arguments that stay what they are
+
+
+class Reorder(Protocol):
+    """Puts the dimensions of queries and keys, (B, heads, T, D), in the order of the levels."""
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+    @property
+    def index(self) -> Tensor | None:
+        """That order, as ``LevelCache.again`` takes it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KnownCall:
+    """The last attention call of a layer of a cache: of one token, which hid nothing and asked for nothing but its output.
+
+    Attributes:
+        cache: that the token went to.
+        variant, reorder, scaling: of the call.
+        is_causal: what the module says.
+        window, chunk_size: of the mask.
+        arguments: others; the positions, if they were given, are ``None``.
+    """
+
+    cache: LevelCache
+    variant: Variant
+    reorder: Reorder
+    scaling: float | None
+    is_causal: bool | None
+    window: int | None
+    chunk_size: int | None
+    arguments: dict[str, Any]
+
+    def again(
+        self,
+        module: nn.Module,
+        variant: Variant,
+        reorder: Reorder,
+        query: Tensor,
+        key: PendingStates,
+        value: object,
+        mask: object,
+        dropout: float,
+        scaling: float | None,
+        arguments: dict[str, Any],
+    ) -> Tensor | None:
+        """The next call, arguments as ``attend``: (B, T, H, V), or ``None``, with nothing appended, where more than the numbers is different."""
+        if torch.compiler.is_compiling() or not (
+            variant is self.variant
+            and reorder is self.reorder
+            and scaling == self.scaling
+            and dropout == 0
+            and key.layer.level_cache is self.cache
+            and not (key.is_appended or key.layer.is_recording)
+            and type(value) is PendingStates
+            and type(mask) is StructuredMask
+            and mask.is_next_token
+            and (mask.window, mask.chunk_size, mask.num_past) == (self.window, self.chunk_size, self.cache.length)
+            and getattr(module, "is_causal", None) is self.is_causal
+            and self._has(arguments)
+            and not collects_weights()
+        ):
+            return None
+        self.cache.bind(module)
+        q, scale = variant.scaled(query, scaling)
+        out = self.cache.again(q, key.states, value.states, scale=scale, order=reorder.index)
+        if out is None:
+            return None
+        key.is_appended = True
+        return out.transpose(1, 2)
+
+    def _has(self, arguments: dict[str, Any]) -> bool:
+        """Whether other arguments are these, with positions of one token."""
+        if len(arguments) != len(self.arguments):
+            return False
+        for name, value in arguments.items():
+            if name != _POSITIONS and self.arguments.get(name, self) is not value:
+                return False
+        positions = arguments.get(_POSITIONS)
+        return positions is None or (isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == 1)
+
+
+def known_call(
+    module: nn.Module,
+    layer: LevelCacheLayer,
+    variant: Variant,
+    reorder: Reorder,
+    mask: StructuredMask,
+    scaling: float | None,
+    arguments: dict[str, Any],
+) -> KnownCall | None:
+    """What is remembered of a call of a module that was all right; ``None`` where the next one may differ in more than its numbers."""
+    others = {name: None if name == _POSITIONS else value for name, value in arguments.items()}
+    cache, is_simple = layer.level_cache, all(isinstance(x, _SIMPLE) for x in others.values())
+    if cache is None or variant.backend != "auto" or not mask.is_next_token or not is_simple:
+        return None
+    return KnownCall(
+        cache=cache,
+        variant=variant,
+        reorder=reorder,
+        scaling=scaling,
+        is_causal=getattr(module, "is_causal", None),
+        window=mask.window,
+        chunk_size=mask.chunk_size,
+        arguments=others,
+    )

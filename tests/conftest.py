@@ -2,13 +2,17 @@
 
 import multiprocessing
 import os
+import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
+import structattn
+from structattn.ops.native import library
 from structattn.testing.interpreter import quick_interpreter
 
 # Without a GPU the Triton kernels run in Triton's interpreter, which is chosen before anything imports triton.
@@ -65,3 +69,17 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def _quick_interpreter() -> Iterator[None]:
     with quick_interpreter():
         yield
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The C++ library, compiled once for all processes of a test run; without it again afterwards."""
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("no C++ compiler")
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRUCTATTN_CACHE", str(root / "native"))
+        library.why_not_here.cache_clear()
+        yield structattn.ops.build_native()
+    library.why_not_here.cache_clear()

@@ -83,19 +83,6 @@ def test_a_damaged_library_or_no_home_is_as_if_it_was_not_built(
         library.why_not_here.cache_clear()
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory):
-    """The library, compiled once for all processes of a test run; without it again afterwards."""
-    if NO_COMPILER:
-        pytest.skip("no C++ compiler")
-    root = tmp_path_factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STRUCTATTN_CACHE", str(root / "native"))
-        yield sa.ops.build_native()
-    library.why_not_here.cache_clear()
-
-
 @pytest.mark.full
 @pytest.mark.usefixtures("built")
 class TestBuilt:

@@ -180,11 +180,8 @@ class LevelCache(OneLayerCache, OfOneLayer):
             BackendUnavailableError: the named backend cannot run here; the message says why.
         """
         terms = ScoreOptions(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
-        found = (
-            self.again(q, k, v, scale=scale) if backend == "auto" and layout is None and terms.has_scale_only else None
-        )
-        if found is not None:
-            return found
+        if backend == "auto" and layout is None and terms.has_scale_only and self._is_known(q, k, v, scale):
+            return self._again(q, k, v)
         self._mark()
         try:
             return attend(self._checked(q, k, v, layout, terms), q, k, v, terms, backend)
@@ -194,12 +191,14 @@ class LevelCache(OneLayerCache, OfOneLayer):
 
     def again(self, q: Any, k: Any, v: Any, *, scale: float | None, order: Tensor | None = None) -> Tensor | None:
         """``attend`` of tokens in every respect like the last ones, in C++ and without checks; ``None``, with nothing appended, where one differs.
+        ``order``, int64 (1 or Gk, D), is the dimension of q and k at each position of the levels, where they are not in that order."""
+        return self._again(q, k, v, order) if self._is_known(q, k, v, scale) else None
 
-        Args:
-            order: int64 (1 or Gk, D), contiguous: the dimension of q and k at each position of the levels. Default ``None``: they are in order.
-        """
-        if self._contents is None or not self._contents.is_known(q, k, v, scale):
-            return None
+    def _is_known(self, *tokens: Any) -> bool:
+        return self._contents is not None and self._contents.is_known(*tokens)
+
+    def _again(self, q: Tensor, k: Tensor, v: Tensor, order: Tensor | None = None) -> Tensor:
+        assert self._contents is not None
         self._mark()
         try:
             return self._contents.again(q, k, v, order)

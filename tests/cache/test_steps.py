@@ -1,0 +1,184 @@
+"""Decoding steps of the C++ code against those without it: the same numbers, the same cache after each of them, and the same errors."""
+
+import copy
+import random
+from contextlib import contextmanager
+
+import pytest
+import torch
+from test_undo import croppable, interrupted
+
+import structattn as sa
+from structattn.cache import native_decode
+from structattn.errors import CacheError, ConfigError, ShapeError
+from structattn.testing.tolerances import assert_close
+
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("built")]
+
+LEVELS = sa.LevelLayout((2, 2, 2), (64, 8, 4), value_ranks=(2, 2, 1))
+SLIDING = sa.LevelLayout.sliding((2, 2, 2), (None, 7, 3), value_ranks=(2, 2, 1))
+SEGMENTS = sa.LevelLayout.from_boundaries((2, 2, 2), [[0], [0, 5, 19], [0, 3, 5, 11, 19, 30]])
+CASES = {
+    "plain": {"layout": None},
+    "levels": {"layout": LEVELS},
+    "pages": {"layout": LEVELS, "page_size": 3},
+    "window": {"layout": LEVELS, "window": 6, "page_size": 2},
+    "sliding": {"layout": SLIDING, "page_size": 2},
+    "global window": {"layout": sa.GlobalWindowLayout((4, 2), 5), "page_size": 4},
+    "chunks": {"layout": LEVELS, "chunk_size": 9},
+    "padding": {"layout": LEVELS, "left_padding": [3, 3]},
+    "room": {"layout": SLIDING, "max_length": 40},
+    "segments": {"layout": SEGMENTS},
+}
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A number for each call of the C++ code."""
+    calls: list[int] = []
+    call = native_decode.Step._call
+    monkeypatch.setattr(native_decode.Step, "_call", lambda *x, **options: calls.append(1) or call(*x, **options))
+    return calls
+
+
+def tokens(length, kv_heads=(2, 4), dtype=torch.float64):
+    rng = torch.Generator().manual_seed(3)
+    sizes = ((4, 6), (kv_heads[0], 6), (kv_heads[1], 5))
+    return [torch.randn(2, heads, length, dim, generator=rng, dtype=dtype) for heads, dim in sizes]
+
+
+@contextmanager
+def no_code():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_decode, "is_here", lambda _: False)
+        yield
+
+
+@pytest.mark.parametrize("kv_heads", [(2, 4), (1, 1), (4, 2)])
+@pytest.mark.parametrize("case", CASES)
+def test_steps_among_all_else_that_changes_a_cache(case, kv_heads, steps) -> None:
+    """Tokens, one and several, are added, taken back and cropped; rows are moved, and copies go on, with the code and without it."""
+    q, k, v = tokens(40, kv_heads)
+    rng = random.Random(case)
+    fast = sa.LevelCache(**CASES[case])
+    slow = copy.deepcopy(fast)
+    for cache in (fast, slow):
+        cache.attend(*(x[:, :, :4] for x in (q, k, v)))
+    for _ in range(160):
+        start, kind = fast.length, rng.choice(["token"] * 8 + ["append", "several", "undo", "crop", "rows", "copy"])
+        new = [x[:, :, start : start + (4 if kind == "several" else 1)] for x in (q, k, v)]
+        if start > 30 or kind == "crop":
+            lengths = croppable(fast)
+            assert lengths == croppable(slow)
+            to = rng.choice([length for length in lengths if length] or [0])
+            for cache in (fast, slow):
+                cache.crop(to) if to else cache.reset()
+        elif kind in ("token", "several"):
+            with torch.set_grad_enabled(rng.random() < 0.2):
+                found = fast.attend(*new)
+                with no_code():
+                    assert_close(found, slow.attend(*new))
+        elif kind == "append":
+            fast.append(*new[1:])
+            with no_code():
+                slow.append(*new[1:])
+        elif kind == "undo":
+            try:
+                fast.undo()
+            except CacheError:
+                with pytest.raises(CacheError):
+                    slow.undo()
+            else:
+                slow.undo()
+        elif kind == "rows" and case != "padding":
+            for cache in (fast, slow):
+                cache.reorder(torch.tensor([1, 0]))
+            q, k, v = (x.flip(0) for x in (q, k, v))
+        elif kind == "copy":
+            fast, slow = copy.deepcopy(fast), copy.deepcopy(slow)
+        assert (fast.length, fast.nbytes) == (slow.length, slow.nbytes)
+    assert len(steps) > 30
+
+
+@pytest.mark.parametrize("case", ["levels", "window", "sliding", "pages"])
+def test_an_interrupt_at_every_line(case) -> None:
+    q, k, v = tokens(40)
+    for start in (8, 11, 12):
+        base = sa.LevelCache(**CASES[case])
+        base.attend(*(x[:, :, : start - 1] for x in (q, k, v)))
+        base.attend(*(x[:, :, start - 1 : start] for x in (q, k, v)))  # from here on steps are known
+        new = [x[:, :, start : start + 1] for x in (q, k, v)]
+        expected = copy.deepcopy(base).attend(*new)
+        lengths, at = croppable(base), 0
+        while True:
+            at += 1
+            with torch.no_grad(), interrupted(at) as seen:
+                try:
+                    base.attend(*new)
+                except KeyboardInterrupt:
+                    pass
+                else:
+                    break
+            assert seen[0] == at
+            assert base.length == start
+            assert croppable(base) == lengths
+        assert at > 20
+        base.undo()
+        with torch.no_grad():
+            assert_close(base.attend(*new), expected)
+
+
+@torch.no_grad()
+def test_what_differs_from_the_last_token_is_checked(steps, monkeypatch) -> None:
+    q, k, v = tokens(9, dtype=torch.float32)
+    cache = sa.LevelCache(LEVELS)
+    cache.attend(*(x[:, :, :5] for x in (q, k, v)), scale=0.5)
+    one = [x[:, :, 5:6] for x in (q, k, v)]
+    cache.attend(*one, scale=0.5)
+    checked = []
+    check = sa.LevelCache._checked
+    monkeypatch.setattr(sa.LevelCache, "_checked", lambda *x: checked.append(1) or check(*x))
+    cache.attend(*one, scale=0.5)
+    assert (len(steps), len(checked)) == (2, 0)
+    q, k, v = one
+    with pytest.raises(ShapeError, match="q must be a torch.Tensor"):
+        cache.attend(q.tolist(), k, v, scale=0.5)
+    with pytest.raises(ShapeError, match="must be like the first ones"):
+        cache.attend(q[:1], k[:1], v[:1], scale=0.5)
+    with pytest.raises(ShapeError, match="one dtype and device"):
+        cache.attend(q, k.double(), v, scale=0.5)
+    with pytest.raises(ShapeError, match="head dimensions differ"):
+        cache.attend(q[..., :4], k, v, scale=0.5)
+    with pytest.raises(ShapeError, match="dense tensor"):
+        cache.attend(q, k.to_sparse(), v, scale=0.5)
+    with pytest.raises(ConfigError, match="scale must be a finite number"):
+        cache.attend(q, k, v, scale=True)
+    with pytest.raises(ConfigError, match="unknown backend"):
+        cache.attend(q, k, v, scale=0.5, backend="fast")
+    with pytest.raises(ConfigError, match="leave layout at None"):
+        cache.attend(q, k, v, scale=0.5, layout=LEVELS)
+    assert len(checked) == 8
+    assert cache.length == 7
+    one_scale, other = (copy.deepcopy(cache).attend(q, k, v, scale=scale) for scale in (0.5, 2.0))
+    assert not torch.equal(one_scale, other)
+    assert_close(cache.attend(q, k, v, scale=2.0), other)
+
+
+@torch.no_grad()
+def test_an_order_of_dimensions(steps) -> None:
+    q, k, v = tokens(20)
+    orders = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(n)) for n in range(2)])
+    for order in (orders[:1], orders):
+        of_keys = order.expand(2, -1)
+        placed = [x.gather(3, of_keys.repeat_interleave(n, 0)[None, :, None].expand_as(x)) for x, n in ((q, 2), (k, 1))]
+        expected, cache = sa.LevelCache(LEVELS), sa.LevelCache(LEVELS)
+        for t in range(20):
+            own = [x[:, :, t : t + 1] for x in (*placed, v)]
+            wanted = expected.attend(*own)
+            found = cache.again(*(x[:, :, t : t + 1] for x in (q, k, v)), scale=None, order=order)
+            assert (found is None) == (t < 2)
+            assert_close(cache.attend(*own) if found is None else found, wanted)
+    for wrong in (orders[:, :5], orders.T, orders + 1, -orders, orders.expand(4, 2, 6)[:, 0], orders.int()):
+        with pytest.raises(RuntimeError):
+            cache.again(q[:, :, :1], k[:, :, :1], v[:, :, :1], scale=None, order=wrong)
+    assert cache.length == 20

@@ -97,7 +97,7 @@ def test_steps_among_all_else_that_changes_a_cache(case, kv_heads, steps) -> Non
         elif kind == "copy":
             fast, slow = copy.deepcopy(fast), copy.deepcopy(slow)
         assert (fast.length, fast.nbytes) == (slow.length, slow.nbytes)
-    assert len(steps) > 30
+    assert len(steps) > 15
 
 
 @pytest.mark.parametrize("case", ["levels", "window", "sliding", "pages"])

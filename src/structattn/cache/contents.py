@@ -160,7 +160,7 @@ class Contents:
 
     def reset(self) -> None:
         """Forgets all tokens; memory stays."""
-        self.length, self._step = 0, None
+        self.length = 0
         for store, _ in self.stores():
             store.lost = [0] * (1 if self.is_uniform else self.shape.batch)
 
@@ -225,7 +225,7 @@ class Contents:
         position = self.length - pad
         if position < 0:
             return None
-        if self._step is None or self.length >= self._step.stop:
+        if self._step is None or self.length not in self._step.lengths:
             for store, level in self.stores():
                 self.grow(store, store.slot(position, level.start(position, row)) + 1, k if store in self.keys else v)
             self._step = Step(
@@ -277,7 +277,7 @@ class Contents:
         for stored in self.stores():
             store, _ = stored
             store.lost = [max(0, min(length - pad, self._oldest(*stored, row, pad))) for row, _, pad in self.rows]
-        self.length, self._step = length, None
+        self.length = length
         if self.text is not None and isinstance(self.layout, LevelLayout) and self.layout.boundaries is not None:
             pads = self.padding or (0,) * len(self.layout.boundaries)
             cut = tuple(

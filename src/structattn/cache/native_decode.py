@@ -57,7 +57,7 @@ class Step:
         k, v: the next token, (B, G, 1, D) and (B, Gv, 1, V), of the dtype of what is kept.
 
     Attributes:
-        stop: the length at which a store may have no slot for the next token.
+        lengths: of the cache, at which every store has a slot for the next token.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Step:
             plan += (block, begins, store.ring or 0, level.window or 0, store.dim, store.num_pages)
             if store.longest is None or store.capacity < store.longest:
                 stop = min(stop, store.capacity + (0 if store.ring is not None else start))
-        self.stop = stop + pad
+        self.lengths = range(length, stop + pad)
         self._levels = tuple((softmax.layout.ranks, softmax.layout.scaling) for softmax in softmaxes)
         self._shapes = k.shape, v.shape
         self._dtype = k.dtype
@@ -121,7 +121,7 @@ class Step:
 
     def is_known(self, q: object, k: object, v: object, scale: object, length: int) -> bool:
         """Whether these are in every respect like the arguments of the last ``attend``, so that they need no other check."""
-        if self._known is None or length >= self.stop or torch.is_grad_enabled() or not is_quiet():
+        if self._known is None or length not in self.lengths or torch.is_grad_enabled() or not is_quiet():
             return False
         shape, known = self._known
         if scale is not known and not (type(scale) is float and scale == known):

@@ -20,6 +20,7 @@ import benchmarks.call
 import benchmarks.context_parallel
 import benchmarks.decode
 import benchmarks.linear
+import benchmarks.llama
 import benchmarks.model
 import benchmarks.serve
 import benchmarks.step  # noqa: F401

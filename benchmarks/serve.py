@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.llama import build_llama, layout_of_spec
 from benchmarks.registry import Case, Check, Group, benchmark
 from benchmarks.shapes import ModelShape
-from structattn import LevelLayout
 
 BASELINE = "plain Llama"
 SEED = 0
@@ -49,32 +49,6 @@ def prompts(length: int, requests: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(SEED)
     lengths = torch.randint(length // 2, length + 1, (requests,), generator=generator).tolist()
     return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
-
-
-def build_model(shape: ModelShape, spec: str | None, length: int, device: torch.device, dtype: torch.dtype) -> Any:
-    """A Llama with random weights; with a spec, structurized.
-
-    Raises:
-        MissingDependencyError: transformers is not installed.
-    """
-    from structattn.integrations.transformers import structurize  # transformers is an extra
-
-    from transformers import LlamaConfig, LlamaForCausalLM  # isort: skip
-
-    torch.manual_seed(SEED)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=shape.embed_dim,
-        intermediate_size=2 * shape.embed_dim,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        max_position_embeddings=length + NEW,
-        initializer_range=0.2,  # so that the largest logit is largest by far, and rounding changes no token
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).eval().requires_grad_(False).to(device, dtype)
-    return model if spec is None else structurize(model, spec)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +115,21 @@ def _case(label: str, shape: ModelShape, length: int, requests: int, device: tor
     width = shape.embed_dim
     block = width * (2 * width + 2 * shape.num_kv_heads * shape.head_dim) + 3 * width * 2 * width
     totals = [len(text) + NEW for text in texts]
-    layout = _layout(label, shape, length)
+    layout = layout_of_spec(spec, shape, length + NEW)
     attended = sum(layout.score_flops(n) + layout.value_flops(n, shape.head_dim) for n in totals)
 
     def build() -> ServeWork:
         return ServeWork(
-            model=build_model(shape, spec, length, device, dtype),
+            model=build_llama(
+                shape,
+                spec,
+                device,
+                dtype,
+                length=length + NEW,
+                vocab_size=VOCABULARY,
+                intermediate_size=2 * shape.embed_dim,
+                initializer_range=0.2,  # so that the largest logit is largest by far, and rounding changes no token
+            ),
             prompts=texts,
             blocks=AT_A_TIME * -(-(length + NEW) // PAGE_SIZE),
             token_nbytes=numbers * dtype.itemsize,
@@ -164,14 +147,6 @@ def _case(label: str, shape: ModelShape, length: int, requests: int, device: tor
         tokens=requests * NEW,
         cached_tokens=sum(totals),
     )
-
-
-def _layout(label: str, shape: ModelShape, length: int) -> LevelLayout:
-    """The layout of a variant."""
-    from structattn.spec import parse_spec
-
-    found = parse_spec(specs(shape)[label] or "standard").layout_for(length + NEW)
-    return found if isinstance(found, LevelLayout) else LevelLayout((shape.head_dim,), (1,))
 
 
 @benchmark(

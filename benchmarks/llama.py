@@ -1,0 +1,186 @@
+"""Benchmark "llama": one decoding step of a Llama of transformers with S tokens in its cache, with levels and as it is.
+
+The baseline is the model as transformers makes it, with SDPA and the default ``DynamicCache``, which copies all keys and values with every
+token. The caches are filled by a prompt. S is the context length of the layouts, so that after the step every block of every level is full: the
+worst case for a cache with levels. The step is taken back before the next one, which is not timed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.registry import Case, Check, Group, benchmark
+from benchmarks.shapes import ModelShape
+from structattn import LevelLayout
+
+BASELINE = "DynamicCache"
+SEED = 0
+VOCABULARY = 32_000
+SHAPES = {
+    "cpu": ModelShape(num_layers=6, embed_dim=512, num_heads=8, num_kv_heads=8),
+    "cuda": ModelShape(num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8),
+}
+LENGTHS = {"cpu": (512, 2048, 8192), "cuda": (8192, 32768)}
+
+
+def specs(shape: ModelShape, length: int) -> dict[str, str | None]:
+    """The variants by label; ``None``: the model of transformers as it is."""
+    ranks = "|".join([str(shape.head_dim // 8)] * 8)
+    windows = "|".join(["-", *(str(length >> level) for level in range(1, 8))])
+    return {
+        BASELINE: None,
+        "one level": "standard",
+        "mlr 8 levels": f"mlr:{ranks}",
+        "mlr 8 levels, values": f"mlr:{ranks},values={ranks}",
+        "sliding 8 levels": f"sliding:{ranks}@{windows}",
+    }
+
+
+def build_llama(
+    shape: ModelShape, spec: str | None, device: torch.device, dtype: torch.dtype, *, length: int, **sizes: Any
+) -> Any:
+    """A Llama with random weights; with a spec, structurized.
+
+    Args:
+        length: the longest text, from which blocks are halved.
+        **sizes: further ones of ``LlamaConfig``.
+
+    Raises:
+        MissingDependencyError: transformers is not installed.
+    """
+    from structattn.integrations.transformers import structurize  # transformers is an extra
+
+    from transformers import LlamaConfig, LlamaForCausalLM  # isort: skip
+
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        hidden_size=shape.embed_dim,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        max_position_embeddings=length,
+        eos_token_id=None,
+        **sizes,
+    )
+    model = LlamaForCausalLM(config).eval().requires_grad_(False).to(device, dtype)
+    return model if spec is None else structurize(model, spec)
+
+
+def _hidden_size(shape: ModelShape) -> int:
+    """Of the feed-forward layers: about 8/3 of the width."""
+    return 128 * round(shape.embed_dim / 48)
+
+
+@dataclass(kw_only=True)
+class LlamaStep:
+    """A decoding step of a model; ``prepare`` comes before each.
+
+    Attributes:
+        model: of transformers.
+        cache: with S - 1 or S tokens.
+        ids: all S tokens, (1, S).
+    """
+
+    model: Any
+    cache: Any
+    ids: Tensor
+
+    def prepare(self) -> None:
+        """Takes back the step before."""
+        if self.cache.get_seq_length() == self.ids.shape[1]:
+            self.cache.crop(-1)
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        """The logits after the last token, (1, 1, vocabulary)."""
+        out: Tensor = self.model(self.ids[:, -1:], past_key_values=self.cache, use_cache=True).logits
+        return out
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Bytes of all layers."""
+        own = getattr(self.cache, "nbytes", None)
+        return sum(x.keys.nbytes + x.values.nbytes for x in self.cache.layers) if own is None else own
+
+    @torch.no_grad()
+    def check(self) -> Iterator[Check]:
+        """Two steps against the whole text at once, without a cache, in float64."""
+        exact = copy.deepcopy(self.model).double()(self.ids, use_cache=False, logits_to_keep=1).logits
+        for _ in range(2):
+            self.prepare()
+            yield self(), exact
+
+
+def llama_groups(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    shape: ModelShape | None = None,
+    lengths: Iterable[int] | None = None,
+) -> Iterator[Group]:
+    """One group per length."""
+    shape = SHAPES[device.type] if shape is None else shape
+    for length in LENGTHS[device.type] if lengths is None else lengths:
+        cases = tuple(_case(label, shape, length, device, dtype) for label in specs(shape, length))
+        yield Group(mode="decode", cases=cases)
+
+
+def _case(label: str, shape: ModelShape, length: int, device: torch.device, dtype: torch.dtype) -> Case:
+    spec, width, hidden = specs(shape, length)[label], shape.embed_dim, _hidden_size(shape)
+
+    @torch.no_grad()
+    def build() -> LlamaStep:
+        from structattn.integrations.transformers import level_cache
+
+        from transformers import DynamicCache  # isort: skip
+
+        sizes = {"vocab_size": VOCABULARY, "intermediate_size": hidden}
+        model = build_llama(shape, spec, device, dtype, length=length, **sizes)
+        cache = DynamicCache(config=model.config) if spec is None else level_cache(model, max_length=length)
+        ids = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(SEED)).to(device)
+        model(ids[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return LlamaStep(model=model, cache=cache, ids=ids)
+
+    layer = 2 * width * (width + shape.num_kv_heads * shape.head_dim) + 3 * width * hidden
+    weights = shape.num_layers * layer + VOCABULARY * width
+    layout = layout_of_spec(spec, shape, length)
+    per_head = layout.key_cache_size(length) + layout.value_cache_size(length, shape.head_dim)
+    kept = shape.num_layers * shape.num_kv_heads * per_head
+    return Case(
+        benchmark="llama",
+        label=label,
+        sizes={"S": length, "L": shape.num_layers, "E": width},
+        build=build,
+        flops=2 * (weights + shape.num_heads // shape.num_kv_heads * kept),
+        # What transformers' cache holds is read to be copied, written, and read to attend.
+        bytes=dtype.itemsize * (weights + (3 if spec is None else 1) * kept),
+        is_baseline=label == BASELINE,
+        tokens=1,
+        cached_tokens=length,
+    )
+
+
+def layout_of_spec(spec: str | None, shape: ModelShape, length: int) -> LevelLayout:
+    """The layout of a variant; of the model as it is, one level."""
+    from structattn.spec import parse_spec
+
+    found = parse_spec(spec or "standard").layout_for(length)
+    return found if isinstance(found, LevelLayout) else LevelLayout((shape.head_dim,), (1,))
+
+
+@benchmark(
+    "llama",
+    "A decoding step of a Llama of transformers with S tokens in its cache, structurized and as it is.",
+    baseline=BASELINE,
+    axis="S",
+    quick={"cpu": (512,), "cuda": (8192,)},
+)
+def llama(device: torch.device, dtype: torch.dtype) -> Iterator[Group]:
+    """CPU: 6 layers of width 512, S 512 to 8,192. CUDA: 32 layers of width 4,096, S 8,192 and 32,768."""
+    yield from llama_groups(device, dtype)

@@ -1,0 +1,29 @@
+"""The benchmark of a Llama's decoding step: the logits of every variant are right, and their caches are as large as they say."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from benchmarks import llama as bench
+from structattn.testing.tolerances import FORWARD, relative_error
+
+SHAPE = bench.ModelShape(num_layers=2, embed_dim=64, num_heads=2, num_kv_heads=1)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_every_variant_is_right() -> None:
+    (group,) = bench.llama_groups(torch.device("cpu"), torch.float32, shape=SHAPE, lengths=[256])
+    sizes = {}
+    for case in group.cases:
+        work = case.build()
+        for _ in range(2):
+            for actual, expected in work.check():
+                assert relative_error(actual, expected) <= FORWARD[torch.float32]
+            sizes[case.label] = work.cache_nbytes
+    plain = 2 * 2 * 256 * 32 * 4  # keys and values of two layers
+    assert sizes[bench.BASELINE] == sizes["one level"] == plain
+    assert sizes["mlr 8 levels"] == sizes["sliding 8 levels"] < plain
+    flops = {case.label: case.flops for case in group.cases}
+    assert flops["mlr 8 levels, values"] < flops["mlr 8 levels"] < flops["one level"] == flops[bench.BASELINE]

@@ -82,6 +82,9 @@ CASES = {
         has_sinks=True,
         options={"softcap": 0.9, "alibi_slopes": [[0.5, -0.1], [0.0, 1.0]], "scale": 0.4},
     ),
+    "slopes of whole blocks": Case(
+        layout=BLOCKS, lengths=(16, 16, 16, 16), batch=2, options={"alibi_slopes": [[0.5, -0.1], [0.0, 1.0]]}
+    ),
     "terms of sequences": Case(
         layout=SLIDING,
         lengths=(9, 20, 16),

@@ -106,13 +106,14 @@ def _queries(x: Tensor, span: KeySpan) -> Tensor:
 def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Adds the keys of a part to the softmax of its queries, in place; the part may have the first dimensions of the output only.
 
+    A query sees itself, so that its own part has a finite log-sum-exp; that of another part may be -inf.
+
     Args:
         out, lse: (..., V) and (..., 1).
         part, part_lse: (..., V') and (...).
     """
     more = part_lse[..., None]
     both = torch.logaddexp(lse, more)
-    known = both.masked_fill(both == -torch.inf, 0.0)  # rows that see nothing yet would be NaN
-    out.mul_((lse - known).exp_())
-    out[..., : part.shape[-1]].addcmul_(part.to(out.dtype), (more - known).exp_())
+    out.mul_((lse - both).exp_())
+    out[..., : part.shape[-1]].addcmul_(part.to(out.dtype), (more - both).exp_())
     lse.copy_(both)

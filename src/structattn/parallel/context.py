@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -45,6 +45,16 @@ def context_parallel(layout: LevelLayout | None, mesh: DeviceMesh) -> ContextPar
     return ContextParallel(layout, mesh)
 
 
+class _Options(TypedDict, total=False):
+    is_causal: bool
+    scale: float | None
+    window: int | None
+    cu_seqlens: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+
+
 class ContextParallel:
     """Made by ``context_parallel``: a function of the tokens of this process.
 
@@ -59,12 +69,16 @@ class ContextParallel:
 
     @overload
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
     ) -> Tensor: ...
     @overload
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
     ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[_Options]
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     @torch.compiler.disable  # type: ignore[untyped-decorator] # which keys travel is computed by Python
     def __call__(
         self,

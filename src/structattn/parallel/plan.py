@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from structattn.layout.levels import LevelLayout
@@ -127,12 +126,14 @@ def sizes(views: Views) -> list[int]:
 
 def packed(views: Views, like: Tensor) -> Tensor:
     """The numbers of all views one after the other."""
-    flat = [x.reshape(-1) for some in views for x in some]
-    return torch.cat(flat) if flat else like.new_empty(0)
+    numbers = like.new_empty(sum(sizes(views)))
+    for view, some in unpacked(numbers, views):
+        some.copy_(view)
+    return numbers
 
 
 def unpacked(numbers: Tensor, views: Views) -> list[tuple[Tensor, Tensor]]:
-    """Each view, and the numbers that came for it in its shape."""
+    """Each view, and its numbers among those of all, in its shape."""
     flat = [x for some in views for x in some]
     ends = accumulate(x.numel() for x in flat)
     return [(x, numbers[end - x.numel() : end].view(x.shape)) for x, end in zip(flat, ends, strict=True)]

@@ -12,6 +12,7 @@ from structattn.testing.tolerances import FORWARD, GRADIENT, relative_error
 @pytest.mark.full
 def test_results_are_right_and_bytes_are_counted(monkeypatch) -> None:
     monkeypatch.setattr(bench, "PROCESSES", (2,))
+    before = set(multiprocessing.active_children())  # of other tests
     forward, backward = bench.context_parallel_groups(torch.float32, lengths=[256], processes=[2], heads=2)
     sent = {case.label: case.wire_bytes for case in forward.cases}
     assert sent[bench.BASELINE] == 2 * 128 * 128 * 4  # heads, keys, dimensions of key and value, bytes
@@ -26,4 +27,4 @@ def test_results_are_right_and_bytes_are_counted(monkeypatch) -> None:
     finally:
         bench.neighbors().close()
     assert not torch.distributed.is_initialized()
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before

@@ -1,7 +1,9 @@
 """The C++ backend against ``reference``: what it computes, what it refuses, and how it is built."""
 
 import os
+import platform
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,20 @@ def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailableError, match="cannot be built: false says"):
         sa.ops.build_native()
     assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.full
+@pytest.mark.skipif(NO_COMPILER or platform.machine() != "x86_64", reason="needs a C++ compiler for x86-64")
+@pytest.mark.parametrize("instructions", ["DEFAULT", *library._INSTRUCTIONS])
+def test_it_compiles_for_the_vector_instructions_of_other_machines(
+    instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's headers differ between them: code may compile with AVX2 and not with AVX-512."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
+    include = Path(torch.__file__).parent / "include"
+    command = [os.environ.get("CXX", "c++"), *library._flags(), "-fsyntax-only", f"-I{include}", str(library._SOURCE)]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-2000:]
 
 
 def test_a_damaged_library_or_no_home_is_as_if_it_was_not_built(

@@ -21,9 +21,9 @@ _OPTIMIZED = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fP
 # The vector instructions that PyTorch itself uses here, by its name for them: a cache that several machines share has a library for each.
 _INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
-    "AVX512": (
+    "AVX512": (  # without -DCPU_CAPABILITY_AVX2: the headers would define reductions twice
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
-        *("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX2", "-DCPU_CAPABILITY_AVX512"),
+        *("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
     ),
 }
 

@@ -250,7 +250,7 @@ def row_numbers(model: LanguageModel, shape: ModelShape, length: int) -> int:
     quick_others={"B": 1},
 )
 def model(device: torch.device, dtype: torch.dtype) -> Iterator[Group]:
-    """Decoding: 7B-shaped on CUDA, S 8,192 and 32,768; 4 layers of width 512 on a CPU, S 1,024 to 16,384; batch 1 and 8. Training: S 128 to 4,096."""
+    """Decoding: 7B-shaped on CUDA, S 8,192 and 32,768; 4 layers of width 512 on a CPU, S 1,024 to 16,384; batch 1 and 8. Training: S 64 to 4,096."""
     yield from model_groups(device, dtype)
     yield from training_groups(device, dtype, baseline=BASELINE)
 

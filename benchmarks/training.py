@@ -25,7 +25,7 @@ SEED = 0
 VOCABULARY = 256  # bytes
 TOKENS = 4096
 MOST_DENSE = 512
-LENGTHS = (128, 512, 1024, 4096)
+LENGTHS = (64, 128, 256, 512, 1024, 4096)
 SHAPES = {
     "cpu": ModelShape(num_layers=4, embed_dim=128, num_heads=4, num_kv_heads=4),
     "cuda": ModelShape(num_layers=12, embed_dim=768, num_heads=12, num_kv_heads=12),

@@ -253,11 +253,16 @@ class TestBuilt:
         assert sa.ops.explain(q, q, q, LAYOUTS[0]) == "native: 3 levels in C++ code that was built on this machine"
         assert sa.ops.explain(q, q, q, LAYOUTS[0], softcap=1.0).startswith("native: 3 levels with a soft cap")
         assert sa.ops.explain(q, q, q, LAYOUTS[0], dropout_p=0.5).startswith("blocked")
-        assert sa.ops.explain(q, q, q).startswith("scaled_dot_product_attention")
+        assert sa.ops.explain(q, q, q) == "native: one level in C++ code that was built on this machine"
         assert sa.ops.explain(q, q, q, window=9).startswith("native")
+        few, short = q[:, :, :127], q[:, :, :128]
+        assert sa.ops.explain(short, short, short).startswith("native")
+        assert sa.ops.explain(few, few, few).startswith("scaled_dot_product_attention")
+        assert sa.ops.explain(few, q, q, is_causal=False).startswith("scaled_dot_product_attention")
+        assert sa.ops.explain(q, few, few, is_causal=False).startswith("scaled_dot_product_attention")
         mask, bias = torch.ones(700, 700, dtype=torch.bool), torch.zeros(700, 700, requires_grad=True)
         assert sa.ops.explain(q, q, q, attn_mask=mask).startswith("native")
-        assert sa.ops.explain(q, q, q, attn_mask=mask, is_causal=False).startswith("scaled_dot_product_attention")
+        assert sa.ops.explain(q, q, q, attn_mask=mask, is_causal=False).startswith("native")
         assert sa.ops.explain(q, q, q, attn_bias=bias.detach()).startswith("native")
         assert sa.ops.explain(q, q, q, attn_bias=bias).startswith("scaled_dot_product_attention")
         assert_close(

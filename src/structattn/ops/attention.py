@@ -245,8 +245,8 @@ def structured_attention(
 
     Cost: ``layout.score_flops(T)`` + 2 V (visible pairs) FLOPs per head are needed; the ``reference`` backend spends
     2 T S (D + V) per head and memory for T x S scores. A soft cap costs a tanh per pair, ALiBi a multiply-add per pair, sinks one
-    more pass over the output (or one more key, where all scores are kept); PyTorch's own kernels, the fastest with one level,
-    have none of them.
+    more pass over the output (or one more key, where all scores are kept); PyTorch's own kernels, which compute one level on a GPU and
+    without C++ code on a CPU, have none of them.
 
     Source: Kuang et al. 2025, section 5. Soft cap: Gemma Team 2024 (Gemma 2). Sinks: OpenAI 2025 (gpt-oss), after Xiao et al.
     2023 (StreamingLLM). ALiBi: Press et al. 2022. Windows, ragged lengths, grouped heads and the variance scaling are ours.

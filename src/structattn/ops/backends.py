@@ -32,6 +32,8 @@ NAMED = ("auto", "reference", "blocked", "native", "triton")  # what a user may 
 DENSE_SCORES = 2**18
 # With a bias or a mask the blocked backend computes one batch row after another: short rows are dense, however many there are, within this.
 DENSE_BATCH_SCORES = 2**25
+# From this number of queries and of keys on the C++ code is faster than PyTorch's kernels on a CPU (docs/speed.md).
+NATIVE_LENGTH = 128
 
 Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor | None]]
 # (grad_out, grad_lse, q, k, v, out, lse, call, needs_bias) to the gradients of q, k, v and the bias.
@@ -165,19 +167,30 @@ def with_gradients(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
 
 
 def _is_native(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool:
-    """Whether the C++ code is there and computes a call: of one level what PyTorch's own kernels do not."""
+    """Whether the C++ code is there and computes a call: of one level what PyTorch's own kernels do not, and what takes them longer."""
     if not q.is_cpu or torch.compiler.is_exporting():  # an exported program may run on another machine
         return False
     is_pytorchs = len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, return_lse or call.sinks is not None)
-    if is_pytorchs and not _is_masked_twice(call):
+    if is_pytorchs and not (_is_long(q, k) or _is_masked_twice(call)):
+        return False
+    if is_pytorchs and _needs_bias_gradient(call):
         return False
     return _why_not_call("native", q, k, v, call) is None
 
 
+def _is_long(q: Tensor, k: Tensor) -> bool:
+    return holds(q.shape[2] >= NATIVE_LENGTH) and holds(k.shape[2] >= NATIVE_LENGTH)
+
+
 def _is_masked_twice(call: Call) -> bool:
-    """Whether PyTorch's kernels would need causality written into a mask or bias; gradients of a bias are theirs all the same."""
+    """Whether PyTorch's kernels would need causality written into a mask or bias."""
+    return call.is_causal and (call.attn_mask is not None or call.attn_bias is not None)
+
+
+def _needs_bias_gradient(call: Call) -> bool:
+    """Whether a bias, or a mask of numbers, has a gradient, which the C++ code leaves to ``blocked``."""
     given = call.attn_mask if call.attn_bias is None else call.attn_bias
-    return call.is_causal and given is not None and not (torch.is_grad_enabled() and given.requires_grad)
+    return given is not None and torch.is_grad_enabled() and given.requires_grad
 
 
 def _levels(call: Call) -> str:

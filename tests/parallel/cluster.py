@@ -26,7 +26,9 @@ class Cluster:
 
     def __init__(self, count: int, folder: Path, seconds: float = SECONDS) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["structattn.parallel", "structattn.ops"])  # one import for all processes
+        context.set_forkserver_preload(
+            ["structattn.parallel.context", "structattn.parallel.tensor"]
+        )  # one import for all processes
         self.count = count
         pipes = [context.Pipe() for _ in range(count)]
         self.ends = [own for own, _ in pipes]

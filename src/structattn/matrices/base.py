@@ -225,7 +225,14 @@ class StructuredMatrix(nn.Module, ABC):
             raise ShapeError(
                 f"{what}: expected vectors of {size} numbers in the last dimension, got shape {tuple(x.shape)}"
             )
-        check_like(f"{what}: the tensor of vectors", x, next(self.parameters()))
+        parameter = next(self.parameters())
+        if hasattr(parameter, "full_tensor") and not hasattr(
+            x, "full_tensor"
+        ):  # a DTensor, whose class is slow to import
+            raise ConfigError(
+                f"{what}: the factors are divided among processes; call the module that was divided, which computes with its own parts"
+            )
+        check_like(f"{what}: the tensor of vectors", x, parameter)
 
     def _on_rows(self, apply: Callable[[Tensor], Tensor], x: Tensor, size: int, batch_shape: tuple[int, ...]) -> Tensor:
         """Brings x (..., T, size) to the canonical shape, applies the product, and brings the result back.

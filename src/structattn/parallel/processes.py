@@ -39,7 +39,7 @@ class Processes:
         )
         if mesh.ndim != 1:
             remedy = f": take one of its dimensions, as mesh[{mesh.mesh_dim_names[0]!r}]" if mesh.mesh_dim_names else ""
-            raise ConfigError(f"the mesh must have one dimension, along the sequence, got {mesh.ndim}{remedy}")
+            raise ConfigError(f"the mesh must have one dimension, got {mesh.ndim}{remedy}")
         place = mesh.get_coordinate()
         if place is None:
             raise ConfigError(f"this process, {dist.get_rank()}, is not one of the mesh {mesh.mesh.tolist()}")

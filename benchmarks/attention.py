@@ -24,12 +24,14 @@ from structattn.ops.backends import why_not
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 BASELINE = "scaled_dot_product_attention"
+ONE_LEVEL = "one level"
 DENSE = "dense (paper)"
 FLEX = "FlexAttention"
 PAPER_RANKS = (32, 8, 6, 4, 4, 4, 4, 2)
 # Head dimension to label to the layout at context length T. Groups have one head dimension, since its sizes are shared.
 LAYOUTS: dict[int, dict[str, Callable[[int], LevelLayout]]] = {
     64: {
+        ONE_LEVEL: lambda T: LevelLayout((64,), (T,)),
         "mlr 8x8": lambda T: LevelLayout.halving((8,) * 8, T),
         "mlr 8x8 values": lambda T: LevelLayout.halving((8,) * 8, T, value_ranks=(8,) * 8),
         "sliding 8x8": lambda T: LevelLayout.sliding((8,) * 8, [T >> level for level in range(8)]),
@@ -38,7 +40,10 @@ LAYOUTS: dict[int, dict[str, Callable[[int], LevelLayout]]] = {
         ),
         "mlr 32|8|6|4|4|4|4|2": lambda T: LevelLayout.halving(PAPER_RANKS, T),
     },
-    128: {"mlr 64|32|16|16": lambda T: LevelLayout.halving((64, 32, 16, 16), T)},
+    128: {
+        ONE_LEVEL: lambda T: LevelLayout((128,), (T,)),
+        "mlr 64|32|16|16": lambda T: LevelLayout.halving((64, 32, 16, 16), T),
+    },
 }
 LENGTHS = {"cpu": (512, 1024, 2048, 4096, 8192, 16384, 32768), "cuda": (4096, 8192, 16384, 32768, 65536)}
 QUICK = {"cpu": (512, 2048), "cuda": (4096, 16384)}

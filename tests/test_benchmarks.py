@@ -287,7 +287,7 @@ def test_a_variant_that_cannot_run_is_left_out() -> None:
         broken, dtype=FLOAT32, clock=timing.CpuClock(), repeats=1, patience_s=0, left_out=left_out
     )
     assert [row["label"] for row in rows] == [attention.BASELINE]
-    assert left_out == ["attention/forward/T=128,B=1,H=2,D=128/mlr 64|32|16|16: no compiler"]
+    assert left_out == ["attention/forward/T=128,B=1,H=2,D=128/one level: no compiler"]
 
 
 @pytest.mark.full

@@ -10,10 +10,14 @@ from structattn.errors import ConfigError
 from structattn.layout.shards import Shards, checked_shards
 
 
-def counted(layout, lengths, rows, is_causal, window, seqlens, dims):
-    """Numbers of one head that each process sends to each other one: of every level the keys that a visible pair shares."""
+def counted(layout, lengths, order, rows, is_causal, window, seqlens, dims):
+    """Numbers of one head that each process sends to each other one: for each shard, of every level the keys that a visible pair shares."""
     T = sum(lengths)
-    owner = [p for p, length in enumerate(lengths) for _ in range(length)]
+    shards = [(p, length) for p, length in enumerate(lengths)]
+    if order == "head-tail":
+        shards = [(p, -(-length // 2)) for p, length in shards] + [(p, length // 2) for p, length in reversed(shards)]
+    owner = [p for p, length in shards for _ in range(length)]
+    shard = [n for n, (_, length) in enumerate(shards) for _ in range(length)]
     number = [n for n, (a, b) in enumerate(zip(seqlens, seqlens[1:], strict=False)) for _ in range(a, b)]
     table = [[0] * len(lengths) for _ in lengths]
     for batch in range(rows):
@@ -27,9 +31,9 @@ def counted(layout, lengths, rows, is_causal, window, seqlens, dims):
                 begin = seqlens[number[i]]
                 row = (number[i] if len(seqlens) > 2 else batch) if layout.num_rows else 0
                 levels = layout.shared_levels(i - begin, j - begin, row)
-                needed |= {(owner[i], j, level) for level in range(levels)}
+                needed |= {(shard[i], j, level) for level in range(levels)}
         for receiver, j, level in needed:
-            table[owner[j]][receiver] += dims[level]
+            table[owner[j]][shards[receiver][0]] += dims[level]
     return tuple(map(tuple, table))
 
 
@@ -65,12 +69,18 @@ def cases(draw):
     return layout, lengths, rows, seqlens
 
 
-@given(case=cases(), is_causal=st.booleans(), window=st.sampled_from([None, None, 1, 4, 11]))
-def test_what_travels_is_what_a_visible_pair_shares(case, is_causal, window) -> None:
+@given(
+    case=cases(),
+    order=st.sampled_from(["contiguous", "head-tail"]),
+    is_causal=st.booleans(),
+    window=st.sampled_from([None, None, 1, 4, 11]),
+)
+def test_what_travels_is_what_a_visible_pair_shares(case, order, is_causal, window) -> None:
     layout, lengths, rows, seqlens = case
     found = layout.communication_bytes(
         sum(lengths),
         lengths,
+        order=order,
         is_causal=is_causal,
         window=window,
         cu_seqlens=None if len(seqlens) == 2 else torch.tensor(seqlens),
@@ -81,7 +91,7 @@ def test_what_travels_is_what_a_visible_pair_shares(case, is_causal, window) -> 
     )
     values = layout.value_ranks or (7, *(0,) * (layout.num_levels - 1))
     for table, dims in ((found.keys, layout.ranks), (found.values, values)):
-        expected = counted(layout, lengths, rows, is_causal, window, seqlens, dims)
+        expected = counted(layout, lengths, order, rows, is_causal, window, seqlens, dims)
         assert table == tuple(tuple(3 * 2 * n for n in row) for row in expected)
     total = range(len(lengths))
     assert found.forward == tuple(sum(found.keys[p]) + sum(found.values[p]) for p in total)
@@ -98,7 +108,15 @@ def test_equal_levels_against_ring_attention() -> None:
 
 def test_every_visible_pair_arrives_once() -> None:
     layout = sa.LevelLayout.sliding((4, 2, 2), (9, 5, 2))
-    shards = Shards(layout=layout, lengths=(4, 0, 7, 5), seqlens=(0, 16), batch=1, is_causal=False, window=None)
+    shards = Shards(
+        layout=layout,
+        lengths=(4, 0, 7, 5),
+        holders=(0, 1, 2, 3),
+        seqlens=(0, 16),
+        batch=1,
+        is_causal=False,
+        window=None,
+    )
     for process, (start, stop) in enumerate(zip(shards.offsets, shards.offsets[1:], strict=False)):
         seen = {}
         for span in shards.arriving(process):
@@ -111,6 +129,14 @@ def test_every_visible_pair_arrives_once() -> None:
                         assert layout.shared_levels(i, j) <= span.level
         pairs = {(i, j) for i in range(start, stop) for j in range(16) if abs(i - j) < 9 and not start <= j < stop}
         assert set(seen) == pairs
+
+
+def test_head_and_tail_send_as_much_as_the_most_of_contiguous_shards() -> None:
+    for layout in (sa.LevelLayout.halving((64,), 4096), sa.LevelLayout.halving((8,) * 8, 4096, value_ranks=(8,) * 8)):
+        contiguous, both = (
+            layout.communication_bytes(4096, 8, order=order, value_dim=64) for order in ("contiguous", "head-tail")
+        )
+        assert max(contiguous.forward) <= min(both.forward) == max(both.forward) <= 1.2 * max(contiguous.forward)
 
 
 def test_shards_are_as_even_as_tensor_split() -> None:
@@ -141,6 +167,7 @@ def test_wrong_shards(arguments, match) -> None:
         ({"cu_seqlens": [0, 6, 4, 8]}, "rise or stay the same"),
         ({"dtype": torch.int32}, "floating-point"),
         ({"window": 0}, "window"),
+        ({"order": "zigzag"}, "unknown order"),
         ({"value_dim": 9}, "sum of the value_ranks"),
         ({"batch_size": 3}, "2 rows, and the batch has 3"),
     ],

@@ -242,6 +242,7 @@ TABLE = {
         {
             "num_positions": SIZE,
             "num_processes": (*SIZE, (4, 4), (10, -1), (4, 5.0)),
+            "order": ("zigzag", "", 1, None, THING),
             "is_causal": FLAG,
             "window": SIZE,
             "cu_seqlens": ((), (0,), (0, 8), (1, 9), (0, 5, 4, 9), (0, 9), "09", 9, THING),
@@ -249,6 +250,17 @@ TABLE = {
             "value_dim": SIZE,
             "batch_size": (*SIZE, 1),
             "dtype": (torch.int8, "float32", 4, THING),
+        },
+    ),
+    "LevelLayout.balanced_shards": (
+        FREE.balanced_shards,
+        {"num_positions": 9, "num_processes": 2, "value_dim": 8},
+        {
+            "num_positions": SIZE,
+            "num_processes": SIZE,
+            "window": SIZE,
+            "value_dim": SIZE,
+            "other_flops": (-1.0, float("nan"), float("inf"), "4", THING),
         },
     ),
     "LevelLayout.key_cache_size": (

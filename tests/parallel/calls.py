@@ -20,6 +20,7 @@ class Case:
 
     layout: sa.LevelLayout | None
     lengths: tuple[int, ...]
+    order: str = "contiguous"
     batch: int = 1
     heads: int = 2
     groups: int = 1
@@ -82,13 +83,12 @@ def in_one_process(case: Case) -> list[Tensor]:
 def in_this_process(mesh: DeviceMesh, case: Case) -> tuple[list[Any], dict[str, list[int]]]:
     """As ``in_one_process``, of the tokens of this process; and the bytes that it sent."""
     leaves, weight, lse_weight, sinks = case.tensors()
-    index = mesh.get_local_rank()
-    start = sum(case.lengths[:index])
-    own = slice(start, start + case.lengths[index])
+    parallel = sa.parallel.context_parallel(case.layout, mesh, order=case.order)
+    own = held(case)[mesh.get_local_rank()]
+    assert parallel.positions(case.lengths).tolist() == own
     leaves = [x[:, :, own].clone().requires_grad_() for x in leaves]
     if sinks is not None:
         leaves.append(sinks.requires_grad_())
-    parallel = sa.parallel.context_parallel(case.layout, mesh)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Any:
         return parallel(q, k, v, return_lse=True, sinks=sinks[0] if sinks else None, **case.given())
@@ -102,12 +102,25 @@ def _plain(x: Tensor) -> Any:
     return (x.float() if x.dtype in (torch.float16, torch.bfloat16) else x).numpy(), str(x.dtype)
 
 
-def joined(found: list[tuple[list[Any], Any]]) -> list[Tensor]:
+def held(case: Case) -> list[list[int]]:
+    """The positions of each process, one by one."""
+    T, found = sum(case.lengths), []
+    first = last = 0  # tokens that are given away, from the start and from the end
+    for length in case.lengths:
+        tail = length // 2 if case.order == "head-tail" else 0
+        head = length - tail
+        found.append([*range(first, first + head), *range(T - last - tail, T - last)])
+        first, last = first + head, last + tail
+    return found
+
+
+def joined(case: Case, found: list[tuple[list[Any], Any]]) -> list[Tensor]:
     """The results of all processes as those of one."""
+    places = np.argsort(np.concatenate(held(case)).astype(int), kind="stable")
     whole = []
     for parts in zip(*(results for results, _ in found), strict=True):
         (dtype,) = {name for _, name in parts}
         arrays = [x for x, _ in parts]
-        array = np.concatenate(arrays, 2) if arrays[0].ndim > 1 else sum(arrays)
+        array = np.concatenate(arrays, 2)[:, :, places] if arrays[0].ndim > 1 else sum(arrays)
         whole.append(torch.from_numpy(array).to(getattr(torch, dtype.removeprefix("torch."))))
     return whole

@@ -34,7 +34,7 @@ def check(cluster: Cluster, case: Case) -> None:
     for result in found:
         if isinstance(result, Exception):
             raise result
-    expected, actual = in_one_process(case), joined(found)
+    expected, actual = in_one_process(case), joined(case, found)
     seen = expected[1].isfinite()
     assert torch.equal(actual[1].isfinite(), seen)
     assert_close(actual[0], expected[0])
@@ -46,6 +46,7 @@ def check(cluster: Cluster, case: Case) -> None:
     counted = layout.communication_bytes(
         sum(case.lengths),
         case.lengths,
+        order=case.order,
         is_causal=case.options.get("is_causal", True),
         window=case.options.get("window"),
         cu_seqlens=case.options.get("cu_seqlens"),
@@ -91,6 +92,22 @@ CASES = {
         has_sinks=True,
         options={"softcap": 0.9, "alibi_slopes": [0.5, -0.1], "is_causal": False, "cu_seqlens": [0, 20, 45]},
     ),
+    "head-tail": Case(layout=BLOCKS, lengths=(16, 16, 16, 16), order="head-tail"),
+    "head-tail, values": Case(layout=VALUES, lengths=(13, 20, 7), order="head-tail", batch=2, heads=4, groups=2),
+    "head-tail, not causal": Case(
+        layout=SLIDING, lengths=(5, 1, 0, 30), order="head-tail", options={"is_causal": False}, dtype=torch.float32
+    ),
+    "head-tail, packed segments": Case(
+        layout=ROWS, lengths=(9, 20, 16), order="head-tail", options={"cu_seqlens": [0, 18, 45], "window": 13}
+    ),
+    "head-tail, terms": Case(
+        layout=SLIDING,
+        lengths=(9, 20, 16),
+        order="head-tail",
+        has_sinks=True,
+        options={"softcap": 0.9, "alibi_slopes": [0.5, -0.1], "scale": 0.4},
+    ),
+    "head-tail, one process": Case(layout=BLOCKS, lengths=(45,), order="head-tail"),
     "empty": Case(layout=BLOCKS, lengths=(0, 0, 5)),
     "one process": Case(layout=BLOCKS, lengths=(45,)),
     "nothing travels": Case(layout=VALUES, lengths=(16, 16), options={"cu_seqlens": [0, 5, 16, 32]}),
@@ -152,6 +169,7 @@ def cases(draw) -> Case:
     return Case(
         layout=layout,
         lengths=lengths,
+        order=draw(st.sampled_from(["contiguous", "head-tail"])),
         batch=batch,
         heads=groups * repeats,
         groups=groups,
@@ -181,7 +199,8 @@ def test_longer_sequences_equal_one_process(eight: Cluster, world: int, dtype: t
             sa.LevelLayout.halving((2,) * 4, 1024, "variance", (2,) * 4),
             sa.LevelLayout.sliding((2,) * 4, (None, 512, 256, 50), "variance", (2,) * 4),
         ):
-            check(eight, Case(layout=layout, lengths=lengths, heads=2, groups=1, dtype=dtype))
+            for order in ("contiguous", "head-tail"):
+                check(eight, Case(layout=layout, lengths=lengths, order=order, heads=2, groups=1, dtype=dtype))
             check(eight, Case(layout=layout, lengths=lengths, dtype=dtype, options={"is_causal": False}))
 
 

@@ -22,7 +22,14 @@ LAYOUT = sa.LevelLayout((4, 2, 2), (16, 8, 4))
 
 def odd_one(mesh: DeviceMesh, change: dict[str, Any]) -> StructAttnError | None:
     """A call that process 1 makes in another way; the error that it gives, once no key has travelled."""
-    given: dict[str, Any] = {"layout": LAYOUT, "heads": 2, "groups": 1, "value_dim": 3, "dtype": torch.float32}
+    given: dict[str, Any] = {
+        "layout": LAYOUT,
+        "order": "contiguous",
+        "heads": 2,
+        "groups": 1,
+        "value_dim": 3,
+        "dtype": torch.float32,
+    }
     tokens, grad = {"q": 5, "k": 5, "v": 5}, False
     options: dict[str, Any] = {}
     if mesh.get_local_rank() == 1:
@@ -39,7 +46,7 @@ def odd_one(mesh: DeviceMesh, change: dict[str, Any]) -> StructAttnError | None:
     )
     if "mask" in options:
         q = options.pop("mask")
-    attention = sa.parallel.context_parallel(given["layout"], mesh)
+    attention = sa.parallel.context_parallel(given["layout"], mesh, order=given["order"])
     with counted() as sent:
         try:
             attention(q, k, v, **options)
@@ -57,6 +64,7 @@ CHANGES = {
         {"layout": sa.LevelLayout((4, 2, 2), (16, 8, 2))},
         r"layout is .*16, 8, 4.* 0, 2; .*16, 8, 2.* 1 \(counted",
     ),
+    "order": ({"order": "head-tail"}, 'order is "contiguous" in process 0, 2; "head-tail" in process 1'),
     "no layout": ({"layout": None}, "layout is"),
     "causal": ({"is_causal": False}, "is_causal is true in process 0, 2; false in process 1"),
     "window": ({"window": 3}, "window is null"),
@@ -183,3 +191,19 @@ def test_a_stopped_process_ends_the_others_after_the_timeout(tmp_path) -> None:
     finally:
         os.kill(cluster.processes[1].pid, signal.SIGKILL)
         cluster.close()
+
+
+def wrong_calls(mesh: DeviceMesh) -> bool:
+    with pytest.raises(ConfigError, match="unknown order 'zigzag': known: 'contiguous', 'head-tail'"):
+        sa.parallel.context_parallel(LAYOUT, mesh, order="zigzag")  # type: ignore[arg-type]
+    attention = sa.parallel.context_parallel(LAYOUT, mesh, order="head-tail")
+    assert attention.positions(7).tolist() == [[0, 1, 6], [2, 5], [3, 4]][mesh.get_local_rank()]
+    with pytest.raises(ConfigError, match="tokens of each of 3 processes, got 2 numbers"):
+        attention.positions([3, 4])
+    with pytest.raises(ConfigError, match="num_positions must be an int of at least 1"):
+        attention.positions(0)
+    return True
+
+
+def test_orders_and_positions(cluster: Cluster) -> None:
+    assert cluster.run(3, wrong_calls) == [True] * 3

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from structattn.checks import check_bool, check_size
-from structattn.layout.shards import CommunicationBytes, communication_bytes
+from structattn.layout.shards import CommunicationBytes, Order, communication_bytes
 from structattn.layout.sliding import Windows, pairs_within
+from structattn.layout.work import balanced_shards
 
 
 class LevelCounts(ABC):
@@ -32,6 +33,12 @@ class LevelCounts(ABC):
     def shared_interval(
         self, level: int, position: int, num_positions: int, window: int | None = None, row: int = 0
     ) -> tuple[int, int]: ...
+
+    @abstractmethod
+    def window_of(self, level: int, window: int | None = None) -> int | None: ...
+
+    @abstractmethod
+    def lengths(self, level: int, num_positions: int, row: int = 0) -> tuple[int, ...]: ...
 
     @abstractmethod
     def _length_counts(self, level: int, num_positions: int, row: int) -> dict[int, int]: ...
@@ -95,6 +102,7 @@ class LevelCounts(ABC):
         num_positions: int,
         num_processes: int | Sequence[int],
         *,
+        order: Order = "contiguous",
         is_causal: bool = True,
         window: int | None = None,
         cu_seqlens: Sequence[int] | Tensor | None = None,
@@ -110,7 +118,8 @@ class LevelCounts(ABC):
 
         Args:
             num_positions: T, of all processes together.
-            num_processes: their number, for shards of T tensor-split as evenly as possible, or the length of each shard.
+            num_processes: their number, for T split as evenly as possible, or the tokens of each.
+            order: of the tokens, as in ``sa.parallel.context_parallel``.
             is_causal, window, cu_seqlens: as in ``structured_attention``.
             num_kv_heads: G.
             value_dim: V. Default: the sum of ``value_ranks``, or the head dimension.
@@ -135,6 +144,7 @@ class LevelCounts(ABC):
             self,
             num_positions,
             num_processes,
+            order=order,
             is_causal=is_causal,
             window=window,
             cu_seqlens=cu_seqlens,
@@ -142,4 +152,41 @@ class LevelCounts(ABC):
             value_dim=value_dim,
             batch_size=batch_size,
             dtype=dtype,
+        )
+
+    def balanced_shards(
+        self,
+        num_positions: int,
+        num_processes: int,
+        *,
+        window: int | None = None,
+        value_dim: int | None = None,
+        other_flops: float = 0.0,
+    ) -> tuple[int, ...]:
+        """Lengths of contiguous shards that even the causal work of ``sa.parallel.context_parallel``: the most FLOPs of one are the fewest possible.
+
+        The first shards are the longest, and memory and linear layers grow with the length: of N processes and one level the first one holds
+        sqrt(N) times the mean. ``order="head-tail"`` evens both.
+
+        Args:
+            num_positions: T.
+            num_processes: N.
+            window: as in ``structured_attention``.
+            value_dim: V. Default: the sum of ``value_ranks``, or the head dimension.
+            other_flops: forward FLOPs of a token besides attention, over the number of heads. Default 0: attention alone is evened.
+
+        Returns:
+            N lengths, the sum is T.
+
+        Raises:
+            ConfigError: an argument is out of its range.
+
+        Cost: O(L T).
+
+        Example:
+            >>> LevelLayout.halving((64,), 1024).balanced_shards(1024, 4)
+            (512, 212, 163, 137)
+        """
+        return balanced_shards(
+            self, num_positions, num_processes, window=window, value_dim=value_dim, other_flops=other_flops
         )

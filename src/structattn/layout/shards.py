@@ -1,8 +1,9 @@
 """A sequence that is divided among processes: which keys of others the queries of a process see, in how many levels, and how many bytes that is.
 
-Process p holds neighboring tokens of a sequence, or of several packed ones. The positions that share a level with a query are one
-interval around it, and the queries of a shard are neighbors: of the keys before a shard its first query sees every one that any of its queries
-sees, in as many levels, and of the keys after it its last query does. So what must arrive is, at each level, one interval that touches the shard.
+A shard is neighboring tokens of a sequence, or of several packed ones; a process holds one, or two (``Order``). The positions that share a level
+with a query are one interval around it, and the queries of a shard are neighbors: of the keys before a shard its first query sees every one that
+any of its queries sees, in as many levels, and of the keys after it its last query does. So what must arrive is, at each level, one interval that
+touches the shard.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from structattn.checks import MAX_LENGTH, check_bool, check_int, check_size, describe, is_int
+from structattn.checks import MAX_LENGTH, check_bool, check_choice, check_int, check_size, describe, is_int
 from structattn.errors import ConfigError
+
+Order = Literal["contiguous", "head-tail"]
+ORDERS: tuple[Order, ...] = ("contiguous", "head-tail")
 
 
 class Sharing(Protocol):
@@ -38,7 +42,7 @@ class Sharing(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class KeySpan:
-    """Neighboring keys of other processes that queries of one process see, in the same number of levels at most.
+    """Neighboring keys of other shards that queries of one shard see, in the same number of levels at most.
 
     Attributes:
         batch: the batch rows, the first and the one after the last.
@@ -64,7 +68,8 @@ class Shards:
 
     Attributes:
         layout: any with levels.
-        lengths: how many tokens each process holds, in the order of the tokens; 0 is allowed.
+        lengths: how many tokens each shard has, in the order of the tokens; 0 is allowed.
+        holders: the process that holds each shard.
         seqlens: the boundaries of packed sequences, (0, T) without.
         batch: B.
         is_causal, window: as in ``structured_attention``.
@@ -72,6 +77,7 @@ class Shards:
 
     layout: Sharing
     lengths: tuple[int, ...]
+    holders: tuple[int, ...]
     seqlens: tuple[int, ...]
     batch: int
     is_causal: bool
@@ -79,7 +85,7 @@ class Shards:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """(world + 1,): the first token of each process, and T."""
+        """The first token of each shard, and T."""
         return (0, *accumulate(self.lengths))
 
     @property
@@ -93,10 +99,10 @@ class Shards:
         """The row of a free partition that a packed sequence, or a batch row, has; 0 where all have the same blocks."""
         return (sequence if row is None else row) if self.layout.num_rows else 0
 
-    def sequences(self, process: int) -> Iterator[tuple[int, int, int]]:
-        """The packed sequences in a shard: the number of each, its first token in the shard, and the one after its last."""
+    def sequences(self, shard: int) -> Iterator[tuple[int, int, int]]:
+        """The packed sequences in a shard: the number of each, its first token among all T, and the one after its last."""
         offsets = self.offsets
-        start, stop = offsets[process : process + 2]
+        start, stop = offsets[shard : shard + 2]
         number = bisect_right(self.seqlens, start) - 1
         while start < stop:
             end = min(stop, self.seqlens[number + 1])
@@ -104,19 +110,19 @@ class Shards:
                 yield number, start, end
             start, number = end, number + 1
 
-    def arriving(self, process: int) -> tuple[KeySpan, ...]:
-        """The keys that a process gets from others: first those before its shard, in rising order, then those after it."""
-        sequences = list(self.sequences(process))
+    def arriving(self, shard: int) -> tuple[KeySpan, ...]:
+        """The keys that a shard gets from others: first those before it, in rising order, then those after it."""
+        sequences = list(self.sequences(shard))
         found: list[KeySpan] = []
         for batch, row in self.rows if sequences else ():
-            found += self._arriving(process, *sequences[0], batch, row, is_before=True)
+            found += self._arriving(shard, *sequences[0], batch, row, is_before=True)
             if not self.is_causal:
-                found += self._arriving(process, *sequences[-1], batch, row, is_before=False)
+                found += self._arriving(shard, *sequences[-1], batch, row, is_before=False)
         return tuple(found)
 
     def _arriving(
         self,
-        process: int,
+        shard: int,
         sequence: int,
         start: int,
         stop: int,
@@ -125,7 +131,7 @@ class Shards:
         *,
         is_before: bool,
     ) -> Iterator[KeySpan]:
-        """The keys of a packed sequence before, or after, the tokens start ... stop of it that a process holds."""
+        """The keys of a packed sequence before, or after, the tokens start ... stop of it that a shard has."""
         begin, end = self.seqlens[sequence : sequence + 2]
         low, high, row = start - begin, stop - begin, self.row(row, sequence)
 
@@ -142,7 +148,7 @@ class Shards:
         for level, (first, last) in spans:
             if first < last:
                 seen = max(low, shared(1, first)[0]), min(high, shared(1, last - 1)[1])
-                offset = begin - self.offsets[process]
+                offset = begin - self.offsets[shard]
                 yield KeySpan(
                     batch=batch,
                     row=row,
@@ -154,12 +160,12 @@ class Shards:
                 )
 
     def owners(self, span: KeySpan) -> Iterator[tuple[int, int, int]]:
-        """The processes that hold the keys of a span: each, its first key in its shard, and the one after its last."""
+        """The shards that have the keys of a span: each, its first key in the shard, and the one after its last."""
         offsets = self.offsets
-        for process in range(bisect_right(offsets, span.tokens[0]) - 1, len(self.lengths)):
-            start, stop = (min(max(x, offsets[process]), offsets[process + 1]) for x in span.tokens)
+        for shard in range(bisect_right(offsets, span.tokens[0]) - 1, len(self.lengths)):
+            start, stop = (min(max(x, offsets[shard]), offsets[shard + 1]) for x in span.tokens)
             if start < stop:
-                yield process, start - offsets[process], stop - offsets[process]
+                yield shard, start - offsets[shard], stop - offsets[shard]
             if stop == span.tokens[1]:
                 return
 
@@ -193,6 +199,7 @@ def communication_bytes(
     num_positions: int,
     num_processes: int | Sequence[int],
     *,
+    order: Order = "contiguous",
     is_causal: bool = True,
     window: int | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
@@ -202,7 +209,8 @@ def communication_bytes(
     dtype: torch.dtype = torch.float32,
 ) -> CommunicationBytes:
     """See ``LevelLayout.communication_bytes``."""
-    lengths = checked_shards(num_positions, num_processes)
+    held = checked_shards(num_positions, num_processes)
+    check_choice("order", order, ORDERS)
     check_bool("is_causal", is_causal)
     if window is not None:
         check_size("window", window, MAX_LENGTH)
@@ -211,29 +219,62 @@ def communication_bytes(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(f"dtype must be a floating-point dtype of torch, got {describe(dtype)}")
     seqlens = (0, num_positions) if cu_seqlens is None else _checked_boundaries(num_positions, cu_seqlens)
-    value_ranks = layout.value_ranks
-    if value_ranks is None:
-        if value_dim is not None:
-            check_size("value_dim", value_dim)
-        value_ranks = (sum(layout.ranks) if value_dim is None else value_dim, *(0,) * (layout.num_levels - 1))
-    elif value_dim not in (None, sum(value_ranks)):
-        raise ConfigError(
-            f"value_dim must be {sum(value_ranks)}, the sum of the value_ranks of the layout, got {describe(value_dim)}"
-        )
+    dims = level_dims(layout, value_dim)
     num_rows = batch_size if cu_seqlens is None else len(seqlens) - 1
     if layout.num_rows is not None and layout.num_rows != num_rows:
         raise ConfigError(f"the layout has boundaries for {layout.num_rows} rows, and the batch has {num_rows}")
+    lengths, holders = divided(held, order)
     shards = Shards(
-        layout=layout, lengths=lengths, seqlens=seqlens, batch=batch_size, is_causal=is_causal, window=window
+        layout=layout,
+        lengths=lengths,
+        holders=holders,
+        seqlens=seqlens,
+        batch=batch_size,
+        is_causal=is_causal,
+        window=window,
     )
-    keys, values = ([[0] * len(lengths) for _ in lengths] for _ in range(2))
-    for process in range(len(lengths)):
-        for span in shards.arriving(process):
-            for owner, start, stop in shards.owners(span):
-                vectors = (span.batch[1] - span.batch[0]) * num_kv_heads * (stop - start) * dtype.itemsize
-                keys[owner][process] += vectors * sum(layout.ranks[: span.level])
-                values[owner][process] += vectors * sum(value_ranks[: span.level])
+    keys, values = ([[0] * len(held) for _ in held] for _ in range(2))
+    for shard, process in enumerate(holders):
+        for span in shards.arriving(shard):
+            for other, start, stop in shards.owners(span):
+                if (owner := holders[other]) != process:
+                    vectors = (span.batch[1] - span.batch[0]) * num_kv_heads * (stop - start) * dtype.itemsize
+                    keys[owner][process] += vectors * sum(rank for rank, _ in dims[: span.level])
+                    values[owner][process] += vectors * sum(rank for _, rank in dims[: span.level])
     return CommunicationBytes(keys=tuple(map(tuple, keys)), values=tuple(map(tuple, values)))
+
+
+def level_dims(layout: Sharing, value_dim: int | None) -> list[tuple[int, int]]:
+    """The dimensions of keys and of values that each level has; without ``value_ranks`` level 1 has all values.
+
+    Args:
+        value_dim: V; ``None`` is the head dimension, or the sum of the ``value_ranks``.
+    """
+    values = layout.value_ranks
+    if values is None:
+        if value_dim is not None:
+            check_size("value_dim", value_dim)
+        values = (sum(layout.ranks) if value_dim is None else value_dim, *(0,) * (layout.num_levels - 1))
+    elif value_dim not in (None, sum(values)):
+        raise ConfigError(
+            f"value_dim must be {sum(values)}, the sum of the value_ranks of the layout, got {describe(value_dim)}"
+        )
+    return list(zip(layout.ranks, values, strict=True))
+
+
+def divided(lengths: Sequence[int], order: Order) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How many tokens each shard has, in the order of the tokens, and the process that holds it.
+
+    Args:
+        lengths: the tokens of each process.
+        order: ``"contiguous"``: one shard for each process, in their order. ``"head-tail"``: two for each, the first half of its tokens (rounded
+            up) counted from the start of the sequence, the others from its end: of N processes, process p holds shards p and 2 N - 1 - p.
+    """
+    processes = range(len(lengths))
+    if order == "contiguous":
+        return tuple(lengths), tuple(processes)
+    heads, tails = [length - length // 2 for length in lengths], [length // 2 for length in lengths]
+    return (*heads, *reversed(tails)), (*processes, *reversed(processes))
 
 
 def checked_shards(num_positions: int, num_processes: int | Sequence[int]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ Source: the joining of parts is that of Milakov and Gimelshein 2018, the backwar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,10 @@ class ShardedAttention(torch.autograd.Function):
         exchange = None
         if not plan.is_silent:
             exchange = processes.exchange(packed(views, k), sizes(views), sizes(plan.arrived(others)))
-        out, lse = own_part(plan, call).forward(q, k, v)
+        parts = [own_part(plan, shard, call).forward(*_tokens(at, q, k, v)) for shard, at in plan.held]
+        out, lse = (_joined(tensors) for tensors in zip(*parts, strict=True))
+        for view, place in plan.here(k, v, others):
+            place.copy_(view)
         if exchange is not None:
             _copy(exchange.wait(), plan.arrived(others))
             exchange = None  # its memory is that of all keys that came
@@ -82,15 +86,33 @@ class ShardedAttention(torch.autograd.Function):
         views, exchange = plan.arrived(changes), None
         if not plan.is_silent:
             exchange = processes.exchange(packed(views, k), sizes(views), sizes(plan.own(k, v)))
-        del changes, views, others
-        dq, dk, dv = own_part(plan, call).backward(grad_out, grad_lse, q, k, v, out, lse)
+        del views, others
+        changes = changes if plan.local else []
+        parts = [
+            own_part(plan, shard, call).backward(*_tokens(at, grad_out, grad_lse, q, k, v, out, lse))
+            for shard, at in plan.held
+        ]
+        dq, dk, dv = (_joined(tensors) for tensors in zip(*parts, strict=True))
         grad_q.add_(dq)
-        if exchange is not None:
+        if exchange is not None or plan.local:
             grad_k, grad_v = dk.to(lse.dtype), dv.to(lse.dtype)
-            for view, numbers in unpacked(exchange.wait(), plan.own(grad_k, grad_v)):
+            for view, numbers in plan.here(grad_k, grad_v, changes):
                 view.add_(numbers)
+            if exchange is not None:
+                for view, numbers in unpacked(exchange.wait(), plan.own(grad_k, grad_v)):
+                    view.add_(numbers)
             dk, dv = grad_k.to(k.dtype), grad_v.to(v.dtype)
         return grad_q.to(q.dtype), dk, dv, None, None, None
+
+
+def _tokens(at: slice, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Some tokens of tensors (B, heads, T, ...)."""
+    return tuple(x[:, :, at] for x in tensors)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The tokens of all shards of a process."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), 2)
 
 
 def _copy(numbers: Tensor, views: Views) -> None:

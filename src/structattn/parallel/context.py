@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from structattn.checks import check_type
-from structattn.errors import ShapeError, StructAttnError
+from structattn.checks import check_choice, check_type
+from structattn.errors import ConfigError, ShapeError, StructAttnError
 from structattn.layout.levels import LevelLayout
-from structattn.layout.shards import Shards
+from structattn.layout.shards import ORDERS, Order, Shards, checked_shards, divided
 from structattn.ops import checks
 from structattn.ops.call import Call, Options
 from structattn.ops.reference import with_sinks
@@ -23,26 +23,29 @@ from structattn.parallel.plan import plan_of
 from structattn.parallel.processes import Processes
 
 
-def context_parallel(layout: LevelLayout | None, mesh: DeviceMesh) -> ContextParallel:
+def context_parallel(layout: LevelLayout | None, mesh: DeviceMesh, *, order: Order = "contiguous") -> ContextParallel:
     """``structured_attention`` over a sequence that is divided among the processes of a mesh.
 
-    Process p holds neighboring tokens: q, k and v of any number of them, also of none, in the order of the processes. Each process calls
-    the result with its own tokens and the same options, and gets the outputs of its own queries. Outputs and gradients are those of
-    ``structured_attention`` over the whole sequence.
+    Each process holds q, k and v of any number of tokens, also of none, and calls the result with its own tokens and the same options. It gets
+    the outputs of its own queries. Outputs and gradients are those of ``structured_attention`` over the whole sequence.
 
     Args:
         layout: ``LevelLayout``; ``None`` is one level: plain attention.
         mesh: of one dimension, whose processes divide the sequence; in a mesh of more dimensions take one, as ``mesh["context"]``.
+        order: which tokens a process holds; ``positions`` gives them. ``"contiguous"`` (default): neighboring ones, in the order of the
+            processes. ``"head-tail"``: of its n tokens the first n - n // 2 are neighboring ones counted from the start of the sequence, the others
+            from its end, so that of N processes process p holds shards p and 2 N - 1 - p. With ``is_causal`` all processes then have the same work,
+            where the last of contiguous shards has up to twice the mean.
 
     Raises:
-        ConfigError: another layout, or a mesh of more dimensions or without this process.
+        ConfigError: another layout or order, or a mesh of more dimensions or without this process.
 
     Example:
         >>> mesh = torch.distributed.init_device_mesh("cpu", (world_size,))  # doctest: +SKIP
         >>> attention = sa.parallel.context_parallel(layout, mesh)  # doctest: +SKIP
         >>> out = attention(q, k, v)  # doctest: +SKIP
     """
-    return ContextParallel(layout, mesh)
+    return ContextParallel(layout, mesh, order=order)
 
 
 class _Options(TypedDict, total=False):
@@ -59,13 +62,37 @@ class ContextParallel:
     """Made by ``context_parallel``: a function of the tokens of this process.
 
     Attributes:
-        layout, mesh: as given.
+        layout, mesh, order: as given.
     """
 
-    def __init__(self, layout: LevelLayout | None, mesh: DeviceMesh) -> None:
+    def __init__(self, layout: LevelLayout | None, mesh: DeviceMesh, *, order: Order = "contiguous") -> None:
         check_type("layout", layout, LevelLayout | None, "a LevelLayout or None")
-        self.layout, self.mesh = layout, mesh
+        check_choice("order", order, ORDERS)
+        self.layout, self.mesh, self.order = layout, mesh, order
         self._processes = Processes(mesh)
+
+    def positions(self, num_positions: int | Sequence[int]) -> Tensor:
+        """The positions that this process holds, in the order of its tensors.
+
+        Args:
+            num_positions: T, for a sequence that is split as evenly as possible, or the number of tokens of each process.
+
+        Returns:
+            (T_p,) int64, on the CPU: ``x[:, attention.positions(T)]`` are the tokens of this process, and what rotary positions need.
+
+        Raises:
+            ConfigError: no such sequence, or not one number for each process.
+        """
+        count = self._processes.count
+        if isinstance(num_positions, Sequence):
+            held = checked_shards(sum(num_positions), num_positions)
+            if len(held) != count:
+                raise ConfigError(f"expected the tokens of each of {count} processes, got {len(held)} numbers")
+        else:
+            held = checked_shards(num_positions, count)
+        lengths, holders = divided(held, self.order)
+        found = torch.arange(sum(held)).split(list(lengths))
+        return torch.cat([x for x, holder in zip(found, holders, strict=True) if holder == self._processes.index])
 
     @overload
     def __call__(
@@ -114,8 +141,8 @@ class ContextParallel:
             DerivativeError: a second derivative is asked for.
 
         Cost: what a process sends is ``layout.communication_bytes``, and 32 bytes to each other one by which they check that the
-            calls agree. Memory is linear in T_p and in what arrives, which is kept for the backward pass. Work is not balanced with
-            ``is_causal``: the last process has the most keys.
+            calls agree. Memory is linear in T_p and in what arrives, which is kept for the backward pass. With ``is_causal`` and contiguous
+            shards the last process has the most work.
 
         Source: ours; the joining of parts is that of ring attention (Liu et al. 2023).
         """
@@ -136,7 +163,7 @@ class ContextParallel:
         description: dict[str, object] = {}
         try:
             layout, checked = self._checked(q, k, v, options, sinks, cu_seqlens, return_lse)
-            description = _description(q, k, v, layout, checked, sinks, cu_seqlens)
+            description = {"order": self.order} | _description(q, k, v, layout, checked, sinks, cu_seqlens)
         except StructAttnError as wrong:
             error = wrong
         length = q.shape[2] if error is None else 0
@@ -147,9 +174,11 @@ class ContextParallel:
             seqlens = tuple(ends.tolist())
         checked["scale"] = constant_scale(layout, checked["scale"])
         call = Call(layout=layout, **checked)
+        parts, holders = divided(lengths, self.order)
         shards = Shards(
             layout=layout,
-            lengths=lengths,
+            lengths=parts,
+            holders=holders,
             seqlens=seqlens,
             batch=q.shape[0],
             is_causal=is_causal,

@@ -53,11 +53,11 @@ class Part:
         return backward(*arguments, needs_bias=False)[:3]
 
 
-def own_part(plan: Plan, call: Call) -> Part:
-    """The queries of a process against its own keys."""
+def own_part(plan: Plan, shard: int, call: Call) -> Part:
+    """The queries of a shard against its own keys."""
     shards, layout = plan.shards, plan.layout
-    offset = shards.offsets[plan.process]
-    inside = list(shards.sequences(plan.process))
+    offset = shards.offsets[shard]
+    inside = list(shards.sequences(shard))
     if all(_is_unmoved(layout, start - shards.seqlens[n], stop - start) for n, start, stop in inside):
         if len(shards.seqlens) == 2:
             return Part(call, None)

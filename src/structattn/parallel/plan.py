@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from torch import Tensor
@@ -22,7 +22,7 @@ class Chunk:
     Attributes:
         number: of the span, among those of the process that gets it.
         span: the span.
-        keys: in the shard of the sender, the first and the one after the last.
+        keys: in the tensors of the sender, the first and the one after the last.
         offset: of the first of them in the span.
     """
 
@@ -41,8 +41,10 @@ class Plan:
         layout: its layout.
         value_dim: V.
         process: which process this is.
-        spans: the keys that it gets.
+        held: the shards that it holds: of each its number, and where its tokens lie in the tensors of the process.
+        spans: the keys that its shards get, with queries counted in the tensors of the process.
         received, sent: of each process, what comes from it and what goes to it.
+        local: what one shard of this process gets from another one of it.
         is_silent: whether no process sends anything.
     """
 
@@ -50,9 +52,11 @@ class Plan:
     layout: LevelLayout
     value_dim: int
     process: int
+    held: tuple[tuple[int, slice], ...]
     spans: tuple[KeySpan, ...]
     received: tuple[tuple[Chunk, ...], ...]
     sent: tuple[tuple[Chunk, ...], ...]
+    local: tuple[Chunk, ...]
     is_silent: bool
 
     def dims(self, level: int) -> tuple[int, int]:
@@ -62,13 +66,14 @@ class Plan:
 
     def own(self, k: Tensor, v: Tensor) -> Views:
         """Views of what other processes get of keys and values, or of where their gradients belong."""
-        views: Views = []
-        for chunks in self.sent:
-            views.append([])
-            for chunk in chunks:
-                batch, keys = slice(*chunk.span.batch), slice(*chunk.keys)
-                dims = self.dims(chunk.span.level)
-                views[-1] += [x[batch, :, keys, :dim] for x, dim in zip((k, v), dims, strict=True)]
+        return [self._given(chunks, k, v) for chunks in self.sent]
+
+    def _given(self, chunks: Sequence[Chunk], k: Tensor, v: Tensor) -> list[Tensor]:
+        views = []
+        for chunk in chunks:
+            batch, keys = slice(*chunk.span.batch), slice(*chunk.keys)
+            dims = self.dims(chunk.span.level)
+            views += [x[batch, :, keys, :dim] for x, dim in zip((k, v), dims, strict=True)]
         return views
 
     def empty(self, k: Tensor) -> list[Tensor]:
@@ -81,41 +86,57 @@ class Plan:
 
     def arrived(self, tensors: Sequence[Tensor]) -> Views:
         """Views of what came from each process in tensors as those of ``empty``."""
-        return [
-            [
-                x[:, :, chunk.offset : chunk.offset + chunk.keys[1] - chunk.keys[0]]
-                for chunk in chunks
-                for x in tensors[2 * chunk.number : 2 * chunk.number + 2]
-            ]
-            for chunks in self.received
-        ]
+        return [_taken(chunks, tensors) for chunks in self.received]
+
+    def here(self, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of what one shard of this process gets from another one of it: in keys and values, and in tensors as those of ``empty``."""
+        return zip(self._given(self.local, k, v), _taken(self.local, tensors), strict=True)
+
+
+def _taken(chunks: Sequence[Chunk], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        x[:, :, chunk.offset : chunk.offset + chunk.keys[1] - chunk.keys[0]]
+        for chunk in chunks
+        for x in tensors[2 * chunk.number : 2 * chunk.number + 2]
+    ]
 
 
 @functools.lru_cache(maxsize=64)  # the layers of a model and the steps of a training ask for the same
 def plan_of(shards: Shards, layout: LevelLayout, value_dim: int, process: int) -> Plan:
     """The plan of a process."""
-    world, offsets = len(shards.lengths), shards.offsets
-    received: list[list[Chunk]] = [[] for _ in range(world)]
-    sent: list[list[Chunk]] = [[] for _ in range(world)]
-    spans = [shards.arriving(receiver) for receiver in range(world)]
-    for number, span in enumerate(spans[process]):
-        for owner, start, stop in shards.owners(span):
-            received[owner].append(Chunk(number, span, (start, stop), offsets[owner] + start - span.tokens[0]))
-    low, high = offsets[process : process + 2]
-    for receiver in range(world):
+    processes = range(max(shards.holders) + 1)
+    held: list[list[tuple[int, slice]]] = [[] for _ in processes]
+    places = []  # of the tokens of each shard, in the tensors of its process
+    spans: list[list[KeySpan]] = [[] for _ in processes]
+    for shard, (holder, length) in enumerate(zip(shards.holders, shards.lengths, strict=True)):
+        place = held[holder][-1][1].stop if held[holder] else 0
+        places.append(place)
+        held[holder].append((shard, slice(place, place + length)))
+        for span in shards.arriving(shard):
+            first, stop = span.queries
+            spans[holder].append(replace(span, queries=(place + first, place + stop)))
+    travels: dict[tuple[int, int], list[Chunk]] = {}  # by sender and receiver
+    for receiver in processes:
         for number, span in enumerate(spans[receiver]):
-            start, stop = max(low, span.tokens[0]), min(high, span.tokens[1])
-            if start < stop:
-                sent[receiver].append(Chunk(number, span, (start - low, stop - low), start - span.tokens[0]))
+            for shard, start, stop in shards.owners(span):
+                chunk = Chunk(
+                    number,
+                    span,
+                    (places[shard] + start, places[shard] + stop),
+                    shards.offsets[shard] + start - span.tokens[0],
+                )
+                travels.setdefault((shards.holders[shard], receiver), []).append(chunk)
     return Plan(
         shards=shards,
         layout=layout,
         value_dim=value_dim,
         process=process,
-        spans=spans[process],
-        received=tuple(map(tuple, received)),
-        sent=tuple(map(tuple, sent)),
-        is_silent=not any(spans),
+        held=tuple(held[process]),
+        spans=tuple(spans[process]),
+        received=tuple(tuple(travels.get((other, process), ())) if other != process else () for other in processes),
+        sent=tuple(tuple(travels.get((process, other), ())) if other != process else () for other in processes),
+        local=tuple(travels.get((process, process), ())),
+        is_silent=all(sender == receiver for sender, receiver in travels),
     )
 
 

@@ -161,6 +161,7 @@ class TrainCommand(TaskCommand):
         from structattn.studies.old_folders import run_record
         from structattn.studies.tasks.registry import task_class
         from structattn.studies.training.build import empty_model
+        from structattn.studies.training.config import WITHOUT_EFFECT
         from structattn.studies.training.finished import is_finished
         from structattn.studies.training.loop import train
 
@@ -175,7 +176,7 @@ class TrainCommand(TaskCommand):
             **task.identity(asdict(recipe.task)),
             "training": asdict(recipe.training),
         }
-        free = ("training.process_timeout",)
+        free = tuple(f"training.{name}" for name in WITHOUT_EFFECT)
         owner = Owner(command="train", task=self.task, settings=settings, free=free, recorded=run_record)
         empty_model(task, self.attention, recipe.training.parametrization)  # a size that fits no machine is named first
         folder, finished = finished_in(
@@ -191,8 +192,8 @@ class TrainCommand(TaskCommand):
                 resume=self.resume,
                 on_steps=None if finished else lambda _: session.began(out, f"{recipe.training.steps:,} steps"),
             )
-            # Every process of a launcher evaluates, since each may hold a part of the model, and one speaks for all.
-            metrics = task.evaluate(result.model, "test")
+            # Every process of a launcher evaluates, since each may hold a part of the model, or of the text, and one speaks for all.
+            metrics = result.evaluate("test")
         if os.environ.get("RANK", "0") == "0":
             print_metrics(metrics)
             print(f"run      {out}")

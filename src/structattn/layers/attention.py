@@ -40,6 +40,7 @@ from structattn.memory import check_memory
 from structattn.ops import Backend, structured_attention
 from structattn.ops.checks import taken_dtype
 from structattn.optim.roles import Role, linear_roles
+from structattn.parallel.shard import SequenceShard
 
 RotaryFunction = Callable[[Tensor, Tensor], Tensor]
 KeyCache = Literal["smaller", "features", "hidden"]
@@ -226,6 +227,7 @@ class Attention(AttentionLayer):
         cache: LayerCache | None = None,
         layout: LevelLayout | None = None,
         attn_mask: Tensor | None = None,
+        shard: SequenceShard | None = None,
     ) -> Tensor:
         """Attends: (B, T, E) to (B, T, E).
 
@@ -234,25 +236,26 @@ class Attention(AttentionLayer):
             attn_bias, attn_mask, cu_seqlens, left_padding: see ``structured_attention``; with a cache a mask is that of ``LevelCache.attend``.
             cache: from ``new_cache``; x are the tokens that follow those in it, and are added to it unless anything fails. Without
                 dropout, and without a gradient through what it holds. ``reset`` it after a change of the weights.
-            layout: of the text of this batch (``TextLayout.at``), where the module has a ``TextLayout``. Otherwise ``None``.
+            layout, shard: the layout of the text of this batch (``TextLayout.at``), only with a ``TextLayout``; see ``Transformer.forward``.
 
         Raises:
             ShapeError: a shape does not fit.
             ConfigError: a cache of another layer, or with another option; a layout that is missing or not of the module.
         """
         known = self._layout_of_call(layout)
+        if shard is not None:
+            checks.check_shard(self.layout, self.backend, self.dropout if self.training else 0.0)
+            checks.check_left_out("a shard", context=context, attn_bias=attn_bias, attn_mask=attn_mask, cache=cache)
         if cache is not None:
-            if any(option is not None for option in (context, attn_bias, cu_seqlens, left_padding)):
-                raise ConfigError(
-                    "with a cache, leave context, attn_bias, cu_seqlens and left_padding at None; padding belongs to new_cache()"
-                )
+            others = {"attn_bias": attn_bias, "cu_seqlens": cu_seqlens, "left_padding": left_padding}
+            checks.check_left_out("a cache, whose padding new_cache() takes", context=context, **others)
             return self._decode(x, cache, layout, attn_mask)
-        q, k, v, scale = self.project(x, context, self._shifted(x, context, cu_seqlens, left_padding))
-        options = {"cu_seqlens": cu_seqlens, "left_padding": left_padding, "attn_mask": attn_mask}
-        dropout = self.dropout if self.training else 0.0
-        return self._merged(
-            self._attend(q, k, v, known, scale=scale, attn_bias=attn_bias, dropout_p=dropout, **options)
-        )
+        q, k, v, scale = self.project(x, context, self._positions(x, context, cu_seqlens, left_padding, shard))
+        options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens, "left_padding": left_padding}
+        if shard is not None:
+            return self._merged(shard.attend(q, k, v, known, is_causal=self.is_causal, window=self.window, **options))
+        options |= {"attn_mask": attn_mask, "attn_bias": attn_bias, "dropout_p": self.dropout if self.training else 0.0}
+        return self._merged(self._attend(q, k, v, known, **options))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout | None, **options: Any) -> Tensor:
         """``structured_attention`` with the options of the module."""
@@ -278,7 +281,7 @@ class Attention(AttentionLayer):
             q, k, v, scale = self._cached(x, cache)
             cache.bind(self)
             return cache.weights(q, k, v, scale=scale, layout=layout, attn_mask=attn_mask)
-        q, k, _, scale = self.project(x, context, self._shifted(x, context, cu_seqlens, left_padding))
+        q, k, _, scale = self.project(x, context, self._positions(x, context, cu_seqlens, left_padding, None))
         known = replace(known, value_ranks=None) if isinstance(known, LevelLayout) else known
         if not k.shape[2]:
             return q.new_zeros((*q.shape[:3], 0))
@@ -286,14 +289,17 @@ class Attention(AttentionLayer):
         options = {"cu_seqlens": cu_seqlens, "left_padding": left_padding, "attn_mask": attn_mask, "scale": scale}
         return self._attend(q, k, each, known, **options)
 
-    def _shifted(self, x: Tensor, context: Tensor | None, offsets: Tensor | None, left: Tensor | None) -> Tensor | None:
-        """Positions of the tokens, (B, S), where left padding shifts them."""
-        if left is not None or offsets is not None:
+    def _positions(
+        self, x: Tensor, context: Tensor | None, ends: Tensor | None, left: Tensor | None, shard: SequenceShard | None
+    ) -> Tensor | None:
+        """Positions of the tokens, (S,) or (B, S), where they are not 0 ... S - 1."""
+        if left is not None or ends is not None:
             self._check_states("x", x)
-            check_sequences(x.shape[0], left, offsets)
-        if left is None or self.rotary is None or context is not None:
+            check_sequences(x.shape[0], left, ends)
+        if self.rotary is None or context is not None or (left is None and shard is None):
             return None
-        return torch.arange(x.shape[1], device=x.device) - left.to(x.device)[:, None]
+        tokens = torch.arange(x.shape[1], device=x.device) if shard is None else shard.tokens(x.device)
+        return tokens if left is None else tokens - left.to(x.device)[:, None]
 
     def _merged(self, out: Tensor) -> Tensor:
         """The output projection of all heads, (B, H, T, head_dim) to (B, T, E)."""

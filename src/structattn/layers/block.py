@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from structattn.cache.bounded import LayerCache
 from structattn.cache.rows import OneLayerCache
 from structattn.checks import check_bool, check_like, check_number, check_size, check_tensor, check_type
-from structattn.errors import ShapeError
+from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention import Attention
-from structattn.layers.checks import check_states
+from structattn.layers.checks import check_shard, check_states
 from structattn.layers.layer import AttentionLayer
 from structattn.layout.levels import LevelLayout
 from structattn.memory import check_memory
 from structattn.optim.roles import Role, linear_roles
+from structattn.parallel.shard import SequenceShard
 
 
 class MLP(nn.Module):
@@ -100,6 +101,16 @@ class TransformerBlock(nn.Module):
         assert isinstance(self.attention, Attention)
         return self.attention
 
+    def check_shard(self) -> None:
+        """Raises ``ConfigError`` unless processes can divide its sequences: an ``Attention`` with a layout of levels or none, and no dropout of weights."""
+        attention = self.attention
+        if not isinstance(attention, Attention):
+            raise ConfigError(
+                f"{type(attention).__name__} computes whole sequences, which processes cannot divide: choose attention with a scoring and a layout, "
+                "such as standard or mlr, or leave sequences whole"
+            )
+        check_shard(attention.layout, attention.backend, attention.dropout if attention.training else 0.0)
+
     def forward(
         self,
         x: Tensor,
@@ -108,16 +119,20 @@ class TransformerBlock(nn.Module):
         left_padding: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         layout: LevelLayout | None = None,
+        shard: SequenceShard | None = None,
     ) -> Tensor:
         """(B, T, E) to (B, T, E).
 
         Args:
             x: (B, T, E).
-            cache, left_padding, cu_seqlens, layout: see ``Attention``.
+            cache, left_padding, cu_seqlens, layout, shard: see ``Attention``.
         """
         norm = self.attention_norm  # before the attention, which a user may have replaced
         check_states("x", x, norm.normalized_shape[0], norm.weight)
-        attended = self.attention(norm(x), cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=layout)
+        divided = {} if shard is None else {"shard": shard}  # not every layer takes it
+        attended = self.attention(
+            norm(x), cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=layout, **divided
+        )
         x = x + self.dropout(attended)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out

@@ -70,6 +70,30 @@ def check_layout(
         check_sum("the value_ranks of the layout", value_ranks, embed_dim // num_heads, "the head dimension")
 
 
+def check_left_out(what: str, **options: object) -> None:
+    """Raises ``ConfigError`` unless options that do not go together with another one are ``None``."""
+    if any(option is not None for option in options.values()):
+        *first, last = options
+        raise ConfigError(f"with {what}, leave {', '.join(first)} and {last} at None")
+
+
+def check_shard(layout: Layout | TextLayout | None, backend: str, dropout: float) -> None:
+    """Raises ``ConfigError`` unless attention with these options can be divided among processes."""
+    if isinstance(layout, GlobalWindowLayout | TextLayout):
+        raise ConfigError(
+            f"processes can divide the sequence of a LevelLayout or of none, got {layout}: choose another spec, such as mlr or sliding, or leave "
+            "sequences whole"
+        )
+    if backend != "auto":
+        raise ConfigError(
+            f"where processes divide a sequence, each part takes the fastest backend: leave backend at 'auto', got {backend!r}"
+        )
+    if dropout:
+        raise ConfigError(
+            f"where processes divide a sequence, attention weights have no dropout: set it to 0, or leave sequences whole; got {dropout}"
+        )
+
+
 def check_cache(cache: object, layer: nn.Module, layout: Layout | TextLayout | None, window: int | None) -> None:
     """Raises ``ConfigError`` unless a cache is of a layer with that layout and window, or like its own and of no layer yet."""
     check_type("cache", cache, LayerCache, "a LevelCache, as new_cache() makes one")

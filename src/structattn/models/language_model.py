@@ -31,6 +31,7 @@ from structattn.models.prompts import Prompts, PromptTokens
 from structattn.models.sampling import GREEDY, RowSampler, Sampling
 from structattn.models.transformer import Transformer
 from structattn.optim.roles import Role, linear_roles
+from structattn.parallel.shard import SequenceShard
 
 
 class LanguageModel(nn.Module):
@@ -121,12 +122,13 @@ class LanguageModel(nn.Module):
         caches: LayerCaches | None = None,
         left_padding: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        shard: SequenceShard | None = None,
     ) -> Tensor:
         """Logits of the token after each.
 
         Args:
             tokens: (B, T) int64 token ids; with ``caches`` those that follow the ones in them.
-            caches, left_padding, cu_seqlens: see ``Transformer.forward``; any ids may be used for padding.
+            caches, left_padding, cu_seqlens, shard: see ``Transformer.forward``; any ids may be used for padding.
 
         Returns:
             (B, T, V).
@@ -135,11 +137,16 @@ class LanguageModel(nn.Module):
             ShapeError: the tokens are not (B, T) ints, or lie beyond the learned positions.
         """
         with guarded(caches):
-            out: Tensor = self.read_out(self._features(tokens, caches, left_padding, cu_seqlens))
+            out: Tensor = self.read_out(self._features(tokens, caches, left_padding, cu_seqlens, shard))
             return out
 
     def _features(
-        self, tokens: Tensor, caches: LayerCaches | None, left_padding: Tensor | None, cu_seqlens: Tensor | None = None
+        self,
+        tokens: Tensor,
+        caches: LayerCaches | None,
+        left_padding: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+        shard: SequenceShard | None = None,
     ) -> Tensor:
         check_tensor("tokens", tokens)
         if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
@@ -149,7 +156,7 @@ class LanguageModel(nn.Module):
         if tokens.device != self.embedding.weight.device:
             raise ShapeError(f"tokens are on {tokens.device}, the model is on {self.embedding.weight.device}")
         segments = step = None
-        if self.text_units is not None and self._units:
+        if self.text_units is not None and self._units and shard is None:  # with one, the trunk raises
             if caches is None:
                 segments = self.text_units.segments(
                     tokens, left_padding=left_padding, cu_seqlens=cu_seqlens, units=self._units
@@ -162,7 +169,12 @@ class LanguageModel(nn.Module):
                 step = caches.text.step(tokens, caches.length)
                 segments = step.segments
         out: Tensor = self.trunk(
-            self._embedded(tokens), caches=caches, left_padding=left_padding, cu_seqlens=cu_seqlens, segments=segments
+            self._embedded(tokens),
+            caches=caches,
+            left_padding=left_padding,
+            cu_seqlens=cu_seqlens,
+            segments=segments,
+            shard=shard,
         )
         if caches is not None and caches.text is not None and step is not None:
             caches.text.take(step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from structattn.cache import PAGE_SIZE, LayerCaches
 from structattn.cache.layers import guarded
 from structattn.checks import MAX_LENGTH, check_bool, check_number, check_sequences, check_size, check_type, describe
-from structattn.errors import ConfigError, ShapeError
+from structattn.errors import ConfigError, ShapeError, StructAttnError
 from structattn.layers.block import TransformerBlock
 from structattn.layers.build import build_attention
 from structattn.layers.checks import check_states
@@ -23,6 +23,7 @@ from structattn.layout.levels import MAX_COUNTED, LevelLayout
 from structattn.layout.text import UNITS, Segments, TextLayout, Unit
 from structattn.memory import check_memory
 from structattn.optim.roles import Role
+from structattn.parallel.shard import SequenceShard
 from structattn.spec.attention import AttentionSpec
 from structattn.spec.layers import MAX_LAYERS, LayerSpecs
 
@@ -140,6 +141,7 @@ class Transformer(nn.Module):
         left_padding: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         segments: Segments | None = None,
+        shard: SequenceShard | None = None,
     ) -> Tensor:
         """Features of a sequence, or of its next tokens.
 
@@ -152,6 +154,9 @@ class Transformer(nn.Module):
             cu_seqlens: (N + 1,) ints, the offsets of N sequences that are concatenated in the one row of x: they do not attend to
                 each other, and positions are counted in each. Default ``None``: every row is a sequence.
             segments: of the texts, of each of ``text_units``; with ``caches`` those that the tokens see. Needed only with ``mlr-text``.
+            shard: processes divide the sequence, and x are the tokens of this one (``sa.parallel.SequenceShard``); ``left_padding`` and
+                ``cu_seqlens`` are those of the whole, the same in every process. All processes call it together, and go back through it
+                together. Default ``None``: x has all tokens.
 
         Returns:
             (B, T, E).
@@ -159,9 +164,13 @@ class Transformer(nn.Module):
         Raises:
             ShapeError: a token lies beyond the learned positions.
             ConfigError: caches of another model or number of layers, or ``left_padding`` or ``cu_seqlens`` together with ``caches``.
+            ConfigError, ShapeError: with ``shard``, in every process and before anything is computed: a layer that cannot take it, caches,
+                x of another length, or processes that differ.
             CacheError: the layers hold different numbers of tokens.
         """
         guard = guarded(caches)
+        if shard is not None:
+            self._agree(shard, x, caches, left_padding, cu_seqlens)
         check_states("x", x, self.norm.normalized_shape[0], self.norm.weight)
         if caches is None:
             check_sequences(x.shape[0], left_padding, cu_seqlens)
@@ -179,7 +188,7 @@ class Transformer(nn.Module):
                 "caches hold one sequence per row: leave cu_seqlens at None, or give the sequences as rows"
             )
         if self.position is not None:
-            x = x + self._learned(self.position, x.shape[1], caches, left_padding, cu_seqlens)
+            x = x + self._learned(self.position, x.shape[1], caches, left_padding, cu_seqlens, shard)
         x = self.dropout(x)
         layouts: dict[object, LevelLayout] = (
             {} if segments is None else {layout: layout.at(segments) for layout in self._text_layouts}
@@ -188,14 +197,56 @@ class Transformer(nn.Module):
             for block, cache in zip(self.layers, repeat(None) if caches is None else caches, strict=False):
                 known = layouts.get(block.attention.layout) if layouts else None
                 # A cache would be filled a second time by a block that is computed again.
+                options: dict[str, Any] = {
+                    "left_padding": left_padding,
+                    "cu_seqlens": cu_seqlens,
+                    "layout": known,
+                    "shard": shard,
+                }
                 if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
-                    x = checkpoint(
-                        block, x, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=known, use_reentrant=False
-                    )
+                    x = checkpoint(block, x, use_reentrant=False, **options)
                 else:
-                    x = block(x, cache=cache, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=known)
+                    x = block(x, cache=cache, **options)
             out: Tensor = self.norm(x)
             return out
+
+    def _agree(
+        self,
+        shard: SequenceShard,
+        x: Tensor,
+        caches: LayerCaches | None,
+        left_padding: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> None:
+        """Raises in every process where the call of one is wrong, or is another call: what one process raises alone, the others wait for."""
+        check_type("shard", shard, SequenceShard, "a sa.parallel.SequenceShard of the mesh and the tokens in all")
+        error: StructAttnError | None = None
+        call: dict[str, object] = {}
+        try:
+            check_states("x", x, self.norm.normalized_shape[0], self.norm.weight)
+            check_sequences(x.shape[0], left_padding, cu_seqlens)
+            if caches is not None:
+                raise ConfigError("caches are of whole sequences: leave shard at None, or caches")
+            for block in self.layers:
+                block.check_shard()
+            if self.position is not None and shard.num_tokens > self.context_length:
+                padding = 0 if left_padding is None else int(left_padding.min())
+                end = shard.num_tokens - padding if cu_seqlens is None else int(cu_seqlens.diff().max())
+                self._check_learned(end)
+            ends = {"left_padding": left_padding, "cu_seqlens": cu_seqlens}
+            call = {name: None if value is None else value.tolist() for name, value in ends.items()}
+            call |= {"the batch size": x.shape[0], "the dtype of x": str(x.dtype)}
+        except StructAttnError as wrong:
+            error = wrong
+        shard.agree(x.shape[1] if error is None else 0, call, error, self.norm.weight.device)
+
+    def _check_learned(self, count: int) -> None:
+        """Raises ``ShapeError`` where a sequence of that many tokens has more than there are learned positions."""
+        if count > self.context_length:
+            raise ShapeError(
+                f"the sequence has {count} tokens, more than the {self.context_length} positions learned; train a model "
+                "with rotary positions for longer ones"
+            )
 
     def _learned(
         self,
@@ -204,27 +255,31 @@ class Transformer(nn.Module):
         caches: LayerCaches | None,
         left_padding: Tensor | None,
         cu_seqlens: Tensor | None,
+        shard: SequenceShard | None,
     ) -> Tensor:
         """The embeddings of the positions of the next tokens, (T, E) or (B, T, E); of padding, those of position 0."""
+
+        def index(device: torch.device | None) -> Tensor:
+            return torch.arange(length, device=device) if shard is None else shard.tokens(device)
+
         start = 0 if caches is None else caches.length
         if caches is not None:
             positions = caches.positions(length)
         elif left_padding is not None:
-            positions = torch.arange(length, device=left_padding.device) - left_padding[:, None]
+            positions = index(left_padding.device) - left_padding[:, None]
         elif cu_seqlens is not None:
-            index = torch.arange(length, device=cu_seqlens.device)
-            starts = cu_seqlens[torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True)]
-            positions = (index - starts)[None]
+            tokens = index(cu_seqlens.device)
+            starts = cu_seqlens[torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)]
+            positions = (tokens - starts)[None]
         else:
-            positions = torch.arange(length, device="cpu")
+            positions = index(torch.device("cpu"))
         end = start + length
-        # With padding the exact end may need a wait for the device, so only where it matters.
-        if end > self.context_length and (last := int(positions.max())) >= self.context_length:
-            raise ShapeError(
-                f"the sequence has {last + 1} tokens, more than the {self.context_length} positions learned; train a model "
-                "with rotary positions for longer ones"
-            )
-        return table[start:end] if positions.dim() == 1 else table[positions.clamp(min=0).to(table.device)]
+        # With padding the exact end may need a wait for the device, so only where it matters. With a shard it is checked before.
+        if end > self.context_length and shard is None:
+            self._check_learned(int(positions.max()) + 1)
+        if positions.dim() == 1 and shard is None:
+            return table[start:end]
+        return table[positions.clamp(min=0).to(table.device)]
 
     def new_cache(
         self,

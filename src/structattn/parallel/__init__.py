@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from structattn.parallel.context import ContextParallel, context_parallel
+    from structattn.parallel.shard import SequenceShard
     from structattn.parallel.tensor import tensor_parallel_plan
 
-__all__ = ["ContextParallel", "context_parallel", "tensor_parallel_plan"]
+__all__ = ["ContextParallel", "SequenceShard", "context_parallel", "tensor_parallel_plan"]
 
-_HOMES = {"ContextParallel": "context", "context_parallel": "context", "tensor_parallel_plan": "tensor"}
+_HOMES = {
+    "ContextParallel": "context",
+    "SequenceShard": "shard",
+    "context_parallel": "context",
+    "tensor_parallel_plan": "tensor",
+}
 
 if not TYPE_CHECKING:  # type checkers read the imports above
 

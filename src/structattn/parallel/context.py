@@ -48,7 +48,9 @@ def context_parallel(layout: LevelLayout | None, mesh: DeviceMesh, *, order: Ord
     return ContextParallel(layout, mesh, order=order)
 
 
-class _Options(TypedDict, total=False):
+class ContextParallelOptions(TypedDict, total=False):
+    """The options of a call, by name."""
+
     is_causal: bool
     scale: float | None
     window: int | None
@@ -96,15 +98,21 @@ class ContextParallel:
 
     @overload
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[ContextParallelOptions],
     ) -> Tensor: ...
     @overload
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[ContextParallelOptions]
     ) -> tuple[Tensor, Tensor]: ...
     @overload
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[_Options]
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[ContextParallelOptions]
     ) -> Tensor | tuple[Tensor, Tensor]: ...
     @torch.compiler.disable  # type: ignore[untyped-decorator] # which keys travel is computed by Python
     def __call__(

@@ -53,6 +53,13 @@ class Processes:
             dist.all_gather(found, x, group=self._group)
         return torch.stack(found)
 
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over all processes of a tensor of the same shape, on its device and without a gradient."""
+        total = x.detach().to(self.device_type, copy=True)
+        with self._named_loss():
+            dist.all_reduce(total, group=self._group)
+        return total.to(x.device)
+
     def exchange(self, sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Exchange:
         """Starts to send numbers to each process, and to get some from each.
 

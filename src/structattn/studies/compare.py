@@ -43,9 +43,13 @@ from structattn.studies.runner.local import LocalRunner
 from structattn.studies.runner.train_all import train_all
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
+from structattn.studies.training.config import WITHOUT_EFFECT
 
 # These may differ when a comparison is resumed: they name runs, each with a separate folder, or change no result.
-_FREE = ("attention", "seeds", "learning_rates", "variants", "search", "widths", "budgets", "training.process_timeout")
+_FREE = (
+    *("attention", "seeds", "learning_rates", "variants", "search", "widths", "budgets"),
+    *(f"training.{name}" for name in WITHOUT_EFFECT),
+)
 
 
 def compare(

@@ -18,6 +18,7 @@ from structattn.studies.sweep.halving import REDUCTION
 from structattn.studies.sweep.plan import OVER, Journal, SweepPlan
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
+from structattn.studies.training.config import WITHOUT_EFFECT
 
 
 def sweep(
@@ -63,7 +64,7 @@ def sweep(
     task = shared_task(plan.task_name, plan.settings.task)
     identity = plan.identity()
     identity["settings"] |= task.identity(identity["settings"]["task"])
-    free = ("settings.training.process_timeout",)
+    free = tuple(f"settings.training.{name}" for name in WITHOUT_EFFECT)
     owner = Owner(command="sweep", task=plan.task_name, settings=identity, free=free, recorded=sweep_record)
     out, found = finished_in(out, owner, resume=resume, read=lambda folder: _finished(folder, plan))
     if found is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from structattn.checks import check_int, quoted
 from structattn.errors import ConfigError
@@ -74,6 +75,7 @@ class Task(ABC):
             takes. ``data`` is an absolute path. The data are identified by their digest, so they may be moved.
         reads_text: whether its models know words, lines and paragraphs, which are the levels of ``mlr-text``.
         no_skill_score: the score of a model that has learned nothing, where that is the same for all data; ``None`` where it is not.
+        divides_sequences: whether processes can divide its sequences (``training.context_parallel``): it has ``loss_of_shard`` and ``evaluate_shard``.
         scores_before_training: whether the first entry of a run's history is of the model before its first step.
     """
 
@@ -82,6 +84,7 @@ class Task(ABC):
     data_options: ClassVar[dict[str, DataOption]] = {}
     reads_text: ClassVar[bool] = False
     no_skill_score: ClassVar[float | None] = None
+    divides_sequences: ClassVar[bool] = False
     scores_before_training: ClassVar[bool] = False
     metric: str
     metric_label: str
@@ -160,6 +163,15 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
         """The scalar training loss, a mean over the batch."""
 
+    def loss_of_shard(self, model: nn.Module, batch: Batch, step: int, mesh: DeviceMesh) -> Tensor:
+        """The part of ``loss`` that comes from the tokens of this process: the sum over the processes of a mesh, which have the same batch and divide
+        its sequences, is ``loss``. All call it together.
+
+        Raises:
+            ConfigError: the task has no ``divides_sequences``.
+        """
+        raise self.undivided()
+
     def flops(self, model: nn.Module, step: int | None = None) -> int:
         """Forward FLOPs of one example of the batch at a step.
 
@@ -181,6 +193,22 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
         """Scores on held-out examples, the same for every model; contains ``metric``. ``model`` is in eval mode."""
+
+    def evaluate_shard(self, model: nn.Module, split: Split, mesh: DeviceMesh) -> dict[str, float]:
+        """As ``evaluate``, with every sequence divided among the processes of a mesh, which all call it together: the same scores in each of them, up to
+        rounding.
+
+        Raises:
+            ConfigError: the task has no ``divides_sequences``.
+        """
+        raise self.undivided()
+
+    def undivided(self) -> ConfigError:
+        """The error of a task without ``divides_sequences``."""
+        return ConfigError(
+            f"training.context_parallel divides the sequences of language models, of the tasks text and recall; {self.name} has none: leave it at 1, "
+            "and the processes of a launcher divide the batch"
+        )
 
     def evaluate_cached(self, model: nn.Module, split: Split) -> dict[str, float]:
         """As ``evaluate``, with the inputs read through the key/value cache of a language model.

@@ -10,7 +10,7 @@ from structattn.errors import ConfigError
 from structattn.studies.training.schedule import Schedule
 
 # Settings that may differ when a run is resumed: no result depends on them.
-WITHOUT_EFFECT = ("process_timeout",)
+WITHOUT_EFFECT = ("process_timeout", "context_parallel")
 Parametrization = Literal["standard", "mup"]
 _LONGEST_TIMEOUT_S = 1e9  # the largest timeout of torch.distributed
 
@@ -44,6 +44,9 @@ class TrainingConfig:
         compile: train compiled code (``torch.compile``): slower to start, then faster. Default ``False``.
         process_timeout: seconds after which the processes of a launcher stop waiting for one that does not answer: an error names it, and all end. It
             may differ when a run is resumed. Default: 300.
+        context_parallel: processes of a launcher that divide every sequence among them, and train the language models of the tasks text and recall
+            on sequences that are too long for one. Their number divides that of all processes; the rest divides the batch. It may differ when
+            a run is resumed. Default: 1.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -67,9 +70,10 @@ class TrainingConfig:
     activation_checkpointing: bool = False
     compile: bool = False
     process_timeout: float = 300.0
+    context_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "eval_every", "checkpoint_every", "base_fan_in"):
+        for name in ("steps", "batch_size", "eval_every", "checkpoint_every", "base_fan_in", "context_parallel"):
             check_int(f"training.{name}", getattr(self, name), minimum=1)
         for name in ("micro_batch_size", "patience"):
             if getattr(self, name) is not None:

@@ -19,7 +19,7 @@ from structattn.errors import ConfigError
 from structattn.progress import progress_bar
 from structattn.studies import interrupt
 from structattn.studies.records.run import Progress
-from structattn.studies.tasks.base import Task
+from structattn.studies.tasks.base import Split, Task
 from structattn.studies.training.checkpoint import has_checkpoints, load_latest
 from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.finished import is_finished
@@ -39,10 +39,12 @@ class TrainingResult:
     Attributes:
         model: with the final weights, or with early stopping the best ones. Under FSDP it is sharded: all processes must call it together.
         progress: of the run.
+        evaluate: scores the model on a split, the same in every process; all processes call it together.
     """
 
     model: Any
     progress: Progress
+    evaluate: Callable[[Split], dict[str, float]]
 
 
 def train(
@@ -108,7 +110,7 @@ def train(
             tell(before.step)
         progress = finished or run.state.progress()
         tell(config.steps - progress.step)
-    return TrainingResult(model=run.model.eval(), progress=progress)
+    return TrainingResult(model=run.model.eval(), progress=progress, evaluate=run.evaluate)
 
 
 def _collect(run: TrainingRun, losses: list[Tensor]) -> tuple[float, int]:
@@ -164,7 +166,7 @@ def _validate(run: TrainingRun, board: _Board) -> bool:
     """Scores the model, keeps the best weights; returns whether to stop early."""
     state = run.state
     run.model.eval()
-    metrics = run.task.evaluate(run.model, "validation")
+    metrics = run.evaluate("validation")
     run.model.train()
     train_loss = state.loss_sum / max(1, state.loss_count)
     entry = {"step": state.step, "compute": state.compute, "train_loss": train_loss}

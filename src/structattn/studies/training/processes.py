@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import torch
 
-from structattn.errors import TrainingFailedError
+from structattn.errors import CommunicationError, TrainingFailedError
 
 logger = logging.getLogger(__name__)
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
@@ -83,8 +83,10 @@ def named_loss(index: int, count: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if count > 1 and (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
-            reason = str(error).strip().splitlines()[0]
+        # Of a loss within attention, the reason is what the collective said.
+        found = (error.__cause__ or error) if isinstance(error, CommunicationError) else error
+        if count > 1 and (found is not error or isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
+            reason = str(found).strip().splitlines()[0]
             raise TrainingFailedError(
                 f"process {index} of {count} (counted from 0) lost the others, of which one has ended or no longer answers: --resume "
                 f"continues from the last checkpoint ({reason})"

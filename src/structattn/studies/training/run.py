@@ -13,15 +13,16 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, patch_environment
 from torch import Tensor, nn
 
-from structattn.errors import CheckpointError, ConfigError, TrainingDivergedError
+from structattn.errors import CheckpointError, TrainingDivergedError
 from structattn.files import remove_temporary
 from structattn.studies.records.run import Progress, RunRecord, without_state
 from structattn.studies.records.typed import read_as
-from structattn.studies.tasks.base import Task
+from structattn.studies.tasks.base import Batch, Split, Task
 from structattn.studies.training import processes, sharding
 from structattn.studies.training.build import build_model, build_optimizer, checkpoint_activations, compiled
 from structattn.studies.training.checkpoint import Checkpoint, has_checkpoints, latest_checkpoint, save_checkpoint
 from structattn.studies.training.config import TrainingConfig
+from structattn.studies.training.division import check_divisible, division_of
 from structattn.studies.training.finished import is_finished, progress_of, read_finished, write_finished
 from structattn.studies.training.identity import check_identity, identity_of
 
@@ -72,14 +73,18 @@ class TrainingRun:
                 kwargs_handlers=[timeout],
             )
         processes.watch(self.accelerator.process_index, self.accelerator.num_processes, config.process_timeout)
-        if config.batch_size % self.accelerator.num_processes:
-            raise ConfigError(
-                f"training.batch_size must divide by the number of processes: got {config.batch_size} and "
-                f"{self.accelerator.num_processes}"
-            )
+        self.division = division_of(
+            config,
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+            self.accelerator.device,
+            processes.group_timeout(config.process_timeout),
+        )
         self.is_sharded = is_sharded and self.accelerator.num_processes > 1
         torch.manual_seed(seed)
         self.model: nn.Module = build_model(task, spec, config.parametrization)
+        if self.division.context is not None:
+            check_divisible(task, self.model)
         if config.activation_checkpointing:
             checkpoint_activations(self.model)
         self.best: dict[str, Tensor] = {}
@@ -106,6 +111,20 @@ class TrainingRun:
             self.model = self._unwrapped(self.wrapped)
         self.trained = compiled(self.wrapped) if self.config.compile else self.wrapped
         self.names = {p: name for name, p in self.model.named_parameters()}
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The loss of the part of a batch that this process has; the gradients of all processes have the mean that the run follows."""
+        task, context = self.task, self.division.context
+        if context is None:
+            return task.loss(self.trained, batch, self.state.step)
+        return task.loss_of_shard(self.trained, batch, self.state.step, context) * self.division.loss_factor
+
+    def evaluate(self, split: Split) -> dict[str, float]:
+        """The scores of the model, the same in every process; all call it together. Where processes divide sequences, they do it here too."""
+        context = self.division.context
+        if context is None:
+            return self.task.evaluate(self.model, split)
+        return self.task.evaluate_shard(self.model, split, context)
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
         """The model with the names of its own parameters, also where a launcher asked for torch.compile (``--dynamo_backend``)."""

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from typing import cast
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -26,7 +25,7 @@ def train_step(run: TrainingRun) -> tuple[Tensor, float]:
     )
     for group in run.optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
-    batch = _own_share(run.task.batch(run.seed, step, config.batch_size), accelerator)
+    batch = _own_share(run, run.task.batch(run.seed, step, config.batch_size))
     run.optimizer.zero_grad(set_to_none=True)
     loss = _backward(run, batch)
     if config.gradient_clip is not None:
@@ -35,11 +34,11 @@ def train_step(run: TrainingRun) -> tuple[Tensor, float]:
     return loss, rate
 
 
-def _own_share(batch: Batch, accelerator: Accelerator) -> Batch:
+def _own_share(run: TrainingRun, batch: Batch) -> Batch:
     """This process's contiguous share of a batch, on its device."""
-    index, count = accelerator.process_index, accelerator.num_processes
+    index, count = run.division.part, run.division.num_parts
     share = {key: value.chunk(count)[index] if count > 1 else value for key, value in batch.items()}
-    return {key: value.to(accelerator.device, non_blocking=True) for key, value in share.items()}
+    return {key: value.to(run.accelerator.device, non_blocking=True) for key, value in share.items()}
 
 
 def _backward(run: TrainingRun, batch: Batch) -> Tensor:
@@ -54,7 +53,7 @@ def _backward(run: TrainingRun, batch: Batch) -> Tensor:
             cast(FSDPModule, run.model).set_requires_gradient_sync(exchanges)
         with nullcontext() if exchanges or run.is_sharded else run.accelerator.no_sync(run.wrapped):
             with run.accelerator.autocast():
-                loss = run.task.loss(run.trained, part, run.state.step)
+                loss = run.loss(part)
             loss = loss * (len(next(iter(part.values()))) / count)
             run.accelerator.backward(loss)
         losses.append(loss.detach())

@@ -10,11 +10,14 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from structattn.checks import check_choice, check_field_types, check_int
 from structattn.errors import ConfigError
 from structattn.layers.rotary import Rotary
 from structattn.models.language_model import LanguageModel
+from structattn.parallel.processes import Processes
+from structattn.parallel.shard import SequenceShard
 from structattn.seeds import generator
 from structattn.studies.octaves import by_octave, octaves
 from structattn.studies.tasks.base import Baseline, Batch, Split, Task, check_sizes_of, on_device_of
@@ -112,6 +115,7 @@ class RecallTask(Task):
     """
 
     name = "recall"
+    divides_sequences = True
     config_class = RecallConfig
     metric = "nats_per_answer"
     metric_label = "cross entropy of the value that a query asks for, nats"
@@ -166,6 +170,11 @@ class RecallTask(Task):
         logits, targets = _answers(model(batch["tokens"][:, :-1]), batch)
         return F.cross_entropy(logits, targets)
 
+    def loss_of_shard(self, model: nn.Module, batch: Batch, step: int, mesh: DeviceMesh) -> Tensor:
+        """See ``Task``: the answers to the queries among the tokens of this process."""
+        logits, targets, _ = _answers_of_shard(model, batch, mesh)
+        return F.cross_entropy(logits, targets, reduction="sum") / batch["queries"].numel()
+
     def tokens(self, model: nn.Module, step: int | None = None) -> int:
         """T."""
         return self.config.context_length
@@ -210,6 +219,19 @@ class RecallTask(Task):
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
         """``nats_per_answer``, ``accuracy``, and ``accuracy_near``, ``_middle`` and ``_far`` (see ``ranges``; without a query there, left out)."""
         return self._scores(self.answers(model, model, split))
+
+    @torch.no_grad()
+    def evaluate_shard(self, model: nn.Module, split: Split, mesh: DeviceMesh) -> dict[str, float]:
+        """See ``Task``; no process has the logits of a whole sequence."""
+        found = []
+        for batch in self.eval_batches(split):
+            logits, targets, is_own = _answers_of_shard(model, on_device_of(model, batch), mesh)
+            own = F.cross_entropy(logits.double(), targets, reduction="none"), (logits.argmax(-1) == targets).double()
+            answers = own[0].new_zeros(2, *is_own.shape)
+            answers[:, is_own] = torch.stack(own)
+            nats, right = Processes(mesh).summed(answers).flatten(1).cpu()
+            found.append((nats, right > 0, batch["distances"].flatten()))
+        return self._scores(Answers(*map(torch.cat, zip(*found, strict=True))))
 
     def evaluate_cached(self, model: nn.Module, split: Split, chunk: int = 64) -> dict[str, float]:
         """As ``evaluate``, with each sequence read through the key/value cache: the same numbers, up to rounding.
@@ -260,6 +282,18 @@ def _answers(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     queries, tokens = batch["queries"], batch["tokens"]
     rows = torch.arange(len(queries), device=queries.device)[:, None]
     return logits[rows, queries].flatten(0, 1), tokens[rows, queries + 1].flatten()
+
+
+def _answers_of_shard(model: nn.Module, batch: Batch, mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``_answers``, of the queries among the tokens of this process; and which these are, (B, N)."""
+    queries, tokens = batch["queries"], batch["tokens"]
+    inputs = tokens[:, :-1]
+    shard = SequenceShard(mesh, inputs.shape[1])
+    logits = model(shard.take(inputs), shard=shard)
+    local = shard.local(queries)
+    is_own = local >= 0
+    rows = is_own.nonzero()[:, 0]
+    return logits[rows, local[is_own]], tokens[rows, queries[is_own] + 1], is_own
 
 
 def _share_of_answers(batch: Batch, words: Vocabulary) -> Tensor:

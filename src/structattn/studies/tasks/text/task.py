@@ -11,12 +11,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from structattn.checks import check_field_types
 from structattn.errors import DataError
 from structattn.files import absolute
 from structattn.layers.rotary import Rotary
 from structattn.models.language_model import LanguageModel
+from structattn.parallel.processes import Processes
+from structattn.parallel.shard import SequenceShard
 from structattn.progress import counted
 from structattn.seeds import generator
 from structattn.studies.data.corpus import Tokenizer, Windows, text_units, tokenizer_from
@@ -103,6 +106,7 @@ class TextTask(Task):
         "data": DataOption("data", "a text file, or a folder from `structattn data prepare text`")
     }
     reads_text = True
+    divides_sequences = True
     question = "Does a language model get better when near characters are compared in more dimensions than far ones?"
 
     def __init__(self, config: TextConfig) -> None:
@@ -161,8 +165,11 @@ class TextTask(Task):
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
         """Mean cross entropy of tokens 2 ... T + 1 of each window. Those that begin a document count as 0, so that the mean
         over micro-batches is that of the batch."""
-        logits, targets = _predictions(model, batch)
-        return F.cross_entropy(logits, targets, ignore_index=_NONE, reduction="sum") / targets.numel()
+        return _mean_of_batch(batch, *_predictions(model, batch))
+
+    def loss_of_shard(self, model: nn.Module, batch: Batch, step: int, mesh: DeviceMesh) -> Tensor:
+        """See ``Task``; packed documents are divided together, as the one row that they are."""
+        return _mean_of_batch(batch, *_predictions(model, batch, mesh))
 
     def tokens(self, model: nn.Module, step: int | None = None) -> int:
         """T, the tokens that predict the one after each."""
@@ -178,6 +185,12 @@ class TextTask(Task):
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
         """The metric over all predicted tokens of all windows."""
         return {self.metric: self._mean(_predictions(model, batch) for batch in self._eval_batches(model, split))}
+
+    @torch.no_grad()
+    def evaluate_shard(self, model: nn.Module, split: Split, mesh: DeviceMesh) -> dict[str, float]:
+        """See ``Task``; no process has the logits of a whole window."""
+        scored = (_predictions(model, batch, mesh) for batch in self._eval_batches(model, split))
+        return {self.metric: self._mean(scored, mesh)}
 
     @torch.no_grad()
     def evaluate_cached(self, model: nn.Module, split: Split, chunk: int = 64) -> dict[str, float]:
@@ -199,12 +212,14 @@ class TextTask(Task):
         for tokens, documents in counted(parts, f"scoring the {split} windows"):
             yield on_device_of(model, _as_batch(Windows(tokens, documents)))
 
-    def _mean(self, scored: Iterable[tuple[Tensor, Tensor]]) -> float:
-        """Nats per unit over logits and targets."""
+    def _mean(self, scored: Iterable[tuple[Tensor, Tensor]], mesh: DeviceMesh | None = None) -> float:
+        """Nats per unit over logits and targets, which the processes of a mesh may have divided."""
         nats, units = 0.0, 0
         for logits, targets in scored:
             nats += float(F.cross_entropy(logits, targets, ignore_index=_NONE, reduction="sum"))
             units += int(self._unit_sizes[targets[targets != _NONE].cpu()].sum())
+        if mesh is not None:
+            nats, units = Processes(mesh).summed(torch.tensor([nats, units], dtype=torch.float64)).tolist()
         if not units:
             raise DataError(
                 "expected text to score, got windows in which every token begins a document: give documents of more than one token, or "
@@ -280,17 +295,27 @@ def _as_batch(windows: Windows) -> Batch:
     return batch
 
 
-def _predictions(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits (N, V) and targets (N,) of all tokens of all windows but the first of each; targets that begin a document are ``_NONE``."""
+def _mean_of_batch(batch: Batch, logits: Tensor, targets: Tensor) -> Tensor:
+    """The part of a batch's mean cross entropy that these logits and targets give."""
+    nats = F.cross_entropy(logits, targets, ignore_index=_NONE, reduction="sum")
+    return nats / batch["tokens"][:, 1:].numel()
+
+
+def _predictions(model: nn.Module, batch: Batch, mesh: DeviceMesh | None = None) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) and targets (N,) of all tokens of all windows but the first of each; targets that begin a document are ``_NONE``. Of a mesh whose
+    processes divide the sequences, those of this process."""
     tokens, documents = batch["tokens"], batch.get("documents")
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    if documents is None:
-        return model(inputs).flatten(0, 1), targets.flatten()
-    changes = documents[:, 1:] != documents[:, :-1]
-    begins = F.pad(changes[:, :-1], (1, 0), value=True).flatten()
-    offsets = F.pad(begins.nonzero().flatten(), (0, 1), value=inputs.numel())
-    logits = model(inputs.reshape(1, -1), cu_seqlens=offsets)
-    return logits.flatten(0, 1), targets.masked_fill(changes, _NONE).flatten()
+    options: dict[str, Any] = {}
+    if documents is not None:
+        changes = documents[:, 1:] != documents[:, :-1]
+        begins = F.pad(changes[:, :-1], (1, 0), value=True).flatten()
+        options["cu_seqlens"] = F.pad(begins.nonzero().flatten(), (0, 1), value=inputs.numel())
+        inputs, targets = inputs.reshape(1, -1), targets.masked_fill(changes, _NONE).reshape(1, -1)
+    if mesh is not None:
+        options["shard"] = shard = SequenceShard(mesh, inputs.shape[1])
+        inputs, targets = shard.take(inputs), shard.take(targets)
+    return model(inputs, **options).flatten(0, 1), targets.flatten()
 
 
 def _spans(batch: Batch) -> list[Tensor]:

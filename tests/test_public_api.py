@@ -42,7 +42,7 @@ def test_public_names() -> None:
     }
     assert all(hasattr(sa, name) for name in sa.__all__)
     assert {"LowRank", "BTT", "MLR", "Matrix"} <= set(dir(sa.scoring))
-    assert set(sa.parallel.__all__) == {"ContextParallel", "context_parallel", "tensor_parallel_plan"}
+    assert set(sa.parallel.__all__) == {"ContextParallel", "SequenceShard", "context_parallel", "tensor_parallel_plan"}
     assert all(hasattr(sa.parallel, name) for name in sa.parallel.__all__)
     assert set(sa.matrices.__all__) >= {
         "BlockTensorTrain",

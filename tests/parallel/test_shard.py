@@ -27,6 +27,7 @@ class Model:
     rotary: str = ""
     length: int = CONTEXT
     batch: int = 2
+    order: Any = "contiguous"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def build(self) -> sa.LanguageModel:
@@ -64,22 +65,27 @@ def results(model: sa.LanguageModel, logits: Tensor, weights: Tensor) -> list[An
 def divided(mesh: DeviceMesh, case: Model, activation_checkpointing: bool) -> list[Any]:
     model, tokens = case.build(), case.tokens()
     model.trunk.activation_checkpointing = activation_checkpointing
-    shard = sa.parallel.SequenceShard(mesh, case.length)
+    shard = sa.parallel.SequenceShard(mesh, case.length, order=case.order)
     assert torch.equal(shard.take(tokens), tokens[:, shard.tokens()])
     local = shard.local(torch.arange(case.length))
     assert torch.equal(local[shard.tokens()], torch.arange(shard.length))
     assert int((local < 0).sum()) == case.length - shard.length
-    return results(model, model(shard.take(tokens), shard=shard, **case.given()), shard.take(case.weights()))
+    found = results(model, model(shard.take(tokens), shard=shard, **case.given()), shard.take(case.weights()))
+    return [*found, shard.tokens().numpy()]
 
 
 CASES = {
     "learned": Model(),
     "rotary": Model(rotary="low_far", length=2 * CONTEXT + 3),
-    "packed": Model(batch=1, length=3 * CONTEXT + 1, options={"cu_seqlens": [0, 1, 41, 60, 100, 121]}),
+    "head and tail": Model(rotary="low_far", length=2 * CONTEXT + 3, order="head-tail"),
+    "packed": Model(
+        batch=1, order="head-tail", length=3 * CONTEXT + 1, options={"cu_seqlens": [0, 1, 41, 60, 100, 121]}
+    ),
     "packed, rotary": Model(batch=1, rotary="interleaved", options={"cu_seqlens": [0, 23, 40]}),
-    "padded": Model(batch=3, length=CONTEXT + 2, options={"left_padding": [2, 33, 12]}),
+    "padded": Model(batch=3, order="head-tail", length=CONTEXT + 2, options={"left_padding": [2, 33, 12]}),
     "padded, rotary": Model(batch=3, rotary="low_far", options={"left_padding": [0, 40, 15]}),
     "fewer tokens than processes": Model(length=3),
+    "fewer tokens than heads and tails": Model(length=6, order="head-tail"),
     "sliding": Model(spec="sliding:4|2|2@-|12|5", rotary="low_far"),
     "btt": Model(spec="bilinear-btt:1"),
     "layers": Model(spec="[standard,window:7]", rotary="low_far", length=41),
@@ -94,7 +100,9 @@ def test_a_model_equals_that_of_one_process(cluster: Cluster, case: Model) -> No
             raise result
     model = case.build()
     expected = results(model, model(case.tokens(), **case.given()), case.weights())
-    actual = [torch.cat([torch.from_numpy(one[0]) for one in found], dim=1)]
+    tokens = torch.cat([torch.from_numpy(one.pop()) for one in found])
+    assert torch.equal(tokens.sort().values, torch.arange(case.length))
+    actual = [torch.cat([torch.from_numpy(one[0]) for one in found], dim=1)[:, tokens.argsort()]]
     actual += [torch.from_numpy(sum(parts)) for parts in zip(*(one[1:] for one in found), strict=True)]
     for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
         assert_close(a, torch.from_numpy(b), gradient=i > 0)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from structattn.checks import MAX_LENGTH, check_size
 from structattn.errors import ConfigError, ShapeError, StructAttnError
 from structattn.layout.levels import LevelLayout
-from structattn.layout.shards import checked_shards
+from structattn.layout.shards import Order
 from structattn.parallel.agreement import agreed_lengths
 from structattn.parallel.context import ContextParallel, ContextParallelOptions
 from structattn.parallel.processes import Processes
@@ -21,12 +21,12 @@ from structattn.parallel.processes import Processes
 class SequenceShard:
     """The tokens of this process, of a sequence that the processes of a mesh divide; models and attention layers take it as ``shard``.
 
-    Each process holds neighboring tokens, in the order of the processes; where T is no multiple of their number, the first ones hold one
-    more. Only this class knows which.
+    Where T is no multiple of the number of processes, some hold one more. Only this class knows which tokens a process holds.
 
     Args:
         mesh: of one dimension, whose processes divide the sequence.
         num_tokens: T, of the whole sequence; every row of a batch has as many.
+        order: which tokens a process holds, as of ``context_parallel``: ``"contiguous"`` (default) or ``"head-tail"``, which evens causal work.
 
     Attributes:
         num_tokens: T.
@@ -40,16 +40,16 @@ class SequenceShard:
         >>> logits = model(shard.take(tokens), shard=shard)  # doctest: +SKIP
     """
 
-    def __init__(self, mesh: DeviceMesh, num_tokens: int) -> None:
+    def __init__(self, mesh: DeviceMesh, num_tokens: int, *, order: Order = "contiguous") -> None:
         check_size("num_tokens", num_tokens, MAX_LENGTH)
         self.num_tokens = num_tokens
-        self._mesh, self._processes = mesh, Processes(mesh)
-        lengths = checked_shards(num_tokens, self._processes.count)
-        self._start, self.length = sum(lengths[: self._processes.index]), lengths[self._processes.index]
+        self._mesh, self._order, self._processes = mesh, order, Processes(mesh)
+        self._tokens = ContextParallel(None, mesh, order=order).positions(num_tokens)
+        self.length = len(self._tokens)
 
     def tokens(self, device: torch.device | None = None) -> Tensor:
-        """Which tokens of the whole sequence these are: (T_p,) int64."""
-        return torch.arange(self._start, self._start + self.length, device=device)
+        """Which tokens of the whole sequence these are, in rising order: (T_p,) int64, by default on the CPU."""
+        return self._tokens if device is None else self._tokens.to(device)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """The part of this process, of a tensor with all T tokens in a dimension.
@@ -59,12 +59,13 @@ class SequenceShard:
         """
         if x.shape[dim] != self.num_tokens:
             raise ShapeError(f"expected {self.num_tokens} tokens in dimension {dim}, got shape {tuple(x.shape)}")
-        return x.narrow(dim, self._start, self.length)
+        return x.index_select(dim, self.tokens(x.device))
 
     def local(self, tokens: Tensor) -> Tensor:
-        """Where tokens of the whole sequence, an int tensor, are among those of this process; -1 for those of others."""
-        is_own = (tokens >= self._start) & (tokens < self._start + self.length)
-        return torch.where(is_own, tokens - self._start, -1)
+        """Where tokens of the whole sequence, an int64 tensor, are among those of this process; -1 for those of others."""
+        places = torch.full((self.num_tokens,), -1, device=tokens.device)
+        places[self.tokens(tokens.device)] = torch.arange(self.length, device=tokens.device)
+        return places[tokens]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
@@ -86,7 +87,7 @@ class SequenceShard:
         Raises:
             ConfigError: left padding together with ``cu_seqlens``, or with a layout whose rows have different segments.
         """
-        attention = ContextParallel(layout, self._mesh)
+        attention = ContextParallel(layout, self._mesh, order=self._order)
         if left_padding is None or not q.shape[0]:
             return attention(q, k, v, **options)
         if options.get("cu_seqlens") is not None or (layout is not None and layout.num_rows is not None):
@@ -124,4 +125,5 @@ class SequenceShard:
                 f"process {self._processes.index} of {self._processes.count} (counted from 0) holds {self.length} of the {self.num_tokens} tokens "
                 f"of the sequence, got {length}: shard.take(x) gives them"
             )
-        agreed_lengths(self._processes, device, length, {"the length of the sequence": self.num_tokens, **call}, error)
+        whole = {"the length of the sequence": self.num_tokens, "the order of the tokens": self._order}
+        agreed_lengths(self._processes, device, length, whole | dict(call), error)

@@ -288,7 +288,7 @@ def _answers_of_shard(model: nn.Module, batch: Batch, mesh: DeviceMesh) -> tuple
     """As ``_answers``, of the queries among the tokens of this process; and which these are, (B, N)."""
     queries, tokens = batch["queries"], batch["tokens"]
     inputs = tokens[:, :-1]
-    shard = SequenceShard(mesh, inputs.shape[1])
+    shard = SequenceShard(mesh, inputs.shape[1], order="head-tail")
     logits = model(shard.take(inputs), shard=shard)
     local = shard.local(queries)
     is_own = local >= 0

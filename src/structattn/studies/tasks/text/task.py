@@ -313,7 +313,7 @@ def _predictions(model: nn.Module, batch: Batch, mesh: DeviceMesh | None = None)
         options["cu_seqlens"] = F.pad(begins.nonzero().flatten(), (0, 1), value=inputs.numel())
         inputs, targets = inputs.reshape(1, -1), targets.masked_fill(changes, _NONE).reshape(1, -1)
     if mesh is not None:
-        options["shard"] = shard = SequenceShard(mesh, inputs.shape[1])
+        options["shard"] = shard = SequenceShard(mesh, inputs.shape[1], order="head-tail")
         inputs, targets = shard.take(inputs), shard.take(targets)
     return model(inputs, **options).flatten(0, 1), targets.flatten()
 

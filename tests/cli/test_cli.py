@@ -332,7 +332,7 @@ def test_options_are_frozen() -> None:
                 "num_kv_heads",
                 "vocab_size",
             ),
-            *("precision", "batch_tokens", "gpu_memory", "tokens", "gpu_flops"),
+            *("precision", "batch_tokens", "gpu_memory", "gpus", "link", "tokens", "gpu_flops"),
         },
         commands.BuildNativeCommand: set(),
         commands.InfoCommand: set(),
@@ -390,6 +390,10 @@ def test_plan_compares_specs_and_names_what_is_wrong(capsys) -> None:
     assert "mlr:16|8|8" in printed
     assert "DDP" in printed
     assert "GPU hours" in printed
+    assert main(["plan", "text", *sizes, *specs, "--gpus", "2", "--link", "50"]) == 0
+    assert "a sequence over 2 GPUs" in capsys.readouterr().out
+    assert main(["plan", "text", *sizes, "--link", "50"]) == 2
+    assert "together with sequence_gpus" in capsys.readouterr().err
     assert main(["plan", "text", "--model", "14b"]) == 2
     assert "did you mean '13b'" in capsys.readouterr().err
 

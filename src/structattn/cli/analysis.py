@@ -169,6 +169,10 @@ class PlanCommand:
     """Tokens of a step, over all GPUs. Default: the model's; 524288 without a model."""
     gpu_memory: float = 80.0
     """GiB of one GPU."""
+    gpus: int | None = None
+    """GPUs that divide each sequence among them (context parallelism). Default: none does."""
+    link: float | None = None
+    """GB per second that one GPU sends while it gets as many; needs --gpus. Default: bytes without seconds."""
     tokens: float | None = None
     """Number of training tokens. Default: see the table."""
     gpu_flops: float | None = None
@@ -189,6 +193,8 @@ class PlanCommand:
             context_length=self.context,
             precision=self.precision,
             gpu_memory_gib=self.gpu_memory,
+            sequence_gpus=self.gpus,
+            link=None if self.link is None else self.link * 1e9,
             tokens=self.tokens,
             gpu_flops=self.gpu_flops,
         )

@@ -17,6 +17,7 @@ from structattn.layers.rotary import Rotary
 from structattn.layout.text import TextUnits
 from structattn.models.language_model import LanguageModel
 from structattn.studies.planning.activations import FLOAT32, PRECISIONS, Activations, Precision, activations
+from structattn.studies.planning.sequence import SequenceTraffic, sequence_traffic
 
 GIB = 2**30
 USABLE = 0.9  # of the memory of a GPU; the rest is for the driver, the buffers of libraries and fragmentation
@@ -57,12 +58,14 @@ class PlanRequest:
         precision: ``"bf16"`` is autocast: weights, gradients and moments stay in float32. ``"float32"``.
         batch_tokens: tokens of a step over all GPUs; at least one sequence.
         gpu_memory_gib: of one GPU.
+        sequence_gpus: GPUs that divide each sequence among them. Default ``None``: none does.
+        link: bytes per second that one GPU sends while it gets as many. Default ``None``: not known, and then exchanges have bytes only.
         tokens: that the model is trained on. Default ``None``: not known.
         gpu_flops: FLOPs per second that one GPU was measured to reach in training, counted as here. Default ``None``: not known, and
             then no time is given.
 
     Raises:
-        ConfigError: a number is out of its range, or ``gpu_flops`` comes without ``tokens``.
+        ConfigError: a number is out of its range, ``gpu_flops`` comes without ``tokens``, or ``link`` without ``sequence_gpus``.
     """
 
     attention: str = "standard"
@@ -75,6 +78,8 @@ class PlanRequest:
     precision: Precision = "bf16"
     batch_tokens: int = 2**19
     gpu_memory_gib: float = 80.0
+    sequence_gpus: int | None = None
+    link: float | None = None
     tokens: float | None = None
     gpu_flops: float | None = None
 
@@ -82,13 +87,17 @@ class PlanRequest:
         for name in ("embed_dim", "num_layers", "num_heads", "vocab_size", "context_length", "batch_tokens"):
             check_int(name, getattr(self, name), minimum=1)
         check_choice("precision", self.precision, PRECISIONS)
-        for name in ("gpu_memory_gib", "tokens", "gpu_flops"):
+        for name in ("gpu_memory_gib", "link", "tokens", "gpu_flops"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
         if self.batch_tokens < self.context_length:
             raise ConfigError(
                 f"batch_tokens must hold at least one sequence of {self.context_length} tokens, got {self.batch_tokens}"
             )
+        if self.sequence_gpus is not None:
+            check_int("sequence_gpus", self.sequence_gpus, minimum=2, maximum=self.context_length)
+        elif self.link is not None:
+            raise ConfigError("link gives a time only together with sequence_gpus (--gpus), which divide a sequence")
         if self.gpu_flops is not None and self.tokens is None:
             raise ConfigError(
                 "gpu_flops gives a time only together with tokens, the number that the model is trained on"
@@ -185,6 +194,28 @@ class GpuLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SequencePlan:
+    """A training whose sequences are divided among GPUs, which also divide the states (FSDP).
+
+    Attributes:
+        traffic: bytes of the attention.
+        checkpointing: whether blocks are computed again in the backward pass, which a GPU needs here to hold its part, or does not.
+        bytes_per_gpu: peak, with the keys and values that arrive.
+        fits: whether a GPU has that much memory.
+    """
+
+    traffic: SequenceTraffic
+    checkpointing: bool
+    bytes_per_gpu: int
+    fits: bool
+
+    @property
+    def passes(self) -> int:
+        """Passes of a step that exchange keys, values or their gradients."""
+        return 3 if self.checkpointing else 2
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
     """The cost of a training.
 
@@ -198,6 +229,7 @@ class TrainingPlan:
         activations: of a step.
         cache_bytes: keys and values of one sequence of that context at inference.
         layout: a suggestion.
+        sequence: sequences divided among GPUs; ``None`` where that is not asked for, or not possible: a layer has two softmaxes.
     """
 
     request: PlanRequest
@@ -209,6 +241,7 @@ class TrainingPlan:
     activations: Activations
     cache_bytes: int
     layout: GpuLayout
+    sequence: SequencePlan | None
 
     def training_flops_per_token(self, *, checkpointing: bool) -> float:
         """Forward and backward pass; for each product of the forward pass the backward pass has two. Softmax, norms and the scores
@@ -266,7 +299,32 @@ def plan_training(request: PlanRequest) -> TrainingPlan:
         activations=kept,
         cache_bytes=model.cache_numbers() * (2 if request.precision == "bf16" else FLOAT32),
         layout=suggest_layout(request, states, kept),
+        sequence=None
+        if request.sequence_gpus is None
+        else _sequence_plan(request, request.sequence_gpus, model, states, kept),
     )
+
+
+def _sequence_plan(
+    request: PlanRequest, num_gpus: int, model: LanguageModel, states: States, kept: Activations
+) -> SequencePlan | None:
+    """One sequence on all these GPUs: without activation checkpointing where that fits."""
+    traffic = sequence_traffic(model, request.context_length, num_gpus, request.precision)
+    if traffic is None:
+        return None
+    part = replace(request, context_length=math.ceil(request.context_length / num_gpus), sequence_gpus=None, link=None)
+
+    def plan(checkpointing: bool) -> SequencePlan:
+        # The keys and values that arrive are kept for the backward pass, like the activations of their block.
+        arrived = max(traffic.layers) if checkpointing else sum(traffic.layers)
+        need = arrived + bytes_per_gpu(
+            part, states, kept, num_shards=num_gpus, checkpointing=checkpointing, micro_batch=1
+        )
+        fits = need <= USABLE * request.gpu_memory_gib * GIB
+        return SequencePlan(traffic=traffic, checkpointing=checkpointing, bytes_per_gpu=need, fits=fits)
+
+    whole = plan(False)
+    return whole if whole.fits else plan(True)
 
 
 def bytes_per_gpu(

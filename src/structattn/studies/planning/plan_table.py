@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from structattn.studies.planning.plan import GIB, USABLE, GpuLayout, TrainingPlan
+from structattn.studies.planning.plan import GIB, USABLE, GpuLayout, SequencePlan, TrainingPlan
 from structattn.studies.report.table import Table
 
 
@@ -70,6 +70,8 @@ def _rows(plan: TrainingPlan) -> _Rows:
         ("  tokens per step", lambda p: f"{p.layout.sequences * p.request.context_length:,}"),
         ("  memory per GPU", lambda p: _memory(p.layout.bytes_per_gpu)),
     ]
+    if plan.request.sequence_gpus is not None:
+        rows += _sequence_rows(plan)
     if plan.total_flops is not None:
         rows.append(("training, all tokens", lambda p: _flops(p.total_flops or 0.0)))
     if plan.request.gpu_flops is not None:
@@ -81,6 +83,49 @@ def _rows(plan: TrainingPlan) -> _Rows:
             ),
         ]
     return rows
+
+
+def _sequence_rows(plan: TrainingPlan) -> _Rows:
+    """The lines of sequences that are divided among GPUs."""
+    link, count = plan.request.link, plan.request.sequence_gpus
+
+    def sent(parts: Callable[[SequencePlan], tuple[int, ...] | None], *, step: bool) -> Callable[[TrainingPlan], str]:
+        def text(p: TrainingPlan) -> str:
+            if p.sequence is None:
+                return "-"
+            layers = parts(p.sequence)
+            if layers is None:
+                return f"at most {p.sequence.traffic.most_gpus} GPUs"
+            if not step:
+                return _memory(sum(layers) / len(layers))
+            nbytes = sum(layers) * p.sequence.passes
+            return _memory(nbytes) if link is None else f"{_memory(nbytes)}, {nbytes / link:,.2f} s"
+
+        return text
+
+    kinds: tuple[tuple[str, Callable[[SequencePlan], tuple[int, ...] | None]], ...] = (
+        ("shared levels only", lambda s: s.traffic.layers),
+        ("ring attention", lambda s: s.traffic.ring),
+        ("Ulysses", lambda s: s.traffic.ulysses),
+    )
+    return [
+        ("", lambda _: ""),
+        (f"a sequence over {count} GPUs", lambda p: "two softmaxes: not possible" if p.sequence is None else ""),
+        ("sent by a GPU, per layer and pass", lambda _: ""),
+        *((f"  {name}", sent(parts, step=False)) for name, parts in kinds),
+        ("  passes per step", lambda p: "-" if p.sequence is None else str(p.sequence.passes)),
+        ("sent by a GPU, per step", lambda _: ""),
+        *((f"  {name}", sent(parts, step=True)) for name, parts in kinds),
+        (
+            "activation checkpointing",
+            lambda p: "-" if p.sequence is None else "yes" if p.sequence.checkpointing else "no",
+        ),
+        ("memory per GPU", lambda p: "-" if p.sequence is None else _fitting(p.sequence)),
+    ]
+
+
+def _fitting(plan: SequencePlan) -> str:
+    return _memory(plan.bytes_per_gpu) if plan.fits else f"too small: {_memory(plan.bytes_per_gpu)}"
 
 
 def format_plans(plans: Sequence[TrainingPlan]) -> str:
@@ -104,6 +149,12 @@ def format_plans(plans: Sequence[TrainingPlan]) -> str:
         notes += [
             "too small: even the layout that needs the least memory (shown) does not fit. Give a shorter context, GPUs with more memory, or",
             "a larger batch, over whose sequences more GPUs can divide the states.",
+        ]
+    if request.sequence_gpus is not None:
+        notes += [
+            "A sequence over GPUs: counted bytes of the GPU that sends or gets the most (head-tail order), one sequence for each step; the seconds are",
+            "bytes over --link, without what computing hides. An extrapolation, not a measurement. Ring attention: Liu et al. 2023; Ulysses: Jacobs et al.",
+            "2023, with key heads repeated to the number of GPUs, of which it takes at most the number of heads. FSDP's own traffic is not counted.",
         ]
     if request.gpu_flops is None:
         notes.append(

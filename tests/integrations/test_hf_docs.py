@@ -27,7 +27,7 @@ def test_the_examples_run(monkeypatch, tmp_path) -> None:
         transformers.AutoTokenizer, "from_pretrained", lambda name: lambda text, return_tensors: encoding
     )
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(examples) == 5  # the last, of PEFT, runs in test_hf_peft
+    assert len(examples) == 7  # that of PEFT runs in test_hf_peft, those of several processes in test_hf_sequences
     values: dict = {}
     exec(examples[0], values)
     assert type(values["model"]) is StructAttnForCausalLM

@@ -19,6 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import structattn as sa
 
 SECONDS = 60  # for a collective, and for an answer
+# One import for all processes.
+PRELOADED = [
+    "structattn.parallel.context",
+    "structattn.parallel.tensor",
+    "structattn.integrations.transformers",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 class Cluster:
@@ -26,9 +33,7 @@ class Cluster:
 
     def __init__(self, count: int, folder: Path, seconds: float = SECONDS) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["structattn.parallel.context", "structattn.parallel.tensor"]
-        )  # one import for all processes
+        context.set_forkserver_preload(PRELOADED)
         self.count = count
         pipes = [context.Pipe() for _ in range(count)]
         self.ends = [own for own, _ in pipes]

@@ -1,9 +1,15 @@
 """Processes that all tests of this folder share: to start them takes seconds."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from cluster import Cluster
+
+sys.path.append(
+    str(Path(__file__).parents[1] / "integrations")
+)  # the tiny models of transformers, also for the processes
 
 
 @pytest.fixture(scope="session")

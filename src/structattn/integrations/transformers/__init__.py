@@ -46,6 +46,8 @@ from structattn.integrations.transformers.heads import (  # noqa: E402
 )
 from structattn.integrations.transformers.interface import register_attention  # noqa: E402
 from structattn.integrations.transformers.model import StructAttnForCausalLM, StructAttnModel  # noqa: E402
+from structattn.integrations.transformers.sequence_shards import sequence_shard  # noqa: E402
+from structattn.integrations.transformers.shard_sequences import shard_sequences  # noqa: E402
 from structattn.integrations.transformers.structurize import load_structurized, structurize  # noqa: E402
 
 AutoConfig.register(StructAttnConfig.model_type, StructAttnConfig)
@@ -84,5 +86,7 @@ __all__ = [
     "load_structurized",
     "register_adapter",
     "register_attention",
+    "sequence_shard",
+    "shard_sequences",
     "structurize",
 ]

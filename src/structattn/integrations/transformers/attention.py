@@ -23,6 +23,7 @@ from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.interface import attend, attend_packed
 from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.integrations.transformers.next_token import Reorder
+from structattn.integrations.transformers.sequence_shards import attend_shard, has_shards
 from structattn.integrations.transformers.variant import Variant
 from structattn.layers.rotary_order import (
     RotarySplit,
@@ -253,7 +254,7 @@ def _attention(
             f"attn_implementation={IMPLEMENTATION!r} belongs to models that structurize() changed, and {type(module).__name__} is of "
             "none: use register_attention() and its name"
         )
-    own: Callable[..., tuple[Tensor, Tensor | None]] = attend
+    own: Callable[..., tuple[Tensor, Tensor | None]] = attend_shard if has_shards(module) else attend
     cache = None if torch.compiler.is_compiling() else _packed.get()  # which a compiled program cannot read
     if cache is not None:
         own = partial(attend_packed, cache=cache)

@@ -1,0 +1,224 @@
+"""One sequence over many processes: each calls the model with its own tokens, and attention exchanges the levels that they share.
+
+All that is not attention looks at single tokens, at their positions and labels: a process needs those of its own tokens, which
+``sequence_shard`` cuts out of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from structattn.checks import check_tensor, check_type, quoted
+from structattn.errors import ConfigError, ShapeError
+from structattn.integrations.transformers.arguments import TERMS, check_arguments
+from structattn.integrations.transformers.cache import PendingStates
+from structattn.integrations.transformers.call_masks import check_lengths, checked_mask
+from structattn.integrations.transformers.masks import read_packing
+from structattn.integrations.transformers.next_token import Reorder
+from structattn.integrations.transformers.variant import Variant
+from structattn.layers.checks import check_fits
+from structattn.parallel.context import context_parallel
+from structattn.parallel.processes import Processes
+
+_ATTRIBUTE = "_structattn_sequence_mesh"  # of the modules of a model whose sequences are divided
+_IGNORED = -100  # a label that the losses of transformers leave out
+_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+
+
+class _Shards:
+    """The mesh whose processes divide the sequences of a model; copies of the model have the same one."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __deepcopy__(self, memo: object) -> _Shards:
+        return self
+
+
+def has_shards(module: nn.Module) -> bool:
+    """Whether an attention module has the tokens of this process only."""
+    return _ATTRIBUTE in module.__dict__
+
+
+def mark(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Makes all attention of a model that of divided sequences, or (``None``) of whole ones again."""
+    for module in model.modules():
+        if mesh is None:
+            module.__dict__.pop(_ATTRIBUTE, None)
+        else:
+            module.__dict__[_ATTRIBUTE] = _Shards(mesh)
+
+
+def attend_shard(
+    module: nn.Module,
+    variant: Variant,
+    reorder: Reorder,
+    query: Tensor,
+    key: Tensor | PendingStates,
+    value: Tensor | PendingStates,
+    attention_mask: object,
+    dropout: float,
+    scaling: float | None,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """As ``interface.attend``, of the tokens of this process; ``attention_mask`` may be ``None`` where the module is causal.
+
+    Raises:
+        ConfigError: a cache, dropout, padding, or another thing that attention over a divided sequence does not have.
+    """
+    name = type(module).__name__
+    if isinstance(key, PendingStates) or isinstance(value, PendingStates):
+        raise ConfigError(f"{name} has tokens of one process only, and a cache needs all: pass use_cache=False")
+    if dropout > 0:
+        raise ConfigError(
+            f"attention over a divided sequence has no dropout, got {dropout}: set that of the config (attention_dropout, attn_pdrop) to 0"
+        )
+    if variant.backend != "auto":
+        raise ConfigError(
+            f"attention over a divided sequence chooses its backend: register 'auto', got {variant.backend!r}"
+        )
+    check_arguments(module, arguments, TERMS)
+    is_causal = arguments.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", None)
+    window = arguments.get("sliding_window")
+    if attention_mask is not None or not is_causal:
+        mask = checked_mask(attention_mask, module, query, key, is_causal)
+        if mask.pairs is not None or mask.padding_counts is not None:
+            raise ConfigError(
+                "attention over a divided sequence takes no mask and no padding: give rows of real tokens, and leave attention_mask away"
+            )
+        if mask.chunk_size is not None:
+            raise ConfigError(f"{name} has chunks of {mask.chunk_size} tokens, which a divided sequence does not know")
+        check_lengths(query, key, mask, is_new=False)
+        is_causal, window = mask.is_causal, mask.window
+    variant = variant.within(window)
+    check_fits(variant.layout, query.shape[-1], value.shape[-1])
+    k, q = (reorder(x).to(value.dtype) for x in (key, query))
+    q, scale = variant.scaled(q, scaling)
+    terms = {own: arguments[given] for given, own in TERMS.items() if arguments.get(given) is not None}
+    shards: _Shards = module.__dict__[_ATTRIBUTE]
+    attention = context_parallel(variant.layout, shards.mesh)  # type: ignore[arg-type] # which checks the layout
+    out = attention(
+        q,
+        k,
+        value,
+        is_causal=bool(is_causal),
+        scale=scale,
+        window=variant.window,
+        cu_seqlens=arguments.get("cu_seq_lens_q"),
+        **terms,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def check_call(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Before a model with divided sequences computes: raises ``ConfigError``, in all processes, for what would be wrong of a shard without
+    any sign of it."""
+    if not has_shards(module):
+        return
+    shards: _Shards = module.__dict__[_ATTRIBUTE]
+    processes = Processes(shards.mesh)
+    positions, is_packed = named.get("position_ids"), named.get("cu_seq_lens_q") is not None
+    error = _error_of(positions, named, is_packed=is_packed)
+    ends = (0, 0) if error is not None else (int(positions[0, 0]), int(positions[0, -1]) + 1)  # type: ignore[index]
+    own = torch.tensor([error is None, *ends], dtype=torch.int64, device=processes.device_type)
+    rows = processes.gathered(own).tolist()
+    if error is not None:
+        raise error
+    for number, (is_right, first, _) in enumerate(rows):
+        if not is_right:
+            raise ConfigError(
+                f"nothing was computed, since the call of process {number} of {processes.count} (counted from 0) is wrong: see its own error"
+            )
+        if number > 0 and not is_packed and first != rows[number - 1][2]:
+            raise ConfigError(
+                f"position_ids are counted in the whole sequence: process {number} (counted from 0) begins at {first}, and the one before it "
+                f"ends at {rows[number - 1][2] - 1}"
+            )
+
+
+def _error_of(positions: object, named: dict[str, Any], *, is_packed: bool) -> ConfigError | None:
+    """What is wrong with the arguments of this process."""
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or not positions.numel():
+        return ConfigError(
+            "a process does not know where its tokens are in the sequence: give position_ids (batch, tokens), counted in the whole one, as "
+            "sequence_shard does"
+        )
+    if not is_packed and bool((positions.diff(dim=-1) != 1).any()):
+        return ConfigError(
+            "position_ids must rise by 1 in a shard: packed sequences need cu_seq_lens_q, counted in the whole row; tokens of both ends in one "
+            "process (load balancing) are not supported"
+        )
+    if named.get("labels") is not None and named.get("shift_labels") is None:
+        return ConfigError(
+            "the label of the last token of a shard is in the next one: give shift_labels, shifted before the sequence is divided, as "
+            "sequence_shard does"
+        )
+    return None
+
+
+def sequence_shard(batch: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, Any]:
+    """The arguments of a model for the tokens of this process, of a batch that all processes have.
+
+    Tokens are divided in the order of the processes, by ``torch.tensor_split``. The loss of a model, from ``labels``, is the part of this
+    process: the sum over the processes is the loss of the batch, and the sum of their gradients its gradient.
+
+    Args:
+        batch: ``input_ids`` (B, T); where wanted ``labels`` (B, T), not shifted, -100 for those without a loss; ``position_ids`` (1 or B, T),
+            by default 0 ... T - 1, which start again where sequences are packed in one row; and an ``attention_mask`` without padding.
+        mesh: of one dimension, as ``shard_sequences`` got it.
+
+    Returns:
+        ``input_ids``, ``position_ids`` and ``use_cache=False``; with labels also ``labels``, ``shift_labels`` and ``num_items_in_batch``; with
+        packed sequences ``cu_seq_lens_q``.
+
+    Raises:
+        ConfigError: another entry, padding, or fewer tokens than processes.
+        ShapeError: shapes that do not fit.
+    """
+    check_type("batch", batch, Mapping, "a dict of tensors", "as a collator of transformers makes it")
+    if unknown := sorted(set(batch) - set(_KEYS)):
+        raise ConfigError(f"a batch to divide has {', '.join(_KEYS)}, got {quoted(unknown[0])}: leave it away")
+    if "input_ids" not in batch:
+        raise ConfigError(f"a batch to divide needs input_ids, got {', '.join(batch) or 'nothing'}")
+    for name, x in batch.items():
+        check_tensor(name, x)
+    tokens = batch["input_ids"]
+    for name, x in batch.items():
+        if x.dim() != 2 or x.shape[1] != tokens.shape[1] or x.shape[0] not in (tokens.shape[0], name == "position_ids"):
+            raise ShapeError(
+                f"{name} must have shape (batch, tokens), as input_ids, got {tuple(x.shape)} and {tuple(tokens.shape)}"
+            )
+    processes, length = Processes(mesh), tokens.shape[1]
+    if length < processes.count:
+        raise ConfigError(f"a sequence of {length} tokens cannot be divided among {processes.count} processes")
+    if "attention_mask" in batch and not bool(batch["attention_mask"].all()):
+        raise ConfigError(
+            "a sequence with padding cannot be divided: give rows of real tokens, cut or packed to one length"
+        )
+
+    def own(x: Tensor) -> Tensor:
+        return x.tensor_split(processes.count, dim=1)[processes.index].contiguous()
+
+    positions = batch.get("position_ids")
+    shard: dict[str, Any] = {"use_cache": False}
+    if positions is None:
+        positions = torch.arange(length, device=tokens.device)[None].expand(tokens.shape[0], -1)
+    elif (offsets := read_packing(positions, None, 0)) is not None:
+        shard["cu_seq_lens_q"] = offsets
+    shard |= {"input_ids": own(tokens), "position_ids": own(positions)}
+    if (labels := batch.get("labels")) is not None:
+        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        # A loss is computed where labels are given, and from shift_labels where these are.
+        shard |= {
+            "labels": own(labels),
+            "shift_labels": own(shifted),
+            "num_items_in_batch": (shifted != _IGNORED).sum(),
+        }
+    return shard

@@ -1,0 +1,119 @@
+"""Models of transformers with a sequence over several processes, against one process."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import divided_hf
+import pytest
+from cluster import Cluster
+
+from structattn.testing.tolerances import SAME_MODEL
+
+PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+PACKED = {"position_ids": [[*range(20), *range(17)]]}
+
+
+def done(found: list[Any]) -> list[Any]:
+    for result in found:
+        if isinstance(result, Exception):
+            raise result
+    return found
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("family", "spec", "options", "extra", "checkpointing"),
+    [
+        ("llama", "mlr:4|2|2,values=4|2|2", {}, {}, False),
+        ("llama", "mlr:4|2|2", {}, PACKED, True),
+        pytest.param("llama", "standard", {}, {"position_ids": [list(range(5, 42))]}, False, marks=pytest.mark.full),
+        pytest.param("qwen2", "[mlr:4|4,window:7]", {}, {}, False, marks=pytest.mark.full),
+        pytest.param("gpt2", "sliding:4|4@-|9", {}, {}, False, marks=pytest.mark.full),
+        pytest.param("registered llama", "mlr:4|2|2", {}, {}, False, marks=pytest.mark.full),
+    ],
+)
+def test_a_divided_sequence_equals_a_whole_one(
+    cluster: Cluster, world: int, family: str, spec: str, options: Any, extra: Any, checkpointing: bool
+) -> None:
+    done(cluster.run(world, divided_hf.compare, family, spec, options, extra, checkpointing))
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_twenty_steps_with_ddp_equal_those_of_one_process(cluster: Cluster, world: int) -> None:
+    for losses in done(cluster.run(world, divided_hf.compare_training, "mlr:4|2|2")):
+        assert len(losses) == 20
+        assert max(losses) < SAME_MODEL
+
+
+def test_a_divided_model_takes_the_shards_of_torch_without_load_balancing(cluster: Cluster) -> None:
+    done(cluster.run(2, divided_hf.in_context_of_torch))
+
+
+def test_the_division_can_be_taken_back(cluster: Cluster) -> None:
+    done(cluster.run(2, divided_hf.whole_again))
+
+
+MESSAGES = {
+    "plain": "has the attention 'sdpa', which does not exchange keys",
+    "own class": "StructAttnForCausalLM has the attention",
+    "recurrent": "has layers of linear_attention, which need the tokens of other processes too",
+    "no model": "model must be a model of transformers",
+    "padding": "a sequence with padding cannot be divided",
+    "entry": "got 'pixel_values': leave it away",
+    "no tokens": "needs input_ids, got labels",
+    "few": "a sequence of 1 tokens cannot be divided among 2 processes",
+    "shape": "labels must have shape (batch, tokens), as input_ids, got (2, 36) and (2, 37)",
+    "backend": "chooses its backend: register 'auto', got 'reference'",
+    "dropout": "attention over a divided sequence has no dropout, got 0.1",
+    "cache": "has tokens of one process only, and a cache needs all: pass use_cache=False",
+    "mask": "attention over a divided sequence takes no mask and no padding",
+    "weights": "does not know the argument 'output_attentions'",
+    "labels": "the label of the last token of a shard is in the next one: give shift_labels",
+    "positions": "a process does not know where its tokens are in the sequence: give position_ids",
+    "local positions": "process 1 (counted from 0) begins at 0, and the one before it ends at 18",
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_what_a_divided_sequence_does_not_have_is_an_error(cluster: Cluster, name: str) -> None:
+    for message in done(cluster.run(2, divided_hf.refused, name)):
+        assert MESSAGES[name] in message
+
+
+def test_the_other_processes_hear_of_a_wrong_call(cluster: Cluster) -> None:
+    first, second = done(cluster.run(2, divided_hf.refused, "one process"))
+    assert "the call of process 1 of 2 (counted from 0) is wrong: see its own error" in first
+    assert MESSAGES["positions"] in second
+
+
+TINY = """AutoModelForCausalLM.from_config(
+    __import__("transformers").Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=128
+    )
+)"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["loop.py", "trainer.py"])
+def test_the_examples_run_under_torchrun(tmp_path: Path, name: str) -> None:
+    code = re.search(rf"starts {name}.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert code is not None
+    text = code[1].replace('AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")', TINY)
+    assert text != code[1]
+    losses = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        (folder / name).write_text("import torch\ntorch.manual_seed(0)\n" + text)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        done = subprocess.run([*command, name], cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+        losses.append([float(x) for x in re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE)])
+        assert (folder / "structured" / "model.safetensors").exists()
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)  # as they are printed

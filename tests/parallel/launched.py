@@ -34,7 +34,8 @@ def run(jobs):
         result = {}
         try:
             task = Stopping(task_type.config_class(**job["settings"]))
-            done = train(task, job["spec"], TrainingConfig(**job["training"]), seed=0, run_dir=Path(job["folder"]),
+            own = job["training_of"].get(os.environ["RANK"], {})
+            done = train(task, job["spec"], TrainingConfig(**job["training"] | own), seed=0, run_dir=Path(job["folder"]),
                          resume=True, show_progress=False)
             result = {"history": done.progress.history, "test": done.evaluate("test")}
         except KeyboardInterrupt:
@@ -68,9 +69,12 @@ for world, jobs in json.loads(sys.argv[1]):
 def job(
     folder: Path, task: str, spec: str, settings: dict[str, Any], training: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
-    """A training. ``stops_at`` is a step at which it is interrupted, or at which the process ``killed`` gets a signal; ``fsdp`` shards the weights."""
+    """A training. ``stops_at`` is a step at which it is interrupted, or at which the process ``killed`` gets a signal; ``fsdp`` shards the weights;
+    ``training_of`` are other settings of single processes."""
     found = {"folder": str(folder), "task": task, "spec": spec, "settings": settings, "training": training}
-    return found | {"fsdp": False, "stops_at": None, "killed": None, "signal": signal.SIGKILL} | options
+    return (
+        found | {"fsdp": False, "stops_at": None, "killed": None, "signal": signal.SIGKILL, "training_of": {}} | options
+    )
 
 
 def launch(folder: Path, *lists: tuple[int, list[dict[str, Any]]], seconds: float = 240) -> str:

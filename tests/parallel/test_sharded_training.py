@@ -94,8 +94,17 @@ class Runs:
 
 def test_two_copies_of_two_processes_train_as_one_does(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
-    launch(tmp_path, (1, [runs.job("packed", "one", 1)]), (4, [runs.job("packed", "two by two", 2)]))
+    odd = [
+        runs.job("packed", f"another {name}", 2, training_of={"3": {name: 8}})
+        for name in ("context_parallel", "batch_size")
+    ]
+    launch(tmp_path, (1, [runs.job("packed", "one", 1)]), (4, [*odd, runs.job("packed", "two by two", 2)]))
     runs.same("packed", "two by two", 4)
+    for wrong, expected in zip(odd, ("2 in process 0, 1, 2; 8", "4 in process 0, 1, 2; 8"), strict=True):
+        for rank in range(4):
+            error = result(wrong, rank)["error"]
+            assert "ConfigError: the processes of a launcher must have the same settings: training." in error
+            assert f" is {expected} in process 3 (counted from 0)" in error
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,13 @@ NUMBERS = 4  # int64 that each process sends to each other one in every call
 
 
 def agreed_lengths(
-    processes: Processes, device: torch.device, length: int, call: Mapping[str, object], error: StructAttnError | None
+    processes: Processes,
+    device: torch.device,
+    length: int,
+    call: Mapping[str, object],
+    error: StructAttnError | None,
+    *,
+    rule: str = "all processes must make the same call, each with its own tokens",
 ) -> tuple[int, ...]:
     """The tokens that each process holds, if all of them make the same call.
 
@@ -25,6 +31,7 @@ def agreed_lengths(
         length: the tokens of this process.
         call: what must be the same everywhere, by name; what JSON can write.
         error: what is wrong with the call of this process, if anything is.
+        rule: what the error of different calls says before it names the difference.
 
     Raises:
         StructAttnError: ``error``, in this process.
@@ -50,9 +57,7 @@ def agreed_lengths(
             raise ConfigError(
                 f"nothing was computed, since the call of process {number} of {processes.count} (counted from 0) is wrong: {one['error']}"
             )
-    raise ConfigError(
-        f"all processes must make the same call, each with its own tokens: {_difference([x['call'] for x in said])}"
-    )
+    raise ConfigError(f"{rule}: {_difference([x['call'] for x in said])}")
 
 
 def _difference(calls: list[dict[str, object]]) -> str:

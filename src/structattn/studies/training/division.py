@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from structattn.errors import ConfigError
 from structattn.layers.block import TransformerBlock
+from structattn.parallel.agreement import agreed_lengths
+from structattn.parallel.processes import Processes
 from structattn.studies.tasks.base import Task
-from structattn.studies.training.config import TrainingConfig
+from structattn.studies.training.config import WITHOUT_EFFECT, TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,26 @@ def division_of(config: TrainingConfig, index: int, count: int, device: torch.de
         return Division(num_parts=num_parts, part=index)
     group, _ = torch.distributed.new_subgroups(group_size=size, timeout=timeout)
     return Division(num_parts=num_parts, part=index // size, context=DeviceMesh.from_group(group, device.type))
+
+
+def check_same(identity: dict[str, Any], config: TrainingConfig, count: int, device: torch.device) -> None:
+    """Compares the settings of all processes, which call it together: those that differ would wait for each other, or train a model of neither.
+
+    Args:
+        identity: of the run.
+        config: of the run, for the settings that its identity leaves out.
+        count: of the processes.
+        device: of this one.
+
+    Raises:
+        ConfigError: in every process; it names the first setting that differs.
+    """
+    settings = {name: getattr(config, name) for name in WITHOUT_EFFECT}
+    sections = {"training": identity["config"] | settings, "task": identity["task_config"]}
+    call = {name: value for name, value in identity.items() if name not in ("config", "task_config")}
+    call |= {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+    everyone = Processes(DeviceMesh(device.type, list(range(count))))
+    agreed_lengths(everyone, device, 0, call, None, rule="the processes of a launcher must have the same settings")
 
 
 def check_divisible(task: Task, model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from structattn.studies.training import processes, sharding
 from structattn.studies.training.build import build_model, build_optimizer, checkpoint_activations, compiled
 from structattn.studies.training.checkpoint import Checkpoint, has_checkpoints, latest_checkpoint, save_checkpoint
 from structattn.studies.training.config import TrainingConfig
-from structattn.studies.training.division import check_divisible, division_of
+from structattn.studies.training.division import check_divisible, check_same, division_of
 from structattn.studies.training.finished import is_finished, progress_of, read_finished, write_finished
 from structattn.studies.training.identity import check_identity, identity_of
 
@@ -73,6 +73,9 @@ class TrainingRun:
                 kwargs_handlers=[timeout],
             )
         processes.watch(self.accelerator.process_index, self.accelerator.num_processes, config.process_timeout)
+        self.identity = identity_of(task, spec, config, seed)
+        if self.accelerator.num_processes > 1:
+            check_same(self.identity, config, self.accelerator.num_processes, self.accelerator.device)
         self.division = division_of(
             config,
             self.accelerator.process_index,
@@ -89,7 +92,6 @@ class TrainingRun:
             checkpoint_activations(self.model)
         self.best: dict[str, Tensor] = {}
         self.state = LoopState()
-        self.identity = identity_of(task, spec, config, seed)
         self.checkpoints = run_dir / "checkpoints"
 
     def prepare_evaluation(self) -> None:

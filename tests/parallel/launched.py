@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _WORKER = """
-import json, os, signal, socket, sys, time
+import gc, json, os, signal, socket, sys, time
 from pathlib import Path
 from structattn.errors import StructAttnError
 from structattn.studies.tasks.registry import task_class
@@ -49,9 +49,11 @@ def start(rank, world, port, jobs):
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "RANK": str(rank)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "forks"}
         run(jobs)
-        sys.exit()
+        sys.stderr.flush()
+        os._exit(0)  # to take Python down takes longer than to train
     return process
 
+gc.freeze()
 for world, jobs in json.loads(sys.argv[1]):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

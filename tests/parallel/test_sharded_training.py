@@ -25,7 +25,7 @@ from structattn.studies.training.processes import group_timeout
 from structattn.testing.tolerances import SAME_MODEL
 
 LEVELS = "mlr:4|2|2,values=2|2|4"
-TEXT = {"context_length": 33, "embed_dim": 16, "num_layers": 2, "num_heads": 2, "eval_windows": 6}
+TEXT = {"context_length": 33, "embed_dim": 16, "num_layers": 2, "num_heads": 2, "eval_windows": 2}
 RECALL = {"context_length": 25, "num_pairs": 3, "embed_dim": 16, "num_layers": 1, "num_heads": 2, "eval_sequences": 70}
 TRAINING = {"steps": 20, "batch_size": 4, "learning_rate": 1e-2, "eval_every": 1, "checkpoint_every": 4}
 STOPPED_AT = 10

@@ -27,9 +27,9 @@ OPTIONS: dict[str, Any] = {"num_layers": 2, "embed_dim": 64, "num_heads": 8, "nu
 
 
 @functools.cache
-def mesh_of(*sizes: int) -> DeviceMesh:
-    """A mesh of data and tensor; groups are made once."""
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+def mesh_of(*sizes: int, first: str = "data") -> DeviceMesh:
+    """A mesh of ``first`` and tensor; groups are made once."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=(first, "tensor"))
 
 
 def drawn(model: nn.Module, seed: int) -> nn.Module:
@@ -154,6 +154,25 @@ def compare_with_fsdp(_: DeviceMesh, spec: str) -> list[float]:
     actual = torch.tensor(trained(parts, [tokens[rows] for tokens in batches]), dtype=torch.float64)
     torch.distributed.all_reduce(actual, group=mesh["data"].get_group())
     return [abs(a - b) for a, b in zip((actual / 2).tolist(), trained(one, batches), strict=True)]
+
+
+def compare_with_context(_: DeviceMesh, spec: str, options: dict[str, Any], order: Any) -> None:
+    """A model in float64, whose heads are divided in two and its sequences too: logits and gradients."""
+    mesh = mesh_of(2, 2, first="context")
+    one = language_model(spec, **options).double()
+    parts = divided(one, mesh["tensor"])
+    tokens = tokens_of(1)
+    shard = sa.parallel.SequenceShard(mesh["context"], tokens.shape[1], order=order)
+    expected, actual = one(tokens), parts(shard.take(tokens), shard=shard)
+    assert_close(actual.detach(), shard.take(expected.detach()))
+    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    (expected * cotangent).sum().backward()
+    (actual * shard.take(cotangent)).sum().backward()
+    for a, b in zip(parts.parameters(), one.parameters(), strict=True):
+        gradient = whole(a.grad)
+        torch.distributed.all_reduce(gradient, group=mesh["context"].get_group())
+        assert b.grad is not None
+        assert_close(gradient, b.grad, gradient=True)
 
 
 def save(mesh: DeviceMesh, path: str) -> None:

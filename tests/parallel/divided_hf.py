@@ -25,6 +25,7 @@ from structattn.integrations.transformers import (
     shard_sequences,
     structurize,
 )
+from structattn.parallel import SequenceShard
 from structattn.testing.tolerances import SAME_MODEL, assert_close
 
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -56,21 +57,21 @@ def total(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def compare(
-    mesh: DeviceMesh, family: str, spec: str, options: dict[str, Any], extra: dict[str, list[Any]], checkpointing: bool
+    mesh: DeviceMesh, family: str, spec: str, order: Any, extra: dict[str, list[Any]], checkpointing: bool
 ) -> None:
     """Loss, logits and all gradients."""
-    one = made(family, spec, options)
-    parts = shard_sequences(copy.deepcopy(one), mesh)
+    one = made(family, spec, {})
+    parts = shard_sequences(copy.deepcopy(one), mesh, order=order)
     if checkpointing:
         parts.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     batch = a_batch(1 if extra else 2) | {name: torch.tensor(value) for name, value in extra.items()}
     expected = one(**batch, use_cache=False)
     expected.loss.backward()
-    actual = parts(**sequence_shard(batch, mesh))
+    actual = parts(**sequence_shard(batch, mesh, order=order))
     actual.loss.backward()
     assert_close(total(actual.loss, mesh), expected.loss.detach())  # which transformers computes in float32
-    own = expected.logits.tensor_split(mesh.size(), dim=1)[mesh.get_local_rank()]
-    assert_close(actual.logits.detach(), own.detach())
+    own = SequenceShard(mesh, LENGTH, order=order).take(expected.logits.detach())
+    assert_close(actual.logits.detach(), own)
     for (name, a), b in zip(parts.named_parameters(), one.parameters(), strict=True):
         assert b.grad is not None, name
         # The loss begins in float32, so that the smallest gradients of a float64 model have its rounding.
@@ -103,43 +104,34 @@ def compare_training(mesh: DeviceMesh, spec: str) -> list[float]:
     return [abs(a - b) for a, b in zip(*losses, strict=True)]
 
 
-def in_context_of_torch(mesh: DeviceMesh) -> None:
-    """As accelerate with ``cp_size``: its hooks drop masks, and torch's context manager divides the batch."""
+def in_context_of_torch(mesh: DeviceMesh, is_balanced: bool, order: Any) -> None:
+    """As accelerate with ``cp_size``: its hooks drop masks, and torch's context manager divides the batch, in one order or the other."""
     torch.manual_seed(0)
     one = structurize(hf_models.llama(), "mlr:4|2|2").train()
-    parts = shard_sequences(copy.deepcopy(one), mesh)
+    parts = shard_sequences(copy.deepcopy(one), mesh, order=order)
     _attach_context_parallel_hooks(parts)
     tokens = hf_models.tokens(2, 40)
     expected = one(input_ids=tokens, labels=tokens, use_cache=False).loss
-    before = _cp_options.enable_load_balance
-    for is_balanced in (False, True):
-        shifted = nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
-        batch = {
-            "input_ids": tokens.clone(),
-            "labels": tokens.clone(),
-            "shift_labels": shifted,
-            "attention_mask": torch.ones_like(tokens),
-            "position_ids": torch.arange(40).expand(2, -1).contiguous(),
-        }
-        count = (shifted != -100).sum()
-        buffers = list(batch.values())
-        _cp_options.enable_load_balance = is_balanced
-        try:
-            with context_parallel(
-                mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
-            ):
-                if is_balanced:
-                    with pytest.raises(ConfigError, match="must rise by 1 in a shard|is wrong: see its own error"):
-                        parts(**batch, num_items_in_batch=count, use_cache=False)
-                    continue
-                loss = parts(**batch, num_items_in_batch=count, use_cache=False).loss
-                loss.backward()
-        finally:
-            _cp_options.enable_load_balance = before
-        assert abs(total(loss, mesh) - expected) < SAME_MODEL
-        expected.backward()
-        for a, b in zip(parts.parameters(), one.parameters(), strict=True):
-            assert_close(total(a.grad, mesh), b.grad, gradient=True)
+    expected.backward()
+    batch = {
+        "input_ids": tokens.clone(),
+        "labels": tokens.clone(),
+        "shift_labels": nn.functional.pad(tokens[:, 1:], (0, 1), value=-100),
+        "attention_mask": torch.ones_like(tokens),
+        "position_ids": torch.arange(40).expand(2, -1).contiguous(),
+    }
+    count, buffers = (batch["shift_labels"] != -100).sum(), list(batch.values())
+    before, _cp_options.enable_load_balance = _cp_options.enable_load_balance, is_balanced
+    assert before  # its default
+    try:
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 5, no_restore_buffers=set(buffers)):
+            loss = parts(**batch, num_items_in_batch=count, use_cache=False).loss
+            loss.backward()
+    finally:
+        _cp_options.enable_load_balance = before
+    assert abs(total(loss, mesh) - expected) < SAME_MODEL
+    for a, b in zip(parts.parameters(), one.parameters(), strict=True):
+        assert_close(total(a.grad, mesh), b.grad, gradient=True)
 
 
 def whole_again(mesh: DeviceMesh) -> None:
@@ -199,6 +191,7 @@ def wrong(mesh: DeviceMesh, name: str) -> None:
                 "labels": {"shift_labels": None},
                 "positions": {"position_ids": None},
                 "local positions": {"position_ids": torch.arange(shard["input_ids"].shape[1])[None]},
+                "jump": {"position_ids": 2 * shard["position_ids"]},
                 "one process": {"position_ids": None} if mesh.get_local_rank() == 1 else {},
             }[name]
             model(**{**shard, **change})

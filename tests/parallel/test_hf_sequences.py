@@ -27,20 +27,23 @@ def done(found: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    ("family", "spec", "options", "extra", "checkpointing"),
+    ("family", "spec", "order", "extra", "checkpointing"),
     [
-        ("llama", "mlr:4|2|2,values=4|2|2", {}, {}, False),
-        ("llama", "mlr:4|2|2", {}, PACKED, True),
-        pytest.param("llama", "standard", {}, {"position_ids": [list(range(5, 42))]}, False, marks=pytest.mark.full),
-        pytest.param("qwen2", "[mlr:4|4,window:7]", {}, {}, False, marks=pytest.mark.full),
-        pytest.param("gpt2", "sliding:4|4@-|9", {}, {}, False, marks=pytest.mark.full),
-        pytest.param("registered llama", "mlr:4|2|2", {}, {}, False, marks=pytest.mark.full),
+        ("llama", "mlr:4|2|2,values=4|2|2", "head-tail", {}, False),
+        ("llama", "mlr:4|2|2", "contiguous", PACKED, True),
+        pytest.param(
+            "llama", "standard", "contiguous", {"position_ids": [list(range(5, 42))]}, False, marks=pytest.mark.full
+        ),
+        pytest.param("qwen2", "[mlr:4|4,window:7]", "head-tail", {}, False, marks=pytest.mark.full),
+        pytest.param("gpt2", "sliding:4|4@-|9", "contiguous", {}, False, marks=pytest.mark.full),
+        pytest.param("llama", "mlr:4|2|2", "head-tail", PACKED, True, marks=pytest.mark.full),
+        pytest.param("registered llama", "mlr:4|2|2", "head-tail", {}, False, marks=pytest.mark.full),
     ],
 )
 def test_a_divided_sequence_equals_a_whole_one(
-    cluster: Cluster, world: int, family: str, spec: str, options: Any, extra: Any, checkpointing: bool
+    cluster: Cluster, world: int, family: str, spec: str, order: str, extra: Any, checkpointing: bool
 ) -> None:
-    done(cluster.run(world, divided_hf.compare, family, spec, options, extra, checkpointing))
+    done(cluster.run(world, divided_hf.compare, family, spec, order, extra, checkpointing))
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
@@ -50,8 +53,14 @@ def test_twenty_steps_with_ddp_equal_those_of_one_process(cluster: Cluster, worl
         assert max(losses) < SAME_MODEL
 
 
-def test_a_divided_model_takes_the_shards_of_torch_without_load_balancing(cluster: Cluster) -> None:
-    done(cluster.run(2, divided_hf.in_context_of_torch))
+@pytest.mark.parametrize(("is_balanced", "order"), [(True, "head-tail"), (False, "contiguous")])
+def test_a_divided_model_takes_the_shards_of_torch(cluster: Cluster, is_balanced: bool, order: str) -> None:
+    done(cluster.run(2, divided_hf.in_context_of_torch, is_balanced, order))
+
+
+def test_the_order_of_the_model_must_be_that_of_the_tokens(cluster: Cluster) -> None:
+    for error in cluster.run(2, divided_hf.in_context_of_torch, True, "contiguous"):
+        assert "in 'contiguous' order, as sequence_shard gives them" in str(error)
 
 
 def test_the_division_can_be_taken_back(cluster: Cluster) -> None:
@@ -73,9 +82,10 @@ MESSAGES = {
     "cache": "has tokens of one process only, and a cache needs all: pass use_cache=False",
     "mask": "attention over a divided sequence takes no mask and no padding",
     "weights": "does not know the argument 'output_attentions'",
-    "labels": "the label of the last token of a shard is in the next one: give shift_labels",
+    "labels": "the label of the last token of a shard is in another one: give shift_labels",
     "positions": "a process does not know where its tokens are in the sequence: give position_ids",
-    "local positions": "process 1 (counted from 0) begins at 0, and the one before it ends at 18",
+    "local positions": "position_ids of the first token in all is 0 in process 0; -19 in process 1 (counted from 0)",
+    "jump": "position_ids must be those of the tokens that this process has in 'contiguous' order",
 }
 
 
@@ -87,7 +97,8 @@ def test_what_a_divided_sequence_does_not_have_is_an_error(cluster: Cluster, nam
 
 def test_the_other_processes_hear_of_a_wrong_call(cluster: Cluster) -> None:
     first, second = done(cluster.run(2, divided_hf.refused, "one process"))
-    assert "the call of process 1 of 2 (counted from 0) is wrong: see its own error" in first
+    assert "the call of process 1 of 2 (counted from 0) is wrong" in first
+    assert MESSAGES["positions"] in first
     assert MESSAGES["positions"] in second
 
 

@@ -95,6 +95,20 @@ def test_heads_in_two_processes_and_fsdp_over_two_equal_one_process(cluster: Clu
         assert max(losses) < SAME_MODEL
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("spec", "options", "order"),
+    [
+        ("mlr:4|2|2,values=4|2|2", {"rotary": sa.Rotary()}, "contiguous"),
+        ("bilinear-mlr:4|2|2", {}, "head-tail"),
+    ],
+)
+def test_heads_in_two_processes_and_sequences_in_two_equal_one_process(
+    cluster: Cluster, spec: str, options: dict[str, Any], order: str
+) -> None:
+    done(cluster.run(4, divided.compare_with_context, spec, options, order))
+
+
 @pytest.mark.parametrize(
     ("spec", "options"),
     [

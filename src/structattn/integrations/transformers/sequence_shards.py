@@ -22,22 +22,28 @@ from structattn.integrations.transformers.masks import read_packing
 from structattn.integrations.transformers.next_token import Reorder
 from structattn.integrations.transformers.variant import Variant
 from structattn.layers.checks import check_fits
-from structattn.parallel.context import context_parallel
+from structattn.layout.shards import Order
+from structattn.parallel.agreement import agreed_lengths
+from structattn.parallel.context import ContextParallel
 from structattn.parallel.processes import Processes
+from structattn.parallel.shard import SequenceShard
 
 _ATTRIBUTE = "_structattn_sequence_mesh"  # of the modules of a model whose sequences are divided
 _IGNORED = -100  # a label that the losses of transformers leave out
 _KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
-class _Shards:
-    """The mesh whose processes divide the sequences of a model; copies of the model have the same one."""
+class _Division:
+    """How sequences of a model are divided; copies of the model have the same one."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh, order: Order) -> None:
+        self.mesh, self.order = mesh, order
 
-    def __deepcopy__(self, memo: object) -> _Shards:
+    def __deepcopy__(self, memo: object) -> _Division:
         return self
+
+    def attention(self, layout: Any) -> ContextParallel:
+        return ContextParallel(layout, self.mesh, order=self.order)
 
 
 def has_shards(module: nn.Module) -> bool:
@@ -45,13 +51,14 @@ def has_shards(module: nn.Module) -> bool:
     return _ATTRIBUTE in module.__dict__
 
 
-def mark(model: nn.Module, mesh: DeviceMesh | None) -> None:
+def mark(model: nn.Module, mesh: DeviceMesh | None, order: Order) -> None:
     """Makes all attention of a model that of divided sequences, or (``None``) of whole ones again."""
+    division = None if mesh is None else _Division(mesh, order)
     for module in model.modules():
-        if mesh is None:
+        if division is None:
             module.__dict__.pop(_ATTRIBUTE, None)
         else:
-            module.__dict__[_ATTRIBUTE] = _Shards(mesh)
+            module.__dict__[_ATTRIBUTE] = division
 
 
 def attend_shard(
@@ -102,9 +109,8 @@ def attend_shard(
     k, q = (reorder(x).to(value.dtype) for x in (key, query))
     q, scale = variant.scaled(q, scaling)
     terms = {own: arguments[given] for given, own in TERMS.items() if arguments.get(given) is not None}
-    shards: _Shards = module.__dict__[_ATTRIBUTE]
-    attention = context_parallel(variant.layout, shards.mesh)  # type: ignore[arg-type] # which checks the layout
-    out = attention(
+    division: _Division = module.__dict__[_ATTRIBUTE]
+    out = division.attention(variant.layout)(
         q,
         k,
         value,
@@ -118,61 +124,60 @@ def attend_shard(
 
 
 def check_call(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Before a model with divided sequences computes: raises ``ConfigError``, in all processes, for what would be wrong of a shard without
-    any sign of it."""
+    """Before a model with divided sequences computes: raises in all processes for what would be wrong of a shard without any sign of it.
+
+    Raises:
+        ConfigError: ``position_ids`` or ``shift_labels`` are missing, or the positions of the processes are not those of one sequence.
+    """
     if not has_shards(module):
         return
-    shards: _Shards = module.__dict__[_ATTRIBUTE]
-    processes = Processes(shards.mesh)
+    division: _Division = module.__dict__[_ATTRIBUTE]
+    processes = Processes(division.mesh)
+    device = torch.device(processes.device_type)
     positions, is_packed = named.get("position_ids"), named.get("cu_seq_lens_q") is not None
-    error = _error_of(positions, named, is_packed=is_packed)
-    ends = (0, 0) if error is not None else (int(positions[0, 0]), int(positions[0, -1]) + 1)  # type: ignore[index]
-    own = torch.tensor([error is None, *ends], dtype=torch.int64, device=processes.device_type)
-    rows = processes.gathered(own).tolist()
-    if error is not None:
-        raise error
-    for number, (is_right, first, _) in enumerate(rows):
-        if not is_right:
-            raise ConfigError(
-                f"nothing was computed, since the call of process {number} of {processes.count} (counted from 0) is wrong: see its own error"
-            )
-        if number > 0 and not is_packed and first != rows[number - 1][2]:
-            raise ConfigError(
-                f"position_ids are counted in the whole sequence: process {number} (counted from 0) begins at {first}, and the one before it "
-                f"ends at {rows[number - 1][2] - 1}"
-            )
+    error, length = _error_of(positions, named), 0
+    if error is None:
+        assert isinstance(positions, Tensor)
+        length = positions.shape[1]
+    lengths = agreed_lengths(processes, device, length, {"whether sequences are packed": is_packed}, error)
+    if is_packed:
+        return
+    assert isinstance(positions, Tensor)
+    held = division.attention(None).positions(lengths).to(positions.device)
+    found = positions - held
+    if bool((found != found[:, :1]).any()):
+        error = ConfigError(
+            f"position_ids must be those of the tokens that this process has in {division.order!r} order, as sequence_shard gives them; packed "
+            "sequences need cu_seq_lens_q, counted in the whole row"
+        )
+    agreed_lengths(processes, device, length, {"position_ids of the first token in all": int(found[0, 0])}, error)
 
 
-def _error_of(positions: object, named: dict[str, Any], *, is_packed: bool) -> ConfigError | None:
-    """What is wrong with the arguments of this process."""
+def _error_of(positions: object, named: dict[str, Any]) -> ConfigError | None:
+    """What is missing among the arguments of this process."""
     if not isinstance(positions, Tensor) or positions.dim() != 2 or not positions.numel():
         return ConfigError(
             "a process does not know where its tokens are in the sequence: give position_ids (batch, tokens), counted in the whole one, as "
             "sequence_shard does"
         )
-    if not is_packed and bool((positions.diff(dim=-1) != 1).any()):
-        return ConfigError(
-            "position_ids must rise by 1 in a shard: packed sequences need cu_seq_lens_q, counted in the whole row; tokens of both ends in one "
-            "process (load balancing) are not supported"
-        )
     if named.get("labels") is not None and named.get("shift_labels") is None:
         return ConfigError(
-            "the label of the last token of a shard is in the next one: give shift_labels, shifted before the sequence is divided, as "
+            "the label of the last token of a shard is in another one: give shift_labels, shifted before the sequence is divided, as "
             "sequence_shard does"
         )
     return None
 
 
-def sequence_shard(batch: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, Any]:
+def sequence_shard(batch: Mapping[str, Tensor], mesh: DeviceMesh, *, order: Order = "contiguous") -> dict[str, Any]:
     """The arguments of a model for the tokens of this process, of a batch that all processes have.
 
-    Tokens are divided in the order of the processes, by ``torch.tensor_split``. The loss of a model, from ``labels``, is the part of this
-    process: the sum over the processes is the loss of the batch, and the sum of their gradients its gradient.
+    The loss of a model, from ``labels``, is the part of this process: the sum over the processes is the loss of the batch, and the sum of
+    their gradients its gradient.
 
     Args:
         batch: ``input_ids`` (B, T); where wanted ``labels`` (B, T), not shifted, -100 for those without a loss; ``position_ids`` (1 or B, T),
             by default 0 ... T - 1, which start again where sequences are packed in one row; and an ``attention_mask`` without padding.
-        mesh: of one dimension, as ``shard_sequences`` got it.
+        mesh, order: as ``shard_sequences`` got them.
 
     Returns:
         ``input_ids``, ``position_ids`` and ``use_cache=False``; with labels also ``labels``, ``shift_labels`` and ``num_items_in_batch``; with
@@ -195,17 +200,14 @@ def sequence_shard(batch: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, A
             raise ShapeError(
                 f"{name} must have shape (batch, tokens), as input_ids, got {tuple(x.shape)} and {tuple(tokens.shape)}"
             )
-    processes, length = Processes(mesh), tokens.shape[1]
-    if length < processes.count:
-        raise ConfigError(f"a sequence of {length} tokens cannot be divided among {processes.count} processes")
+    count, length = Processes(mesh).count, tokens.shape[1]
+    if length < count:
+        raise ConfigError(f"a sequence of {length} tokens cannot be divided among {count} processes")
     if "attention_mask" in batch and not bool(batch["attention_mask"].all()):
         raise ConfigError(
             "a sequence with padding cannot be divided: give rows of real tokens, cut or packed to one length"
         )
-
-    def own(x: Tensor) -> Tensor:
-        return x.tensor_split(processes.count, dim=1)[processes.index].contiguous()
-
+    own = SequenceShard(mesh, length, order=order).take
     positions = batch.get("position_ids")
     shard: dict[str, Any] = {"use_cache": False}
     if positions is None:

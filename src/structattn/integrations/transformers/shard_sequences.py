@@ -7,18 +7,19 @@ import inspect
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 
-from structattn.checks import check_type, quoted
+from structattn.checks import check_choice, check_type, quoted
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.attention import StructuredAttention
 from structattn.integrations.transformers.families import StructurizedModel
 from structattn.integrations.transformers.interface import RegisteredAttention
 from structattn.integrations.transformers.sequence_shards import check_call, mark
+from structattn.layout.shards import ORDERS, Order
 from structattn.parallel.processes import Processes
 
 _EXCHANGED = {"full_attention", "sliding_attention"}  # layers that need other tokens in attention only
 
 
-def shard_sequences(model: PreTrainedModel, mesh: DeviceMesh | None) -> PreTrainedModel:
+def shard_sequences(model: PreTrainedModel, mesh: DeviceMesh | None, *, order: Order = "contiguous") -> PreTrainedModel:
     """Divides the sequences of a model among processes: each calls it with its own tokens, and attention exchanges keys and values.
 
     Give the tokens by ``sequence_shard``. The weights stay whole: sum their gradients over the processes, as DDP and FSDP do with their
@@ -28,6 +29,8 @@ def shard_sequences(model: PreTrainedModel, mesh: DeviceMesh | None) -> PreTrain
         model: from ``structurize``, or with an attention of ``register_attention``; changed in place. Wrap it afterwards (DDP, FSDP, PEFT).
         mesh: of one dimension, whose processes divide the sequences; in a mesh of more dimensions take one, as ``mesh["context"]``. ``None``
             makes the model one of whole sequences again.
+        order: which tokens a process has, as of ``structattn.parallel.context_parallel``: ``"contiguous"`` (default), or ``"head-tail"``, which
+            evens the work, and is the order of PyTorch's ``context_parallel``.
 
     Returns:
         The model.
@@ -39,10 +42,11 @@ def shard_sequences(model: PreTrainedModel, mesh: DeviceMesh | None) -> PreTrain
     Cost: see ``structattn.parallel.context_parallel``, in each layer.
     """
     check_type("model", model, PreTrainedModel, "a model of transformers")
+    check_choice("order", order, ORDERS)
     if mesh is not None:
         Processes(mesh)
         _check(model)
-    mark(model, mesh)
+    mark(model, mesh, order)
     if check_call not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(check_call, with_kwargs=True)
     return model

@@ -1,8 +1,9 @@
 """Benchmark "context-parallel": one causal call over a sequence that is divided among processes, against ring attention.
 
-Ring attention is the same code with one level: every process gets all dimensions of all earlier keys. The processes are of this machine and talk by
-gloo, so that a time is that of cores which they share, and of copies in memory; the bytes between them are those of any network. This process is
-the last one of each group, which has the most keys: the peak memory is its.
+Ring attention is the same code with one level: every process gets all dimensions of all earlier keys. Shards are contiguous, or, where a variant says so,
+heads and tails (``order="head-tail"``). The processes are of this machine and talk by gloo, so that a time is that of cores which they share, and of
+copies in memory; the bytes between them are those of any network. This process is the last one of each group, which has the most keys of contiguous
+shards: the peak memory is its.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from benchmarks.attention import layout_of, picked_rows, row_reference
 from benchmarks.registry import Case, CaseUnavailableError, Check, Group, benchmark
 from structattn.layout.levels import LevelLayout
+from structattn.layout.shards import Order
 from structattn.parallel import context_parallel
 
 BASELINE = "one level (ring attention)"
-LABELS = (BASELINE, "mlr 8x8", "mlr 8x8 values", "sliding 8x8 values")
+HEAD_TAIL = ", head-tail"
+LEVELS, SLIDING = "mlr 8x8 values", "sliding 8x8 values"
+LABELS = (BASELINE, "one level" + HEAD_TAIL, "mlr 8x8", LEVELS, LEVELS + HEAD_TAIL, SLIDING, SLIDING + HEAD_TAIL)
 LENGTHS = (8192, 32768)
 PROCESSES = (2, 4)
 HEADS, DIM = 1, 64
@@ -57,7 +61,12 @@ class Setting:
     @property
     def layout(self) -> LevelLayout:
         """What the case computes."""
-        return layout_of(self.label, self.length, DIM)
+        return layout_of(self.label.removesuffix(HEAD_TAIL), self.length, DIM)
+
+    @property
+    def order(self) -> Order:
+        """Which tokens a process holds."""
+        return "head-tail" if self.label.endswith(HEAD_TAIL) else "contiguous"
 
     def tensors(self) -> tuple[Tensor, ...]:
         """q, k, v and the cotangent of the whole sequence, the same in every process."""
@@ -70,12 +79,11 @@ class Shard:
     """The tokens of one process, and its part of the work."""
 
     def __init__(self, setting: Setting, mesh: DeviceMesh) -> None:
-        size = setting.length // setting.processes
-        self.own = slice(mesh.get_local_rank() * size, (mesh.get_local_rank() + 1) * size)
-        *inputs, cotangent = (x[:, :, self.own].clone() for x in setting.tensors())
+        self._attend = context_parallel(setting.layout, mesh, order=setting.order)
+        self.own = self._attend.positions(setting.length)
+        *inputs, cotangent = (x[:, :, self.own] for x in setting.tensors())
         self._inputs = [x.requires_grad_(setting.backward) for x in inputs]
         self._cotangent = cotangent if setting.backward else None
-        self._attend = context_parallel(setting.layout, mesh)
 
     def run(self, rows: Tensor | None = None) -> tuple[Tensor, ...]:
         """The output of this process, and its gradients; of some rows of the whole sequence alone, if these are given."""
@@ -84,8 +92,7 @@ class Shard:
                 return (self._attend(*self._inputs),)
         cotangent = self._cotangent
         if rows is not None:
-            here = rows[(rows >= self.own.start) & (rows < self.own.stop)] - self.own.start
-            cotangent = torch.zeros_like(cotangent).index_copy(2, here, cotangent[:, :, here])
+            cotangent = cotangent * torch.isin(self.own, rows)[:, None]
         out = self._attend(*self._inputs)
         return (out.detach(), *torch.autograd.grad(out, self._inputs, cotangent))
 
@@ -189,10 +196,9 @@ class ContextParallelWork:
         """Some rows of this process against float64, and the gradients of all its keys from a cotangent that is zero but in rows of all."""
         own, rows = self.shard.own, picked_rows(self.setting.length)
         q, k, v, cotangent = self.setting.tensors()
-        here = (rows >= own.start) & (rows < own.stop)
         out, *gradients = self(rows)
         exact = row_reference(q, k, v, self.setting.layout, rows, cotangent if gradients else None)
-        yield out[:, :, rows[here] - own.start], exact[0][:, :, here]
+        yield out[:, :, torch.isin(own, rows)], exact[0][:, :, torch.isin(rows, own)]
         for actual, expected in zip(gradients, exact[1:], strict=True):
             yield actual, expected[:, :, own], True
 
@@ -214,7 +220,9 @@ def _case(mode: str, label: str, sizes: dict[str, int], dtype: torch.dtype) -> C
         label=label, length=length, processes=sizes["processes"], backward=backward, heads=heads, dtype=dtype
     )
     scores, values = setting.layout.score_flops(length), setting.layout.value_flops(length, DIM)
-    sent = setting.layout.communication_bytes(length, setting.processes, num_kv_heads=heads, value_dim=DIM, dtype=dtype)
+    sent = setting.layout.communication_bytes(
+        length, setting.processes, order=setting.order, num_kv_heads=heads, value_dim=DIM, dtype=dtype
+    )
     return Case(
         benchmark="context-parallel",
         label=label,
@@ -230,7 +238,7 @@ def _case(mode: str, label: str, sizes: dict[str, int], dtype: torch.dtype) -> C
 
 @benchmark(
     "context-parallel",
-    "Causal attention over a sequence that processes of one machine divide, in shards of neighboring tokens.",
+    "Causal attention over a sequence that processes of one machine divide, in contiguous shards or in heads and tails.",
     baseline=BASELINE,
     axis="T",
     quick={"cpu": (8192,)},

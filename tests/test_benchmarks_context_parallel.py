@@ -18,6 +18,10 @@ def test_results_are_right_and_bytes_are_counted(monkeypatch) -> None:
     assert sent[bench.BASELINE] == 2 * 128 * 128 * 4  # heads, keys, dimensions of key and value, bytes
     assert sent["mlr 8x8"] == sent[bench.BASELINE] * 9 / 16
     assert sent["mlr 8x8 values"] == sent[bench.BASELINE] / 8
+    assert sent["one level, head-tail"] == 2 * sent[bench.BASELINE]
+    assert (
+        sent["mlr 8x8 values, head-tail"] == 2 * sent["mlr 8x8 values"] + 2 * 64 * 16 * 4 * 2
+    )  # of level 2 both halves
     assert {case.label: case.wire_bytes for case in backward.cases} == {label: 2 * n for label, n in sent.items()}
     try:
         for group in (forward, backward):

@@ -162,8 +162,16 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
 
 def with_gradients(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
     """The fastest backend that has a log-sum-exp and a backward pass of its own, for those who join several calls."""
-    fused = "triton" if q.is_cuda else "native"
-    return fused if _why_not_call(fused, q, k, v, call) is None else "blocked"
+    return _fused(q) if has_fused(q, k, v, call) else "blocked"
+
+
+def has_fused(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
+    """Whether that is a kernel of its own: Triton's, or the C++ code."""
+    return _why_not_call(_fused(q), q, k, v, call) is None
+
+
+def _fused(q: Tensor) -> str:
+    return "triton" if q.is_cuda else "native"
 
 
 def _is_native(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool:

@@ -20,7 +20,8 @@ from torch import Tensor
 from structattn.errors import DerivativeError
 from structattn.layout.shards import KeySpan
 from structattn.ops.call import Call
-from structattn.parallel.local import own_part, span_part
+from structattn.parallel.local import own_part, span_parts
+from structattn.parallel.pieces import Piece
 from structattn.parallel.plan import Plan, Views, packed, sizes, unpacked
 from structattn.parallel.processes import Processes
 
@@ -47,8 +48,11 @@ class ShardedAttention(torch.autograd.Function):
         if others:
             joined = out.to(lse.dtype, copy=True)
             for span, key, value in zip(plan.spans, others[::2], others[1::2], strict=True):
-                part = span_part(plan, span, call).forward(_queries(q, span)[..., : key.shape[3]], key, value)
-                _join(_queries(joined, span), _queries(lse[..., None], span), *part)
+                for piece, call_of_piece in span_parts(plan, span, call, q, key, value):
+                    query, some = _queries(q, span, piece), slice(*piece.keys)
+                    dim, shared = plan.dims(piece.level)
+                    part = call_of_piece.forward(query[..., :dim], key[:, :, some, :dim], value[:, :, some, :shared])
+                    _join(_queries(joined, span, piece), _queries(lse[..., None], span, piece), *part)
             out = joined.to(out.dtype)
         ctx.save_for_backward(q, k, v, out, lse, *others)
         ctx.processes, ctx.plan, ctx.call = processes, plan, call
@@ -68,21 +72,30 @@ class ShardedAttention(torch.autograd.Function):
         grad_q = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
         changes = []
         for span, key, value in zip(plan.spans, others[::2], others[1::2], strict=True):
-            query, outward, known = (_queries(x, span) for x in (q, grad_out, out))
-            dim, shared = key.shape[3], value.shape[3]
-            # What a backend subtracts from rowsum(grad_out * out) of the dimensions that it is given.
-            rest = (outward[..., shared:] * known[..., shared:]).sum(-1, dtype=lse.dtype)
-            dq, dk, dv = span_part(plan, span, call).backward(
-                outward[..., :shared],
-                _queries(grad_lse, span) - rest,
-                query[..., :dim],
-                key,
-                value,
-                known[..., :shared],
-                _queries(lse, span),
-            )
-            _queries(grad_q, span)[..., :dim].add_(dq)
-            changes += [dk, dv]
+            pieces = span_parts(plan, span, call, q, key, value)
+            changed = [] if len(pieces) == 1 else [torch.zeros_like(x, dtype=lse.dtype) for x in (key, value)]
+            for piece, call_of_piece in pieces:
+                query, outward, known = (_queries(x, span, piece) for x in (q, grad_out, out))
+                some = slice(*piece.keys)
+                dim, shared = plan.dims(piece.level)
+                # What a backend subtracts from rowsum(grad_out * out) of the dimensions that it is given.
+                rest = (outward[..., shared:] * known[..., shared:]).sum(-1, dtype=lse.dtype)
+                dq, dk, dv = call_of_piece.backward(
+                    outward[..., :shared],
+                    _queries(grad_lse, span, piece) - rest,
+                    query[..., :dim],
+                    key[:, :, some, :dim],
+                    value[:, :, some, :shared],
+                    known[..., :shared],
+                    _queries(lse, span, piece),
+                )
+                _queries(grad_q, span, piece)[..., :dim].add_(dq)
+                if len(pieces) == 1:
+                    changed = [dk, dv]
+                else:
+                    for whole, change in zip(changed, (dk, dv), strict=True):
+                        whole[:, :, some, : change.shape[3]].add_(change)
+            changes += [x.to(k.dtype) for x in changed]
         views, exchange = plan.arrived(changes), None
         if not plan.is_silent:
             exchange = processes.exchange(packed(views, k), sizes(views), sizes(plan.own(k, v)))
@@ -120,9 +133,10 @@ def _copy(numbers: Tensor, views: Views) -> None:
         view.copy_(some)
 
 
-def _queries(x: Tensor, span: KeySpan) -> Tensor:
-    """The queries that see a span, of a tensor (B, H, T, ...)."""
-    return x[slice(*span.batch), :, slice(*span.queries)]
+def _queries(x: Tensor, span: KeySpan, piece: Piece) -> Tensor:
+    """The queries of a piece of a span, of a tensor (B, H, T, ...)."""
+    first, stop = (span.queries[0] + query for query in piece.queries)
+    return x[slice(*span.batch), :, first:stop]
 
 
 def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

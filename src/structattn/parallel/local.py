@@ -15,9 +15,11 @@ from torch import Tensor
 from structattn.layout.levels import LevelLayout
 from structattn.layout.shards import KeySpan
 from structattn.ops import backends
+from structattn.ops.backends import has_fused
 from structattn.ops.blocked import attention as blocked
 from structattn.ops.call import Call
 from structattn.ops.sequences import SequenceSpan
+from structattn.parallel.pieces import Piece, pieces_of
 from structattn.parallel.plan import Plan
 
 
@@ -86,28 +88,41 @@ def _is_unmoved(layout: LevelLayout, position: int, length: int) -> bool:
     )
 
 
-def span_part(plan: Plan, span: KeySpan, call: Call) -> Part:
-    """The queries of a process that see a span of keys of others, against these."""
-    rows = span.batch[1] - span.batch[0]
+def span_parts(plan: Plan, span: KeySpan, call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Piece, Part]]:
+    """The queries of a process that see a span of keys of others, against these: calls that together have every visible pair once.
+
+    Args:
+        q: all queries of the process.
+        k, v: the keys and values of the span.
+    """
     slopes = call.alibi_slopes
     if slopes is not None and slopes.shape[0] > 1:
         slopes = slopes[slice(*span.batch)]
-    num_queries, num_keys = span.queries[1] - span.queries[0], span.tokens[1] - span.tokens[0]
-    layout = first_levels(plan.layout, span.level)
-    per_level, per_count = layout.score_factors(call.scale)
-    positions = min(span.first_query, span.first_key), max(span.first_query + num_queries, span.first_key + num_keys)
-    is_whole = slopes is None and call.window is None and set(per_level) == {1.0}
-    if is_whole and _are_in_one_block(layout, *positions, span.row):
-        one = LevelLayout((sum(layout.ranks),), (2**30,))
-        return Part(replace(call, layout=one, scale=per_count[-1], is_causal=False), None)
-    sequence = SequenceSpan(0, span.row, 0, 0, num_queries, num_keys, span.first_query, span.first_key)
-    sequences = tuple(replace(sequence, batch=batch) for batch in range(rows))
-    return Part(replace(call, layout=layout, alibi_slopes=slopes), sequences)
+    per_level, per_count = plan.layout.score_factors(call.scale)
+    whole = Piece((0, span.queries[1] - span.queries[0]), (0, span.tokens[1] - span.tokens[0]), span.level, False)
+    pieces: tuple[Piece, ...] = (whole,)
+    if slopes is None and set(per_level[: span.level]) == {1.0}:
+        is_fused = has_fused(q[..., : k.shape[3]], k, v, _dense(plan, span.level, call, per_count))
+        pieces = pieces_of(plan.layout, span, call.window, divides_bands=is_fused)
+    found = []
+    for piece in pieces:
+        if piece.is_uniform:
+            found.append((piece, Part(_dense(plan, piece.level, call, per_count), None)))
+            continue
+        (first, stop), (first_key, stop_key) = piece.queries, piece.keys
+        sequence = SequenceSpan(
+            0, span.row, 0, 0, stop - first, stop_key - first_key, span.first_query + first, span.first_key + first_key
+        )
+        sequences = tuple(replace(sequence, batch=batch) for batch in range(span.batch[1] - span.batch[0]))
+        layout = first_levels(plan.layout, piece.level)
+        found.append((piece, Part(replace(call, layout=layout, alibi_slopes=slopes), sequences)))
+    return found
 
 
-def _are_in_one_block(layout: LevelLayout, first: int, stop: int, row: int) -> bool:
-    """Whether all positions of a range share every level."""
-    return layout.windows is None and layout.shared_interval(layout.num_levels, first, stop, None, row)[1] == stop
+def _dense(plan: Plan, level: int, call: Call, per_count: tuple[float, ...]) -> Call:
+    """The options where all pairs are visible and share so many levels."""
+    one = LevelLayout((sum(plan.layout.ranks[:level]),), (2**30,))
+    return replace(call, layout=one, scale=per_count[level - 1], is_causal=False, window=None)
 
 
 @functools.lru_cache(maxsize=256)

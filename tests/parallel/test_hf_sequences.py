@@ -69,7 +69,7 @@ def test_the_division_can_be_taken_back(cluster: Cluster) -> None:
 
 MESSAGES = {
     "plain": "has the attention 'sdpa', which does not exchange keys",
-    "own class": "StructAttnForCausalLM has the attention",
+    "own class": "StructAttnForCausalLM counts positions by itself",
     "recurrent": "has layers of linear_attention, which need the tokens of other processes too",
     "no model": "model must be a model of transformers",
     "padding": "a sequence with padding cannot be divided",
@@ -109,13 +109,24 @@ TINY = """AutoModelForCausalLM.from_config(
 )"""
 
 
+DDP = """wrapped = DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+"""
+ACCELERATE = """accelerator = Accelerator(cpu=True)
+wrapped, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-5))
+"""
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["loop.py", "trainer.py"])
-def test_the_examples_run_under_torchrun(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "wrapper"), [("loop.py", "ddp"), ("loop.py", "accelerate"), ("trainer.py", "")])
+def test_the_examples_run_under_torchrun(tmp_path: Path, name: str, wrapper: str) -> None:
     code = re.search(rf"starts {name}.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert code is not None
     text = code[1].replace('AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")', TINY)
     assert text != code[1]
+    if wrapper == "accelerate":  # as the page says in words
+        text = "from accelerate import Accelerator\n" + text.replace(DDP, ACCELERATE)
+        assert ACCELERATE in text
     losses = []
     for processes in (1, 2):
         folder = tmp_path / str(processes)

@@ -166,7 +166,8 @@ def export_decoder(model: LanguageModel, *, max_length: int, batch_size: int | N
         ``torch.onnx.export``.
 
     Raises:
-        ConfigError: it is no ``LanguageModel``, a number is out of its range, or levels depend on the text (``mlr-text``).
+        ConfigError: it is no ``LanguageModel``, or one that is divided among processes; a number is out of its range, or levels depend on the
+            text (``mlr-text``).
         ShapeError: ``max_length`` passes the learned positions.
 
     Cost: the cache has the numbers of ``LevelLayout.key_cache_size`` and ``value_cache_size``; a step reads them and writes them
@@ -177,6 +178,8 @@ def export_decoder(model: LanguageModel, *, max_length: int, batch_size: int | N
     """
     check_type("model", model, LanguageModel, "a LanguageModel", "other modules are exported with torch.export.export")
     check_size("max_length", max_length, MAX_LENGTH)
+    if hasattr(model.embedding.weight, "full_tensor"):  # a DTensor, whose class is slow to import
+        raise ConfigError("the weights of this model are divided among processes: export one that has them whole")
     if model.trunk.position is not None and max_length > model.context_length:
         raise ShapeError(
             f"max_length is {max_length}, more than the {model.context_length} positions learned: give at most that, or train a model with "

@@ -12,6 +12,7 @@ from structattn.errors import ConfigError
 from structattn.integrations.transformers.attention import StructuredAttention
 from structattn.integrations.transformers.families import StructurizedModel
 from structattn.integrations.transformers.interface import RegisteredAttention
+from structattn.integrations.transformers.model import StructAttnPreTrainedModel
 from structattn.integrations.transformers.sequence_shards import check_call, mark
 from structattn.layout.shards import ORDERS, Order
 from structattn.parallel.processes import Processes
@@ -54,6 +55,10 @@ def shard_sequences(model: PreTrainedModel, mesh: DeviceMesh | None, *, order: O
 
 def _check(model: PreTrainedModel) -> None:
     name = type(model).__name__
+    if isinstance(model, StructAttnPreTrainedModel):
+        raise ConfigError(
+            f"{name} counts positions by itself, so that its sequences cannot be divided: train a structattn.LanguageModel with a SequenceShard"
+        )
     asked = model.config._attn_implementation
     if not isinstance(model, StructurizedModel) and not isinstance(
         AttentionInterface().get(asked), RegisteredAttention

@@ -72,6 +72,17 @@ def test_queries_of_grouped_heads_are_more_bytes_than_keys() -> None:
     assert both[1]["shared rectangles"] < both[1]["contiguous"]
 
 
+def test_two_processes_share_their_rectangle_by_halves() -> None:
+    pair, shard = dataclasses.replace(SLOW, count=2), T // 2
+    time = layer_time(layer("one level"), pair, "shared rectangles")
+    keys = shard * 2 * (16 + 16) * 2  # G = 2, D = V = 16, bfloat16
+    queries = shard // 2 * 4 * 16 * 2  # of H = 4 heads
+    numbers = shard // 2 * 4 * 4  # one float32 each
+    assert time.most_bytes == keys + queries + numbers
+    assert time.forward == pytest.approx((keys + queries + numbers) / pair.link, rel=0.01)
+    assert time.backward == pytest.approx((queries + 2 * numbers + keys) / pair.link, rel=0.01)
+
+
 def test_one_process_sends_nothing() -> None:
     alone = dataclasses.replace(SLOW, count=1, latency=1.0)
     for scheme in SCHEMES:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import _cp_options
 from torch.nn.parallel import DistributedDataParallel
@@ -78,17 +79,23 @@ def compare(
         assert float((total(a.grad, mesh) - b.grad).norm()) <= 1e-7 * float(b.grad.norm()), name
 
 
-def compare_training(mesh: DeviceMesh, spec: str) -> list[float]:
-    """20 steps with DDP in float32; the differences of the losses from one process."""
+def compare_training(mesh: DeviceMesh, spec: str, wrapper: str) -> tuple[list[float], list[float]]:
+    """20 steps with DDP or FSDP in float32: the losses, and in the first process those of one process."""
     torch.manual_seed(0)
     one = structurize(hf_models.llama(), spec).train()
-    parts = shard_sequences(copy.deepcopy(one), mesh)
-    wrapped = DistributedDataParallel(parts, process_group=mesh.get_group())
-    losses: list[list[float]] = [[], []]
-    for model, found in zip((one, wrapped), losses, strict=True):
+    parts: Any = shard_sequences(copy.deepcopy(one), mesh)
+    if wrapper == "ddp":
+        parts = DistributedDataParallel(parts, process_group=mesh.get_group())
+    else:
+        for layer in parts.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(parts, mesh=mesh)
+    batches = [a_batch(seed=step % 2) for step in range(20)]
+    losses: list[list[float]] = []
+    for model in (parts,) if mesh.get_local_rank() else (parts, one):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for step in range(20):
-            batch = a_batch(seed=step % 2)
+        found = []
+        for batch in batches:
             if model is one:
                 loss = model(**batch, use_cache=False).loss
                 loss.backward()
@@ -100,8 +107,9 @@ def compare_training(mesh: DeviceMesh, spec: str) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.item())
+        losses.append(found)
     assert losses[0][-1] < losses[0][0] - 0.2
-    return [abs(a - b) for a, b in zip(*losses, strict=True)]
+    return losses[0], losses[-1]
 
 
 def in_context_of_torch(mesh: DeviceMesh, is_balanced: bool, order: Any) -> None:

@@ -46,11 +46,21 @@ def test_a_divided_sequence_equals_a_whole_one(
     done(cluster.run(world, divided_hf.compare, family, spec, order, extra, checkpointing))
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_twenty_steps_with_ddp_equal_those_of_one_process(cluster: Cluster, world: int) -> None:
-    for losses in done(cluster.run(world, divided_hf.compare_training, "mlr:4|2|2")):
-        assert len(losses) == 20
-        assert max(losses) < SAME_MODEL
+@pytest.mark.parametrize(
+    ("world", "wrapper"),
+    [
+        (2, "ddp"),
+        pytest.param(4, "ddp", marks=pytest.mark.full),
+        pytest.param(2, "fsdp", marks=pytest.mark.full),
+        pytest.param(4, "fsdp", marks=pytest.mark.full),
+    ],
+)
+def test_twenty_steps_equal_those_of_one_process(cluster: Cluster, world: int, wrapper: str) -> None:
+    found = done(cluster.run(world, divided_hf.compare_training, "mlr:4|2|2", wrapper))
+    _, expected = found[0]
+    assert len(expected) == 20
+    for losses, _ in found:
+        assert losses == pytest.approx(expected, abs=SAME_MODEL, rel=0)
 
 
 @pytest.mark.parametrize(("is_balanced", "order"), [(True, "head-tail"), (False, "contiguous")])

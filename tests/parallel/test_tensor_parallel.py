@@ -7,10 +7,11 @@ from typing import Any
 
 import divided
 import pytest
+import torch
 from cluster import Cluster
 
 import structattn as sa
-from structattn.testing.tolerances import ANOTHER_ORDER, SAME_MODEL, SIX_DIGITS
+from structattn.testing.tolerances import COMPUTED, SAME_MODEL, SIX_DIGITS
 
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "levels": ("mlr:4|2|2", {}, {}),
@@ -71,22 +72,29 @@ def test_weights_that_are_tied_stay_tied(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "checkpointing", "options"),
+    ("world", "spec", "checkpointing", "options"),
     [
-        ("mlr:4|2|2,values=4|2|2", False, {"rotary": sa.Rotary(), "num_layers": 1}),
-        pytest.param("mlr:4|2|2", False, {}, marks=pytest.mark.full),
-        pytest.param("bilinear-mlr:4|2|2", True, {}, marks=pytest.mark.full),
+        (2, "mlr:4|2|2,values=4|2|2", False, {"rotary": sa.Rotary(), "num_layers": 1}),
+        pytest.param(4, "mlr:4|2|2,values=4|2|2", False, {"rotary": sa.Rotary()}, marks=pytest.mark.full),
+        pytest.param(4, "mlr:4|2|2", False, {}, marks=pytest.mark.full),
+        pytest.param(4, "bilinear-mlr:4|2|2", True, {}, marks=pytest.mark.full),
     ],
 )
-def test_twenty_steps_of_four_processes_equal_those_of_one(
-    cluster: Cluster, spec: str, checkpointing: bool, options: dict[str, Any]
+def test_twenty_steps_equal_those_of_one_process(
+    cluster: Cluster, world: int, spec: str, checkpointing: bool, options: dict[str, Any]
 ) -> None:
-    found = done(cluster.run(4, divided.compare_training, spec, checkpointing, options))
-    _, expected, weights = found[0]
+    found = done(cluster.run(world, divided.compare_training, spec, checkpointing, options))
+    _, expected, _ = found[0]
     assert len(expected) == 20
-    assert weights < ANOTHER_ORDER
     for losses, _, _ in found:
         assert losses == pytest.approx(expected, abs=SAME_MODEL, rel=0)
+
+
+@pytest.mark.full
+def test_the_weights_are_those_of_one_process(cluster: Cluster) -> None:
+    # In float32 AdamW makes steps of the smallest gradients that are rounding only.
+    found = done(cluster.run(4, divided.compare_training, "mlr:4|2|2", False, {"dtype": torch.float64}))
+    assert found[0][2] < COMPUTED
 
 
 @pytest.mark.full

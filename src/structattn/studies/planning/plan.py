@@ -199,7 +199,7 @@ class SequencePlan:
 
     Attributes:
         traffic: bytes of the attention.
-        checkpointing: whether blocks are computed again in the backward pass, which a GPU needs here to hold its part, or does not.
+        checkpointing: whether blocks are computed again in the backward pass; only where it does not fit otherwise.
         bytes_per_gpu: peak, with the keys and values that arrive.
         fits: whether a GPU has that much memory.
     """

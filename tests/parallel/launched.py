@@ -60,8 +60,8 @@ for world, jobs in json.loads(sys.argv[1]):
     started = {start(rank, world, port, jobs) for rank in range(world)}
     ends = any(job["killed"] is not None for job in jobs)
     while started:
-        if ends and len(started) == 1:
-            os.kill(*started, signal.SIGKILL)  # it may be stopped
+        if ends and len(started) == 1 and jobs[-1]["signal"] == signal.SIGSTOP:
+            os.kill(*started, signal.SIGKILL)
         process, status = os.wait()
         started.remove(process)
         assert status == 0 or ends

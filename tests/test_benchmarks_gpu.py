@@ -25,6 +25,7 @@ from benchmarks.gpu.rows import Row, Settings  # noqa: E402
 from benchmarks.sdpa import TRIALS, fastest_sdpa  # noqa: E402
 from benchmarks.timing import CpuClock, WrongResultError  # noqa: E402
 from structattn.errors import ConfigError  # noqa: E402
+from structattn.parallel import local  # noqa: E402
 from structattn.testing.tolerances import assert_close  # noqa: E402
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -218,6 +219,15 @@ def test_the_fastest_kernel_of_pytorch_is_named() -> None:
     assert_close(attend(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
     with pytest.raises(RuntimeError, match="none of .'CUDNN_ATTENTION'. can run here"):
         fastest_sdpa(q, k, v, is_causal=True, backward=False, clock=CpuClock(), backends=backends[2:])
+
+
+@pytest.mark.parametrize("name", ["8 levels, D=64", "packed"])
+def test_attention_over_a_divided_sequence_is_checked(name: str, tmp_path: Path, monkeypatch) -> None:
+    row = row_named(f"check/divided/{name}/float32", tmp_path)
+    assert worker.outcome(row, rehearsal(tmp_path))["status"] == "ok"
+    right = local.Part.forward
+    monkeypatch.setattr(local.Part, "forward", lambda *arguments: tuple(1.01 * x for x in right(*arguments)))
+    assert worker.outcome(row, rehearsal(tmp_path))["status"] == "wrong"
 
 
 @pytest.mark.full

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import structattn as sa
 from benchmarks.gpu.rows import Row, Settings
@@ -102,15 +104,19 @@ def _everything(sizes: Sizes) -> Options:
 
 BOTH = ("forward", "backward")
 NOT_CACHED = (*BOTH, "decode")
+DIVIDED = (*BOTH, "decode", "cached", "divided")
 EIGHT = _equal(8)
 FEATURES: dict[str, Feature] = {
-    "8 levels, D=64": Feature(layout=EIGHT, is_core=True),
-    "8 levels with values, D=64": Feature(layout=_equal(8, value_ranks=(8,) * 8), is_core=True),
-    "sliding, D=64": Feature(layout=_sliding(), is_core=True),
+    "8 levels, D=64": Feature(layout=EIGHT, modes=DIVIDED, is_core=True),
+    "8 levels with values, D=64": Feature(layout=_equal(8, value_ranks=(8,) * 8), modes=DIVIDED, is_core=True),
+    "sliding, D=64": Feature(layout=_sliding(), modes=DIVIDED, is_core=True),
     "4 levels, D=128": Feature(layout=lambda T: LevelLayout.halving((64, 32, 16, 16), T), value_dim=128, is_core=True),
     "1 level, D=64": Feature(layout=_equal(1, 64), is_core=True),
     "packed": Feature(
-        layout=EIGHT, options=lambda x: {"cu_seqlens": _seqlens(x.keys, x.device, 0.1, 0.7)}, modes=BOTH, is_core=True
+        layout=EIGHT,
+        options=lambda x: {"cu_seqlens": _seqlens(x.keys, x.device, 0.1, 0.7)},
+        modes=(*BOTH, "divided"),
+        is_core=True,
     ),
     "window": Feature(layout=EIGHT, options=lambda x: {"window": x.keys // 3}, is_core=True),
     "mask of keys": Feature(
@@ -193,7 +199,8 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 def _row(feature: Feature, mode: str, dtype: torch.dtype, settings: Settings) -> Callable[[], dict[str, Any]]:
     def run() -> dict[str, Any]:
-        return (_cached if mode == "cached" else _call)(feature, mode, dtype, settings)
+        check = {"cached": _cached, "divided": _divided}.get(mode, _call)
+        return check(feature, mode, dtype, settings)
 
     return run
 
@@ -308,3 +315,26 @@ def _cached(feature: Feature, mode: str, dtype: torch.dtype, settings: Settings)
             outs.append(cache.attend(*(x[:, :, new] for x in (q, k, v)), backend="triton", **options))
             at += size
     return {"code": "triton"} | _compared(["out"], [torch.cat(outs, dim=2)], [expected], dtype)
+
+
+def _divided(feature: Feature, mode: str, dtype: torch.dtype, settings: Settings) -> dict[str, Any]:
+    """``context_parallel`` in a group of this process alone, by NCCL on a GPU: its collectives, kernels and gradients, but nothing travels."""
+    torch.manual_seed(0)
+    layout, sizes = _sizes(feature, mode, settings)
+    tensors = _tensors(layout.head_dim if layout else 64, sizes, dtype)
+    options = feature.options(sizes)
+    weight = torch.randn(*tensors[0].shape[:3], sizes.value_dim).to(dtype).to(settings.device)
+    exact = [x.double().requires_grad_() for x in tensors]
+    expected = sa.structured_attention(*exact, layout, backend="reference", **options)
+    kind = settings.device.type
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        attention = sa.parallel.context_parallel(layout, DeviceMesh(kind, [0]), order="head-tail")
+        leaves = [x.requires_grad_() for x in tensors]
+        out = attention(*leaves, **options)
+        found = [out, *torch.autograd.grad(out, leaves, weight)]
+    finally:
+        dist.destroy_process_group()
+    names = ["out", *(f"gradient of {name}" for name in ("q", "k", "v"))]
+    right = [expected, *torch.autograd.grad(expected, exact, weight.double())]
+    return {"code": "context_parallel"} | _compared(names, found, right, dtype)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
 import structattn as sa
+from structattn.layers.block import MLP
 from structattn.studies.baselines import add_forms
 from structattn.testing.tolerances import assert_close
 
@@ -149,9 +152,12 @@ def compare_with_fsdp(_: DeviceMesh, spec: str) -> list[float]:
     one = language_model(spec)
     parts = divided(one, mesh["tensor"])
     assert isinstance(parts, sa.LanguageModel)
+    before = [weakref.ref(parameter) for parameter in parts.parameters()]
     for block in parts.trunk.layers:
         fully_shard(block, mesh=mesh["data"])
     fully_shard(parts, mesh=mesh["data"])
+    gc.collect()
+    assert not any(ref() is not None for ref in before)  # memory of FSDP's is all that is left
     batches = [tokens_of(step % 2, rows=4) for step in range(20)]
     rows = slice(2 * mesh["data"].get_local_rank(), 2 * mesh["data"].get_local_rank() + 2)
     actual = torch.tensor(trained(parts, [tokens[rows] for tokens in batches]), dtype=torch.float64)
@@ -306,6 +312,10 @@ def refused(mesh: DeviceMesh, name: str) -> Any:
             model = language_model("standard", dropout=0.1)
         case "attention dropout":
             model = sa.Attention(32, 4, dropout=0.1)
+        case "own dropout":
+            model = MLP(32, dropout=0.1)
+        case "part twice":
+            model = divided(sa.Attention(32, 4), mesh)
         case "tied":
             model = language_model("standard")
             model.read_out.weight = model.embedding.weight

@@ -166,6 +166,8 @@ MESSAGES = {
     "projection": "out_proj of Attention must be an nn.Linear to be divided, got Sequential",
     "dropout": "Dropout trunk.dropout has dropout 0.1: processes with the same tokens would draw different masks",
     "attention dropout": "Attention has dropout 0.1",
+    "own dropout": "Dropout dropout has dropout 0.1",
+    "part twice": "is a DTensor, divided already",
     "tied": "embedding.weight and read_out.weight are one parameter, which cannot be divided in one place only",
     "twice": "is a DTensor, divided already: divide by heads first, then call fully_shard",
     "mesh": r"the mesh must have one dimension, got 2: take one of its dimensions, as mesh['data']",

@@ -9,9 +9,8 @@ process, and says how many heads they are.
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -63,12 +62,14 @@ def tensor_parallel_plan(model: nn.Module, mesh: DeviceMesh) -> dict[str, Parall
     check_type("model", model, nn.Module, "a torch.nn.Module")
     count = Processes(mesh).count
     plan: dict[str, ParallelStyle] = {}
-    replicated = _Replicated()
-    divided = ""  # the path of the last divided module
-    for path, module in model.named_modules():
-        if divided and path.startswith(divided):
-            continue
+    paths = {module: path for path, module in model.named_modules()}
+    ties = _ties(paths)
+    replicated = _Replicated(ties)
+    divided: str | None = None  # how the paths in the last divided module begin
+    for module, path in paths.items():
         _check_module(path, module)
+        if divided is not None and path.startswith(divided):
+            continue
         if isinstance(module, AttentionLayer):
             _check_attention(path, module, count)
             plan |= {path: _ByHeads(), _joined(path, "out_proj"): RowwiseParallel()}
@@ -81,10 +82,17 @@ def tensor_parallel_plan(model: nn.Module, mesh: DeviceMesh) -> dict[str, Parall
             if isinstance(module, LanguageModel) and type(module.read_out) is nn.Linear:
                 plan[_joined(path, "read_out")] = ColwiseParallel(output_layouts=Replicate())
             continue
-        if not path:
-            break
-        divided = f"{path}."
-    _check_ties(model, {path for path, style in plan.items() if style is not replicated})
+        divided = _joined(path, "")
+    for places in ties.values():
+        names = [_joined(paths[owner], name) for owner, name in places]
+        if any(
+            name.startswith(_joined(path, "")) and style is not replicated
+            for name in names
+            for path, style in plan.items()
+        ):
+            raise ConfigError(
+                f"{' and '.join(names)} are one parameter, which cannot be divided in one place only: give each its own"
+            )
     return plan
 
 
@@ -92,22 +100,26 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+# Where a parameter is, for all places of those that have several.
+Ties = dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]]
+
+
 class _OwnParts(ParallelStyle):
     """Parameters are DTensors; while the module computes it holds the parts of this process in their place."""
 
-    def __init__(self) -> None:
+    def __init__(self, ties: Ties | None = None) -> None:
         super().__init__()
-        self._made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}  # so that tied parameters stay one
+        self._ties = {} if ties is None else ties
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for owner, name, placement in list(self._placed(module)):
-            given = owner.get_parameter(name)
-            known = self._made.get(id(given))
-            if known is None or known[0]() is not given:
-                part = distribute_tensor(given, device_mesh, [placement], src_data_rank=self.src_data_rank)
-                known = weakref.ref(given), nn.Parameter(part, requires_grad=given.requires_grad)
-                self._made[id(given)] = known
-            owner.register_parameter(name, known[1])
+            given: Tensor = owner.get_parameter(name)
+            if isinstance(given, DTensor):  # tied to one before it
+                continue
+            part = distribute_tensor(given, device_mesh, [placement], src_data_rank=self.src_data_rank)
+            parameter = nn.Parameter(part, requires_grad=given.requires_grad)
+            for other, own in self._ties.get((owner, name), [(owner, name)]):
+                other.register_parameter(own, parameter)
 
         def enter(module: nn.Module, arguments: Any, named: Any) -> Any:
             _leave(module)  # after a call that was interrupted
@@ -258,13 +270,9 @@ def _check_linears(name: str, linears: dict[str, nn.Module]) -> None:
             )
 
 
-def _check_ties(model: nn.Module, divided: set[str]) -> None:
-    """Raises ``ConfigError`` for a parameter that is divided in one module and has another name too."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    for same in names.values():
-        if len(same) > 1 and any(name.startswith(f"{path}." if path else "") for name in same for path in divided):
-            raise ConfigError(
-                f"{' and '.join(same)} are one parameter, which cannot be divided in one place only: give each its own"
-            )
+def _ties(modules: Iterable[nn.Module]) -> Ties:
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((module, name))
+    return {place: found for found in places.values() if len(found) > 1 for place in found}

@@ -206,7 +206,7 @@ def test_what_cannot_be_divided_is_named(tmp_path: Path) -> None:
     text = TextTask(TextConfig(**TEXT))
     config = TrainingConfig(**TRAINING | {"context_parallel": 4})
     with pytest.raises(
-        ConfigError, match="among 4 processes, and there are 1: .* torchrun --nproc-per-node 4 -m structattn.cli train"
+        ConfigError, match="among 4 processes, got 1 in all: .* torchrun --nproc-per-node 4 -m structattn.cli train"
     ):
         train(text, "standard", config, seed=0, run_dir=tmp_path, show_progress=False)
     cpu, timeout = torch.device("cpu"), group_timeout(1)

@@ -54,7 +54,7 @@ def division_of(config: TrainingConfig, index: int, count: int, device: torch.de
     size = config.context_parallel
     if count % size:
         raise ConfigError(
-            f"training.context_parallel={size} divides every sequence among {size} processes, and there are {count}: start a multiple of {size}, such "
+            f"training.context_parallel={size} divides every sequence among {size} processes, got {count} in all: start a multiple of {size}, such "
             f"as torchrun --nproc-per-node {size} -m structattn.cli train ..."
         )
     num_parts = count // size

@@ -150,10 +150,10 @@ def _serve(end: Connection, index: int, count: int, store: str, threads: int) ->
     meshes, shards = _joined(index, count, store), {}
     while (words := end.recv()) is not None:
         setting, *rows = words
-        if setting not in shards:
-            shards[setting] = Shard(setting, meshes[setting.processes])
-        else:
+        if rows:
             shards[setting].run(*rows)
+        else:  # also a second time, where its memory is measured
+            shards[setting] = Shard(setting, meshes[setting.processes])
         end.send(None)
     dist.destroy_process_group()
 

@@ -210,7 +210,7 @@ def test_what_cannot_be_divided_is_named(tmp_path: Path) -> None:
     ):
         train(text, "standard", config, seed=0, run_dir=tmp_path, show_progress=False)
     cpu, timeout = torch.device("cpu"), group_timeout(1)
-    with pytest.raises(ConfigError, match="there are 6"):
+    with pytest.raises(ConfigError, match="got 6 in all"):
         division_of(config, 0, 6, cpu, timeout)
     with pytest.raises(
         ConfigError,

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Without a GPU the Triton kernels run in Triton's interpreter, which is chosen before anything imports triton: structattn does, through torch._dynamo.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import structattn
 from structattn.ops.native import library
 from structattn.testing.interpreter import quick_interpreter
-
-# Without a GPU the Triton kernels run in Triton's interpreter, which is chosen before anything imports triton.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # `auto` must not find a library that was built here by chance. Its own tests build one; with STRUCTATTN_CACHE set all tests use one.
 os.environ.setdefault("STRUCTATTN_CACHE", f"{os.devnull}/none")

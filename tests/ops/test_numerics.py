@@ -37,6 +37,20 @@ def test_a_bias_keeps_its_digits(bias_dtype, layout, backend) -> None:
         assert float((grad - exact_grad).abs().max()) < 3e-2
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", [ONE, TWO], ids=["one", "two"])
+@pytest.mark.parametrize("least", [-1e9, -1e30, -1e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_whose_biases_are_all_far_below_zero(dtype, least, layout, backend) -> None:
+    q, k, v = (x.requires_grad_() for x in make(dtype=dtype))
+    bias = torch.zeros(20, 20)
+    bias[:3] = least  # as a mask of numbers hides: such a row takes the mean of what it sees
+    out = sa.structured_attention(q, k, v, layout, attn_bias=bias, is_causal=False, backend=backend)
+    assert_close(out[:, :, :3].detach(), v.detach().double().mean(2, keepdim=True).expand(-1, -1, 3, -1))
+    for grad in torch.autograd.grad(out.float().sum(), (q, k, v)):
+        assert float(grad.abs().max()) < 30
+
+
 @pytest.mark.parametrize("layout", [None, ONE, TWO, sa.GlobalWindowLayout((4, 4), 3)], ids=str)
 def test_autocast_gives_the_dtype_of_pytorchs_attention(layout) -> None:
     dtypes = [(torch.float32,) * 3, (torch.float32, torch.bfloat16, torch.float16), (torch.float64,) * 3]

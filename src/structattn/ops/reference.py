@@ -228,7 +228,9 @@ def _dense(
     empty = (score == -torch.inf).all(dim=-1, keepdim=True)
     score = score.masked_fill(empty, 0.0)
     lse = score.logsumexp(dim=-1, keepdim=True)
-    weight = (score - lse).exp().masked_fill(empty, 0.0)
+    weight = score.softmax(dim=-1).masked_fill(
+        empty, 0.0
+    )  # not exp(score - lse), which rounding makes wrong far from 0
     if dropped is not None:
         weight = weight.masked_fill(dropped, 0.0)
     if call.layout.value_slices is None:

@@ -151,10 +151,12 @@ class ScoreParameters:
             if slope is not None:
                 torch.mul(scores, scores, out=slope).neg_().add_(1.0)
             scores.mul_(cap)
+        if (
+            self.bias is not None
+        ):  # first, as for the maxima: after a bias of -1e9 the largest score is the offset, to the bit
+            scores.add_(tile.bias_of(self.bias, batch, rows, cols), alpha=LOG2_E)
         if offset is not None:
             scores.sub_(offset)
-        if self.bias is not None:
-            scores.add_(tile.bias_of(self.bias, batch, rows, cols), alpha=LOG2_E)
         if self.slopes is not None:
             slopes = tile.rows_of(self.slopes)[batch, rows]
             scores.addcmul_(slopes, tile.distances(rows, cols, scores.dtype), value=-LOG2_E)

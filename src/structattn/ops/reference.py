@@ -228,9 +228,8 @@ def _dense(
     empty = (score == -torch.inf).all(dim=-1, keepdim=True)
     score = score.masked_fill(empty, 0.0)
     lse = score.logsumexp(dim=-1, keepdim=True)
-    weight = score.softmax(dim=-1).masked_fill(
-        empty, 0.0
-    )  # not exp(score - lse), which rounding makes wrong far from 0
+    # Not exp(score - lse): far from 0 the lse is rounded to a multiple of more than 1.
+    weight = score.softmax(dim=-1).masked_fill(empty, 0.0)
     if dropped is not None:
         weight = weight.masked_fill(dropped, 0.0)
     if call.layout.value_slices is None:

@@ -151,9 +151,8 @@ class ScoreParameters:
             if slope is not None:
                 torch.mul(scores, scores, out=slope).neg_().add_(1.0)
             scores.mul_(cap)
-        if (
-            self.bias is not None
-        ):  # first, as for the maxima: after a bias of -1e9 the largest score is the offset, to the bit
+        # Before the offset, as for the maxima: far from 0 the largest score is then the offset, to the bit.
+        if self.bias is not None:
             scores.add_(tile.bias_of(self.bias, batch, rows, cols), alpha=LOG2_E)
         if offset is not None:
             scores.sub_(offset)

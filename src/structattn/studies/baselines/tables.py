@@ -127,7 +127,7 @@ class TableCache(OneLayerCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are allocated."""
+        """Bytes of its tables, as allocated. Until the next tokens it also holds what the last ones replaced, for ``undo``."""
         return sum(numbers.nbytes for numbers in self._numbers.values())
 
     def take(self, x: Tensor) -> Tensor:

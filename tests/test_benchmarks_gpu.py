@@ -230,6 +230,13 @@ def test_attention_over_a_divided_sequence_is_checked(name: str, tmp_path: Path,
     assert worker.outcome(row, rehearsal(tmp_path))["status"] == "wrong"
 
 
+def test_a_text_that_is_missing_ends_the_command_before_any_row(tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--rehearse", "--out", str(tmp_path / "new"), "--text", str(tmp_path / "missing.txt")])
+    assert "--text: there is no" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.full
 @runs
 def test_a_rehearsal_of_the_whole_command(tmp_path: Path, capsys) -> None:

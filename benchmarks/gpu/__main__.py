@@ -46,6 +46,8 @@ def run(*, minutes: float, out: Path | None, only: str, rehearse: bool, jobs: in
     check_number("--minutes", minutes, above=0)
     if jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, got {jobs}")
+    if text is not None and not text.exists():
+        raise ConfigError(f"--text: there is no {text}")
     if rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # before a worker imports Triton
     elif not torch.cuda.is_available():

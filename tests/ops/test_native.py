@@ -53,9 +53,10 @@ def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         sa.structured_attention(q, q, q, LAYOUTS[0], backend="native")
     assert sa.ops.explain(q, q, q, LAYOUTS[0]).startswith("small")
     monkeypatch.setenv("STRUCTATTN_CACHE", str(tmp_path / "new"))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(BackendUnavailableError, match="there is no compiler 'no-such-compiler'; install"):
-        sa.ops.build_native()
+    for name in ("no-such-compiler", str(tmp_path)):
+        monkeypatch.setenv("CXX", name)
+        with pytest.raises(BackendUnavailableError, match=f"there is no compiler '{name}'; install"):
+            sa.ops.build_native()
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(BackendUnavailableError, match="cannot be built: false says"):
         sa.ops.build_native()

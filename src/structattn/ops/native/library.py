@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,10 @@ def build_native() -> Path:
     if path.exists() and why_not_here() is None:
         return path
     compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise BackendUnavailableError(
+            f"the C++ code cannot be built: there is no compiler {compiler!r}; install g++ or clang, or name one in CXX"
+        )
     home = Path(torch.__file__).parent
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,10 +106,6 @@ def build_native() -> Path:
                 text=True,
             )
             made.replace(path)
-    except FileNotFoundError as error:
-        raise BackendUnavailableError(
-            f"the C++ code cannot be built: there is no compiler {compiler!r}; install g++ or clang, or name one in CXX"
-        ) from error
     except subprocess.CalledProcessError as error:
         raise BackendUnavailableError(
             f"the C++ code cannot be built: {compiler} says\n{error.stderr[-2000:]}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -14,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from structattn.cache.paged import PackedCache
 from structattn.checks import quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.adapters import adapted_class
-from structattn.integrations.transformers.caches import level_cache_layer, of_decoder
+from structattn.integrations.transformers.caches import given_packed_cache, level_cache_layer, of_decoder
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.interface import attend, attend_packed
 from structattn.integrations.transformers.mask_functions import structured_mask
@@ -220,20 +217,6 @@ def structured_class(kind: type[nn.Module]) -> type[StructuredAttention]:
     return _CLASSES[kind]
 
 
-# A variable, as many models do not hand an argument on to their attention; each thread has its own.
-_packed: ContextVar[PackedCache | None] = ContextVar("packed", default=None)
-
-
-@contextmanager
-def packed_cache(cache: PackedCache) -> Iterator[None]:
-    """A context in which all attention of structurized models is that of the requests of this cache."""
-    token = _packed.set(cache)
-    try:
-        yield
-    finally:
-        _packed.reset(token)
-
-
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -255,10 +238,8 @@ def _attention(
             "none: use register_attention() and its name"
         )
     own: Callable[..., tuple[Tensor, Tensor | None]] = attend_shard if has_shards(module) else attend
-    cache = None if torch.compiler.is_compiling() else _packed.get()  # which a compiled program cannot read
-    if cache is not None:
+    if (cache := given_packed_cache()) is not None:
         own = partial(attend_packed, cache=cache)
-        kwargs.pop("cache", None)  # which transformers gives to the model, and some models hand on
     return own(
         module, module.structure.variant, module.reorder, query, key, value, attention_mask, dropout, scaling, kwargs
     )

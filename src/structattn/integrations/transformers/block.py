@@ -82,35 +82,35 @@ class StructAttnLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(
-        self, x: Tensor, sequences: Sequences, past_key_values: Cache | None, padding: Any, attn_mask: Tensor | None
+        self, x: Tensor, sequences: Sequences, caches: Cache | None, padding: Any, attn_mask: Tensor | None
     ) -> Tensor:
         """(B, T, E) to (B, T, E).
 
         Args:
             x: (B, T, E).
             sequences: where sequences begin.
-            past_key_values: cache of all layers.
+            caches: cache of all layers.
             padding: the padding of each row as ints, for a cache.
             attn_mask: what is hidden besides, on the device of the model's inputs.
         """
         shown = None if attn_mask is None else attn_mask.to(x.device)
         normed = self.attention_norm(x)
-        if past_key_values is None:
+        if caches is None:
             out = self.attention(
                 normed, left_padding=sequences.left_padding, cu_seqlens=sequences.cu_seqlens, attn_mask=shown
             )
         else:
-            out = self.attention(normed, cache=self._cache(past_key_values, normed, padding), attn_mask=shown)
+            out = self.attention(normed, cache=self._cache(caches, normed, padding), attn_mask=shown)
         return self._and_mlp(x, out)
 
     def weights(
-        self, x: Tensor, sequences: Sequences, past_key_values: Cache | None, padding: Any, attn_mask: Tensor | None
+        self, x: Tensor, sequences: Sequences, caches: Cache | None, padding: Any, attn_mask: Tensor | None
     ) -> Tensor:
         """The attention weights of these tokens, (B, H, T, S), before they are in the cache; arguments as ``forward``."""
         shown = None if attn_mask is None else attn_mask.to(x.device)
         normed = self.attention_norm(x)
-        if past_key_values is not None and level_cache_layer(past_key_values, self.index).get_seq_length() > 0:
-            cache = self._cache(past_key_values, normed, padding)
+        if caches is not None and level_cache_layer(caches, self.index).get_seq_length() > 0:
+            cache = self._cache(caches, normed, padding)
             return self.attention.weights(normed, cache=cache, attn_mask=shown)
         return self.attention.weights(
             normed, left_padding=sequences.left_padding, cu_seqlens=sequences.cu_seqlens, attn_mask=shown

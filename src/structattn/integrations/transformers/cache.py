@@ -45,7 +45,7 @@ class PendingStates(Placeholder):
     def misused(cls, what: str) -> Exception:
         return CacheError(
             f"a LevelCacheLayer keeps no dense keys, and another attention function asked for them ({what}). Use it with an attention "
-            "that register_attention() made, model.set_attn_implementation(name), or generate without past_key_values"
+            "that register_attention() made, model.set_attn_implementation(name), or generate without cache"
         )
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
@@ -17,12 +20,44 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from structattn.cache import PAGE_SIZE
+from structattn.cache.paged import PackedCache
 from structattn.checks import check_type
-from structattn.errors import CacheError
+from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers.cache import LevelCacheLayer
 from structattn.integrations.transformers.hybrid_cache import HybridCacheLayer
+
+# The argument and the output of transformers' models that is the cache: its name from 5.24 on, and before. Our models take both.
+CACHE_NAMES = ("cache", "past_key_values")
+CACHE = next(name for name in CACHE_NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
+
+# Of continuous batching. A variable, as many models do not hand an argument on to their attention; each thread has its own.
+_packed: ContextVar[PackedCache | None] = ContextVar("packed", default=None)
+
+
+def take_cache(arguments: dict[str, Any]) -> Any:
+    """Removes the cache from the arguments of a call, by either name, and returns it; raises ``ConfigError`` if there are two."""
+    found = [cache for name in CACHE_NAMES if (cache := arguments.pop(name, None)) is not None]
+    if len(found) > 1:
+        raise ConfigError("give cache or past_key_values, got both: the second is the older name of the first")
+    return found[0] if found else None
+
+
+@contextmanager
+def packed_cache(cache: PackedCache) -> Iterator[None]:
+    """A context in which all attention of our models is that of the requests of this cache."""
+    token = _packed.set(cache)
+    try:
+        yield
+    finally:
+        _packed.reset(token)
+
+
+def given_packed_cache() -> PackedCache | None:
+    """The cache of the innermost ``packed_cache``; ``None`` outside, and in a compiled program, which cannot read it."""
+    return None if torch.compiler.is_compiling() else _packed.get()
 
 
 def of_decoder(cache: Any) -> Any:
@@ -44,7 +79,7 @@ def check_layers(cache: Cache) -> None:
 def guarded(cache: Any) -> Iterator[None]:
     """A context for a call of a model: all layers of a cache append the next tokens, or (with any error) none.
 
-    Another ``past_key_values`` than a ``Cache`` is left alone. Raises ``CacheError`` as ``check_layers``.
+    Anything else than a ``Cache`` is left alone. Raises ``CacheError`` as ``check_layers``.
     """
     cache = of_decoder(cache)
     if not isinstance(cache, Cache):
@@ -77,7 +112,7 @@ class LevelCaches(Cache):  # type: ignore[misc]
 
 
 def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_size: int = PAGE_SIZE) -> LevelCaches:
-    """An empty cache for a model with structured attention, to be given as ``past_key_values``.
+    """An empty cache for a model with structured attention, to be given as ``cache`` (or by its older name ``past_key_values``).
 
     Args:
         model: only the numbers of its layers with attention are read.
@@ -117,9 +152,7 @@ def level_cache_layer(cache: Cache, index: int) -> LevelCacheLayer:
         CacheError: the cache is of a kind that cannot be replaced, or is filled already.
     """
     if not isinstance(cache, Cache):
-        raise CacheError(
-            f"past_key_values must be a transformers.Cache, got {type(cache).__name__}: use level_cache(model)"
-        )
+        raise CacheError(f"cache must be a transformers.Cache, got {type(cache).__name__}: use level_cache(model)")
     if cache.offloading:
         raise CacheError("structured attention cannot offload its cache: leave cache_implementation='offloaded' away")
     if cache.layer_class_to_replicate is DynamicLayer:
@@ -131,8 +164,8 @@ def level_cache_layer(cache: Cache, index: int) -> LevelCacheLayer:
     own = _own_layer(layer)
     if layer is None or own is None or layer.get_seq_length() > 0:
         raise CacheError(
-            f"layer {index} of past_key_values is {layer!r}, whose keys structured attention cannot use: give "
-            "level_cache(model) (structattn.integrations.transformers), or no cache_implementation and no past_key_values"
+            f"layer {index} of the cache is {layer!r}, whose keys structured attention cannot use: give "
+            "level_cache(model) (structattn.integrations.transformers), or no cache_implementation and no cache"
         )
     own.record_past = getattr(layer, "record_past", False)
     cache.layers[index] = own

@@ -103,7 +103,7 @@ class StructAttnConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig, PreTrainedC
 
     model_type = "structattn"
     has_no_defaults_at_init = True  # otherwise transformers up to 5.17 makes one without arguments, to compare with
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers' own form
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012 - transformers' own form
 
     attention: str | list[str] | None = None
     rotary: str | None = "low_far"

@@ -1,7 +1,7 @@
 """Continuous batching of transformers (``generate_batch``, its server) with a paged cache that has levels.
 
 transformers has no extension point for another cache, so this file subclasses its manager and its batch processor, and gives its scheduler
-a cache with the methods that it calls. All that is not public there is used here and nowhere else. Tried on 5.20 to 5.23.
+a cache with the methods that it calls. All that is not public there is used here and nowhere else. Tried on 5.20 to 5.24.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from structattn.cache.paged import LayerShape, PagedCache, PagePool, ShapeProbe, Tokens
 from structattn.errors import CacheError, ConfigError, MissingDependencyError
-from structattn.integrations.transformers.attention import packed_cache
 from structattn.memory import free_memory
 
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 20):
@@ -227,7 +226,7 @@ class _Processor(ContinuousBatchProcessor):  # type: ignore[misc]
             Tokens(one.state.request_id, one.state.position_offset - one.query_length, one.query_length)
             for one in self.inputs_and_outputs.requests_in_batch
         ]
-        with self.cache.step(requests), packed_cache(self.cache):
+        with self.cache.step(requests):
             stream = self.inputs_and_outputs.compute_stream
             if stream is not None:  # pages were set to zero or copied on another one
                 stream.wait_stream(torch.accelerator.current_stream(stream.device))
@@ -342,8 +341,7 @@ def _probed(model: PreTrainedModel) -> tuple[list[LayerShape], torch.dtype]:
     probe, config = ShapeProbe(), model.config.get_text_config()
     first = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     token = first + 1 if getattr(config, "pad_token_id", None) == 0 else first
-    with packed_cache(probe):
-        found = model(input_ids=token, position_ids=first, use_cache=False, is_causal=True, cache=probe).logits
+    found = model(input_ids=token, position_ids=first, use_cache=False, is_causal=True, cache=probe).logits
     count = config.num_hidden_layers
     if sorted(probe.layers) != list(range(count)):
         raise ConfigError(

@@ -21,7 +21,7 @@ from structattn.checks import shortened
 from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.transformers.adapters import adapted_class, complete
 from structattn.integrations.transformers.arguments import POSITION_BIAS, TERMS, check_arguments
-from structattn.integrations.transformers.caches import has_state, is_plain
+from structattn.integrations.transformers.caches import CACHE, has_state, is_plain
 from structattn.integrations.transformers.effect import register
 from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.integrations.transformers.masks import StructuredMask
@@ -202,7 +202,7 @@ def _found(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
             cache.layer_class_to_replicate = _Seen
         try:
             with observed(model, _NAME):
-                model(**inputs, position_ids=positions + position, past_key_values=cache, use_cache=True)
+                model(**inputs, position_ids=positions + position, use_cache=True, **{CACHE: cache})
                 _check_calls(model, cache)
                 passes.append(list(_calls))
         finally:

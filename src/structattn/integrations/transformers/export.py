@@ -13,7 +13,7 @@ from structattn.cache.bounded import BoundedCache, BoundedLevels
 from structattn.checks import check_type
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.cache import LevelCacheLayer
-from structattn.integrations.transformers.caches import level_cache
+from structattn.integrations.transformers.caches import CACHE, level_cache
 from structattn.integrations.transformers.loading import StructuredModelMixin
 from structattn.integrations.transformers.model import StructAttnForCausalLM
 from structattn.integrations.transformers.variant import Variant
@@ -97,7 +97,7 @@ def export_decoder(model: PreTrainedModel, *, max_length: int, batch_size: int |
         hook = head.register_forward_pre_hook(chosen)
         try:
             positions = None if is_own else caches[0].positions(tokens.shape[1]).expand(tokens.shape)
-            out = model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
+            out = model(input_ids=tokens, position_ids=positions, use_cache=True, **{CACHE: cache})
         finally:
             hook.remove()
         logits: Tensor = out.logits[:, 0]
@@ -142,7 +142,7 @@ def _levels(model: PreTrainedModel, max_length: int) -> list[BoundedLevels]:
     cache = level_cache(model)
     tokens = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
     with inference(model):
-        model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        model(input_ids=tokens, use_cache=True, **{CACHE: cache})
     found = []
     for layer in cache.layers:
         if not isinstance(layer, LevelCacheLayer) or layer.level_cache is None:

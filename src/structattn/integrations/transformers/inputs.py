@@ -17,21 +17,26 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from structattn.checks import INT_DTYPES, check_bool, check_int, check_int_tensor, check_tensor, check_type, describe
 from structattn.errors import ConfigError, ShapeError
 from structattn.integrations.transformers.adapters import has_adapter
+from structattn.integrations.transformers.caches import CACHE, CACHE_NAMES, take_cache
 from structattn.integrations.transformers.effect import asking_for_weights
 from structattn.integrations.transformers.masks import StructuredMask
 
 # What `check_inputs` reads, and what it found right in the call of a model that is running.
-_CHECKED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache")
+_CHECKED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "cache", "use_cache")
 _known: ContextVar[tuple[Any, ...] | None] = ContextVar("_known", default=None)
 
 
 def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's ``forward`` that checks its inputs first; its signature stays, which transformers reads."""
+    """A model's ``forward`` that checks its inputs first and takes a cache by either name; its signature stays, which transformers reads."""
     names = list(inspect.signature(forward).parameters)[1:]
+    own_cache = next((name for name in CACHE_NAMES if name in names), CACHE)
 
     @functools.wraps(forward)
     def checked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (cache := take_cache(kwargs)) is not None:
+            kwargs[own_cache] = cache
         given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given["cache"] = given.get(own_cache)
         if torch.compiler.is_compiling():  # a compiled program cannot keep what is known
             check_inputs(self.config, given)
             return run(self, given, args, kwargs)
@@ -112,9 +117,7 @@ def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
         _check_numbers("attention_mask", mask, tokens)
         _check_mask(mask, batch)
     remedy = "use level_cache(model) or leave it away"
-    check_type(
-        "past_key_values", given.get("past_key_values"), (Cache, type(None)), "a transformers.Cache or None", remedy
-    )
+    check_type("cache", given.get("cache"), (Cache, type(None)), "a transformers.Cache or None", remedy)
     if given.get("use_cache") is not None:
         check_bool("use_cache", given["use_cache"])
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from structattn.integrations.transformers.adapters import register_known, weighed
-from structattn.integrations.transformers.caches import of_decoder
+from structattn.integrations.transformers.caches import CACHE, of_decoder
 from structattn.integrations.transformers.masks import StructuredMask
 
 
@@ -147,15 +147,14 @@ class _MptAdapter(_Adapter):
         self,
         hidden_states: Tensor,
         position_bias: Tensor,
-        past_key_values: Any = None,
         attention_mask: object = None,
-        **_: Any,
+        **arguments: Any,
     ) -> tuple[Tensor, Tensor | None]:
         fused = self.Wqkv(hidden_states)
         if self.clip_qkv:
             fused = fused.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         q, k, v = (_heads(x, self.head_dim) for x in fused.chunk(3, dim=2))
-        k, v = self.cached(k, v, past_key_values)
+        k, v = self.cached(k, v, arguments.get(CACHE))
         out, weights = self.weighed(
             q,
             k,
@@ -191,12 +190,11 @@ class _XGLMAdapter(_Adapter):
         self,
         hidden_states: Tensor,
         key_value_states: Tensor | None = None,
-        past_key_values: Any = None,
         attention_mask: object = None,
-        **_: Any,
+        **arguments: Any,
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = (_heads(p(hidden_states), self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
-        k, v = self.cached(k, v, past_key_values)
+        k, v = self.cached(k, v, arguments.get(CACHE))
         dropout = self.dropout if self.training else 0.0
         out, weights = self.weighed(q, k, v, attention_mask, scaling=self.scaling, dropout=dropout)
         return self.out_proj(out), weights
@@ -210,12 +208,11 @@ class _BertAdapter(_Adapter):
         hidden_states: Tensor,
         attention_mask: object = None,
         encoder_hidden_states: Tensor | None = None,
-        past_key_values: Any = None,
-        **_: Any,
+        **arguments: Any,
     ) -> tuple[Tensor, Tensor | None]:
         dim: int = self.attention_head_size
         q, k, v = (_heads(p(hidden_states), dim) for p in (self.query, self.key, self.value))
-        k, v = self.cached(k, v, past_key_values)
+        k, v = self.cached(k, v, arguments.get(CACHE))
         return self.weighed(q, k, v, attention_mask, scaling=dim**-0.5, dropout=self.dropped(self.dropout))
 
 
@@ -227,7 +224,6 @@ class _JetMoeAdapter(_Adapter):
         hidden_states: Tensor,
         attention_mask: object = None,
         position_embeddings: Any = None,
-        past_key_values: Any = None,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor | None, Any]:
         from transformers.models.jetmoe.modeling_jetmoe import apply_rotary_pos_emb
@@ -237,7 +233,7 @@ class _JetMoeAdapter(_Adapter):
         q, k, v = (_heads(x.flatten(2), self.head_dim) for x in (queries, keys, values))
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         groups = k.shape[1]
-        k, v = self.cached(k, v, past_key_values)
+        k, v = self.cached(k, v, arguments.pop(CACHE, None))
         dropout = self.attention_dropout if self.training else 0.0
         arguments |= {"scaling": self.scaling, "dropout": dropout}
         out, weights = weighed(self, _swapped(q, 1, (-1, groups)), k, v, attention_mask, **arguments)

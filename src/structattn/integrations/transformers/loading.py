@@ -14,10 +14,11 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
+from structattn.cache.paged import PackedCache
 from structattn.checks import check_path, quoted
 from structattn.errors import CheckpointError, ConfigError, ShapeError, nearest_name
 from structattn.integrations.transformers.auto_map import NotCopied
-from structattn.integrations.transformers.caches import guarded, level_cache_layer
+from structattn.integrations.transformers.caches import CACHE, guarded, level_cache_layer, packed_cache, take_cache
 from structattn.integrations.transformers.effect import is_registered
 from structattn.integrations.transformers.inputs import check_inputs
 
@@ -119,7 +120,7 @@ class StructuredModelMixin(NotCopied):
         return (model, info) if with_info else model
 
     def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``GenerationMixin.generate``, which reads its inputs before the model does.
+        """``GenerationMixin.generate``, which reads its inputs before the model does; ``cache`` may have its older name ``past_key_values``.
 
         Raises:
             ConfigError, ShapeError: they are missing, or see ``check_inputs``.
@@ -140,10 +141,12 @@ class StructuredModelMixin(NotCopied):
             raise ConfigError("generate needs inputs: the token ids of the prompts, (batch, tokens)")
         settings = (kwargs.get("generation_config"), self.generation_config)  # type: ignore[attr-defined]
         asked = (kwargs.get("use_cache"), *(getattr(one, "use_cache", None) for one in settings))
-        if kwargs.get("past_key_values") is not None and next((x for x in asked if x is not None), None) is False:
-            raise ConfigError(
-                "generate needs use_cache=True with past_key_values, got False: the config of this model may have it"
-            )
+        if (cache := take_cache(kwargs)) is not None:
+            if next((x for x in asked if x is not None), None) is False:
+                raise ConfigError(
+                    "generate needs use_cache=True with a cache, got False: the config of this model may have it"
+                )
+            kwargs[CACHE] = cache
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
@@ -152,11 +155,14 @@ class StructuredModelMixin(NotCopied):
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A call of the model: if it fails, no layer of ``past_key_values`` keeps its tokens."""
-        if kwargs.get("past_key_values") is None:
+        """A call of the model: if it fails, no layer of ``cache`` (older name: ``past_key_values``) keeps its tokens."""
+        if (cache := take_cache(kwargs)) is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        with guarded(kwargs["past_key_values"]):
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(cache, PackedCache):  # of continuous batching: transformers' models would ask it for masks
+            with packed_cache(cache):
+                return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with guarded(cache):
+            return super().__call__(*args, **kwargs, cache=cache)  # type: ignore[misc]
 
     @classmethod
     def claim(cls, config: PreTrainedConfig, implementation: str) -> None:
@@ -212,7 +218,7 @@ class StructuredModelMixin(NotCopied):
         # transformers has no public hook for the cache that `generate` makes. If it stops calling this, the attention
         # layers still replace empty layers themselves; rolling back over a block boundary is then refused.
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if isinstance(cache, Cache):
             for index in self.attention_layers():
                 level_cache_layer(cache, index)

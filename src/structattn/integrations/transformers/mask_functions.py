@@ -175,7 +175,7 @@ def structured_mask(
         raise ConfigError(
             f"structured attention needs all keys in order, and this cache returns {kv_length} keys from position {kv_offset} on for "
             f"{q_length} queries: a static cache, or a sliding-window cache that dropped keys. Pass "
-            "past_key_values=level_cache(model) (structattn.integrations.transformers)"
+            "cache=level_cache(model) (structattn.integrations.transformers)"
             if pattern.is_causal
             else f"structured attention needs queries and keys of the same tokens, and this mask is for {q_length} queries and {kv_length} "
             "keys: cross attention and prefixes are not supported"

@@ -15,6 +15,7 @@ from structattn.checks import check_type
 from structattn.errors import CheckpointError, ConfigError, ShapeError
 from structattn.integrations.transformers.arguments import check_arguments
 from structattn.integrations.transformers.block import StructAttnLayer
+from structattn.integrations.transformers.caches import CACHE, given_packed_cache
 from structattn.integrations.transformers.config import StructAttnConfig
 from structattn.integrations.transformers.inputs import check_keep, check_loss, checked
 from structattn.integrations.transformers.loading import StructuredModelMixin, first_keys
@@ -31,7 +32,7 @@ class StructAttnPreTrainedModel(StructuredModelMixin, PreTrainedModel):  # type:
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["StructAttnLayer"]  # noqa: RUF012 - transformers' own form
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
     _supports_sdpa = True  # what programs ask for by default may be asked for, and changes nothing
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -102,7 +103,7 @@ class StructAttnModel(StructAttnPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -117,7 +118,8 @@ class StructAttnModel(StructAttnPreTrainedModel):
             attention_mask: (B, S), nonzero where a token, cached or new, is real. Positions count from the first real token of a row, and
                 hidden tokens after it count. Or (B or 1, H or 1, T, S), bool or added to the scores, which moves no position.
             position_ids: (B, T) int; only used to find where they restart: sequences packed in one row.
-            past_key_values: cache; the layers of an empty one that transformers made are replaced by ours.
+            cache: the keys and values so far, also by its older name ``past_key_values``. The layers of an empty one that
+                transformers made are replaced by ours.
             inputs_embeds: (B, T, E).
             use_cache: return a cache. Default: ``config.use_cache``, but not in training.
             output_hidden_states: also return the input of each block and the output.
@@ -130,15 +132,14 @@ class StructAttnModel(StructAttnPreTrainedModel):
             ConfigError: see ``read_padding`` and ``read_packing``; or an argument changes the score.
             ShapeError: a token lies beyond the learned positions.
         """
-        packed = kwargs.get("cache")
-        if isinstance(packed, PackedCache):
-            return self._packed(kwargs.pop("cache"), input_ids, position_ids)
+        if (packed := given_packed_cache()) is not None:
+            return self._packed(packed, input_ids, position_ids)
         check_arguments(None, kwargs)
         if kwargs.get("is_causal") is False:
             raise ConfigError("this model is causal, and the call asks for is_causal=False")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        past_key_values = self._checked_cache(past_key_values, use_cache)
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cache = self._checked_cache(cache, use_cache)
+        past = 0 if cache is None else cache.get_seq_length()
         length = x.shape[1]
         if attention_mask is not None and attention_mask.dim() == 4:
             mask = StructuredMask.of_pairs(attention_mask, length, past + length, length)
@@ -151,22 +152,22 @@ class StructAttnModel(StructAttnPreTrainedModel):
         else:
             mask = StructuredMask(num_queries=length, num_keys=past + length, attention_mask=attention_mask)
         shown = mask.attn_mask(is_training=self.training)
-        sequences = mask.sequences(position_ids, kwargs.get("cu_seq_lens_q"), has_cache=past_key_values is not None)
-        padding = None if past_key_values is None else mask.padding_counts
+        sequences = mask.sequences(position_ids, kwargs.get("cu_seq_lens_q"), has_cache=cache is not None)
+        padding = None if cache is None else mask.padding_counts
         if self.position is not None:
             x = x + self._learned(self.position, past, length, sequences)
         shows_weights = self.config.output_attentions if output_attentions is None else output_attentions
         kept, weights = [x], []
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while drafting by early exit
             if shows_weights:
-                weights.append(layer.weights(x, sequences, past_key_values, padding, shown))  # type: ignore[operator]
-            x = layer(x, sequences, past_key_values, padding, shown)
+                weights.append(layer.weights(x, sequences, cache, padding, shown))  # type: ignore[operator]
+            x = layer(x, sequences, cache, padding, shown)
             kept.append(x)
         x = self.norm(x)
         show = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         out = BaseModelOutputWithPast(
             last_hidden_state=x,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             hidden_states=(*kept[:-1], x) if show else None,
             attentions=tuple(weights) if shows_weights else None,
         )
@@ -259,7 +260,7 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -272,7 +273,7 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
         """Logits, and the next-token loss if ``labels`` are given.
 
         Args:
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, output_hidden_states,
             output_attentions, return_dict: see ``StructAttnModel.forward``.
             labels: (B, T) int, the tokens themselves (they are shifted here); -100 is left out.
             logits_to_keep: the number of last positions, or the positions themselves; 0 is all.
@@ -286,7 +287,7 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
@@ -304,7 +305,7 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=out.past_key_values,
+            **{CACHE: getattr(out, CACHE)},
             hidden_states=out.hidden_states,
             attentions=out.attentions,
         )

@@ -12,11 +12,12 @@ from structattn.studies.decode_time import NUM_STEPS, median_ms
 def _cache_of(model: Any, tokens: Tensor, room: int) -> Any:
     """The cache after a prompt, with a capacity of ``room`` tokens: of structured attention a compressed one, else that of the model."""
     from structattn.integrations.transformers import level_cache
+    from structattn.integrations.transformers.caches import CACHE
     from structattn.integrations.transformers.families import StructurizedModel
 
     own = model.get_base_model() if hasattr(model, "get_base_model") else model
-    given = {"past_key_values": level_cache(own, max_length=room)} if isinstance(own, StructurizedModel) else {}
-    return model(input_ids=tokens, use_cache=True, **given).past_key_values
+    given = {CACHE: level_cache(own, max_length=room)} if isinstance(own, StructurizedModel) else {}
+    return getattr(model(input_ids=tokens, use_cache=True, **given), CACHE)
 
 
 def cache_bytes(model: Any, tokens: Tensor, mask: Tensor | None) -> int:
@@ -32,10 +33,12 @@ def cache_bytes(model: Any, tokens: Tensor, mask: Tensor | None) -> int:
 
 def decode_ms(model: Any, tokens: Tensor) -> float:
     """Median milliseconds of one more token after a prompt, (1, T)."""
-    cache = _cache_of(model, tokens[:, :-NUM_STEPS], tokens.shape[1])
+    from structattn.integrations.transformers.caches import CACHE
+
+    cache = {CACHE: _cache_of(model, tokens[:, :-NUM_STEPS], tokens.shape[1])}
 
     def step(token: Tensor) -> Tensor:
-        logits: Tensor = model(input_ids=token, use_cache=True, past_key_values=cache).logits
+        logits: Tensor = model(input_ids=token, use_cache=True, **cache).logits
         return logits
 
     return median_ms(step, tokens[:, -NUM_STEPS:])

@@ -124,6 +124,7 @@ _LATENT = (
 # More families, that have nothing which those above have not; their tests run with --full.
 RARE: dict[str, dict[str, Any]] = {
     "afmoe": _HEADS | _EXPERTS | {"sliding_window": 6, "num_dense_layers": 1},
+    "apertus1p5_text": _GROUPS,
     "aria_text": _HEADS
     | _EXPERTS
     | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "intermediate_size": 16},
@@ -154,6 +155,7 @@ RARE: dict[str, dict[str, Any]] = {
     "electra": _DECODER | {"embedding_size": 64},
     "ernie": _DECODER,
     "ernie4_5_moe": _HEADS | _EXPERTS | {"moe_num_experts": 4, "moe_k": 2},
+    "exaone": _HEADS,
     "exaone_moe": _HEADS
     | _EXPERTS
     | _WINDOWS
@@ -238,6 +240,7 @@ RARE: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
         "shared_expert_intermediate_size": 16,
     },
+    "lara_mini": _HEADS | _EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 16},
     "lfm3": _HEADS | _EXPERTS | {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": _GROUPS | _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama4_text": _HEADS
@@ -305,6 +308,7 @@ RARE: dict[str, dict[str, Any]] = {
     },
     "roberta": _DECODER,
     "roberta-prelayernorm": _DECODER,
+    "sarvam_moe": _HEADS | _EXPERTS | _ROUTED,
     "solar_open": _HEADS | _EXPERTS | _ROUTED,
     "vaultgemma": _HEADS | _WINDOWS | {"attn_logit_softcapping": 0.5},
     "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
@@ -356,6 +360,7 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
                 "kimi_linear": {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 16},
                 "longcat_flash": {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "moe_topk": 2},
                 "minicpm3": {"dim_model_base": 16},
+                "sarvam_mla": {"num_key_value_heads": 4},
                 "youtu": {},
             }.items()
         },
@@ -379,7 +384,14 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "xlstm": {"num_heads": 2},
         },
     ),
-    "more than once": ("two scores in a layer, or one layer that is used twice", {"diffllama": {}, "hrm_text": {}}),
+    "more than once": (
+        "two scores in a layer, or one layer that is used twice",
+        {
+            "diffllama": {},
+            "dory": _HEADS | {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1},
+            "hrm_text": {},
+        },
+    ),
     "holds more than keys and values": ("a cache of compressed keys", {"deepseek_v4": _LATENT}),
     "block_indices": (
         "keys that are chosen by the tokens",
@@ -394,7 +406,10 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "a mask that is neither causal nor one of all pairs",
         {"git": {"vision_config": _PART | {"image_size": 8, "patch_size": 4}}},
     ),
-    "argument 'sinks'": ("a sink for each token", {"inkling2_text": _HEADS | _ROUTED | _EXPERTS}),
+    "argument 'sinks'": (
+        "a sink for each token",
+        dict.fromkeys(["inkling2_loop_text", "inkling2_text"], _HEADS | _ROUTED | _EXPERTS),
+    ),
     "computes with the attention mask": (
         "a mask that is computed from the tokens",
         {

@@ -61,7 +61,7 @@ def test_what_is_missing_is_named(monkeypatch) -> None:
         serve.main(["model"])
     monkeypatch.setattr(serve, "_LIBRARIES", ())
     monkeypatch.delattr("transformers.cli.serve.Serve")
-    with pytest.raises(MissingDependencyError, match=r"5.17 to 5.23 have, and transformers .* has not"):
+    with pytest.raises(MissingDependencyError, match=r"5.17 to 5.24 have, and transformers .* has not"):
         serve.server()
 
 

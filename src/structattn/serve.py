@@ -36,7 +36,7 @@ def server() -> Callable[..., None]:
         from transformers.cli.serve import Serve
     except ImportError as error:
         raise MissingDependencyError(
-            "structattn.serve starts transformers.cli.serve.Serve, which transformers 5.17 to 5.23 have, and transformers "
+            "structattn.serve starts transformers.cli.serve.Serve, which transformers 5.17 to 5.24 have, and transformers "
             f"{transformers.__version__} has not ({error}): pip install 'structattn[serve]'"
         ) from error
 

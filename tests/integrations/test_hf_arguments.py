@@ -13,7 +13,7 @@ from hf_models import VOCAB, generate, gpt2, llama, tokens
 from test_hf_saving import own
 
 from structattn.errors import ConfigError, ShapeError
-from structattn.integrations.transformers import arguments, register_attention, structurize
+from structattn.integrations.transformers import arguments, level_cache, register_attention, structurize
 from structattn.integrations.transformers.arguments import check_arguments
 
 IDS = tokens(2, 12)
@@ -63,6 +63,27 @@ def test_what_passes_through(kind) -> None:
     assert torch.equal(generate(model, IDS[:1], tokenizer=tokenizer, stop_strings=[stop]), text[:, :end])
 
 
+@pytest.mark.parametrize("kind", ["own", "llama", "gpt2"])
+def test_a_cache_has_two_names(kind) -> None:
+    """transformers 5.24 has renamed it; our models take both names, with every transformers."""
+    model = MODELS[kind]()
+    text = generate(model, IDS, new=6, use_cache=False)
+    for name in ("cache", "past_key_values"):
+        given = level_cache(model)
+        assert torch.equal(generate(model, IDS, new=6, **{name: given}), text)
+        assert given.get_seq_length() == 17
+        given = level_cache(model)
+        with torch.no_grad():
+            model(IDS[:, :7], use_cache=True, **{name: given})
+            out = model(IDS[:, 7:], use_cache=True, **{name: given})
+        assert out.past_key_values is given
+        torch.testing.assert_close(out.logits, model(IDS, use_cache=False).logits[:, 7:])
+    two = {"cache": level_cache(model), "past_key_values": level_cache(model)}
+    for call in (lambda: model(IDS, **two), lambda: model.generate(IDS, **two)):
+        with pytest.raises(ConfigError, match="give cache or past_key_values, got both"):
+            call()
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_changes_the_score_is_refused(kind) -> None:
     model = MODELS[kind]()
@@ -73,7 +94,6 @@ def test_what_changes_the_score_is_refused(kind) -> None:
             else {}
         ),
         "head_mask": torch.ones(4),
-        "cache": object(),
     }.items():
         with pytest.raises(ConfigError, match=f"does not know the argument '{name}'"):
             model(IDS, use_cache=False, **{name: value})

@@ -183,7 +183,7 @@ def test_layers_of_transformers_are_replaced_while_empty() -> None:
         assert not isinstance(cache.layers[0], LevelCacheLayer)
     with pytest.raises(CacheError, match="must be a transformers.Cache"):
         level_cache_layer([], 0)
-    with pytest.raises(CacheError, match="layer 2 of past_key_values is None"):
+    with pytest.raises(CacheError, match="layer 2 of the cache is None"):
         level_cache_layer(level_cache(model), 2)
 
 

@@ -58,11 +58,8 @@ def logits(model, shift=0):
 
 # Their attention is written out in the model's file. transformers only logs a line.
 _SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-_SMALL_GPT = {"vocab_size": 50, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 8}
 OWN_ATTENTION = {
     "Falcon": _SMALL,
-    "GPTJ": _SMALL_GPT,
-    "CodeGen": _SMALL_GPT,
     "Bloom": {"vocab_size": 50, "hidden_size": 32, "n_layer": 1, "n_head": 4},
     "Mpt": {"vocab_size": 50, "d_model": 32, "n_layers": 1, "n_heads": 4},
     "Mamba": {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1},  # no attention at all

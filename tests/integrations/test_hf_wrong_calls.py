@@ -139,7 +139,8 @@ INPUTS = {
         LONGS.to(torch.uint16),
         LONGS.to("meta"),
     ),
-    "past_key_values": (7, "x", [], (), ((IDS, IDS),), PLAIN.config),
+    "cache": (7, "x", [], (), ((IDS, IDS),), PLAIN.config),
+    "past_key_values": (7,),  # its older name
     "use_cache": ("no", 3),
     "inputs_embeds": (
         7,
@@ -188,7 +189,7 @@ def test_wrong_inputs(kind) -> None:
     for mask in (LONGS * 0, LONGS * float("nan"), "x", torch.tensor(1), LONGS[0], LONGS[None]):
         with pytest.raises(StructAttnError):
             model.generate(IDS, attention_mask=mask, max_new_tokens=1, pad_token_id=0)
-    with pytest.raises(StructAttnError, match="generate needs use_cache=True with past_key_values"):
+    with pytest.raises(StructAttnError, match="generate needs use_cache=True with a cache"):
         model.generate(IDS, past_key_values=level_cache(model), use_cache=False, max_new_tokens=1)
     for embeds in (
         *INPUTS["inputs_embeds"][:-1],

@@ -162,7 +162,7 @@ class StructuredModelMixin(NotCopied):
             with packed_cache(cache):
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
         with guarded(cache):
-            return super().__call__(*args, **kwargs, cache=cache)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs, **{CACHE: cache})  # type: ignore[misc]
 
     @classmethod
     def claim(cls, config: PreTrainedConfig, implementation: str) -> None:

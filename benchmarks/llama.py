@@ -85,11 +85,13 @@ class LlamaStep:
         model: of transformers.
         cache: with S - 1 or S tokens.
         ids: all S tokens, (1, S).
+        given: the cache by the name that this transformers has for it; its decorator for older names takes time.
     """
 
     model: Any
     cache: Any
     ids: Tensor
+    given: dict[str, Any]
 
     def prepare(self) -> None:
         """Takes back the step before."""
@@ -99,7 +101,7 @@ class LlamaStep:
     @torch.no_grad()
     def __call__(self) -> Tensor:
         """The logits after the last token, (1, 1, vocabulary)."""
-        out: Tensor = self.model(self.ids[:, -1:], past_key_values=self.cache, use_cache=True).logits
+        out: Tensor = self.model(self.ids[:, -1:], use_cache=True, **self.given).logits
         return out
 
     @property
@@ -137,6 +139,7 @@ def _case(label: str, shape: ModelShape, length: int, device: torch.device, dtyp
     @torch.no_grad()
     def build() -> LlamaStep:
         from structattn.integrations.transformers import level_cache
+        from structattn.integrations.transformers.caches import CACHE
 
         from transformers import DynamicCache  # isort: skip
 
@@ -144,8 +147,9 @@ def _case(label: str, shape: ModelShape, length: int, device: torch.device, dtyp
         model = build_llama(shape, spec, device, dtype, length=length, **sizes)
         cache = DynamicCache(config=model.config) if spec is None else level_cache(model, max_length=length)
         ids = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(SEED)).to(device)
-        model(ids[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return LlamaStep(model=model, cache=cache, ids=ids)
+        given = {CACHE: cache}
+        model(ids[:, :-1], use_cache=True, logits_to_keep=1, **given)
+        return LlamaStep(model=model, cache=cache, ids=ids, given=given)
 
     layer = 2 * width * (width + shape.num_kv_heads * shape.head_dim) + 3 * width * hidden
     weights = shape.num_layers * layer + VOCABULARY * width

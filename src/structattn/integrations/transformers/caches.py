@@ -39,10 +39,10 @@ _packed: ContextVar[PackedCache | None] = ContextVar("packed", default=None)
 
 def take_cache(arguments: dict[str, Any]) -> Any:
     """Removes the cache from the arguments of a call, by either name, and returns it; raises ``ConfigError`` if there are two."""
-    found = [cache for name in CACHE_NAMES if (cache := arguments.pop(name, None)) is not None]
-    if len(found) > 1:
+    cache, older = (arguments.pop(name, None) for name in CACHE_NAMES)
+    if cache is not None and older is not None:
         raise ConfigError("give cache or past_key_values, got both: the second is the older name of the first")
-    return found[0] if found else None
+    return older if cache is None else cache
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ Row = dict[str, Any]
 
 # Columns that a table has if one of its rows does: head to the key of a row and its unit.
 OPTIONAL_COLUMNS = {
+    "GFLOP saved": ("flops_saved", 1e9),
+    "ms saved": ("ms_saved", 1),
     "tokens/s": ("tokens_per_s", 1),
     "cache bytes per token": ("cache_bytes_per_token", 1),
     "times smaller": ("cache_ratio", 1),
@@ -82,8 +85,8 @@ def _points(rows: list[Row], axis: str) -> tuple[list[float], list[float]]:
 
 
 def number(value: float) -> str:
-    """Three significant digits, without exponents: 0.0123, 1.23, 1,230."""
-    digits = f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+    """Three significant digits, without exponents: 0.0123, 1.23, -1,230."""
+    digits = f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
     return digits if "e" not in digits else f"{value:.6f}"
 
 
@@ -93,14 +96,21 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def _mode_table(result: dict[str, Any], mode: str) -> str:
+def optional_cells(row: Row, heads: Iterable[str]) -> list[str]:
+    """The cells of a row under some heads of ``OPTIONAL_COLUMNS``: empty where the row, perhaps of an older file, has no such value."""
+    columns = (OPTIONAL_COLUMNS[head] for head in heads)
+    return [number(row[key] / unit) if key in row else "" for key, unit in columns]
+
+
+def mode_table(result: dict[str, Any], mode: str) -> str:
+    """The section of one mode: its title and its table."""
     rows = [row for row in result["rows"] if row["mode"] == mode]
     names = list(rows[0]["sizes"])
     varying = [n for n in names if n == result["axis"] or len({row["sizes"][n] for row in rows}) > 1]
     fixed = ", ".join(f"{name} = {rows[0]['sizes'][name]:,}" for name in names if name not in varying)
     heads = ["variant", *varying, "FLOP ratio", "median ms", "20-80 % ms", f"times faster than {result['baseline']}"]
     heads.append("times the floor")
-    optional = {head: of for head, of in OPTIONAL_COLUMNS.items() if any(of[0] in row for row in rows)}
+    optional = [head for head, (key, _) in OPTIONAL_COLUMNS.items() if any(key in row for row in rows)]
     heads += optional
     body = [
         [
@@ -111,7 +121,7 @@ def _mode_table(result: dict[str, Any], mode: str) -> str:
             f"{number(row['p20_ms'])} - {number(row['p80_ms'])}",
             number(row["speedup"]),
             number(row["times_floor"]),
-            *(number(row[key] / unit) if key in row else "" for key, unit in optional.values()),
+            *optional_cells(row, optional),
         ]
         for row in rows
     ]
@@ -184,7 +194,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"{result['repeats']} repeats, each of every variant of a group in shuffled order; disturbed by other programs: "
         + (", ".join(_disturbed(result)) or "none"),
         "FLOP ratio: of the baseline "
-        "to the variant. Times faster: median of the ratios within a repeat. Floor: the larger of FLOPs and fewest bytes over "
+        "to the variant. Times faster: median of the ratios within a repeat. Saved: baseline less variant for one call, below 0 where "
+        "the variant takes more; ms: median of the differences within a repeat. Floor: the larger of FLOPs and fewest bytes over "
         "their ceilings. How to read: benchmarks/README.md",
     ]
     codes: dict[str, list[str]] = {}
@@ -197,7 +208,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"# {result['benchmark']}, {result['device']}, {result['dtype']}",
         f"{result['about']} Baseline: {result['baseline']}.",
         "\n".join(f"- {fact}" for fact in facts),
-        *(_mode_table(result, mode) for mode in modes),
+        *(mode_table(result, mode) for mode in modes),
         _crossover_table(result, modes),
         *([_exponent_table(result)] if result["exponents"] else []),
     ]

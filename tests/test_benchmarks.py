@@ -75,7 +75,8 @@ def test_numbers_are_finite_and_positive(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         numbers = [value for value in row.values() if isinstance(value, float)] + row["samples_ms"]
         assert len(row["samples_ms"]) == 2
-        assert all(math.isfinite(value) and value >= 0 for value in numbers), row
+        assert all(math.isfinite(value) for value in numbers), row
+        assert all(value >= 0 for name, value in row.items() if isinstance(value, float) and name != "ms_saved"), row
         assert row["min_ms"] <= row["p20_ms"] <= row["median_ms"] <= row["p80_ms"] <= row["max_ms"]
     assert all(value > 0 for value in result["ceilings"].values())
 
@@ -84,6 +85,7 @@ def test_the_baseline_is_compared_with_itself(result: dict[str, Any]) -> None:
     rows = [row for row in result["rows"] if row["is_baseline"]]
     assert [row["speedup"] for row in rows] == [1, 1]
     assert [row["flop_ratio"] for row in rows] == [1, 1]
+    assert [(row["flops_saved"], row["ms_saved"]) for row in rows] == [(0, 0), (0, 0)]
 
 
 def test_counts(result: dict[str, Any]) -> None:
@@ -345,7 +347,7 @@ def test_a_run_with_memory_has_a_figure_and_exponents(monkeypatch: pytest.Monkey
 
 def test_a_result_without_memory_looks_as_before(files: list[Path], result: dict[str, Any]) -> None:
     text = files[1].read_text()
-    assert "| times the floor |\n" in text
+    assert "| times the floor | GFLOP saved | ms saved |\n" in text
     assert "peak" not in text
     assert "Exponent" not in text
     assert figure.png(result) is None  # one width

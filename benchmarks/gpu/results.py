@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.gpu import tile
 from benchmarks.gpu.rows import Settings
-from benchmarks.report import number, table
+from benchmarks.report import number, optional_cells, table
 from structattn.errors import ConfigError
 from structattn.files import write_atomic
 
@@ -21,6 +21,7 @@ FORMAT_VERSION = 1
 DONE = ("ok", "unavailable")  # rows of other statuses are done again, after all that were never done
 REPRODUCE = "python -m benchmarks.gpu"
 MOST_FAILURES = 12  # that the summary shows
+SPEED_COLUMNS = ("GFLOP saved", "ms saved", "tokens/s")
 
 
 @dataclass(kw_only=True)
@@ -148,11 +149,10 @@ def _speed(results: Results) -> str:
         if row["status"] == "ok":
             one, base = row["variant"], row["baseline"]
             rates = [number(100 * one[f"of_{rate}_rate"]) for rate in ("matmul", "copy")]
-            tokens = number(one["tokens_per_s"]) if "tokens_per_s" in one else ""
             cells = [number(one["median_ms"]), number(base["median_ms"]), base["code"] or base["label"]]
             queued = number(row["queued"]["speedup"]) if "queued" in row else ""
             cells = [number(one["speedup"]), queued, *cells]
-            body.append([name.removeprefix("speed/"), *cells, *rates, tokens, one["code"]])
+            body.append([name.removeprefix("speed/"), *cells, *rates, *optional_cells(one, SPEED_COLUMNS), one["code"]])
     heads = [
         "variant",
         "times faster",
@@ -163,7 +163,7 @@ def _speed(results: Results) -> str:
         "% of matmul rate",
         "% of copy rate",
     ]
-    return table([*heads, "tokens/s", "code"], body)
+    return table([*heads, *SPEED_COLUMNS, "code"], body)
 
 
 def _trained(results: Results) -> str:

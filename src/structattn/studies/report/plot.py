@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as MplFigure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import AutoLocator, FixedLocator, FuncFormatter, Locator, LogLocator, NullFormatter, NullLocator
 
 from structattn.files import remove_temporary, write_atomic
 from structattn.studies.records.comparison import ComparisonRecord, Row
@@ -210,11 +210,14 @@ def dot_rows(ax: Axes, rows: Sequence[tuple[str, str, Sequence[float], float]]) 
 
 
 def log_axis(ax: Axes, which: str) -> None:
-    """Makes an axis logarithmic, with plain numbers at 1, 2 and 5 (or at powers of ten over a wide range)."""
+    """Makes an axis logarithmic, with plain numbers at 1, 2 and 5 (at powers of ten over a wide range, and evenly over a short one)."""
     (ax.set_xscale if which == "x" else ax.set_yscale)("log")
     low, high = sorted(ax.get_xlim() if which == "x" else ax.get_ylim())
     axis = ax.xaxis if which == "x" else ax.yaxis
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 2000 else (1.0,)))
+    locator: Locator = LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 2000 else (1.0,))
+    if sum(low <= value <= high for value in locator.tick_values(low, high)) < 2:
+        locator = AutoLocator()  # one number does not say how far apart two points are
+    axis.set_major_locator(locator)
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

@@ -51,7 +51,7 @@ def _panels(
     shown = [(name, part, metric) for name, part in parts.items() for metric in (record.metric, *metrics)]
     specs = list(dict.fromkeys(row.spec for row in record.rows))
     figure, panels = panel_grid(len(shown), 3.1, sharey=False)
-    drawn = False
+    drawn = joined = False
     for ax, (name, part, metric) in zip(panels, shown, strict=True):
         is_score = metric == record.metric
         points = [
@@ -63,7 +63,7 @@ def _panels(
             style: dict[str, Any] = spec_style(specs, spec) | {"linestyle": "none"}
             ax.errorbar(cost, value, yerr=half or None, ms=5, lw=1, capsize=2, label=spec, **style)
             drawn = True
-        _draw_frontier(ax, [(cost, value) for cost, value, *_ in points], lower_is_better=is_score)
+        joined |= _draw_frontier(ax, [(cost, value) for cost, value, *_ in points], lower_is_better=is_score)
         log_axis(ax, "x")
         ax.set_xlabel(cost_label)
         words = record.metric if is_score else metric.replace("_", " ")
@@ -73,7 +73,8 @@ def _panels(
     label_left(panels, "mean over seeds")
     shared_legend(figure, panels, below=True)
     intervals = "; bars are 95 % intervals of the mean over seeds" if len(record.seeds) > 1 else "; one seed"
-    return figure, f"{caption}{intervals}; the grey line joins what nothing cheaper beats.", f"{caption}."
+    line = "; the grey line joins the variants that no cheaper one beats" if joined else ""
+    return figure, f"{caption}{intervals}{line}.", f"{caption}."
 
 
 def _half_interval(row: Row, metric: str) -> float:
@@ -85,8 +86,8 @@ def _half_interval(row: Row, metric: str) -> float:
     return float(quantile) * spread / math.sqrt(count)
 
 
-def _draw_frontier(ax: Any, points: Sequence[tuple[float, float]], *, lower_is_better: bool) -> None:
-    """A step line through the points that no cheaper or equally cheap one beats."""
+def _draw_frontier(ax: Any, points: Sequence[tuple[float, float]], *, lower_is_better: bool) -> bool:
+    """A step line through the points that no cheaper or equally cheap one beats; says whether there are two or more to join."""
     sign = 1 if lower_is_better else -1
     best: list[tuple[float, float]] = []
     for cost, value in sorted(points, key=lambda point: (point[0], sign * point[1])):
@@ -94,3 +95,4 @@ def _draw_frontier(ax: Any, points: Sequence[tuple[float, float]], *, lower_is_b
             best.append((cost, value))
     if len(best) > 1:
         ax.step(*zip(*best, strict=True), where="post", color=GREY, lw=1, zorder=1)
+    return len(best) > 1

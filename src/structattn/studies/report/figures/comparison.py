@@ -28,10 +28,11 @@ from structattn.studies.tasks.registry import figures_of
 def draw(record: ComparisonRecord, folder: Path) -> list[Figure]:
     """Draws the scores, the figures of the task, and the learning curves; a figure without any data is left out."""
     curves = functools.partial(draw_curves, key="step", label="training step")
-    return write_figures(record, {"scores": _scores, **figures_of(record.task), "learning-curves": curves}, folder)
+    return write_figures(record, {"scores": draw_scores, **figures_of(record.task), "learning-curves": curves}, folder)
 
 
-def _scores(record: ComparisonRecord) -> Drawing | None:
+def draw_scores(record: ComparisonRecord) -> Drawing | None:
+    """The score of every seed and their mean, a row for each attention variant; dashed lines are the baselines."""
     rows = list(reversed(ranked_rows(record)))
     if not rows:
         return None
@@ -53,14 +54,17 @@ def _scores(record: ComparisonRecord) -> Drawing | None:
         ax.axvline(value, color=GREY, lw=1.0, ls=DASHES[0], zorder=1)
     ax.set_xlim(ax.get_xlim())
     at = [float((ax.transScale + ax.transLimits).transform((value, 0.0))[0]) for value, _ in lines]
-    for (value, name), top in zip(lines, spread(at, 0.09), strict=True):
+    tops = spread(at, 0.09)
+    # All in one direction, since two that lean towards each other would cross; to the left where the last has no room at its right.
+    rotation, side = (30, "left") if max(tops, default=0.0) < 0.7 else (-30, "right")
+    for (value, name), top in zip(lines, tops, strict=True):
         ax.annotate(
             name, (value, 1.0), (top, 1 + 0.12 / height), xycoords=ax.get_xaxis_transform(),
-            textcoords="axes fraction", rotation=30 if top < 0.7 else -30, rotation_mode="anchor",
-            ha="left" if top < 0.7 else "right", va="bottom", fontsize=8, color=GREY,
+            textcoords="axes fraction", rotation=rotation, rotation_mode="anchor",
+            ha=side, va="bottom", fontsize=8, color=GREY,
             arrowprops={"arrowstyle": "-", "color": GREY, "lw": 0.6, "shrinkA": 0, "shrinkB": 0},
         )  # fmt: skip
-    caption = f"Every seed's score (bar) and their mean (dot), {seed_words(record)}"
+    caption = f"A bar for the score of each seed and a dot for their mean ({seed_words(record)})"
     dashed = "; dashed lines are the baselines" if lines else ""
     alt = f"Dot plot of the score of {len(rows)} attention variants{lowest(record)}."
     return figure, f"{caption}{dashed}{away}.", alt

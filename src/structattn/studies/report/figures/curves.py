@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from structattn.studies.records.comparison import ComparisonRecord
 from structattn.studies.report.plot import DASHES, GREY, Drawing, end_labels, log_axis, new_canvas, row_style, wide
@@ -42,6 +42,8 @@ def draw_curves(
     if key != "step" and wide(place for _, places, _ in curves for place in places):
         log_axis(ax, "x")
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+    if key == "step":
+        ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
     ax.margins(x=0.01)
     for value, name in levels:
         ax.axhline(value, color=GREY, lw=1.0, ls=DASHES[0], zorder=1)

@@ -7,20 +7,21 @@ from typing import Any
 from structattn.studies.records.comparison import ComparisonRecord, Row
 from structattn.studies.report.plot import Drawing, label_left, mark_axis, panel_grid, shared_legend, spec_style
 
+FROM_MARK = "(at n: from n to 2n - 1)"  # what a point of an axis of octaves is about
 _SAME = 0.5  # where a logarithmic axis shows the token itself, at distance 0
 
 
 def loss_by_position(record: ComparisonRecord) -> Drawing | None:
     """Loss against the tokens of context, a line per attention variant, a panel for each setting."""
     label = f"test {record.metric}"
-    figure = octave_panels(record, "loss_by_position", "tokens of context, up to twice as many", label)
+    figure = octave_panels(record, "loss_by_position", f"tokens of context {FROM_MARK}", label)
     return None if figure is None else (figure, "Loss against the context that a token has.", "Loss by position.")
 
 
 def attention_by_distance(record: ComparisonRecord) -> Drawing | None:
     """The share of attention against how far back it reaches."""
     label = "share of attention, mean over layers"
-    figure = octave_panels(record, "attention_by_distance", "distance to the key, up to twice as far", label)
+    figure = octave_panels(record, "attention_by_distance", f"distance to the key {FROM_MARK}", label)
     caption = "How far back attention reaches: the share of all attention by distance."
     return None if figure is None else (figure, caption, "Attention by distance.")
 

@@ -178,6 +178,9 @@ def _saved(record: ComparisonRecord) -> Drawing | None:
     ax.axvline(1.0, color=GREY, lw=1.0, ls=DASHES[0], zorder=1)
     ax.set_xscale("log")
     low, high = ax.get_xlim()
+    low, high = ax.set_xlim(
+        min(low, 0.89), max(high, 1.11)
+    )  # a difference of 1 % is small, and there are numbers beside it
     fine, coarse = (
         (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2),
         (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50),

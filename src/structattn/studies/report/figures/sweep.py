@@ -200,7 +200,7 @@ def _one(record: SweepRecord, parameter: Parameter, ax: Axes) -> None:
         low, high = parameter.ends
         ax.set_xlim(low / 1.15, high * 1.15)
         log_axis(ax, "x")
-        if high / low > 100:
+        if high / low > 30:  # the panels are narrow
             ax.xaxis.set_major_locator(LogLocator(subs=(1.0,)))
     else:
         low, high = parameter.ends

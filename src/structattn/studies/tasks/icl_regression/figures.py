@@ -8,7 +8,7 @@ from structattn.studies.records.comparison import ComparisonRecord, Row
 from structattn.studies.report.figures.by_position import by_position
 from structattn.studies.report.figures.curves import draw_curves
 from structattn.studies.report.numbers import finite
-from structattn.studies.report.plot import DASHES, GREY, OKABE_ITO, Drawing, new_canvas, point_labels
+from structattn.studies.report.plot import DASHES, GREY, OKABE_ITO, Drawing, new_canvas, point_labels, row_style
 from structattn.studies.report.rows import baselines_in_view, by_variant, lowest, score_of, seed_words
 
 
@@ -17,7 +17,7 @@ def error_against_compute(record: ComparisonRecord) -> Drawing | None:
         return None  # errors at different sizes do not share an axis
     scores = [v for row in record.rows if (v := score_of(row)) is not None]
     levels, _ = baselines_in_view(record, scores) if scores else ([], "")
-    return draw_curves(record, "compute", "training compute (forward FLOPs of all examples)", levels)
+    return draw_curves(record, "compute", "training compute, forward FLOPs of all examples", levels)
 
 
 def error_by_point(record: ComparisonRecord) -> Drawing | None:
@@ -39,10 +39,11 @@ def error_against_rank_over_dimension(record: ComparisonRecord) -> Drawing | Non
     ax = figure.add_subplot()
     labels = []
     for index, (name, line) in enumerate(lines.items()):
-        colour = OKABE_ITO[index % len(OKABE_ITO)]
-        points = sorted(line, key=lambda point: point[:2])
-        ax.plot([x for x, *_ in points], [y for _, y, _ in points], "o", color=colour, ms=6, label=name or None)
-        labels += [(x, y, row.spec, colour) for x, y, row in points]
+        for number, (x, y, row) in enumerate(sorted(line, key=lambda point: point[:2])):
+            # Those of the other figures, unless they are needed to tell the settings apart.
+            colour = row_style(record, row)["color"] if len(lines) == 1 else OKABE_ITO[index % len(OKABE_ITO)]
+            ax.plot([x], [y], "o", color=colour, ms=6, label=name if name and number == 0 else None)
+            labels.append((x, y, row.spec, colour))
     ax.axvline(1.0, color=GREY, lw=1.0, ls=DASHES[0], zorder=1)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -7,10 +7,10 @@ from functools import partial
 from structattn.studies.records.comparison import ComparisonRecord
 from structattn.studies.report.cache_map import cache_table
 from structattn.studies.report.figures.cache_map import by_cache, by_decode_time
-from structattn.studies.report.figures.octaves import octave_panels
+from structattn.studies.report.figures.octaves import FROM_MARK, octave_panels
 from structattn.studies.report.plot import DASHES, GREY, Drawing
 
-_DISTANCE = "distance to the value, up to twice as far"
+_DISTANCE = f"distance to the value {FROM_MARK}"
 
 
 def accuracy_by_distance(record: ComparisonRecord) -> Drawing | None:

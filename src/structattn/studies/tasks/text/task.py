@@ -282,7 +282,7 @@ class TextTask(Task):
         if counts_pairs:
             table = torch.from_numpy(pairs).double().view(size, size)
             logs = (table / table.sum(dim=1, keepdim=True)).log()[context, target]
-            note = "how often it comes after the one before"
+            note = f"how often each {self.tokenizer.unit} follows the one before it"
             found.append(Baseline(name="bigram", metrics={self.metric: score(logs)}, note=note))
         return found
 

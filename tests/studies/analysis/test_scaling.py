@@ -161,7 +161,7 @@ def test_words_say_what_was_found() -> None:
     assert "With less compute than standard" in verdict(saved)
     assert "0.80" in table(saved).text()
     hidden = made_comparison(scaling=scaling_laws(rows(0.99, noise=0.01), ("standard", "mlr:32|32")))
-    assert "Not distinguishable from standard" in verdict(hidden)
+    assert "Not distinguishable from standard in compute for the same loss (standard = 1): mlr:32|32" in verdict(hidden)
 
 
 TINY = [

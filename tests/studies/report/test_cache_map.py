@@ -62,3 +62,5 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     figures = {figure.name: figure for figure in draw(recall(), tmp_path)}
     assert {"cache", "decode-time"} <= set(figures)
     assert "95 % intervals" in figures["cache"].caption
+    assert "the grey line joins" in figures["cache"].caption
+    assert "grey" not in figures["decode-time"].caption  # all take equally long, so that one is better than all others

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from structattn.studies.records.comparison import ComparisonRecord, Row
-from structattn.studies.report.numbers import DASH, finite, finite_list, fmt_count, fmt_mib, fmt_score, fmt_seconds
+from structattn.studies.report.numbers import (
+    DASH,
+    finite,
+    finite_list,
+    fmt_count,
+    fmt_date,
+    fmt_mib,
+    fmt_score,
+    fmt_seconds,
+)
 from structattn.studies.report.page import Figure, Origin, Page, Section
 from structattn.studies.report.rows import (
     Column,
@@ -93,7 +102,7 @@ def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
 def byline(record: ComparisonRecord) -> list[str]:
     """Preset, date and seeds."""
     seeds = f"seed{'s' if len(record.seeds) > 1 else ''} {', '.join(map(str, record.seeds))}"
-    return [f"preset {record.preset}", f"{record.created[:16].replace('T', ' ')} UTC", seeds]
+    return [f"preset {record.preset}", fmt_date(record.created), seeds]
 
 
 def facts(record: ComparisonRecord) -> dict[str, str]:
@@ -195,7 +204,7 @@ def _baseline_sentence(record: ComparisonRecord, best_score: float) -> list[str]
     if low < best_score:
         more = sum(1 for s, _ in scored if s < best_score) - 1
         also = f" ({more} more baseline{'s' if more > 1 else ''} too)" if more else ""
-        return [f"The baseline {name} is better than every attention here: {fmt_score(low)}{also}."]
+        return [f'The baseline "{name}" is better than every attention here: {fmt_score(low)}{also}.']
     if low == best_score:
-        return [f"The baseline {name} ties with the best attention."]
-    return [f"The best baseline, {name}, reaches {fmt_score(low)}."]
+        return [f'The baseline "{name}" ties with the best attention.']
+    return [f'The best baseline, "{name}", reaches {fmt_score(low)}.']

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from structattn.studies.records.fits import FitRow, FitsRecord, FittedMatrix
-from structattn.studies.report.numbers import fmt_count, fmt_seconds
+from structattn.studies.report.numbers import fmt_count, fmt_date, fmt_seconds
 from structattn.studies.report.page import Figure, Origin, Page, Section
 from structattn.studies.report.table import Table
 
@@ -65,8 +65,10 @@ def verdict(record: FitsRecord) -> str:
             sentences.append(f"{matrix.name}: nothing was fitted within a quarter of the dense parameters.")
             continue
         low = _nearest(replace(matrix, rows=tuple(row for row in matrix.rows if row.family == "lowrank")))
-        beside = f"; low rank: {fmt_error(low.relative_error)}" if low is not None and low is not best else ""
-        sentences.append(f"{matrix.name}: {best.structure}, {fmt_error(best.relative_error)}{beside}.")
+        beside = f" (low rank: {fmt_error(low.relative_error)})" if low is not None and low is not best else ""
+        sentences.append(
+            f"{matrix.name}: {best.structure}, with a relative error of {fmt_error(best.relative_error)}{beside}."
+        )
     return f"Nearest within {100 * _BUDGET:.0f} % of the parameters of a dense matrix. " + " ".join(sentences)
 
 
@@ -75,7 +77,7 @@ def page(record: FitsRecord, figures: Sequence[Figure]) -> Page:
     return Page(
         title="Structures fitted to matrices",
         question="How near does each structure come to a given matrix, and at how many parameters?",
-        byline=[record.created],
+        byline=[fmt_date(record.created)],
         verdict=verdict(record),
         sections=(
             Section(figures=figures),

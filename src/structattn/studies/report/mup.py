@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from structattn.studies.records.mup import Coordinates, MupRecord, Transfer
-from structattn.studies.report.numbers import DASH, fmt_seconds
+from structattn.studies.report.numbers import DASH, fmt_date, fmt_seconds
 from structattn.studies.report.page import Figure, Origin, Page, Section
 from structattn.studies.report.table import Table
 
@@ -102,7 +102,7 @@ def page(record: MupRecord, figures: Sequence[Figure]) -> Page:
     return Page(
         title="Does muP hold?",
         question="Are the sizes inside the model and the best learning rate the same at every width of the model?",
-        byline=(record.created, f"{fmt_seconds(record.seconds)} seconds"),
+        byline=(fmt_date(record.created), f"{fmt_seconds(record.seconds)} seconds"),
         verdict=verdict(record),
         sections=(
             Section(heading="Results", table=table(record)),

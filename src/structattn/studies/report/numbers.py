@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 DASH = "\N{EN DASH}"
+_MOST_MORE = 3  # decimals, to show a small spread
 
 
 def finite(value: Any) -> float | None:
@@ -34,12 +35,18 @@ def fmt_score(value: float | None) -> str:
 
 
 def fmt_pm(value: float | None, std: float | None) -> str:
-    """A score with its spread, with as many decimals in both: ``0.0612 ± 0.0100``."""
+    """A score with its spread, with as many decimals in both: ``0.0612 ± 0.0100``.
+
+    Both get more than ``fmt_score`` gives, where the spread would be ``0.00``: ``2.577 ± 0.003``.
+    """
     text = fmt_score(value)
     if value is None or std is None:
         return text
+    if "e" in text:
+        return f"{text} ± {std:.1e}"
     decimals = len(text.partition(".")[2])
-    return f"{text} ± {std:.1e}" if "e" in text else f"{text} ± {std:.{decimals}f}"
+    decimals += next((more for more in range(_MOST_MORE + 1) if round(std, decimals + more) > 0), 0)
+    return f"{value:.{decimals}f} ± {std:.{decimals}f}"
 
 
 def fmt_count(value: Any) -> str:
@@ -64,6 +71,11 @@ def fmt_seconds(value: Any) -> str:
     """Seconds with one decimal below 100 and none above."""
     number = finite(value)
     return DASH if number is None else f"{number:.1f}" if number < 100 else f"{number:.0f}"
+
+
+def fmt_date(created: str) -> str:
+    """The minute of a time in ISO 8601 and UTC: ``2026-11-24 12:39 UTC``."""
+    return f"{created[:16].replace('T', ' ')} UTC"
 
 
 def fmt_mib(value: Any) -> str:

@@ -19,6 +19,10 @@ from structattn.files import write_atomic
 from structattn.studies.records.common import REPORT, RESULTS, R, ResultRecord, Results, to_json
 from structattn.studies.report.table import Table
 
+_REM_PER_POINT = 46 / (
+    7.2 * 72
+)  # in a page, of a figure's width: letters of 8 points are about as large as those of notes
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -119,7 +123,13 @@ def write_page(page: Page, path: Path) -> Path:
 def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["inline_svg"] = inline_svg
+    environment.filters["breakable"] = breakable
     return environment.from_string(resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
+
+
+def breakable(name: str) -> Markup:
+    """A name that may go on in a new line after each underscore, so that a table of many metrics fits into its page."""
+    return escape(name).replace("_", Markup("_<wbr>"))
 
 
 def inline_svg(figure: Figure) -> Markup:
@@ -136,7 +146,10 @@ def inline_svg(figure: Figure) -> Markup:
     svg = re.sub(r"url\(#", f"url(#{prefix}", svg)
     tag, rest = svg.split(">", 1)
     tag = re.sub(r'\s(width|height)="[^"]*"', "", tag)
-    return Markup(f'{tag} role="img" aria-label="{escape(figure.alt)}">{rest}')
+    widest = re.search(r'viewBox="0 0 ([\d.]+) ', tag)
+    # Letters have one size in all figures of a page, however wide each was drawn.
+    style = f' style="max-width:{_REM_PER_POINT * float(widest[1]):.1f}rem"' if widest else ""
+    return Markup(f'{tag}{style} role="img" aria-label="{escape(figure.alt)}">{rest}')
 
 
 def _short(value: Any) -> str:

@@ -124,9 +124,9 @@ def _of_setting(record: ComparisonRecord, setting: str | None) -> str:
         kind = "same" if not found.is_distinguishable else "less" if found.estimate < 1 else "more"
         groups[kind].append(f"{one.spec} {multiplier_words(one.frontier, is_baseline=False)}")
     words = {
-        "less": f"With less compute than {baseline} for the same loss, as a share of its own",
-        "more": "With more",
-        "same": f"Not distinguishable from {baseline}",
+        "less": f"With less compute than {baseline} for the same loss ({baseline} = 1)",
+        "more": f"With more compute than {baseline} for the same loss ({baseline} = 1)",
+        "same": f"Not distinguishable from {baseline} in compute for the same loss ({baseline} = 1)",
     }
     return " ".join([sentence, *(f"{words[kind]}: {', '.join(names)}." for kind, names in groups.items() if names)])
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from structattn.studies.records.sweep import BestTrial, Parameter, SweepRecord, Trial
-from structattn.studies.report.numbers import DASH, finite, fmt_count, fmt_score, fmt_seconds
+from structattn.studies.report.numbers import DASH, finite, fmt_count, fmt_date, fmt_score, fmt_seconds
 from structattn.studies.report.page import Figure, Origin, Page, Section
 from structattn.studies.report.table import Table
 
@@ -144,7 +144,7 @@ def page(record: SweepRecord, figures: Sequence[Figure]) -> Page:
         byline=(
             f"preset {record.preset}",
             f"seed {record.seed}",
-            record.created,
+            fmt_date(record.created),
             f"{fmt_seconds(record.seconds)} seconds of training",
         ),
         verdict=verdict(record),

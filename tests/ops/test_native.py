@@ -309,6 +309,17 @@ class TestBuilt:
         finally:
             torch.set_num_threads(before)
 
+    def test_sequences_with_the_same_keys(self) -> None:
+        """Queries before the first key, and those after the padding: two threads would add to the same gradients at once."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(2)
+        try:
+            for _ in range(20):
+                options = {"left_padding": torch.tensor([6]), "is_causal": False}
+                assert_same("native", tensors(1, 1, 1, 400, 200, 6, 5), LAYOUTS[0], **options)
+        finally:
+            torch.set_num_threads(before)
+
     def test_heads_that_share_memory(self) -> None:
         """Keys of one head that are expanded to several, as those of a matrix score without norms."""
         q, _, v = tensors(2, 3, 3, 70, 70, 6, 5)

@@ -195,10 +195,18 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   const int64_t heads = q.size(1), groups = k.size(1), share = heads / groups, dim = layout.dim(), size = layout.value_dim();
-  const int64_t pairs = static_cast<int64_t>(spans.size()) * groups, threads = at::get_num_threads();
+  // Where spans with the same keys begin, those of a row with queries before its padding: one thread adds to the gradients of these keys.
+  std::vector<int64_t> runs;
+  for (size_t n = 0; n < spans.size(); ++n)
+    if (n == 0 || spans[n].row != spans[n - 1].row || spans[n].key != spans[n - 1].key) runs.push_back(static_cast<int64_t>(n));
+  const int64_t pairs = static_cast<int64_t>(runs.size()) * groups, threads = at::get_num_threads();
+  runs.push_back(static_cast<int64_t>(spans.size()));
   // Where there are fewer key heads than threads, each adds up gradients of keys and values of its own for a part of the queries.
-  int64_t splits = 1, most_tiles = 1;
-  for (const Span& span : spans) most_tiles = std::max(most_tiles, tiles_of(span.num_queries, kRows));
+  int64_t splits = 1, most_tiles = 1, most_keys = 0;
+  for (const Span& span : spans) {
+    most_tiles = std::max(most_tiles, tiles_of(span.num_queries, kRows));
+    most_keys = std::max(most_keys, tiles_of(span.num_keys, kCols) * kCols);
+  }
   if (pairs == 0) splits = 1;  // all rows are padding
   else if (pairs < threads) splits = tiles_of(threads, pairs);
   else if (pairs % threads != 0 && pairs < 4 * threads) splits = tiles_of(4 * threads, pairs);
@@ -212,56 +220,67 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   const View<T> queries_of(q), keys(k), outward(grad_out), to_q(grad_q), to_k(grad_k[0]), to_v(grad_v[0]);
   at::parallel_for(0, pairs * splits, 1, [&](int64_t begin, int64_t end) {
     std::vector<T> weight(kRows * kCols), change(kRows * kCols), sums(kRows * dim), shift(kRows), slope(terms.has_softcap() ? kRows * kCols : 0);
+    // Gradients of a sequence and its key head, packed: what is added to narrow slices.
+    std::vector<T> packed_k(layout.is_narrow ? most_keys * dim : 0), packed_v(layout.is_narrow ? most_keys * size : 0);
     Query<T> query(layout);
     Tiles<T> tiles(layout);
     for (int64_t n = begin; n < end; ++n) {
-      const int64_t number = n / splits / groups, group = n / splits % groups, split = n % splits;
-      const Span& span = spans[number];
-      const T *key_t = keys_t.at(number, group, span), *value_t = values_t.at(number, group, span);
-      T* const own_k = to_k.at(span.row, group, span.key) + split * grad_k.stride(0);
-      T* const own_v = to_v.at(span.row, group, span.key) + split * grad_v.stride(0);
-      for (int64_t head = group * share; head < (group + 1) * share; ++head) {
-        for (int64_t first = split * kRows; first < span.num_queries; first += splits * kRows) {
-          const int64_t rows = std::min(kRows, span.num_queries - first), at = (span.row * heads + head) * q.size(2) + span.query + first;
-          query.set(queries_of.at(span.row, head, span.query + first), queries_of.row, rows);
-          std::fill(sums.begin(), sums.end(), T(0));
-          for (int64_t i = 0; i < rows; ++i) {  // a row that sees nothing has weights 0
-            const T found = lse.const_data_ptr<T>()[at + i];
-            shift[i] = found == kNone<T> ? -kNone<T> : found;
-          }
-          const T* drop = delta.const_data_ptr<T>() + at;
-          const T* own = outward.at(span.row, head, span.query + first);
-          for (const Tile<T>& tile : tiles.of(span, first, rows)) {
-            const T* factors = layout.per_count.data();
-            tile.products(layout.dims, factors, query.counted(tile.base()), dim, key_t + tile.from * dim, weight.data());
-            terms.add(span, head, first, rows, tile, weight.data(), slope.empty() ? nullptr : slope.data());
-            tile.products(layout.value_dims, nullptr, own, outward.row, value_t + tile.from * size, change.data());
-            for (int64_t i = 0; i < rows; ++i) {
-              T *w = weight.data() + i * kCols, *d = change.data() + i * kCols;
-              const auto [low, high] = tile.seen(i, kNone<T>, w);
-              tile.seen(i, T(0), d);
-              const V lower(shift[i]), less(drop[i]), factor(factors[tile.base()]);
-              for (int64_t c = low; c < high; c += W) {
-                const V p = exponential<T>(V::loadu(w + c) - lower);
-                p.store(w + c);
-                (p * (V::loadu(d + c) - less) * factor).store(d + c);
-              }
-              if (!slope.empty())  // what is hidden may be no number
-                for (int64_t c = low; c < high; ++c) d[c] = w[c] == 0 ? T(0) : d[c] * slope[i * kCols + c];
+      const int64_t run = n / splits / groups, group = n / splits % groups, split = n % splits;
+      for (int64_t number = runs[run]; number < runs[run + 1]; ++number) {
+        const Span& span = spans[number];
+        const T *key_t = keys_t.at(number, group, span), *value_t = values_t.at(number, group, span);
+        T* const own_k = to_k.at(span.row, group, span.key) + split * grad_k.stride(0);
+        T* const own_v = to_v.at(span.row, group, span.key) + split * grad_v.stride(0);
+        std::fill(packed_k.begin(), packed_k.end(), T(0));
+        std::fill(packed_v.begin(), packed_v.end(), T(0));
+        for (int64_t head = group * share; head < (group + 1) * share; ++head) {
+          for (int64_t first = split * kRows; first < span.num_queries; first += splits * kRows) {
+            const int64_t rows = std::min(kRows, span.num_queries - first), at = (span.row * heads + head) * q.size(2) + span.query + first;
+            query.set(queries_of.at(span.row, head, span.query + first), queries_of.row, rows);
+            std::fill(sums.begin(), sums.end(), T(0));
+            for (int64_t i = 0; i < rows; ++i) {  // a row that sees nothing has weights 0
+              const T found = lse.const_data_ptr<T>()[at + i];
+              shift[i] = found == kNone<T> ? -kNone<T> : found;
             }
-            T* const of_values = own_v + tile.from * to_v.row;
-            tile.walk(layout.value_dims, weight.data(), [&](int64_t l, int64_t begin, int64_t count) {
-              tile.add_to_columns(l, weight.data(), own + begin, outward.row, count, of_values + begin, to_v.row);
-            });
-            tile.scale(factors, change.data());
-            T* const of_keys = own_k + tile.from * to_k.row;
-            const T* key = keys.at(span.row, group, span.key + tile.from);
-            tile.walk(layout.dims, change.data(), [&](int64_t l, int64_t begin, int64_t count) {
-              tile.add_to_rows(l, change.data(), key + begin, keys.row, count, sums.data() + begin, dim);
-              tile.add_to_columns(l, change.data(), query.data() + begin, dim, count, of_keys + begin, to_k.row);
-            });
+            const T* drop = delta.const_data_ptr<T>() + at;
+            const T* own = outward.at(span.row, head, span.query + first);
+            for (const Tile<T>& tile : tiles.of(span, first, rows)) {
+              const T* factors = layout.per_count.data();
+              tile.products(layout.dims, factors, query.counted(tile.base()), dim, key_t + tile.from * dim, weight.data());
+              terms.add(span, head, first, rows, tile, weight.data(), slope.empty() ? nullptr : slope.data());
+              tile.products(layout.value_dims, nullptr, own, outward.row, value_t + tile.from * size, change.data());
+              for (int64_t i = 0; i < rows; ++i) {
+                T *w = weight.data() + i * kCols, *d = change.data() + i * kCols;
+                const auto [low, high] = tile.seen(i, kNone<T>, w);
+                tile.seen(i, T(0), d);
+                const V lower(shift[i]), less(drop[i]), factor(factors[tile.base()]);
+                for (int64_t c = low; c < high; c += W) {
+                  const V p = exponential<T>(V::loadu(w + c) - lower);
+                  p.store(w + c);
+                  (p * (V::loadu(d + c) - less) * factor).store(d + c);
+                }
+                if (!slope.empty())  // what is hidden may be no number
+                  for (int64_t c = low; c < high; ++c) d[c] = w[c] == 0 ? T(0) : d[c] * slope[i * kCols + c];
+              }
+              T *const of_values = own_v + tile.from * to_v.row, *const of_values_t = packed_v.data() + tile.from * size;
+              tile.walk(layout.value_dims, weight.data(), [&](int64_t l, int64_t begin, int64_t count) {
+                tile.add_to_columns(l, weight.data(), own + begin, outward.row, count, of_values + begin, to_v.row,
+                                    of_values_t + begin * kCols);
+              });
+              tile.scale(factors, change.data());
+              T *const of_keys = own_k + tile.from * to_k.row, *const of_keys_t = packed_k.data() + tile.from * dim;
+              const T* key = keys.at(span.row, group, span.key + tile.from);
+              tile.walk(layout.dims, change.data(), [&](int64_t l, int64_t begin, int64_t count) {
+                tile.add_to_rows(l, change.data(), key + begin, keys.row, count, sums.data() + begin, dim);
+                tile.add_to_columns(l, change.data(), query.data() + begin, dim, count, of_keys + begin, to_k.row, of_keys_t + begin * kCols);
+              });
+            }
+            scaled<T>(layout, sums.data(), dim, rows, to_q.at(span.row, head, span.query + first), to_q.row);
           }
-          scaled<T>(layout, sums.data(), dim, rows, to_q.at(span.row, head, span.query + first), to_q.row);
+        }
+        if (layout.is_narrow) {
+          add_unpacked<T>(packed_k.data(), span.num_keys, dim, own_k, to_k.row);
+          add_unpacked<T>(packed_v.data(), span.num_keys, size, own_v, to_v.row);
         }
       }
     }

@@ -72,17 +72,19 @@ void columns(int64_t cols, int64_t depth, const T* a, int64_t am, int64_t ak, co
 template <typename T>
 void product(int64_t rows, int64_t cols, int64_t depth, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, T* c, int64_t ldc,
              bool add) {
-  int64_t m = 0;
-  for (; m + kGroup <= rows; m += kGroup) columns<T, kGroup>(cols, depth, a + m * am, am, ak, b, ldb, c + m * ldc, ldc, add);
-  const T* from = a + m * am;
-  T* to = c + m * ldc;
-  switch (rows - m) {
-    case 1: columns<T, 1>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
-    case 2: columns<T, 2>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
-    case 3: columns<T, 3>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
-    case 4: columns<T, 4>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
-    case 5: columns<T, 5>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
-    default: break;
+  for (int64_t m = 0; m < rows;) {
+    const int64_t left = rows - m, some = left > kGroup && left < 2 * kGroup ? (left + 1) / 2 : std::min(left, kGroup);  // 8 are 4 and 4, not 6 and 2
+    const T* from = a + m * am;
+    T* to = c + m * ldc;
+    switch (some) {
+      case 1: columns<T, 1>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
+      case 2: columns<T, 2>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
+      case 3: columns<T, 3>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
+      case 4: columns<T, 4>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
+      case 5: columns<T, 5>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
+      default: columns<T, kGroup>(cols, depth, from, am, ak, b, ldb, to, ldc, add);
+    }
+    m += some;
   }
 }
 

@@ -6,12 +6,15 @@
 #include <ATen/core/Tensor.h>
 
 #include <limits>
+#include <map>
+#include <tuple>
 #include <vector>
 
 namespace structattn {
 
 constexpr int64_t kRows = 48;  // queries of a tile
 constexpr int64_t kCols = 64;  // keys of a tile
+constexpr int64_t kStrip = 16;  // columns whose rows are noted together, at least a vector
 constexpr int64_t kSquare = 8;  // rows and columns that are transposed at once
 
 // A sequence: its batch row, its first query and key there, how many it has, and the position of its first query, counted from its first key.
@@ -27,6 +30,7 @@ struct Layout {
   std::vector<T> per_level, per_count;
   const int32_t *low, *high;  // (levels, positions): the keys of each level, for every position of a query
   int64_t first_position, num_positions;
+  bool is_narrow = false;  // a slice may be added transposed, see Tile::add_to_columns
 
   int64_t dim() const { return dims.back(); }
   int64_t value_dim() const { return value_dims.back(); }
@@ -41,6 +45,7 @@ struct Layout {
       value_dims.push_back(value_dims.back() + value_ranks[l]);
       per_level.push_back(static_cast<T>(a[l]));
       per_count.push_back(static_cast<T>(c[l]));
+      is_narrow = is_narrow || std::min(ranks[l], value_ranks[l]) < 2 * Vec<T>::size();
     }
   }
 };
@@ -68,8 +73,10 @@ class Tile {
   // Notes the keys that each row shares the next level with: once for every level from `all` to `any`.
   void note(const int64_t* low, const int64_t* high) {
     constexpr int64_t W = Vec<T>::size();
-    const int64_t noted = static_cast<int64_t>(column_groups_.size());
-    column_groups_.resize(noted + count_of(cols), {static_cast<int32_t>(rows_), 0});
+    const int64_t noted = static_cast<int64_t>(column_groups_.size()), stripped = static_cast<int64_t>(strips_.size());
+    const Interval none{static_cast<int32_t>(rows_), 0};
+    column_groups_.resize(noted + num_groups(cols), none);
+    strips_.resize(stripped + num_strips(), none);
     for (int64_t m = 0; m < rows_; m += kGroup) {
       Interval of_group{static_cast<int32_t>(cols), 0};
       for (int64_t i = m; i < std::min(m + kGroup, rows_); ++i) {
@@ -79,10 +86,9 @@ class Tile {
         intervals_.push_back(own);
         if (own.is_empty()) continue;
         of_group = {std::min(of_group.low, own.low), std::max(of_group.high, own.high)};
-        for (int64_t n = own.low / kGroup; n <= (own.high - 1) / kGroup; ++n) {
-          Interval& rows = column_groups_[noted + n];
-          rows = {std::min(rows.low, static_cast<int32_t>(i)), static_cast<int32_t>(i + 1)};
-        }
+        const auto add = [&](Interval& rows) { rows = {std::min(rows.low, static_cast<int32_t>(i)), static_cast<int32_t>(i + 1)}; };
+        for (int64_t n = own.low / kGroup; n <= (own.high - 1) / kGroup; ++n) add(column_groups_[noted + n]);
+        for (int64_t n = own.low / kStrip; n <= (own.high - 1) / kStrip; ++n) add(strips_[stripped + n]);
       }
       if (of_group.is_empty()) of_group = {0, 0};
       groups_.push_back({static_cast<int32_t>(of_group.low / W * W), static_cast<int32_t>(rounded(of_group.high, W))});
@@ -175,13 +181,18 @@ class Tile {
     });
   }
 
-  // c (columns, size) += x^T b, with x as `walk` has it at level l.
-  void add_to_columns(int64_t l, const T* x, const T* b, int64_t ldb, int64_t size, T* c, int64_t ldc) const {
+  // c (columns, size) += x^T b, with x as `walk` has it at level l; or, where vectors of few dimensions would be nearly empty, its transpose
+  // c_t (size, kCols), in which the columns fill them.
+  void add_to_columns(int64_t l, const T* x, const T* b, int64_t ldb, int64_t size, T* c, int64_t ldc, T* c_t) const {
+    if (size < (l < all ? 2 : 1) * Vec<T>::size()) {
+      add_to_columns_t(l, x, b, ldb, size, c_t);
+      return;
+    }
     if (l < all) {
       product<T>(cols, size, rows_, x, 1, kCols, b, ldb, c, ldc, true);
       return;
     }
-    const Interval* rows = column_groups_.data() + (l - all) * count_of(cols);
+    const Interval* rows = column_groups_.data() + (l - all) * num_groups(cols);
     for (int64_t n = 0; n < cols; n += kGroup, ++rows)
       if (!rows->is_empty())
         product<T>(std::min(kGroup, cols - n), size, rows->high - rows->low, x + rows->low * kCols + n, 1, kCols, b + rows->low * ldb, ldb, c + n * ldc,
@@ -189,8 +200,22 @@ class Tile {
   }
 
  private:
-  // How many groups n rows or columns are.
-  static int64_t count_of(int64_t n) { return (n + kGroup - 1) / kGroup; }
+  void add_to_columns_t(int64_t l, const T* x, const T* b, int64_t ldb, int64_t size, T* c_t) const {
+    constexpr int64_t W = Vec<T>::size();
+    static_assert(kStrip % W == 0 && kCols % kStrip == 0);
+    if (l < all) {
+      product<T>(size, rounded(cols, W), rows_, b, 1, ldb, x, kCols, c_t, kCols, true);
+      return;
+    }
+    const Interval* rows = strips_.data() + (l - all) * num_strips();
+    for (int64_t n = 0; n < cols; n += kStrip, ++rows)
+      if (!rows->is_empty())
+        product<T>(size, std::min(kStrip, rounded(cols - n, W)), rows->high - rows->low, b + rows->low * ldb, 1, ldb, x + rows->low * kCols + n, kCols,
+                   c_t + n, kCols, true);
+  }
+
+  static int64_t num_groups(int64_t n) { return (n + kGroup - 1) / kGroup; }
+  int64_t num_strips() const { return (cols + kStrip - 1) / kStrip; }
 
   // The columns that row i shares level l with, a level that not all pairs share.
   Interval interval(int64_t l, int64_t i) const { return intervals_[(l - all) * rows_ + i]; }
@@ -198,26 +223,32 @@ class Tile {
   // Calls f(first row, rows, columns) for groups of rows and the columns, in whole vectors, that any of them shares level l with.
   template <typename F>
   void groups(int64_t l, const F& f) const {
-    const Interval* of_group = groups_.data() + (l - all) * count_of(rows_);
+    const Interval* of_group = groups_.data() + (l - all) * num_groups(rows_);
     for (int64_t m = 0; m < rows_; m += kGroup, ++of_group)
       if (!of_group->is_empty()) f(m, std::min(kGroup, rows_ - m), *of_group);
   }
 
   int64_t rows_;
   std::vector<Interval> intervals_, groups_;  // of the levels `all` ... `any`
-  std::vector<Interval> column_groups_;       // the rows that any of some columns shares each of these levels with
+  std::vector<Interval> column_groups_, strips_;  // the rows that any of some columns shares each of these levels with
 };
 
-// The tiles of some queries, with all keys that they see; kept while the next queries are at the same positions, as those of other heads.
+// The tiles of some queries, with all keys that they see. Those of a few positions are kept: other heads and sequences ask for them again.
 template <typename T>
 class Tiles {
  public:
   explicit Tiles(const Layout<T>& layout) : layout_(layout), low_(layout.levels * kRows), high_(layout.levels * kRows) {}
 
+  // Valid until the next call.
   const std::vector<Tile<T>>& of(const Span& span, int64_t first, int64_t rows) {
     const int64_t start = span.position + first - layout_.first_position;
-    if (start == start_ && rows == rows_ && span.num_keys == num_keys_) return tiles_;
-    start_ = start, rows_ = rows, num_keys_ = span.num_keys;
+    const Key key{start, rows, span.num_keys};
+    if (const auto found = known_.find(key); found != known_.end()) return found->second;
+    if (key == last_key_) return last_;
+    const bool is_kept = known_.size() < kKnown;
+    if (!is_kept) last_key_ = key;
+    std::vector<Tile<T>>& tiles = is_kept ? known_[key] : last_;
+    tiles.clear();
     struct Ends {
       int64_t least_low, most_low, least_high, most_high;
     };
@@ -232,7 +263,6 @@ class Tiles {
       }
       ends.push_back(e);
     }
-    tiles_.clear();
     for (int64_t from = ends[0].least_low / kCols * kCols; from < ends[0].most_high; from += kCols) {
       const int64_t to = std::min(from + kCols, span.num_keys);
       int64_t all = 0;
@@ -240,17 +270,21 @@ class Tiles {
       int64_t any = all;
       while (any < layout_.levels && ends[any].least_low < to && ends[any].most_high > from) ++any;
       if (any == 0) continue;
-      tiles_.emplace_back(rows, from, to, all, any);
-      for (int64_t l = all; l < any; ++l) tiles_.back().note(low_.data() + l * kRows, high_.data() + l * kRows);
+      tiles.emplace_back(rows, from, to, all, any);
+      for (int64_t l = all; l < any; ++l) tiles.back().note(low_.data() + l * kRows, high_.data() + l * kRows);
     }
-    return tiles_;
+    return tiles;
   }
 
  private:
+  using Key = std::tuple<int64_t, int64_t, int64_t>;  // first position, number of queries, number of keys
+  static constexpr size_t kKnown = 64;                // 3,072 positions; about half a megabyte
+
   const Layout<T>& layout_;
-  int64_t start_ = -1, rows_ = -1, num_keys_ = -1;
   std::vector<int64_t> low_, high_;
-  std::vector<Tile<T>> tiles_;
+  std::map<Key, std::vector<Tile<T>>> known_;  // of the first positions that were asked for
+  Key last_key_{-1, -1, -1};
+  std::vector<Tile<T>> last_;  // of the last one that is not among them
 };
 
 // x (count, dim), its rows `stride` apart, transposed by tiles of kCols rows: (tiles, dim, kCols), zero beyond the last.
@@ -267,6 +301,27 @@ void pack(const T* x, int64_t stride, int64_t count, int64_t dim, T* out) {
           at::vec::transpose_mxn<T, kSquare, kSquare>(x + (first + j) * stride + some, stride, out + some * kCols + j, kCols);
       for (; j < rows; ++j)
         for (int64_t d = some; d < end; ++d) out[d * kCols + j] = x[(first + j) * stride + d];
+    }
+  }
+}
+
+// Adds what `pack` would make of count rows to such rows: out (count, dim), its rows `stride` apart.
+template <typename T>
+void add_unpacked(const T* x, int64_t count, int64_t dim, T* out, int64_t stride) {
+  for (int64_t first = 0; first < count; first += kCols, x += dim * kCols) {
+    const int64_t rows = std::min(kCols, count - first);
+    for (int64_t some = 0; some < dim; some += kSquare) {
+      const int64_t end = std::min(some + kSquare, dim);
+      int64_t j = 0;
+      if (end - some == kSquare)
+        for (; j + kSquare <= rows; j += kSquare) {
+          T square[kSquare * kSquare];
+          at::vec::transpose_mxn<T, kSquare, kSquare>(x + some * kCols + j, kCols, square, kSquare);
+          for (int64_t n = 0; n < kSquare; ++n)
+            for (int64_t d = 0; d < kSquare; ++d) out[(first + j + n) * stride + some + d] += square[n * kSquare + d];
+        }
+      for (; j < rows; ++j)
+        for (int64_t d = some; d < end; ++d) out[(first + j) * stride + d] += x[d * kCols + j];
     }
   }
 }

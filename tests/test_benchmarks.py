@@ -611,3 +611,10 @@ def test_cuda(name: str, tmp_path: Path) -> None:
     words = [name.partition("/")[0], "--device", "cuda", "--dtype", "bfloat16", "--only", name, "--repeats", "2"]
     run.main([*words, "--out", str(tmp_path)])
     assert len(list(tmp_path.glob("*-cuda-*"))) == 2
+
+
+def test_the_command_names_every_benchmark(capsys) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    shown = "".join(capsys.readouterr().out.replace("│", " ").split())  # without the breaks of lines
+    assert f"{','.join(sorted(BENCHMARKS)[:-1])}or{max(BENCHMARKS)}." in shown

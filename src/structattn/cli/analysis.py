@@ -210,7 +210,7 @@ class BenchCommand:
     """
 
     name: tyro.conf.Positional[str]
-    """attention, call, decode, linear, model, serve or step."""
+    """attention, call, context-parallel, decode, linear, llama, model, serve or step."""
     quick: bool = False
     """A few sizes and repeats, no peak memory: a minute or two."""
     device: str = "cpu"

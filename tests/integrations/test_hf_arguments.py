@@ -97,6 +97,8 @@ def test_what_changes_the_score_is_refused(kind) -> None:
     }.items():
         with pytest.raises(ConfigError, match=f"does not know the argument '{name}'"):
             model(IDS, use_cache=False, **{name: value})
+    with pytest.raises(ConfigError, match="does not know the argument 'cache'"):  # what a paged cache is up to 5.23
+        check_arguments(None, {"cache": object()})
     if kind == "own":
         with pytest.raises(ConfigError, match="is_causal=False"):
             model(IDS, is_causal=False)

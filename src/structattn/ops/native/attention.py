@@ -162,7 +162,7 @@ def backward(
         out, lse: what ``forward`` returned.
 
     Cost: three products of the score's rank and two of the value's per visible pair; memory for copies of keys and values, and for their gradients
-    once more for each part where there are fewer key heads than threads.
+    once more for each part where there are fewer key heads than threads; with narrow slices each thread has them once more for one key head.
     """
     if needs_bias:
         return blocked.backward(grad_out, grad_lse, q, k, v, out, lse, call, needs_bias=True)

@@ -45,7 +45,7 @@ struct Layout {
       value_dims.push_back(value_dims.back() + value_ranks[l]);
       per_level.push_back(static_cast<T>(a[l]));
       per_count.push_back(static_cast<T>(c[l]));
-      is_narrow = is_narrow || std::min(ranks[l], value_ranks[l]) < 2 * Vec<T>::size();
+      for (const int64_t size : {ranks[l], value_ranks[l]}) is_narrow = is_narrow || (size > 0 && size < 2 * Vec<T>::size());
     }
   }
 };
@@ -278,7 +278,7 @@ class Tiles {
 
  private:
   using Key = std::tuple<int64_t, int64_t, int64_t>;  // first position, number of queries, number of keys
-  static constexpr size_t kKnown = 64;                // 3,072 positions; about half a megabyte
+  static constexpr size_t kKnown = 64;                // 3,072 positions
 
   const Layout<T>& layout_;
   std::vector<int64_t> low_, high_;

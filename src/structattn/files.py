@@ -1,4 +1,4 @@
-"""Atomic writes of files, and signed records that show whether they were changed."""
+"""Atomic writes of files, signed records that show whether they were changed, and the folder of what belongs to a machine."""
 
 from __future__ import annotations
 
@@ -22,6 +22,20 @@ _BLANK = "0" * 64  # in place of the signature while the hash is computed
 def absolute(path: str) -> str:
     """The absolute path; an empty one stays empty."""
     return str(Path(path).expanduser().absolute()) if path else ""
+
+
+def cache_folder() -> Path:
+    """Where the package keeps what belongs to this machine: the folder that STRUCTATTN_CACHE names, else ``structattn`` in the user's cache.
+
+    Raises:
+        CheckpointError: there is no home folder, and neither XDG_CACHE_HOME nor STRUCTATTN_CACHE is set.
+    """
+    if named := os.environ.get("STRUCTATTN_CACHE"):
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "structattn"
+    except RuntimeError as error:
+        raise CheckpointError(f"there is no cache folder ({error}): name one in STRUCTATTN_CACHE") from error
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -298,6 +298,7 @@ def test_options_are_frozen() -> None:
         commands.GenerateCommand: {
             *("run", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "cache"),
         },
+        commands.MeasureCostsCommand: set(),
         commands.FitCommand: {"matrices", "structures", "size", "refine", "seed", "out"},
         commands.BenchCommand: {"name", "quick", "device", "dtype", "repeats", "only", "patience", "out"},
         commands.MupCheckCommand: {

@@ -13,6 +13,7 @@ from structattn.cli.data import DataInfoCommand, DataPrepareCommand
 from structattn.cli.lists import (
     BuildNativeCommand,
     InfoCommand,
+    MeasureCostsCommand,
     PresetsCommand,
     SettingsCommand,
     SpecsCommand,
@@ -46,6 +47,7 @@ COMMANDS: dict[str, type[Command]] = {
     "plan": PlanCommand,
     "bench": BenchCommand,
     "build-native": BuildNativeCommand,
+    "measure-costs": MeasureCostsCommand,
     "info": InfoCommand,
     "specs": SpecsCommand,
     "structures": StructuresCommand,

@@ -42,6 +42,17 @@ class BuildNativeCommand:
 
 
 @dataclass(frozen=True)
+class MeasureCostsCommand:
+    """Measure what small operations cost on this machine, and store it: attention without the C++ code then decides by it (four seconds)."""
+
+    def execute(self, session: Session) -> None:
+        from structattn.ops import costs
+
+        path = costs.measure_costs()
+        print(f"wrote {path}; backend='auto' and 'blocked' decide by it on this machine. Remove it to undo that")
+
+
+@dataclass(frozen=True)
 class SpecsCommand:
     """List the text forms of attention variants, with parameters and cost."""
 

@@ -21,14 +21,15 @@ from structattn.errors import BackendUnavailableError
 from structattn.ops import derivatives, sdpa, small
 from structattn.ops.blocked import attention as blocked
 from structattn.ops.call import Call
-from structattn.ops.checks import is_onnx_export, is_transformed
+from structattn.ops.checks import is_eager, is_onnx_export, is_transformed
+from structattn.ops.costs import Work, costs_here
 from structattn.ops.native import attention as native
 from structattn.ops.native import library
 
 Backend = Literal["auto", "reference", "blocked", "native", "triton"]
 NAMED = ("auto", "reference", "blocked", "native", "triton")  # what a user may name
 
-# Up to this number of scores the dense definition is the fastest on a CPU (docs/speed.md).
+# Beyond this number of scores the dense definition is never the fastest on a CPU (docs/speed.md).
 DENSE_SCORES = 2**18
 # With a bias or a mask the blocked backend computes one batch row after another: short rows are dense, however many there are, within this.
 DENSE_BATCH_SCORES = 2**25
@@ -155,9 +156,28 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
         reason = f"{reason}, and {lacking}"
     per_row = scores if call.attn_bias is None and call.attn_mask is None else scores // max(batch, 1)
     # Packed sequences together make many hidden pairs, and one after another many small products.
-    if call.cu_seqlens is None and holds(per_row <= DENSE_SCORES) and holds(scores <= DENSE_BATCH_SCORES):
+    is_few = call.cu_seqlens is None and holds(per_row <= DENSE_SCORES) and holds(scores <= DENSE_BATCH_SCORES)
+    if is_few and _is_dense_fast(q, k, v, call, scores):
         return "reference", lambda: f"{scores} scores are few enough for dense products (no fused kernel: {reason})"
     return "blocked", lambda: f"{_levels(call)} in memory linear in the length (no fused kernel: {reason})"
+
+
+def _is_dense_fast(q: Tensor, k: Tensor, v: Tensor, call: Call, scores: int) -> bool:
+    """Whether few scores take less time as dense products than as many small ones; true where work is not counted."""
+    time = blocked.forward_time(q, k, v, call) if is_eager(q) else None
+    return time is None or _dense_work(call, scores, q.shape[3], v.shape[3]).time(costs_here()) < time
+
+
+def _dense_work(call: Call, scores: int, dim: int, value_dim: int) -> Work:
+    """The work of ``reference``, forward: it writes all scores some 11 times, and 3 times more for each level, each time into a new tensor."""
+    levels = len(call.layout.ranks)
+    value_levels = 0 if call.layout.value_ranks is None else levels
+    return Work(
+        product=scores * (dim + value_dim),
+        fresh=scores * (11 + 3 * levels + value_levels),
+        weight=2 * scores,
+        operation=30 + 10 * call.is_causal + 7 * levels + 4 * value_levels,
+    )
 
 
 def with_gradients(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:

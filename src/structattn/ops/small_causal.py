@@ -29,12 +29,7 @@ from structattn.layout.levels import LevelLayout
 from structattn.ops import derivatives
 from structattn.ops.call import Call
 from structattn.ops.checks import is_eager
-
-# What else there is to do, in multiply-adds of a product, about 0.04 ns each.
-PER_SCORE = 13  # writing it at one level, times its factor
-PER_WEIGHT = 50  # the exponential, and reading it for the values
-PER_OPERATION = 250_000  # calling an operation, and making its views
-PER_MATRIX = 4_000  # the same for each of its matrices, which are small
+from structattn.ops.costs import DEFAULT, Costs, Work, costs_here
 
 
 class Range(NamedTuple):
@@ -80,17 +75,26 @@ def _levels(layout: LevelLayout) -> list[tuple[slice, int]]:
     return list(zip(layout.slices, (sys.maxsize, *layout.block_sizes[1:]), strict=True))
 
 
-def _cost(layout: LevelLayout, length: int, size: int, value_dim: int, batch: int) -> int:
-    """The work of spans of ``size`` positions, in multiply-adds."""
+def work(layout: LevelLayout, length: int, size: int, value_dim: int, batch: int) -> Work:
+    """The work of spans of ``size`` positions, forward; other arguments as ``span_size``."""
     inside = {min(block, size) for _, block in _levels(layout)}
-    total, operations = 0, 10
+    product, score, weight, operation = 0, 0, 0, 10
     for start in range(0, length, size):
         own = min(size, length - start)
-        total += own**2 * (layout.head_dim + len(inside) * PER_SCORE) + own * (start + own) * (value_dim + PER_WEIGHT)
         ranges = _ranges(layout, start)
-        total += sum(own * (stop - first) * (rank + PER_SCORE) for first, stop, rank, _ in ranges)
-        operations += 4 + 2 * len(inside) + 2 * len(ranges)
-    return batch * total + operations * (PER_OPERATION + batch * PER_MATRIX)
+        seen = own * (start + own)
+        product += own**2 * layout.head_dim + seen * value_dim
+        product += sum(own * (stop - first) * rank for first, stop, rank, _ in ranges)
+        score += own**2 * len(inside) + own * start
+        weight += seen
+        operation += 4 + 2 * len(inside) + 2 * len(ranges)
+    return Work(
+        product=batch * product,
+        score=batch * score,
+        weight=batch * weight,
+        operation=operation,
+        matrix=batch * operation,
+    )
 
 
 def _ranges(layout: LevelLayout, start: int) -> list[tuple[int, int, int, int]]:
@@ -107,17 +111,22 @@ def _ranges(layout: LevelLayout, start: int) -> list[tuple[int, int, int, int]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def span_size(layout: LevelLayout, length: int, value_dim: int, batch: int) -> int:
+def span_size(layout: LevelLayout, length: int, value_dim: int, batch: int, per_unit: Costs = DEFAULT) -> int:
     """The length of spans that costs least: the block size of a level, or all positions.
+
+    Levels with smaller blocks than that are merged: one product for each, over all pairs of a span.
 
     Args:
         layout: with equal blocks.
         length: T.
         value_dim: V.
         batch: N, which share the cost of calling operations.
+        per_unit: what a unit of work costs.
     """
     sizes = {length} | {size for size in layout.block_sizes[1:] if size < length}
-    return min(sorted(sizes, reverse=True), key=lambda size: _cost(layout, length, size, value_dim, batch))
+    return min(
+        sorted(sizes, reverse=True), key=lambda size: work(layout, length, size, value_dim, batch).time(per_unit)
+    )
 
 
 @functools.lru_cache(maxsize=64)  # of at most (levels + 1) * 2 MiB in float32, most far less: tables of two spans
@@ -170,7 +179,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
 
     Cost: the products of the plan; with gradients one number is kept for each pair that is not after a span.
     """
-    size = span_size(call.layout, q.shape[2], v.shape[3], q.shape[0] * q.shape[1])
+    size = span_size(call.layout, q.shape[2], v.shape[3], q.shape[0] * q.shape[1], costs_here())
     return attend(q, k, v, call, plan(call.layout, q.shape[2], size, call.scale, q.dtype))
 
 

@@ -17,6 +17,7 @@ from structattn.matrices import FAMILIES, Structure
 from structattn.models.language_model import LanguageModel
 from structattn.ops import Backend, explain
 from structattn.ops.backends import why_not
+from structattn.ops.costs import measured_costs
 from structattn.spec.attention import FORMS
 from structattn.spec.layers import FORM as LAYER_FORM
 from structattn.spec.layers import LayerSpecs
@@ -138,6 +139,10 @@ def info() -> str:
         except BackendUnavailableError as error:
             reason = str(error)
         lines.append(f"  {backend:<11} {'runs' if reason is None else f'cannot run: {reason}'}")
+    costs = (
+        "those of the package (`structattn measure-costs` measures them)" if measured_costs() is None else "measured"
+    )
+    lines.append(f"{'costs':<13} {costs}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines.append(f"auto, on {device.type}")
     levels = (8,) * 8

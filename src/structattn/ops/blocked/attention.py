@@ -15,17 +15,15 @@ import torch
 from torch import Tensor
 
 from structattn.ops import dropout
-from structattn.ops.blocked import families, online_softmax
-from structattn.ops.blocked.dyadic import DyadicGeometry
+from structattn.ops.blocked import families, online_softmax, work
 from structattn.ops.blocked.families import Geometry
-from structattn.ops.blocked.sliding import SlidingGeometry
 from structattn.ops.blocked.spans import SpanTiles
 from structattn.ops.blocked.tiles import ScoreParameters, Tile
 from structattn.ops.call import Call
+from structattn.ops.costs import costs_here
 from structattn.ops.sequences import SequenceSpan, sequences_of
 
-# Spans of at most this number of positions are squares on the diagonal: on a CPU smaller products cost more than they save.
-_TILE = 32
+_SHORTEST = 32  # shorter sequences are padded to this length
 # Scores at once: per thread what a core's second cache holds twice; on other devices enough to hide the launches.
 _SCORES_PER_THREAD = 2**17
 _SCORES_ON_DEVICE = 2**24
@@ -58,7 +56,7 @@ def forward(
     bias = _bias(call, dtype)
     out = q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
     lse = q.new_full((), -torch.inf).expand(*q.shape[:3], 1)
-    for group in _groups(q, k, call, sequences):
+    for group in _groups(q, k, v.shape[3], call, sequences):
         parameters = _parameters(call, group, q, k, bias)
         queries, keys, values = group.queries.pad(q, repeats), group.keys.pad(k, 1), group.keys.pad(v, 1)
         # For few queries a pass over the scores costs less than one over the keys.
@@ -110,7 +108,7 @@ def backward(
     bias = _bias(call, dtype)
     grad_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None
     grad_q, grad_k, grad_v = (x.new_zeros(()).expand(x.shape) for x in (q, k, v))
-    for group in _groups(q, k, call, sequences):
+    for group in _groups(q, k, v.shape[3], call, sequences):
         rows_q, rows_k, rows_v = online_softmax.backward(
             group.tiles(),
             group.queries.pad(q, repeats),
@@ -210,26 +208,55 @@ class _Group:
     tiles: Callable[[], Iterator[Tile]]
 
 
-def _groups(q: Tensor, k: Tensor, call: Call, sequences: Sequence[SequenceSpan] | None) -> Iterator[_Group]:
+def forward_time(q: Tensor, k: Tensor, v: Tensor, call: Call) -> float | None:
+    """What a forward pass takes on this CPU by counted work, in nanoseconds; ``None`` where it is not counted.
+
+    Counted are calls without padding, packed sequences, free segments, bias and mask, unless they are empty.
+    """
+    if not (q.is_cpu and _is_even(call) and q.numel() and k.numel()):
+        return None
+    return _cheapest(q, k, v.shape[3], call, (q.shape[0], q.shape[2], k.shape[2]))[1]
+
+
+def _is_even(call: Call) -> bool:
+    """Whether all sequences have the same pairs."""
+    is_whole = call.cu_seqlens is None and call.left_padding is None and call.layout.boundaries is None
+    return is_whole and call.attn_bias is None and call.attn_mask is None
+
+
+def _geometry(q: Tensor, k: Tensor, value_dim: int, call: Call, size: tuple[int, int, int]) -> Geometry:
+    """The pairs of some sequences.
+
+    Args:
+        size: how many sequences there are, and the queries and keys of each.
+    """
+    if q.is_cpu:
+        return _cheapest(q, k, value_dim, call, size)[0]
+    return work.geometry(call.layout, *size[1:], call.is_causal, call.window)
+
+
+def _cheapest(q: Tensor, k: Tensor, value_dim: int, call: Call, size: tuple[int, int, int]) -> tuple[Geometry, float]:
+    return work.cheapest(
+        call.layout,
+        *size[1:],
+        call.is_causal,
+        call.window,
+        sequences=size[0] * k.shape[1],
+        repeats=q.shape[1] // k.shape[1],
+        value_dim=value_dim,
+        per_unit=costs_here(),
+    )
+
+
+def _groups(
+    q: Tensor, k: Tensor, value_dim: int, call: Call, sequences: Sequence[SequenceSpan] | None
+) -> Iterator[_Group]:
     heads, repeats = k.shape[1], q.shape[1] // k.shape[1]
-    is_ragged = call.cu_seqlens is not None or call.left_padding is not None
-
     is_regular = call.attn_bias is None and call.attn_mask is None and call.layout.boundaries is None
-
-    def geometry(num_queries: int, num_keys: int) -> Geometry:
-        kind = DyadicGeometry if call.layout.windows is None else SlidingGeometry
-        return kind(
-            layout=call.layout,
-            num_queries=num_queries,
-            num_keys=num_keys,
-            is_causal=call.is_causal,
-            window=call.window,
-            tile=_TILE,
-        )
-
     is_placed = sequences is not None  # blocks are then not counted from the first key
-    if is_regular and not is_ragged and not is_placed:
-        tiles = partial(families.tiles, geometry(q.shape[2], k.shape[2]), k.shape[0] * heads, repeats, q.device)
+    if _is_even(call) and not is_placed:
+        geometry = _geometry(q, k, value_dim, call, (q.shape[0], q.shape[2], k.shape[2]))
+        tiles = partial(families.tiles, geometry, k.shape[0] * heads, repeats, q.device)
         yield _Group(queries=NoPadding(), keys=NoPadding(), tiles=tiles)
         return
     if sequences is None:
@@ -239,7 +266,7 @@ def _groups(q: Tensor, k: Tensor, call: Call, sequences: Sequence[SequenceSpan] 
     if is_regular and not is_placed and all(item.num_queries == item.num_keys for item in sequences):
         buckets: dict[int, list[SequenceSpan]] = {}
         for item in sequences:  # lengths within a factor of sqrt 2 are padded to the longest of them
-            buckets.setdefault(math.ceil(2 * math.log2(max(item.num_keys, _TILE))), []).append(item)
+            buckets.setdefault(math.ceil(2 * math.log2(max(item.num_keys, _SHORTEST))), []).append(item)
         for _, items in sorted(buckets.items()):
             lengths, of_queries, of_keys = (
                 torch.tensor(x, device=q.device)
@@ -254,7 +281,7 @@ def _groups(q: Tensor, k: Tensor, call: Call, sequences: Sequence[SequenceSpan] 
             is_even = call.is_causal or bool((lengths == size).all())  # later keys are hidden from every real query
             tiles = partial(
                 families.tiles,
-                geometry(size, size),
+                _geometry(q, k, value_dim, call, (len(items), size, size)),
                 len(items) * heads,
                 repeats,
                 q.device,

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from structattn.errors import BackendUnavailableError
+from structattn.errors import BackendUnavailableError, CheckpointError
+from structattn.files import cache_folder
 
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "attention.cpp"
@@ -45,9 +46,7 @@ def _library() -> Path:
     for path in sorted(_FOLDER.glob("*.[ch]*")):
         digest.update(path.read_bytes())
     digest.update(" ".join([torch.__version__, *_flags(), sys.platform, platform.machine()]).encode())
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    root = os.environ.get("STRUCTATTN_CACHE") or Path(cache) / "structattn"
-    return Path(root) / f"native-{digest.hexdigest()[:16]}.so"
+    return cache_folder() / f"native-{digest.hexdigest()[:16]}.so"
 
 
 @functools.cache
@@ -82,10 +81,8 @@ def build_native() -> Path:
     """
     try:
         path = _library()
-    except RuntimeError as error:  # there is no home folder
-        raise BackendUnavailableError(
-            f"the C++ code has no place ({error}): name a folder in STRUCTATTN_CACHE"
-        ) from error
+    except CheckpointError as error:
+        raise BackendUnavailableError(f"the C++ code has no place: {error}") from error
     if path.exists() and why_not_here() is None:
         return path
     compiler = os.environ.get("CXX", "c++")

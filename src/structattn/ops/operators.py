@@ -313,6 +313,10 @@ class _Eager(torch.autograd.Function):
         return *found, None, None
 
 
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
     """Runs a backend, differentiably.
 
@@ -339,6 +343,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tupl
         )
     result: tuple[Tensor, Tensor]
     if is_eager(q) and is_eager(k) and is_eager(v) and not is_transformed():
+        if not (torch.is_grad_enabled() and _needs_gradient(q, k, v, call.attn_bias)):  # a quarter of a short call
+            with without_autocast(q):
+                return row.forward(q, k, v, call)
         result = _Eager.apply(q, k, v, call.attn_bias, call, backend)  # type: ignore[no-untyped-call]
     else:
         run: Any = torch.ops.structattn.attention if is_traced else _Forward.apply

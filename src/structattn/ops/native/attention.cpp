@@ -71,12 +71,27 @@ class Packed {
   Tensor memory_;
 };
 
+// out = x y for `size` numbers, or x times one number.
+template <typename T>
+inline void multiplied(const T* x, const T* y, int64_t size, T* out) {
+  constexpr int64_t W = Vec<T>::size();
+  int64_t d = 0;
+  for (; d + W <= size; d += W) (Vec<T>::loadu(x + d) * Vec<T>::loadu(y + d)).store(out + d);
+  for (; d < size; ++d) out[d] = x[d] * y[d];
+}
+
+template <typename T>
+inline void multiplied(const T* x, T y, int64_t size, T* out) {
+  constexpr int64_t W = Vec<T>::size();
+  int64_t d = 0;
+  for (; d + W <= size; d += W) (Vec<T>::loadu(x + d) * Vec<T>(y)).store(out + d);
+  for (; d < size; ++d) out[d] = x[d] * y;
+}
+
 // out = x times the factor of each level.
 template <typename T>
 void scaled(const Layout<T>& layout, const T* x, int64_t stride, int64_t rows, T* out, int64_t out_stride) {
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t l = 0; l < layout.levels; ++l)
-      for (int64_t d = layout.dims[l]; d < layout.dims[l + 1]; ++d) out[i * out_stride + d] = x[i * stride + d] * layout.per_level[l];
+  for (int64_t i = 0; i < rows; ++i) multiplied<T>(x + i * stride, layout.per_dim.data(), layout.dim(), out + i * out_stride);
 }
 
 // Queries of a tile, also times the factor of a number of levels, which changes a few times only from the farthest keys to the nearest.
@@ -96,7 +111,7 @@ class Query {
     if (layout_.per_count[base] == 1) return own_.data();
     if (base != base_) {
       base_ = base;
-      for (int64_t n = 0; n < rows_ * layout_.dim(); ++n) counted_[n] = own_[n] * layout_.per_count[base];
+      multiplied<T>(own_.data(), layout_.per_count[base], rows_ * layout_.dim(), counted_.data());
     }
     return counted_.data();
   }
@@ -107,43 +122,48 @@ class Query {
   std::vector<T> own_, counted_;
 };
 
-// Makes the scores of a row weights, and adds them up; what was summed before is scaled where a larger score comes.
+// Makes the scores of a row weights, and adds them up, into a vector of sums: only the last of them takes its numbers together. What was summed
+// before is scaled where a larger score comes.
 template <typename T>
-void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, T& total) {
+void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, T* total) {
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   if (first == last) return;
   V top = V::loadu(row + first);
   for (int64_t c = first + W; c < last; c += W) top = at::vec::maximum(top, V::loadu(row + c));
-  const T largest = at::vec::vec_reduce_all<T>([](V a, V b) { return at::vec::maximum(a, b); }, top);
-  if (!(largest <= most)) {  // also where it is not a number
+  if ((top <= V(most)).zero_mask() != 0) {  // a larger one, or one that is not a number
+    const T largest = at::vec::vec_reduce_all<T>([](V a, V b) { return at::vec::maximum(a, b); }, top);
     const T factor = most == kNone<T> ? T(0) : std::exp(most - largest);
-    total *= factor;
+    (V::loadu(total) * V(factor)).store(total);
     if (most != kNone<T>)
-      for (int64_t d = 0; d < size; ++d) sums[d] *= factor;
+      multiplied<T>(sums, factor, size, sums);
     most = largest;
   } else if (most == kNone<T>) {
     std::fill(row + first, row + last, T(0));
     return;
   }
   const V shift(most);
-  V added(0);
+  V added = V::loadu(total);
   for (int64_t c = first; c < last; c += W) {
     const V weight = exponential<T>(V::loadu(row + c) - shift);
     weight.store(row + c);
     added = added + weight;
   }
-  total += at::vec::vec_reduce_all<T>([](V a, V b) { return a + b; }, added);
+  added.store(total);
 }
 
 template <typename T>
 std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Tensor& v, const Layout<T>& layout, const Terms<T>& terms,
                                      const std::vector<Span>& spans) {
+  using V = Vec<T>;
+  constexpr int64_t W = V::size();
   const int64_t heads = q.size(1), share = heads / k.size(1), size = layout.value_dim();
   Tensor out = at::zeros({q.size(0), heads, q.size(2), size}, q.options());
   Tensor lse = at::full({q.size(0), heads, q.size(2)}, kNone<T>, q.options());
   const Packed<T> keys(spans, k);
   const View<T> queries_of(q), values(v), outs(out);
+  T* const lses = lse.data_ptr<T>();
+  const int64_t num_queries = q.size(2);
   std::vector<Work> work;
   for (size_t n = 0; n < spans.size(); ++n) {
     const int64_t tiles = tiles_of(spans[n].num_queries, kRows);
@@ -152,7 +172,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
         work.push_back({static_cast<int64_t>(n), h, (i % 2 ? tiles - 1 - i / 2 : i / 2) * kRows});
   }
   at::parallel_for(0, static_cast<int64_t>(work.size()), 1, [&](int64_t begin, int64_t end) {
-    std::vector<T> score(kRows * kCols), sums(kRows * size), most(kRows), total(kRows);
+    std::vector<T> score(kRows * kCols), sums(kRows * size), most(kRows), total(kRows * W);
     Query<T> query(layout);
     Tiles<T> tiles(layout);
     for (int64_t n = begin; n < end; ++n) {
@@ -160,9 +180,9 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
       const Span& span = spans[number];
       const int64_t rows = std::min(kRows, span.num_queries - first);
       query.set(queries_of.at(span.row, head, span.query + first), queries_of.row, rows);
-      std::fill(sums.begin(), sums.end(), T(0));
-      std::fill(most.begin(), most.end(), kNone<T>);
-      std::fill(total.begin(), total.end(), T(0));
+      std::fill_n(sums.begin(), rows * size, T(0));
+      std::fill_n(most.begin(), rows, kNone<T>);
+      std::fill_n(total.begin(), rows * W, T(0));
       const T* packed = keys.at(number, head / share, span);
       for (const Tile<T>& tile : tiles.of(span, first, rows)) {
         const T* key_t = packed + tile.from * layout.dim();
@@ -170,19 +190,19 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
         terms.add(span, head, first, rows, tile, score.data(), nullptr);
         for (int64_t i = 0; i < rows; ++i) {
           const auto [low, high] = tile.seen(i, kNone<T>, score.data() + i * kCols);
-          weigh<T>(score.data() + i * kCols, low, high, sums.data() + i * size, size, most[i], total[i]);
+          weigh<T>(score.data() + i * kCols, low, high, sums.data() + i * size, size, most[i], total.data() + i * W);
         }
         const T* value = values.at(span.row, head / share, span.key + tile.from);
         tile.walk(layout.value_dims, score.data(), [&](int64_t l, int64_t begin, int64_t count) {
           tile.add_to_rows(l, score.data(), value + begin, values.row, count, sums.data() + begin, size);
         });
       }
+      T* const to_lse = lses + (span.row * heads + head) * num_queries + span.query + first;
       for (int64_t i = 0; i < rows; ++i) {
-        T* to = outs.at(span.row, head, span.query + first + i);
-        if (total[i] == 0) continue;  // it sees nothing
-        const T factor = 1 / total[i];
-        for (int64_t d = 0; d < size; ++d) to[d] = sums[i * size + d] * factor;
-        lse.data_ptr<T>()[(span.row * heads + head) * q.size(2) + span.query + first + i] = most[i] + std::log(total[i]);
+        const T weights = at::vec::vec_reduce_all<T>([](V a, V b) { return a + b; }, V::loadu(total.data() + i * W));
+        if (weights == 0) continue;  // it sees nothing
+        multiplied<T>(sums.data() + i * size, 1 / weights, size, outs.at(span.row, head, span.query + first + i));
+        to_lse[i] = most[i] + std::log(weights);
       }
     }
   });

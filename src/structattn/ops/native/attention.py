@@ -119,7 +119,8 @@ def _terms(
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x as the C++ code reads it: numbers of a row are neighbours."""
-    x = x.to(dtype)
+    if x.dtype is not dtype:
+        x = x.to(dtype)
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
@@ -139,7 +140,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     query, key, value = (_rows(x.detach(), dtype) for x in (q, k, v))
     arguments = *_arguments(q, k, v, call), *_terms(q, k, call, dtype)
     out, lse = torch.ops.structattn_native.forward(query, key, value, *arguments)
-    return out.to(q.dtype), lse
+    return out if q.dtype is dtype else out.to(q.dtype), lse
 
 
 def backward(

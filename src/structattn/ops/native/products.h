@@ -23,7 +23,7 @@ inline void block(int64_t depth, const T* a, int64_t am, int64_t ak, const T* b,
                   int64_t last) {
   constexpr int64_t W = Vec<T>::size();
   Vec<T> sum[M][N];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
@@ -39,14 +39,14 @@ inline void block(int64_t depth, const T* a, int64_t am, int64_t ak, const T* b,
       const T* from = b + k * ldb + n * W;
       right[n] = Partial && n == N - 1 ? Vec<T>::loadu(from, last) : Vec<T>::loadu(from);
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       const Vec<T> left(a[m * am + k * ak]);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) sum[m][n] = at::vec::fmadd(left, right[n], sum[m][n]);
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
@@ -60,6 +60,8 @@ template <typename T, int M>
 void columns(int64_t cols, int64_t depth, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, T* c, int64_t ldc, bool add) {
   constexpr int64_t W = Vec<T>::size();
   int64_t n = 0;
+  if constexpr (sizeof(Vec<T>) == 64)  // AVX-512 has 32 registers
+    for (; n + 4 * W <= cols; n += 4 * W) block<T, M, 4, false>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, W);
   for (; n + 2 * W <= cols; n += 2 * W) block<T, M, 2, false>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, W);
   if (n + W <= cols) {
     block<T, M, 1, false>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, W);
@@ -72,7 +74,14 @@ void columns(int64_t cols, int64_t depth, const T* a, int64_t am, int64_t ak, co
 template <typename T>
 void product(int64_t rows, int64_t cols, int64_t depth, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, T* c, int64_t ldc,
              bool add) {
-  for (int64_t m = 0; m < rows;) {
+  constexpr int64_t W = Vec<T>::size();
+  int64_t m = 0;
+  if (cols <= W)  // one vector for each row: with 6 sums alone, additions would wait for the ones before them
+    for (; m + 2 * kGroup <= rows; m += 2 * kGroup) {
+      if (cols == W) block<T, 2 * kGroup, 1, false>(depth, a + m * am, am, ak, b, ldb, c + m * ldc, ldc, add, W);
+      else block<T, 2 * kGroup, 1, true>(depth, a + m * am, am, ak, b, ldb, c + m * ldc, ldc, add, cols);
+    }
+  while (m < rows) {
     const int64_t left = rows - m, some = left > kGroup && left < 2 * kGroup ? (left + 1) / 2 : std::min(left, kGroup);  // 8 are 4 and 4, not 6 and 2
     const T* from = a + m * am;
     T* to = c + m * ldc;

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <limits>
 #include <map>
 #include <tuple>
@@ -15,7 +16,10 @@ namespace structattn {
 constexpr int64_t kRows = 48;  // queries of a tile
 constexpr int64_t kCols = 64;  // keys of a tile
 constexpr int64_t kStrip = 16;  // columns whose rows are noted together, at least a vector
-constexpr int64_t kSquare = 8;  // rows and columns that are transposed at once
+
+// Rows and columns that are transposed at once: what PyTorch's headers have for float, and a size that compilers do well for others.
+template <typename T>
+constexpr int64_t kSquare = std::is_same_v<T, float> && sizeof(Vec<T>) == 64 ? 16 : 8;
 
 // A sequence: its batch row, its first query and key there, how many it has, and the position of its first query, counted from its first key.
 struct Span {
@@ -27,7 +31,7 @@ template <typename T>
 struct Layout {
   int64_t levels;
   std::vector<int64_t> dims, value_dims;
-  std::vector<T> per_level, per_count;
+  std::vector<T> per_dim, per_count;  // the factor of the level of each dimension of the keys; of each number of levels
   const int32_t *low, *high;  // (levels, positions): the keys of each level, for every position of a query
   int64_t first_position, num_positions;
   bool is_narrow = false;  // a slice may be added transposed, see Tile::add_to_columns
@@ -43,7 +47,7 @@ struct Layout {
     for (int64_t l = 0; l < levels; ++l) {
       dims.push_back(dims.back() + ranks[l]);
       value_dims.push_back(value_dims.back() + value_ranks[l]);
-      per_level.push_back(static_cast<T>(a[l]));
+      per_dim.insert(per_dim.end(), ranks[l], static_cast<T>(a[l]));
       per_count.push_back(static_cast<T>(c[l]));
       for (const int64_t size : {ranks[l], value_ranks[l]}) is_narrow = is_narrow || (size > 0 && size < 2 * Vec<T>::size());
     }
@@ -55,6 +59,50 @@ struct Interval {
   int32_t low = 0, high = 0;
   bool is_empty() const { return low >= high; }
 };
+
+template <typename T>
+constexpr std::array<T, kCols> numbered() {
+  std::array<T, kCols> out{};
+  for (int64_t c = 0; c < kCols; ++c) out[c] = static_cast<T>(c);
+  return out;
+}
+
+template <typename T>
+inline constexpr std::array<T, kCols> kColumns = numbered<T>();  // Vec::arange computes each number by itself
+
+// Which of the columns from c on an interval holds, as many as a vector has.
+template <typename T>
+inline Vec<T> holds(Interval own, int32_t c) {
+  const Vec<T> column = Vec<T>::loadu(kColumns<T>.data() + c);
+  return (column >= Vec<T>(static_cast<T>(own.low))) & (column < Vec<T>(static_cast<T>(own.high)));
+}
+
+// Keeps the columns of an interval in a row of a tile; others in their vectors become `hidden`, and all beyond 0. Returns these whole vectors.
+template <typename T>
+inline Interval keep(Interval own, T hidden, T* row) {
+  using V = Vec<T>;
+  constexpr int32_t W = V::size();
+  const Interval whole = own.is_empty() ? Interval{0, 0} : Interval{own.low / W * W, static_cast<int32_t>(rounded(own.high, W))};
+  for (int32_t c = 0; c < kCols; c += W) {
+    if (c + W <= whole.low || c >= whole.high) V(T(0)).store(row + c);
+    else if (c < own.low || c + W > own.high) V::blendv(V(hidden), V::loadu(row + c), holds<T>(own, c)).store(row + c);
+  }
+  return whole;
+}
+
+// x = x times `before` in the columns of an interval, plus `factor` times y where it is given.
+template <typename T>
+inline void add_scaled(Interval own, T before, T factor, const T* y, T* x) {
+  using V = Vec<T>;
+  constexpr int32_t W = V::size();
+  for (int32_t c = own.low / W * W; c < own.high; c += W) {
+    const V old = V::loadu(x + c);
+    V next = old * V(before);
+    if (y != nullptr) next = at::vec::fmadd(V(factor), V::loadu(y + c), next);
+    if (c < own.low || c + W > own.high) next = V::blendv(old, next, holds<T>(own, c));
+    next.store(x + c);
+  }
+}
 
 // Some keys for the queries of a tile: `from` and the `cols` after it. Numbers of a pair lie kCols apart by row.
 //
@@ -97,18 +145,8 @@ class Tile {
 
   // The columns, in whole vectors, that row i sees; those of them that it does not see become `hidden`, all others 0.
   Interval seen(int64_t i, T hidden, T* row) const {
-    constexpr int32_t W = Vec<T>::size();
-    const Interval own = all > 0 ? Interval{0, static_cast<int32_t>(cols)} : interval(0, i);
-    if (own.is_empty()) {
-      std::fill(row, row + kCols, T(0));
-      return {0, 0};
-    }
-    const Interval whole{own.low / W * W, static_cast<int32_t>(rounded(own.high, W))};
-    std::fill(row, row + whole.low, T(0));
-    std::fill(row + whole.low, row + own.low, hidden);
-    std::fill(row + own.high, row + whole.high, hidden);
-    std::fill(row + whole.high, row + kCols, T(0));
-    return whole;
+    if (all > 0 && cols == kCols) return {0, kCols};
+    return keep<T>(all > 0 ? Interval{0, static_cast<int32_t>(cols)} : interval(0, i), hidden, row);
   }
 
   // Products of rows a (stride lda) and columns of b (dims, kCols), in the dimensions that each pair has; `ends` are the slices of the levels.
@@ -131,14 +169,8 @@ class Tile {
       groups(l, [&](int64_t m, int64_t some, Interval c) {
         if (depth > 0)
           product<T>(some, c.high - c.low, depth, a + m * lda + begin, lda, 1, b + begin * kCols + c.low, kCols, found + c.low, kCols, false);
-        for (int64_t i = 0; i < some; ++i) {
-          const Interval own = interval(l, m + i);
-          T* to = out + (m + i) * kCols;
-          if (before != 1)
-            for (int64_t n = own.low; n < own.high; ++n) to[n] *= before;
-          if (depth > 0)
-            for (int64_t n = own.low; n < own.high; ++n) to[n] += factor * found[i * kCols + n];
-        }
+        for (int64_t i = 0; i < some; ++i)
+          add_scaled<T>(interval(l, m + i), before, factor, depth > 0 ? found + i * kCols : nullptr, out + (m + i) * kCols);
       });
     }
   }
@@ -148,10 +180,7 @@ class Tile {
     for (int64_t l = base() + 1; l < any; ++l) {
       const T before = factors[l - 1] == 0 ? T(1) : factors[l] / factors[l - 1];
       if (before == 1) continue;
-      for (int64_t i = 0; i < rows_; ++i) {
-        const Interval own = interval(l, i);
-        for (int64_t n = own.low; n < own.high; ++n) x[i * kCols + n] *= before;
-      }
+      for (int64_t i = 0; i < rows_; ++i) add_scaled<T>(interval(l, i), before, 0, nullptr, x + i * kCols);
     }
   }
 
@@ -161,11 +190,7 @@ class Tile {
     f(base(), 0, ends[base() + 1]);
     for (int64_t l = base() + 1; l < any; ++l) {
       if (ends[l] == ends[l + 1]) continue;
-      for (int64_t i = 0; i < rows_; ++i) {
-        const Interval own = interval(l, i);
-        std::fill(x + i * kCols, x + i * kCols + own.low, T(0));
-        std::fill(x + i * kCols + own.high, x + (i + 1) * kCols, T(0));
-      }
+      for (int64_t i = 0; i < rows_; ++i) keep<T>(interval(l, i), 0, x + i * kCols);
       f(l, ends[l], ends[l + 1] - ends[l]);
     }
   }
@@ -287,41 +312,51 @@ class Tiles {
   std::vector<Tile<T>> last_;  // of the last one that is not among them
 };
 
+// to (cols, rows) = from (rows, cols), transposed; at most kSquare of each, and rows from_stride and to_stride apart.
+template <typename T>
+inline void transpose(const T* from, int64_t from_stride, int64_t rows, int64_t cols, T* to, int64_t to_stride) {
+  constexpr int64_t S = kSquare<T>;
+  if (rows == S && cols == S) {
+    at::vec::transpose_mxn<T, S, S>(from, from_stride, to, to_stride);
+    return;
+  }
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (S == 16) {  // which has masks for other sizes
+    at::vec::transpose_mxn<T>(from, from_stride, to, to_stride, static_cast<int>(rows), static_cast<int>(cols));
+    return;
+  }
+#endif
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < cols; ++j) to[j * to_stride + i] = from[i * from_stride + j];
+}
+
 // x (count, dim), its rows `stride` apart, transposed by tiles of kCols rows: (tiles, dim, kCols), zero beyond the last.
 template <typename T>
 void pack(const T* x, int64_t stride, int64_t count, int64_t dim, T* out) {
+  constexpr int64_t S = kSquare<T>;
   for (int64_t first = 0; first < count; first += kCols, out += dim * kCols) {
     const int64_t rows = std::min(kCols, count - first);
     if (rows < kCols) std::fill(out, out + dim * kCols, T(0));
-    for (int64_t some = 0; some < dim; some += kSquare) {
-      const int64_t end = std::min(some + kSquare, dim);
-      int64_t j = 0;
-      if (end - some == kSquare)
-        for (; j + kSquare <= rows; j += kSquare)
-          at::vec::transpose_mxn<T, kSquare, kSquare>(x + (first + j) * stride + some, stride, out + some * kCols + j, kCols);
-      for (; j < rows; ++j)
-        for (int64_t d = some; d < end; ++d) out[d * kCols + j] = x[(first + j) * stride + d];
-    }
+    for (int64_t d = 0; d < dim; d += S)
+      for (int64_t j = 0; j < rows; j += S)
+        transpose<T>(x + (first + j) * stride + d, stride, std::min(S, rows - j), std::min(S, dim - d), out + d * kCols + j, kCols);
   }
 }
 
 // Adds what `pack` would make of count rows to such rows: out (count, dim), its rows `stride` apart.
 template <typename T>
 void add_unpacked(const T* x, int64_t count, int64_t dim, T* out, int64_t stride) {
+  constexpr int64_t S = kSquare<T>;
   for (int64_t first = 0; first < count; first += kCols, x += dim * kCols) {
     const int64_t rows = std::min(kCols, count - first);
-    for (int64_t some = 0; some < dim; some += kSquare) {
-      const int64_t end = std::min(some + kSquare, dim);
-      int64_t j = 0;
-      if (end - some == kSquare)
-        for (; j + kSquare <= rows; j += kSquare) {
-          T square[kSquare * kSquare];
-          at::vec::transpose_mxn<T, kSquare, kSquare>(x + some * kCols + j, kCols, square, kSquare);
-          for (int64_t n = 0; n < kSquare; ++n)
-            for (int64_t d = 0; d < kSquare; ++d) out[(first + j + n) * stride + some + d] += square[n * kSquare + d];
-        }
-      for (; j < rows; ++j)
-        for (int64_t d = some; d < end; ++d) out[(first + j) * stride + d] += x[d * kCols + j];
+    for (int64_t d = 0; d < dim; d += S) {
+      for (int64_t j = 0; j < rows; j += S) {
+        const int64_t some = std::min(S, rows - j), dims = std::min(S, dim - d);
+        T square[S * S];
+        transpose<T>(x + d * kCols + j, kCols, dims, some, square, S);
+        for (int64_t n = 0; n < some; ++n)
+          for (int64_t i = 0; i < dims; ++i) out[(first + j + n) * stride + d + i] += square[n * S + i];
+      }
     }
   }
 }

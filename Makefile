@@ -10,7 +10,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # One process per core, each with one thread: most tests are far too small for more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-full test-more coverage lint docs clean
+.PHONY: demo test test-full test-more coverage lint docs dist clean
 
 demo: $(VENV)/.installed-train
 	$(BIN)/structattn compare nearest-neighbor --preset demo
@@ -39,6 +39,14 @@ lint: $(VENV)/.installed-dev
 # The site, in site/: strict, and without network.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# Both packages as sdists, in dist/: pip install --find-links dist "structattn[native]"
+dist: $(BIN)/python
+	$(INSTALL) "setuptools>=77"
+	rm -rf dist
+	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" > /dev/null
+	cd native && ../$(BIN)/python -c "import build_backend; build_backend.build_sdist('../dist')" > /dev/null
+	@ls -l dist
 
 # Debian ships python3 without ensurepip unless python3-venv is installed: then pip installs itself from outside.
 $(BIN)/python:
@@ -70,4 +78,4 @@ $(OLDEST)/.installed: $(VENV)/.installed-dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache htmlcov .coverage*
+	rm -rf $(VENV) build dist site src/*.egg-info native/build native/*.egg-info native/structattn_native/*.so .pytest_cache .mypy_cache .ruff_cache htmlcov .coverage*

@@ -21,6 +21,7 @@ from structattn.testing.interpreter import quick_interpreter
 
 # `auto` must not find a library that was built here by chance. Its own tests build one; with STRUCTATTN_CACHE set all tests use one.
 os.environ.setdefault("STRUCTATTN_CACHE", f"{os.devnull}/none")
+sys.modules["structattn_native"] = None  # type: ignore[assignment]  # nor the one that is installed as a package
 
 # The same examples in every run: what fails here fails for everyone. `--full` draws many more, and new ones in each run except in CI.
 settings.register_profile("few", max_examples=12, derandomize=True, deadline=None)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import structattn as sa
 from structattn.cache import native_decode
 from structattn.errors import BackendUnavailableError
-from structattn.ops.native import attention, library
+from structattn.ops.native import attention, compiler, library
 from structattn.testing.tolerances import assert_close
 
 LAYOUTS = (
@@ -65,14 +65,14 @@ def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(NO_COMPILER or platform.machine() != "x86_64", reason="needs a C++ compiler for x86-64")
-@pytest.mark.parametrize("instructions", ["DEFAULT", *library._INSTRUCTIONS])
+@pytest.mark.parametrize("instructions", ["DEFAULT", *compiler.INSTRUCTIONS])
 def test_it_compiles_for_the_vector_instructions_of_other_machines(
     instructions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch's headers differ between them: code may compile with AVX2 and not with AVX-512."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
     include = Path(torch.__file__).parent / "include"
-    command = [os.environ.get("CXX", "c++"), *library._flags(), "-fsyntax-only", f"-I{include}", str(library._SOURCE)]
+    command = [os.environ.get("CXX", "c++"), *compiler.flags(), "-fsyntax-only", f"-I{include}", str(compiler.SOURCE)]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]
 

@@ -133,3 +133,17 @@ def test_a_padding_mask_on_the_right_equals_shorter_rows(layout, is_causal: bool
     assert not any(grad[2].any() for grad in grads)
     bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
     assert_close(sa.structured_attention(*leaves, layout, attn_mask=bias, **options), out)
+
+
+@pytest.mark.parametrize("ranks", [(4,), (2, 1, 1)])
+@pytest.mark.parametrize("backend", ["blocked", "auto"])
+def test_as_many_queries_before_the_padding_as_keys_after_it(backend: str, ranks: tuple[int, ...]) -> None:
+    """Both groups of queries see the same keys, whose gradients are sums over both."""
+    layout = sa.LevelLayout(ranks, (8, 4, 2)[: len(ranks)])
+    leaves = [torch.randn(1, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in (73, 65, 65)]
+    results = []
+    for name in (backend, "reference"):
+        out = sa.structured_attention(*leaves, layout, is_causal=False, left_padding=torch.tensor([57]), backend=name)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected, gradient=True)

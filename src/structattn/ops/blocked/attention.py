@@ -263,7 +263,9 @@ def _groups(
         sequences = sequences_of(q, k, call)
     if not sequences:
         return
-    if is_regular and not is_placed and all(item.num_queries == item.num_keys for item in sequences):
+    # As many queries as keys may also be those before the padding of a row, at other positions and with keys that other queries have too.
+    is_square = all(item.num_queries == item.num_keys and item.first_query == 0 for item in sequences)
+    if is_regular and not is_placed and is_square:
         buckets: dict[int, list[SequenceSpan]] = {}
         for item in sequences:  # lengths within a factor of sqrt 2 are padded to the longest of them
             buckets.setdefault(math.ceil(2 * math.log2(max(item.num_keys, _SHORTEST))), []).append(item)

@@ -145,7 +145,7 @@ void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, 
   const V shift(most);
   V added = V::loadu(total);
   for (int64_t c = first; c < last; c += W) {
-    const V weight = exponential<T>(V::loadu(row + c) - shift);
+    const V weight = exponential<T>(V::loadu(row + c), shift);
     weight.store(row + c);
     added = added + weight;
   }
@@ -275,7 +275,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
                 tile.seen(i, T(0), d);
                 const V lower(shift[i]), less(drop[i]), factor(factors[tile.base()]);
                 for (int64_t c = low; c < high; c += W) {
-                  const V p = exponential<T>(V::loadu(w + c) - lower);
+                  const V p = exponential<T>(V::loadu(w + c), lower);
                   p.store(w + c);
                   (p * (V::loadu(d + c) - less) * factor).store(d + c);
                 }

@@ -136,7 +136,7 @@ void softmax(T* x, int64_t size) {
   V added(0);
   T total = 0;
   for (c = 0; c + W <= size; c += W) {
-    const V e = exponential<T>(V::loadu(x + c) - shift);
+    const V e = exponential<T>(V::loadu(x + c), shift);
     e.store(x + c);
     added = added + e;
   }

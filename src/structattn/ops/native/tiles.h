@@ -13,7 +13,7 @@
 
 namespace structattn {
 
-constexpr int64_t kRows = 48;  // queries of a tile
+constexpr int64_t kRows = 64;  // queries of a tile
 constexpr int64_t kCols = 64;  // keys of a tile
 constexpr int64_t kStrip = 16;  // columns whose rows are noted together, at least a vector
 

@@ -13,7 +13,11 @@ namespace structattn {
 template <typename T>
 using Vec = at::vec::Vectorized<T>;
 
-constexpr int64_t kGroup = 6;  // rows that are computed together: with 2 vectors each, 12 sums fit into 16 registers
+template <typename T>
+constexpr bool kIsWide = sizeof(Vec<T>) == 64;  // AVX-512, which has 32 registers, not 16
+
+// Rows that are computed together: their sums fit into the registers, with 2 vectors each; with 4 for the second number, on AVX-512 only.
+constexpr int64_t kGroup = kIsWide<float> ? 8 : 6, kWideRows = 6;
 
 inline int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
@@ -23,7 +27,7 @@ inline void block(int64_t depth, const T* a, int64_t am, int64_t ak, const T* b,
                   int64_t last) {
   constexpr int64_t W = Vec<T>::size();
   Vec<T> sum[M][N];
-#pragma GCC unroll 12
+#pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
@@ -39,14 +43,14 @@ inline void block(int64_t depth, const T* a, int64_t am, int64_t ak, const T* b,
       const T* from = b + k * ldb + n * W;
       right[n] = Partial && n == N - 1 ? Vec<T>::loadu(from, last) : Vec<T>::loadu(from);
     }
-#pragma GCC unroll 12
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const Vec<T> left(a[m * am + k * ak]);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) sum[m][n] = at::vec::fmadd(left, right[n], sum[m][n]);
     }
   }
-#pragma GCC unroll 12
+#pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
@@ -60,7 +64,7 @@ template <typename T, int M>
 void columns(int64_t cols, int64_t depth, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, T* c, int64_t ldc, bool add) {
   constexpr int64_t W = Vec<T>::size();
   int64_t n = 0;
-  if constexpr (sizeof(Vec<T>) == 64)  // AVX-512 has 32 registers
+  if constexpr (kIsWide<T> && M <= kWideRows)
     for (; n + 4 * W <= cols; n += 4 * W) block<T, M, 4, false>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, W);
   for (; n + 2 * W <= cols; n += 2 * W) block<T, M, 2, false>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, W);
   if (n + W <= cols) {
@@ -81,8 +85,9 @@ void product(int64_t rows, int64_t cols, int64_t depth, const T* a, int64_t am, 
       if (cols == W) block<T, 2 * kGroup, 1, false>(depth, a + m * am, am, ak, b, ldb, c + m * ldc, ldc, add, W);
       else block<T, 2 * kGroup, 1, true>(depth, a + m * am, am, ak, b, ldb, c + m * ldc, ldc, add, cols);
     }
+  const int64_t most = kIsWide<T> && cols >= 4 * W ? kWideRows : kGroup;
   while (m < rows) {
-    const int64_t left = rows - m, some = left > kGroup && left < 2 * kGroup ? (left + 1) / 2 : std::min(left, kGroup);  // 8 are 4 and 4, not 6 and 2
+    const int64_t left = rows - m, some = left > most && left < 2 * most ? (left + 1) / 2 : std::min(left, most);  // 10 are 5 and 5, not 8 and 2
     const T* from = a + m * am;
     T* to = c + m * ldc;
     switch (some) {
@@ -91,6 +96,8 @@ void product(int64_t rows, int64_t cols, int64_t depth, const T* a, int64_t am, 
       case 3: columns<T, 3>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
       case 4: columns<T, 4>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
       case 5: columns<T, 5>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
+      case 6: columns<T, 6>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
+      case 7: columns<T, 7>(cols, depth, from, am, ak, b, ldb, to, ldc, add); break;
       default: columns<T, kGroup>(cols, depth, from, am, ak, b, ldb, to, ldc, add);
     }
     m += some;

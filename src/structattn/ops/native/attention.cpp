@@ -193,8 +193,8 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
           weigh<T>(score.data() + i * kCols, low, high, sums.data() + i * size, size, most[i], total.data() + i * W);
         }
         const T* value = values.at(span.row, head / share, span.key + tile.from);
-        tile.walk(layout.value_dims, score.data(), [&](int64_t l, int64_t begin, int64_t count) {
-          tile.add_to_rows(l, score.data(), value + begin, values.row, count, sums.data() + begin, size);
+        tile.walk(layout.value_dims, score.data(), [&](int64_t step, int64_t begin, int64_t count) {
+          tile.add_to_rows(step, score.data(), value + begin, values.row, count, sums.data() + begin, size);
         });
       }
       T* const to_lse = lses + (span.row * heads + head) * num_queries + span.query + first;
@@ -283,16 +283,16 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
                   for (int64_t c = low; c < high; ++c) d[c] = w[c] == 0 ? T(0) : d[c] * slope[i * kCols + c];
               }
               T *const of_values = own_v + tile.from * to_v.row, *const of_values_t = packed_v.data() + tile.from * size;
-              tile.walk(layout.value_dims, weight.data(), [&](int64_t l, int64_t begin, int64_t count) {
-                tile.add_to_columns(l, weight.data(), own + begin, outward.row, count, of_values + begin, to_v.row,
+              tile.walk(layout.value_dims, weight.data(), [&](int64_t step, int64_t begin, int64_t count) {
+                tile.add_to_columns(step, weight.data(), own + begin, outward.row, count, of_values + begin, to_v.row,
                                     of_values_t + begin * kCols);
               });
               tile.scale(factors, change.data());
               T *const of_keys = own_k + tile.from * to_k.row, *const of_keys_t = packed_k.data() + tile.from * dim;
               const T* key = keys.at(span.row, group, span.key + tile.from);
-              tile.walk(layout.dims, change.data(), [&](int64_t l, int64_t begin, int64_t count) {
-                tile.add_to_rows(l, change.data(), key + begin, keys.row, count, sums.data() + begin, dim);
-                tile.add_to_columns(l, change.data(), query.data() + begin, dim, count, of_keys + begin, to_k.row, of_keys_t + begin * kCols);
+              tile.walk(layout.dims, change.data(), [&](int64_t step, int64_t begin, int64_t count) {
+                tile.add_to_rows(step, change.data(), key + begin, keys.row, count, sums.data() + begin, dim);
+                tile.add_to_columns(step, change.data(), query.data() + begin, dim, count, of_keys + begin, to_k.row, of_keys_t + begin * kCols);
               });
             }
             scaled<T>(layout, sums.data(), dim, rows, to_q.at(span.row, head, span.query + first), to_q.row);

@@ -58,6 +58,7 @@ struct Layout {
 struct Interval {
   int32_t low = 0, high = 0;
   bool is_empty() const { return low >= high; }
+  bool operator==(const Interval&) const = default;
 };
 
 template <typename T>
@@ -106,21 +107,33 @@ inline void add_scaled(Interval own, T before, T factor, const T* y, T* x) {
 
 // Some keys for the queries of a tile: `from` and the `cols` after it. Numbers of a pair lie kCols apart by row.
 //
-// All pairs share `all` levels, and some of them more, up to `any`; where `all` is 0 some are hidden, and level 1 counts as one that some share.
+// All pairs share `all` levels; where `all` is 0, some are hidden. Some pairs share more, in steps: levels that the same pairs share.
 template <typename T>
 class Tile {
  public:
-  int64_t from, cols, all, any;
+  int64_t from, cols, all;
 
-  Tile(int64_t rows, int64_t first, int64_t last, int64_t all_share, int64_t any_share)
-      : from(first), cols(last - first), all(all_share), any(any_share), rows_(rows) {}
+  Tile(int64_t rows, int64_t first, int64_t last, int64_t all_share) : from(first), cols(last - first), all(all_share), rows_(rows) {}
 
-  // The level that is computed for all pairs, counted from 0; those from `base() + 1` on are added.
-  int64_t base() const { return std::max<int64_t>(all - 1, 0); }
+  // The last level of those that are computed first, for all pairs that share any, counted from 0; the steps after it are added.
+  int64_t base() const { return (all > 0 ? all : steps_[0].last) - 1; }
 
-  // Notes the keys that each row shares the next level with: once for every level from `all` to `any`.
+  // Notes the keys that each row shares the next level with: once for every level from `all` to the last that any pair shares.
   void note(const int64_t* low, const int64_t* high) {
     constexpr int64_t W = Vec<T>::size();
+    const int64_t level = steps_.empty() ? all : steps_.back().last;
+    for (int64_t i = 0; i < rows_; ++i) {
+      Interval own;
+      own.low = static_cast<int32_t>(std::clamp<int64_t>(low[i] - from, 0, cols));
+      own.high = static_cast<int32_t>(std::clamp<int64_t>(high[i] - from, own.low, cols));
+      intervals_.push_back(own);
+    }
+    if (!steps_.empty() && std::equal(intervals_.end() - rows_, intervals_.end(), intervals_.end() - 2 * rows_)) {
+      intervals_.resize(intervals_.size() - rows_);
+      steps_.back().last = level + 1;
+      return;
+    }
+    steps_.push_back({level, level + 1});
     const int64_t noted = static_cast<int64_t>(column_groups_.size()), stripped = static_cast<int64_t>(strips_.size());
     const Interval none{static_cast<int32_t>(rows_), 0};
     column_groups_.resize(noted + num_groups(cols), none);
@@ -128,10 +141,7 @@ class Tile {
     for (int64_t m = 0; m < rows_; m += kGroup) {
       Interval of_group{static_cast<int32_t>(cols), 0};
       for (int64_t i = m; i < std::min(m + kGroup, rows_); ++i) {
-        Interval own;
-        own.low = static_cast<int32_t>(std::clamp<int64_t>(low[i] - from, 0, cols));
-        own.high = static_cast<int32_t>(std::clamp<int64_t>(high[i] - from, own.low, cols));
-        intervals_.push_back(own);
+        const Interval own = interval(num_steps() - 1, i);
         if (own.is_empty()) continue;
         of_group = {std::min(of_group.low, own.low), std::max(of_group.high, own.high)};
         const auto add = [&](Interval& rows) { rows = {std::min(rows.low, static_cast<int32_t>(i)), static_cast<int32_t>(i + 1)}; };
@@ -150,74 +160,77 @@ class Tile {
   }
 
   // Products of rows a (stride lda) and columns of b (dims, kCols), in the dimensions that each pair has; `ends` are the slices of the levels.
-  // Each level that is added is scaled by `factors`, with what was there before; that of `base()` is in a.
+  // Levels that are added are scaled by `factors`, with what was there before; that of `base()` is in a.
   void products(const std::vector<int64_t>& ends, const T* factors, const T* a, int64_t lda, const T* b, T* out) const {
     if (all > 0) {
       product<T>(rows_, rounded(cols, Vec<T>::size()), ends[all], a, lda, 1, b, kCols, out, kCols, false);
     } else {
       groups(0, [&](int64_t m, int64_t some, Interval c) {
-        product<T>(some, c.high - c.low, ends[1], a + m * lda, lda, 1, b + c.low, kCols, out + m * kCols + c.low, kCols, false);
+        product<T>(some, c.high - c.low, ends[base() + 1], a + m * lda, lda, 1, b + c.low, kCols, out + m * kCols + c.low, kCols, false);
       });
     }
     T found[kGroup * kCols];
-    for (int64_t l = base() + 1; l < any; ++l) {
-      const int64_t begin = ends[l], depth = ends[l + 1] - begin;
+    for (int64_t step = first_added(); step < num_steps(); ++step) {
+      const auto [first, last] = steps_[step];
+      const int64_t begin = ends[first], depth = ends[last] - begin;
       // a has the factor of `base()` in it.
-      const T before = factors == nullptr || factors[l - 1] == 0 ? T(1) : factors[l] / factors[l - 1];
-      const T factor = factors == nullptr || factors[base()] == 0 ? T(1) : factors[l] / factors[base()];
+      const T before = factors == nullptr ? T(1) : ratio(factors, last - 1, first - 1);
+      const T factor = factors == nullptr ? T(1) : ratio(factors, last - 1, base());
       if (depth == 0 && before == 1) continue;
-      groups(l, [&](int64_t m, int64_t some, Interval c) {
+      groups(step, [&](int64_t m, int64_t some, Interval c) {
         if (depth > 0)
           product<T>(some, c.high - c.low, depth, a + m * lda + begin, lda, 1, b + begin * kCols + c.low, kCols, found + c.low, kCols, false);
         for (int64_t i = 0; i < some; ++i)
-          add_scaled<T>(interval(l, m + i), before, factor, depth > 0 ? found + i * kCols : nullptr, out + (m + i) * kCols);
+          add_scaled<T>(interval(step, m + i), before, factor, depth > 0 ? found + i * kCols : nullptr, out + (m + i) * kCols);
       });
     }
   }
 
   // Times the factor of the number of levels that each pair shares, over that of `base()`.
   void scale(const T* factors, T* x) const {
-    for (int64_t l = base() + 1; l < any; ++l) {
-      const T before = factors[l - 1] == 0 ? T(1) : factors[l] / factors[l - 1];
+    for (int64_t step = first_added(); step < num_steps(); ++step) {
+      const T before = ratio(factors, steps_[step].last - 1, steps_[step].first - 1);
       if (before == 1) continue;
-      for (int64_t i = 0; i < rows_; ++i) add_scaled<T>(interval(l, i), before, 0, nullptr, x + i * kCols);
+      for (int64_t i = 0; i < rows_; ++i) add_scaled<T>(interval(step, i), before, 0, nullptr, x + i * kCols);
     }
   }
 
-  // Calls f(level, first dimension, dimensions) for the slices of the levels that pairs share; x is 0 then where they do not share the level.
+  // Calls f(step, first dimension, dimensions) for the slices of the levels that pairs share, those of `base()` and before as one, whose step is
+  // kAll where all pairs share them; x is 0 then where they do not share the levels.
   template <typename F>
   void walk(const std::vector<int64_t>& ends, T* x, const F& f) const {
-    f(base(), 0, ends[base() + 1]);
-    for (int64_t l = base() + 1; l < any; ++l) {
-      if (ends[l] == ends[l + 1]) continue;
-      for (int64_t i = 0; i < rows_; ++i) keep<T>(interval(l, i), 0, x + i * kCols);
-      f(l, ends[l], ends[l + 1] - ends[l]);
+    f(first_added() - 1, 0, ends[base() + 1]);
+    for (int64_t step = first_added(); step < num_steps(); ++step) {
+      const int64_t begin = ends[steps_[step].first], count = ends[steps_[step].last] - begin;
+      if (count == 0) continue;
+      for (int64_t i = 0; i < rows_; ++i) keep<T>(interval(step, i), 0, x + i * kCols);
+      f(step, begin, count);
     }
   }
 
-  // c (rows, size) += x b, with x as `walk` has it at level l.
-  void add_to_rows(int64_t l, const T* x, const T* b, int64_t ldb, int64_t size, T* c, int64_t ldc) const {
-    if (l < all) {
+  // c (rows, size) += x b, with x as `walk` has it at a step.
+  void add_to_rows(int64_t step, const T* x, const T* b, int64_t ldb, int64_t size, T* c, int64_t ldc) const {
+    if (step == kAll) {
       product<T>(rows_, size, cols, x, kCols, 1, b, ldb, c, ldc, true);
       return;
     }
-    groups(l, [&](int64_t m, int64_t some, Interval of) {
+    groups(step, [&](int64_t m, int64_t some, Interval of) {
       product<T>(some, size, std::min<int64_t>(of.high, cols) - of.low, x + m * kCols + of.low, kCols, 1, b + of.low * ldb, ldb, c + m * ldc, ldc, true);
     });
   }
 
-  // c (columns, size) += x^T b, with x as `walk` has it at level l; or, where vectors of few dimensions would be nearly empty, its transpose
+  // c (columns, size) += x^T b, with x as `walk` has it at a step; or, where vectors of few dimensions would be nearly empty, its transpose
   // c_t (size, kCols), in which the columns fill them.
-  void add_to_columns(int64_t l, const T* x, const T* b, int64_t ldb, int64_t size, T* c, int64_t ldc, T* c_t) const {
-    if (size < (l < all ? 2 : 1) * Vec<T>::size()) {
-      add_to_columns_t(l, x, b, ldb, size, c_t);
+  void add_to_columns(int64_t step, const T* x, const T* b, int64_t ldb, int64_t size, T* c, int64_t ldc, T* c_t) const {
+    if (size < (step == kAll ? 2 : 1) * Vec<T>::size()) {
+      add_to_columns_t(step, x, b, ldb, size, c_t);
       return;
     }
-    if (l < all) {
+    if (step == kAll) {
       product<T>(cols, size, rows_, x, 1, kCols, b, ldb, c, ldc, true);
       return;
     }
-    const Interval* rows = column_groups_.data() + (l - all) * num_groups(cols);
+    const Interval* rows = column_groups_.data() + step * num_groups(cols);
     for (int64_t n = 0; n < cols; n += kGroup, ++rows)
       if (!rows->is_empty())
         product<T>(std::min(kGroup, cols - n), size, rows->high - rows->low, x + rows->low * kCols + n, 1, kCols, b + rows->low * ldb, ldb, c + n * ldc,
@@ -225,14 +238,14 @@ class Tile {
   }
 
  private:
-  void add_to_columns_t(int64_t l, const T* x, const T* b, int64_t ldb, int64_t size, T* c_t) const {
+  void add_to_columns_t(int64_t step, const T* x, const T* b, int64_t ldb, int64_t size, T* c_t) const {
     constexpr int64_t W = Vec<T>::size();
     static_assert(kStrip % W == 0 && kCols % kStrip == 0);
-    if (l < all) {
+    if (step == kAll) {
       product<T>(size, rounded(cols, W), rows_, b, 1, ldb, x, kCols, c_t, kCols, true);
       return;
     }
-    const Interval* rows = strips_.data() + (l - all) * num_strips();
+    const Interval* rows = strips_.data() + step * num_strips();
     for (int64_t n = 0; n < cols; n += kStrip, ++rows)
       if (!rows->is_empty())
         product<T>(size, std::min(kStrip, rounded(cols - n, W)), rows->high - rows->low, b + rows->low * ldb, 1, ldb, x + rows->low * kCols + n, kCols,
@@ -242,20 +255,32 @@ class Tile {
   static int64_t num_groups(int64_t n) { return (n + kGroup - 1) / kGroup; }
   int64_t num_strips() const { return (cols + kStrip - 1) / kStrip; }
 
-  // The columns that row i shares level l with, a level that not all pairs share.
-  Interval interval(int64_t l, int64_t i) const { return intervals_[(l - all) * rows_ + i]; }
+  int64_t num_steps() const { return static_cast<int64_t>(steps_.size()); }
+  int64_t first_added() const { return all > 0 ? 0 : 1; }
 
-  // Calls f(first row, rows, columns) for groups of rows and the columns, in whole vectors, that any of them shares level l with.
+  // The columns that row i shares the levels of a step with.
+  Interval interval(int64_t step, int64_t i) const { return intervals_[step * rows_ + i]; }
+
+  // The factor of one level over that of another, 1 where that is 0.
+  static T ratio(const T* factors, int64_t level, int64_t of) { return factors[of] == 0 ? T(1) : factors[level] / factors[of]; }
+
+  // Calls f(first row, rows, columns) for groups of rows and the columns, in whole vectors, that any of them shares the levels of a step with.
   template <typename F>
-  void groups(int64_t l, const F& f) const {
-    const Interval* of_group = groups_.data() + (l - all) * num_groups(rows_);
+  void groups(int64_t step, const F& f) const {
+    const Interval* of_group = groups_.data() + step * num_groups(rows_);
     for (int64_t m = 0; m < rows_; m += kGroup, ++of_group)
       if (!of_group->is_empty()) f(m, std::min(kGroup, rows_ - m), *of_group);
   }
 
+  static constexpr int64_t kAll = -1;
+  struct Step {
+    int64_t first, last;  // the levels first ... last - 1, counted from 0
+  };
+
   int64_t rows_;
-  std::vector<Interval> intervals_, groups_;  // of the levels `all` ... `any`
-  std::vector<Interval> column_groups_, strips_;  // the rows that any of some columns shares each of these levels with
+  std::vector<Step> steps_;
+  std::vector<Interval> intervals_, groups_;  // of each step
+  std::vector<Interval> column_groups_, strips_;  // the rows that any of some columns shares each step with
 };
 
 // The tiles of some queries, with all keys that they see. Those of a few positions are kept: other heads and sequences ask for them again.
@@ -295,7 +320,7 @@ class Tiles {
       int64_t any = all;
       while (any < layout_.levels && ends[any].least_low < to && ends[any].most_high > from) ++any;
       if (any == 0) continue;
-      tiles.emplace_back(rows, from, to, all, any);
+      tiles.emplace_back(rows, from, to, all);
       for (int64_t l = all; l < any; ++l) tiles.back().note(low_.data() + l * kRows, high_.data() + l * kRows);
     }
     return tiles;

@@ -41,6 +41,27 @@ std::vector<Span> spans_of(const Tensor& x) {
   return out;
 }
 
+// Where spans with the same keys begin, those of a row with queries before its padding, and last the number of spans.
+std::vector<int64_t> runs_of(const std::vector<Span>& spans) {
+  std::vector<int64_t> runs;
+  for (size_t n = 0; n < spans.size(); ++n)
+    if (n == 0 || spans[n].row != spans[n - 1].row || spans[n].key != spans[n - 1].key) runs.push_back(static_cast<int64_t>(n));
+  runs.push_back(static_cast<int64_t>(spans.size()));
+  return runs;
+}
+
+// Memory for a result: 0 only where some of its rows are of no span, which nothing writes.
+Tensor result_of(at::IntArrayRef sizes, int64_t rows, const Tensor& like) {
+  const bool is_whole = rows == sizes[sizes.size() - 4] * sizes[sizes.size() - 2];
+  return is_whole ? at::empty(sizes, like.options()) : at::zeros(sizes, like.options());
+}
+
+int64_t queries_in(const std::vector<Span>& spans) {
+  int64_t rows = 0;
+  for (const Span& span : spans) rows += span.num_queries;
+  return rows;
+}
+
 // Keys (or values) of all spans and heads, transposed, and where those of each begin. Heads that are one in memory are kept once.
 template <typename T>
 class Packed {
@@ -158,7 +179,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   const int64_t heads = q.size(1), share = heads / k.size(1), size = layout.value_dim();
-  Tensor out = at::zeros({q.size(0), heads, q.size(2), size}, q.options());
+  Tensor out = result_of({q.size(0), heads, q.size(2), size}, queries_in(spans), q);
   Tensor lse = at::full({q.size(0), heads, q.size(2)}, kNone<T>, q.options());
   const Packed<T> keys(spans, k);
   const View<T> queries_of(q), values(v), outs(out);
@@ -200,8 +221,12 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
       T* const to_lse = lses + (span.row * heads + head) * num_queries + span.query + first;
       for (int64_t i = 0; i < rows; ++i) {
         const T weights = at::vec::vec_reduce_all<T>([](V a, V b) { return a + b; }, V::loadu(total.data() + i * W));
-        if (weights == 0) continue;  // it sees nothing
-        multiplied<T>(sums.data() + i * size, 1 / weights, size, outs.at(span.row, head, span.query + first + i));
+        T* const to = outs.at(span.row, head, span.query + first + i);
+        if (weights == 0) {  // it sees nothing
+          std::fill_n(to, size, T(0));
+          continue;
+        }
+        multiplied<T>(sums.data() + i * size, 1 / weights, size, to);
         to_lse[i] = most[i] + std::log(weights);
       }
     }
@@ -215,12 +240,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   const int64_t heads = q.size(1), groups = k.size(1), share = heads / groups, dim = layout.dim(), size = layout.value_dim();
-  // Where spans with the same keys begin, those of a row with queries before its padding: one thread adds to the gradients of these keys.
-  std::vector<int64_t> runs;
-  for (size_t n = 0; n < spans.size(); ++n)
-    if (n == 0 || spans[n].row != spans[n - 1].row || spans[n].key != spans[n - 1].key) runs.push_back(static_cast<int64_t>(n));
-  const int64_t pairs = static_cast<int64_t>(runs.size()) * groups, threads = at::get_num_threads();
-  runs.push_back(static_cast<int64_t>(spans.size()));
+  const std::vector<int64_t> runs = runs_of(spans);  // one thread adds to the gradients of the keys of a run
+  const int64_t pairs = static_cast<int64_t>(runs.size() - 1) * groups, threads = at::get_num_threads();
   // Where there are fewer key heads than threads, each adds up gradients of keys and values of its own for a part of the queries.
   int64_t splits = 1, most_tiles = 1, most_keys = 0;
   for (const Span& span : spans) {
@@ -231,11 +252,12 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   else if (pairs < threads) splits = tiles_of(threads, pairs);
   else if (pairs % threads != 0 && pairs < 4 * threads) splits = tiles_of(4 * threads, pairs);
   splits = std::min(splits, most_tiles);
-  Tensor grad_q = at::zeros(q.sizes(), q.options());
+  int64_t num_keys = 0;
+  for (size_t n = 0; n + 1 < runs.size(); ++n) num_keys += spans[runs[n]].num_keys;
   std::vector<int64_t> split_keys(k.sizes().vec()), split_values(v.sizes().vec());
   split_keys.insert(split_keys.begin(), splits);
   split_values.insert(split_values.begin(), splits);
-  Tensor grad_k = at::zeros(split_keys, q.options()), grad_v = at::zeros(split_values, q.options());
+  Tensor grad_q = result_of(q.sizes(), queries_in(spans), q), grad_k = result_of(split_keys, num_keys, q), grad_v = result_of(split_values, num_keys, q);
   const Packed<T> keys_t(spans, k), values_t(spans, v);
   const View<T> queries_of(q), keys(k), outward(grad_out), to_q(grad_q), to_k(grad_k[0]), to_v(grad_v[0]);
   at::parallel_for(0, pairs * splits, 1, [&](int64_t begin, int64_t end) {
@@ -246,6 +268,9 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
     Tiles<T> tiles(layout);
     for (int64_t n = begin; n < end; ++n) {
       const int64_t run = n / splits / groups, group = n / splits % groups, split = n % splits;
+      const Span& keys_of = spans[runs[run]];
+      std::fill_n(to_k.at(keys_of.row, group, keys_of.key) + split * grad_k.stride(0), keys_of.num_keys * dim, T(0));
+      std::fill_n(to_v.at(keys_of.row, group, keys_of.key) + split * grad_v.stride(0), keys_of.num_keys * size, T(0));
       for (int64_t number = runs[run]; number < runs[run + 1]; ++number) {
         const Span& span = spans[number];
         const T *key_t = keys_t.at(number, group, span), *value_t = values_t.at(number, group, span);

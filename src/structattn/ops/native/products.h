@@ -104,19 +104,20 @@ void product(int64_t rows, int64_t cols, int64_t depth, const T* a, int64_t am, 
   }
 }
 
-// e^(x - shift), for x of at most `shift`, or a little more: what the weights of softmax need. 0 where x is -infinity.
+// e^(x - shift) for x up to `shift`, or a little above: the weights of softmax. It is 1 for x = shift, and 0 for what is hidden, -infinity.
 //
-// In float32 to about 22 bits of the result, where PyTorch's own attention on a CPU has 20, and 0 for less than 2^-126: with y = (x - shift) /
-// ln 2 = n + r, n whole and r in [-1/2, 1/2], it is a polynomial of r, with n added to its exponent. PyTorch's functions also do larger numbers.
+// In float32 to about 22 bits, where PyTorch's own attention on a CPU has 20, and 0 below 2^-127. It takes y = (x - shift) / ln 2 apart into the
+// nearest whole number n and r; 2^r is a polynomial, and n is added to its exponent. The functions of PyTorch also take large numbers, in twice
+// the instructions.
 template <typename T>
 inline Vec<T> exponential(const Vec<T>& x, const Vec<T>& shift) {
   if constexpr (std::is_same_v<T, float>) {
     using V = Vec<float>;
-    const V per_bit(1.44269504f), whole(12582912.f);  // 1 / ln 2; 1.5 x 2^23, whose sums have no bits for fractions: the last ones are n
-    // At -127, r is 0 and the polynomial 1: its exponent becomes that of 0.
-    const V y = at::vec::clamp_min(at::vec::fmadd(x, per_bit, shift * V(-1.44269504f)), V(-127.f));
+    const V y = at::vec::clamp_min((x - shift) * V(1.44269504f), V(-127.f));  // at -127, r is 0: 2^r is 1, and its exponent becomes that of 0
+    const V whole(12582912.f);  // 1.5 x 2^23: a sum with it has no bits for fractions, and n as its last bits
     const V n = y + whole, r = y - (n - whole);
-    V power = at::vec::fmadd(r, V(0.0013264727f), V(0.009671513f));  // least largest relative error of degree 5, 1.1e-7, with 1 at r = 0
+    // The coefficients are those with the least largest relative error, 1.1e-7, of the polynomials that are 1 at 0.
+    V power = at::vec::fmadd(r, V(0.0013264727f), V(0.009671513f));
     power = at::vec::fmadd(r, power, V(0.055507336f));
     power = at::vec::fmadd(r, power, V(0.24022242f));
     power = at::vec::fmadd(r, power, V(0.693147f));

@@ -191,7 +191,7 @@ class TestBuilt:
         assert_same("native", tensors(2, 2, 1, 9, 9, 6, 5), LAYOUTS[1], left_padding=torch.tensor([9, 9]))
         assert_same("native", tensors(2, 2, 1, 9, 9, 6, 5), LAYOUTS[1], left_padding=torch.tensor([9, 2]))
 
-    @pytest.mark.parametrize("T", [1, 47, 130])
+    @pytest.mark.parametrize("T", [1, 63, 130])
     def test_the_future_changes_nothing(self, T: int) -> None:
         q, k, v = (x.detach() for x in tensors(1, 2, 1, 150, 150, 6, 5))
         for layout in LAYOUTS:
@@ -271,12 +271,47 @@ class TestBuilt:
             sa.structured_attention(q, q, q, LAYOUTS[0], backend="blocked"),
         )
 
+    @pytest.mark.parametrize("padding", [None, torch.tensor([0, 30])])
+    def test_results_have_the_order_in_memory_of_their_inputs(self, padding) -> None:
+        """Heads of a token side by side, as projections make them: then they need no copy on the way back."""
+        leaves = [torch.randn(2, 70, n, 6, dtype=torch.float64).transpose(1, 2) for n in (4, 2, 2)]
+        leaves = [x.requires_grad_() for x in leaves]
+        assert_same("native", leaves, LAYOUTS[1], left_padding=padding)
+        leaves[1] = leaves[1].detach().contiguous().requires_grad_()
+        out = sa.structured_attention(*leaves, LAYOUTS[1], left_padding=padding, backend="native")
+        gradients = torch.autograd.grad(out.square().sum(), leaves)
+        by_token = [x.transpose(1, 2).is_contiguous() for x in (out, *gradients)]
+        assert by_token == [True, True, False, True]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_the_weight_of_one_key_is_exactly_1(self, dtype: torch.dtype) -> None:
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in tensors(2, 2, 1, 70, 70, 6, 1, size=30.0))
+        out = sa.structured_attention(q, k, v, LAYOUTS[1], window=1, backend="native")
+        assert torch.equal(out, v.expand(-1, 2, -1, -1))
+        gradients = torch.autograd.grad((out * torch.randn_like(out)).sum(), (q, k))
+        assert all(bool((x == 0).all()) for x in gradients)
+
+    @pytest.mark.parametrize("lowest", [1.0, 50.0, 87.0, 89.0, 200.0, 1e30])
+    def test_weights_far_from_the_largest(self, lowest: float) -> None:
+        """Scores from 0 down to less than the smallest exponent of float32, each of one query and key."""
+        scores = -torch.linspace(0, lowest, 200, dtype=torch.float64).float()
+        q = torch.ones(1, 1, 200, 1)
+        k = scores.view(1, 1, 200, 1)
+        v = torch.eye(200).view(1, 1, 200, 200)
+        out = sa.structured_attention(q, k, v, backend="native", is_causal=False, scale=1.0)
+        expected = torch.softmax(scores.double(), 0)
+        error = (out.double() - expected).abs() / expected.clamp(min=1e-30)
+        assert float(error.max()) < 2e-6 * max(1.0, min(lowest, 90.0) / 10)
+        assert bool((out[..., scores < -89] == 0).all())
+
     def test_compiled(self) -> None:
-        q = torch.randn(1, 2, 130, 6, requires_grad=True)
-        function = torch.compile(lambda x: sa.structured_attention(x, x, x, LAYOUTS[0]).sum(), fullgraph=True)
-        (found,) = torch.autograd.grad(function(q), q)
-        (expected,) = torch.autograd.grad(sa.structured_attention(q, q, q, LAYOUTS[0], backend="reference").sum(), q)
-        assert_close(found, expected, gradient=True)
+        rows = torch.randn(1, 130, 2, 6, requires_grad=True)
+        for x in (torch.randn(1, 2, 130, 6, requires_grad=True), rows.transpose(1, 2)):
+            function = torch.compile(lambda x: sa.structured_attention(x, x, x, LAYOUTS[0]) * 2, fullgraph=True)
+            (found,) = torch.autograd.grad(function(x).square().sum(), x)
+            out = sa.structured_attention(x, x, x, LAYOUTS[0], backend="reference") * 2
+            (expected,) = torch.autograd.grad(out.square().sum(), x)
+            assert_close(found, expected, gradient=True)
 
     def test_exported_programs_do_not_need_it(self) -> None:
         class Model(torch.nn.Module):

@@ -67,7 +67,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, 
     call, backend = _call(options)
     derivatives.refuse_forward_mode()
     with without_autocast(q):  # it would turn the products here into 16-bit ones
-        return TABLE[backend].forward(q, k, v, call)  # type: ignore[return-value] # the backends of operators have an lse
+        out, lse = TABLE[backend].forward(q, k, v, call)
+    assert lse is not None  # the backends of operators have one
+    return out.contiguous(), lse  # as the fake results are; a backend may keep the strides of its inputs
 
 
 _operator = custom_op(
@@ -98,7 +100,8 @@ def _attention_backward(
     call, backend = _call(options)
     derivatives.refuse_forward_mode()
     dq, dk, dv, grad_bias = _direct_backward(backend, grad_out, grad_lse, q, k, v, out, lse, call, needs_bias)
-    return dq, dk, dv, q.new_empty(0) if grad_bias is None else grad_bias
+    grad_bias = q.new_empty(0) if grad_bias is None else grad_bias
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), grad_bias
 
 
 def _direct_backward(backend: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -50,10 +50,19 @@ std::vector<int64_t> runs_of(const std::vector<Span>& spans) {
   return runs;
 }
 
-// Memory for a result: 0 only where some of its rows are of no span, which nothing writes.
-Tensor result_of(at::IntArrayRef sizes, int64_t rows, const Tensor& like) {
-  const bool is_whole = rows == sizes[sizes.size() - 4] * sizes[sizes.size() - 2];
-  return is_whole ? at::empty(sizes, like.options()) : at::zeros(sizes, like.options());
+// Memory for results (parts, B, H, T, size): 0 only where some of the rows are of no span, which nothing writes. The order of heads and rows in
+// memory is that of an input: projections of hidden states have the heads of a token side by side, and get results of this form without a copy.
+Tensor results(int64_t parts, const Tensor& like, int64_t size, int64_t rows) {
+  const int64_t batch = like.size(0), heads = like.size(1), length = like.size(2);
+  const bool by_token = like.stride(1) > 0 && like.stride(1) < like.stride(2);
+  const std::vector<int64_t> sizes{parts, batch, by_token ? length : heads, by_token ? heads : length, size};
+  const Tensor found = rows == batch * length ? at::empty(sizes, like.options()) : at::zeros(sizes, like.options());
+  return by_token ? found.transpose(2, 3) : found;
+}
+
+template <typename T>
+void clear(T* x, int64_t stride, int64_t rows, int64_t size) {
+  for (int64_t i = 0; i < rows; ++i) std::fill_n(x + i * stride, size, T(0));
 }
 
 int64_t queries_in(const std::vector<Span>& spans) {
@@ -179,7 +188,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   const int64_t heads = q.size(1), share = heads / k.size(1), size = layout.value_dim();
-  Tensor out = result_of({q.size(0), heads, q.size(2), size}, queries_in(spans), q);
+  Tensor out = results(1, q, size, queries_in(spans))[0];
   Tensor lse = at::full({q.size(0), heads, q.size(2)}, kNone<T>, q.options());
   const Packed<T> keys(spans, k);
   const View<T> queries_of(q), values(v), outs(out);
@@ -254,10 +263,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   splits = std::min(splits, most_tiles);
   int64_t num_keys = 0;
   for (size_t n = 0; n + 1 < runs.size(); ++n) num_keys += spans[runs[n]].num_keys;
-  std::vector<int64_t> split_keys(k.sizes().vec()), split_values(v.sizes().vec());
-  split_keys.insert(split_keys.begin(), splits);
-  split_values.insert(split_values.begin(), splits);
-  Tensor grad_q = result_of(q.sizes(), queries_in(spans), q), grad_k = result_of(split_keys, num_keys, q), grad_v = result_of(split_values, num_keys, q);
+  Tensor grad_q = results(1, q, dim, queries_in(spans))[0];
+  Tensor grad_k = results(splits, k, dim, num_keys), grad_v = results(splits, v, size, num_keys);
   const Packed<T> keys_t(spans, k), values_t(spans, v);
   const View<T> queries_of(q), keys(k), outward(grad_out), to_q(grad_q), to_k(grad_k[0]), to_v(grad_v[0]);
   at::parallel_for(0, pairs * splits, 1, [&](int64_t begin, int64_t end) {
@@ -269,8 +276,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
     for (int64_t n = begin; n < end; ++n) {
       const int64_t run = n / splits / groups, group = n / splits % groups, split = n % splits;
       const Span& keys_of = spans[runs[run]];
-      std::fill_n(to_k.at(keys_of.row, group, keys_of.key) + split * grad_k.stride(0), keys_of.num_keys * dim, T(0));
-      std::fill_n(to_v.at(keys_of.row, group, keys_of.key) + split * grad_v.stride(0), keys_of.num_keys * size, T(0));
+      clear(to_k.at(keys_of.row, group, keys_of.key) + split * grad_k.stride(0), to_k.row, keys_of.num_keys, dim);
+      clear(to_v.at(keys_of.row, group, keys_of.key) + split * grad_v.stride(0), to_v.row, keys_of.num_keys, size);
       for (int64_t number = runs[run]; number < runs[run + 1]; ++number) {
         const Span& span = spans[number];
         const T *key_t = keys_t.at(number, group, span), *value_t = values_t.at(number, group, span);

@@ -1,6 +1,6 @@
 """The ``native`` backend: structured attention by C++ code for CPUs, in memory linear in T.
 
-One pass over tiles of 48 queries and 64 keys, as fused kernels on a GPU make it: scores and weights of a tile stay in the
+One pass over tiles of 64 queries and 64 keys, as fused kernels on a GPU make it: scores and weights of a tile stay in the
 core's caches, and each tile is computed in the dimensions of the levels that its pairs share. Of each query the keys of a level are one
 interval of positions, for blocks as for windows, so that the C++ code knows intervals only.
 """
@@ -130,7 +130,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     16-bit inputs are computed in float32.
 
     Returns:
-        out (B, H, T, V) in q's dtype and lse (B, H, T), float32 or float64, base e; contiguous.
+        out (B, H, T, V) in q's dtype, with the heads of a token side by side in memory where q has them so, and lse (B, H, T), contiguous, float32 or
+        float64, base e.
 
     Cost: ``layout.score_flops`` + ``layout.value_flops``, for whole tiles, and one exponential per visible pair; memory for a copy of the keys.
     """
@@ -155,7 +156,9 @@ def backward(
     *,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of q, k and v, in their dtypes and shapes, contiguous, and that of the bias, which ``blocked`` computes, if it is asked for.
+    """The gradients of q, k and v, in their dtypes and shapes, and that of the bias, which ``blocked`` computes, if it is asked for.
+
+    Gradients have heads and tokens in the order in memory that their tensors have.
 
     Args:
         grad_out, grad_lse: of ``forward``'s results; ``grad_lse`` may be ``None``.

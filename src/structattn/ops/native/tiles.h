@@ -328,7 +328,7 @@ class Tiles {
 
  private:
   using Key = std::tuple<int64_t, int64_t, int64_t>;  // first position, number of queries, number of keys
-  static constexpr size_t kKnown = 64;                // 3,072 positions
+  static constexpr size_t kKnown = 64;                // 4,096 positions
 
   const Layout<T>& layout_;
   std::vector<int64_t> low_, high_;

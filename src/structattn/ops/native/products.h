@@ -80,7 +80,7 @@ void product(int64_t rows, int64_t cols, int64_t depth, const T* a, int64_t am, 
              bool add) {
   constexpr int64_t W = Vec<T>::size();
   int64_t m = 0;
-  if (cols <= W)  // one vector for each row: with 6 sums alone, additions would wait for the ones before them
+  if (cols <= W)  // one vector for each row: with kGroup sums alone, additions would wait for the ones before them
     for (; m + 2 * kGroup <= rows; m += 2 * kGroup) {
       if (cols == W) block<T, 2 * kGroup, 1, false>(depth, a + m * am, am, ak, b, ldb, c + m * ldc, ldc, add, W);
       else block<T, 2 * kGroup, 1, true>(depth, a + m * am, am, ak, b, ldb, c + m * ldc, ldc, add, cols);

@@ -170,6 +170,25 @@ class TestBuilt:
         for a, b in zip(found, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
             assert_close(a, b, gradient=True)
 
+    @pytest.mark.parametrize("softcap", [None, 1.0])
+    @pytest.mark.parametrize("T", [1, 5, 80])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_what_is_no_number_stays_none(self, dtype: torch.dtype, T: int, softcap: float | None) -> None:
+        q, k, v = (torch.randn(1, 1, T, 6, dtype=dtype) for _ in range(3))
+        for x, seen in ((q, slice(T - 1, T)), (k, slice(T // 2, T))):
+            clean = x.clone()
+            x[:, :, seen.start] = torch.nan
+            leaves = [y.clone().requires_grad_() for y in (q, k, v)]
+            out = sa.structured_attention(*leaves, LAYOUTS[1], softcap=softcap, backend="native")
+            assert bool(out[:, :, seen].isnan().all())
+            assert bool(out[:, :, : seen.start].isfinite().all())
+            gradients = torch.autograd.grad(out.sum(), leaves)
+            assert all(bool(y[:, :, seen.start].isnan().all()) for y in gradients)
+            x.copy_(clean)
+        cache = sa.LevelCache(LAYOUTS[1])
+        found = [cache.attend(*(x[:, :, t, None] for x in (q * torch.nan, k, v)), softcap=softcap) for t in range(T)]
+        assert bool(torch.cat(found, 2).isnan().all())
+
     def test_what_others_hold_reaches_nothing(self) -> None:
         """NaN of padding, of another packed sequence, and of later keys in whole tiles."""
         layout = LAYOUTS[1]
@@ -271,9 +290,18 @@ class TestBuilt:
             sa.structured_attention(q, q, q, LAYOUTS[0], backend="blocked"),
         )
 
+    @pytest.mark.parametrize("threads", [1, 3])
     @pytest.mark.parametrize("padding", [None, torch.tensor([0, 30])])
-    def test_results_have_the_order_in_memory_of_their_inputs(self, padding) -> None:
+    def test_results_have_the_order_in_memory_of_their_inputs(self, padding, threads: int) -> None:
         """Heads of a token side by side, as projections make them: then they need no copy on the way back."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            self._check_order(padding)
+        finally:
+            torch.set_num_threads(before)
+
+    def _check_order(self, padding) -> None:
         leaves = [torch.randn(2, 70, n, 6, dtype=torch.float64).transpose(1, 2) for n in (4, 2, 2)]
         leaves = [x.requires_grad_() for x in leaves]
         assert_same("native", leaves, LAYOUTS[1], left_padding=padding)
@@ -282,6 +310,9 @@ class TestBuilt:
         gradients = torch.autograd.grad(out.square().sum(), leaves)
         by_token = [x.transpose(1, 2).is_contiguous() for x in (out, *gradients)]
         assert by_token == [True, True, False, True]
+        with torch.no_grad():
+            out = sa.structured_attention(*leaves, LAYOUTS[1], left_padding=padding, backend="native")
+        out += torch.ones(6, dtype=torch.float64, requires_grad=True)  # autograd refuses this for some views
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_the_weight_of_one_key_is_exactly_1(self, dtype: torch.dtype) -> None:

@@ -7,8 +7,9 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/sum.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -50,14 +51,19 @@ std::vector<int64_t> runs_of(const std::vector<Span>& spans) {
   return runs;
 }
 
-// Memory for results (parts, B, H, T, size): 0 only where some of the rows are of no span, which nothing writes. The order of heads and rows in
-// memory is that of an input: projections of hidden states have the heads of a token side by side, and get results of this form without a copy.
-Tensor results(int64_t parts, const Tensor& like, int64_t size, int64_t rows) {
-  const int64_t batch = like.size(0), heads = like.size(1), length = like.size(2);
+// Memory for results (B, H, T, size) of some spans, with `rows` rows in each head: 0 only where there are more, which nothing writes. The order of heads
+// and rows in memory is that of an input: projections of hidden states have the heads of a token side by side, and get gradients of this form
+// without a copy. With several parts (parts, B, H, T, size). No views: autograd refuses changes in place of some.
+Tensor results(const Tensor& like, int64_t size, int64_t rows, int64_t parts = 1) {
+  const int64_t batch = like.size(0), heads = like.size(1), length = like.size(2), numbers = heads * length * size;
   const bool by_token = like.stride(1) > 0 && like.stride(1) < like.stride(2);
-  const std::vector<int64_t> sizes{parts, batch, by_token ? length : heads, by_token ? heads : length, size};
-  const Tensor found = rows == batch * length ? at::empty(sizes, like.options()) : at::zeros(sizes, like.options());
-  return by_token ? found.transpose(2, 3) : found;
+  std::vector<int64_t> sizes{batch, heads, length, size}, strides{numbers, by_token ? size : length * size, by_token ? heads * size : size, 1};
+  if (parts > 1) {
+    sizes.insert(sizes.begin(), parts);
+    strides.insert(strides.begin(), batch * numbers);
+  }
+  Tensor found = at::empty_strided(sizes, strides, like.options());
+  return rows == batch * length ? found : found.zero_();
 }
 
 template <typename T>
@@ -188,7 +194,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   const int64_t heads = q.size(1), share = heads / k.size(1), size = layout.value_dim();
-  Tensor out = results(1, q, size, queries_in(spans))[0];
+  Tensor out = results(q, size, queries_in(spans));
   Tensor lse = at::full({q.size(0), heads, q.size(2)}, kNone<T>, q.options());
   const Packed<T> keys(spans, k);
   const View<T> queries_of(q), values(v), outs(out);
@@ -263,10 +269,10 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   splits = std::min(splits, most_tiles);
   int64_t num_keys = 0;
   for (size_t n = 0; n + 1 < runs.size(); ++n) num_keys += spans[runs[n]].num_keys;
-  Tensor grad_q = results(1, q, dim, queries_in(spans))[0];
-  Tensor grad_k = results(splits, k, dim, num_keys), grad_v = results(splits, v, size, num_keys);
+  Tensor grad_q = results(q, dim, queries_in(spans)), grad_k = results(k, dim, num_keys, splits), grad_v = results(v, size, num_keys, splits);
+  const int64_t part_k = k.size(0) * groups * k.size(2) * dim, part_v = k.size(0) * groups * k.size(2) * size;
   const Packed<T> keys_t(spans, k), values_t(spans, v);
-  const View<T> queries_of(q), keys(k), outward(grad_out), to_q(grad_q), to_k(grad_k[0]), to_v(grad_v[0]);
+  const View<T> queries_of(q), keys(k), outward(grad_out), to_q(grad_q), to_k(splits == 1 ? grad_k : grad_k[0]), to_v(splits == 1 ? grad_v : grad_v[0]);
   at::parallel_for(0, pairs * splits, 1, [&](int64_t begin, int64_t end) {
     std::vector<T> weight(kRows * kCols), change(kRows * kCols), sums(kRows * dim), shift(kRows), slope(terms.has_softcap() ? kRows * kCols : 0);
     // Gradients of a sequence and its key head, packed: what is added to narrow slices.
@@ -276,13 +282,13 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
     for (int64_t n = begin; n < end; ++n) {
       const int64_t run = n / splits / groups, group = n / splits % groups, split = n % splits;
       const Span& keys_of = spans[runs[run]];
-      clear(to_k.at(keys_of.row, group, keys_of.key) + split * grad_k.stride(0), to_k.row, keys_of.num_keys, dim);
-      clear(to_v.at(keys_of.row, group, keys_of.key) + split * grad_v.stride(0), to_v.row, keys_of.num_keys, size);
+      clear(to_k.at(keys_of.row, group, keys_of.key) + split * part_k, to_k.row, keys_of.num_keys, dim);
+      clear(to_v.at(keys_of.row, group, keys_of.key) + split * part_v, to_v.row, keys_of.num_keys, size);
       for (int64_t number = runs[run]; number < runs[run + 1]; ++number) {
         const Span& span = spans[number];
         const T *key_t = keys_t.at(number, group, span), *value_t = values_t.at(number, group, span);
-        T* const own_k = to_k.at(span.row, group, span.key) + split * grad_k.stride(0);
-        T* const own_v = to_v.at(span.row, group, span.key) + split * grad_v.stride(0);
+        T* const own_k = to_k.at(span.row, group, span.key) + split * part_k;
+        T* const own_v = to_v.at(span.row, group, span.key) + split * part_v;
         std::fill(packed_k.begin(), packed_k.end(), T(0));
         std::fill(packed_v.begin(), packed_v.end(), T(0));
         for (int64_t head = group * share; head < (group + 1) * share; ++head) {
@@ -337,7 +343,13 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
       }
     }
   });
-  return {grad_q, splits == 1 ? grad_k[0] : grad_k.sum(0), splits == 1 ? grad_v[0] : grad_v.sum(0)};
+  if (splits > 1) {
+    Tensor sum_k = results(k, dim, k.size(0) * k.size(2)), sum_v = results(v, size, k.size(0) * k.size(2));
+    at::sum_out(sum_k, grad_k, 0);
+    at::sum_out(sum_v, grad_v, 0);
+    return {grad_q, sum_k, sum_v};
+  }
+  return {grad_q, grad_k, grad_v};
 }
 
 // The arguments of a call. Of its layout: ranks, value ranks, factors per level and per number of levels, intervals (2, levels, positions), the

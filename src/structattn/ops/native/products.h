@@ -106,15 +106,15 @@ void product(int64_t rows, int64_t cols, int64_t depth, const T* a, int64_t am, 
 
 // e^(x - shift) for x up to `shift`, or a little above: the weights of softmax. It is 1 for x = shift, and 0 for what is hidden, -infinity.
 //
-// In float32 to about 22 bits, where PyTorch's own attention on a CPU has 20, and 0 below 2^-127. It takes y = (x - shift) / ln 2 apart into the
-// nearest whole number n and r; 2^r is a polynomial, and n is added to its exponent. The functions of PyTorch also take large numbers, in twice
-// the instructions.
+// In float32 to 22 bits near `shift` and 18 far below, where PyTorch's own attention on a CPU has 20, and 0 below 2^-126. It takes
+// y = (x - shift) / ln 2 apart into the nearest whole number n and r: 2^r is a polynomial, and n + 127 are the bits of an exponent. The functions of
+// PyTorch also take large numbers, in twice the instructions.
 template <typename T>
 inline Vec<T> exponential(const Vec<T>& x, const Vec<T>& shift) {
   if constexpr (std::is_same_v<T, float>) {
     using V = Vec<float>;
-    const V y = at::vec::clamp_min((x - shift) * V(1.44269504f), V(-127.f));  // at -127, r is 0: 2^r is 1, and its exponent becomes that of 0
-    const V whole(12582912.f);  // 1.5 x 2^23: a sum with it has no bits for fractions, and n as its last bits
+    const V y = at::vec::clamp_min((x - shift) * V(1.44269504f), V(-127.f));  // the exponent of -127 is that of 0
+    const V whole(12582912.f + 127.f);  // 1.5 x 2^23: a sum with it has no bits for fractions, and the exponent as its last bits
     const V n = y + whole, r = y - (n - whole);
     // The coefficients are those with the least largest relative error, 1.1e-7, of the polynomials that are 1 at 0.
     V power = at::vec::fmadd(r, V(0.0013264727f), V(0.009671513f));
@@ -122,8 +122,7 @@ inline Vec<T> exponential(const Vec<T>& x, const Vec<T>& shift) {
     power = at::vec::fmadd(r, power, V(0.24022242f));
     power = at::vec::fmadd(r, power, V(0.693147f));
     power = at::vec::fmadd(r, power, V(1.f));
-    const Vec<int32_t> bits = at::vec::cast<int32_t>(power), exponent = at::vec::cast<int32_t>(n) << Vec<int32_t>(23);
-    return at::vec::cast<float>(bits + exponent);
+    return power * at::vec::cast<float>(at::vec::cast<int32_t>(n) << Vec<int32_t>(23));  // a product: what is no number stays none
   } else {
     return (x - shift).exp();
   }

@@ -232,7 +232,8 @@ def structured_attention(
             it may have no queries, or no keys. Default ``None``: those of the queries.
 
     Returns:
-        out (B, H, T, V) in q's dtype; with ``return_lse`` also lse (B, H, T), base e, float32 for 16-bit inputs. A query
+        out (B, H, T, V) in q's dtype; with ``return_lse`` also lse (B, H, T), base e, float32 for 16-bit inputs. As PyTorch's own
+        kernels, some backends keep the order in memory of q, so that out may not be contiguous. A query
         that sees no key has output 0 and lse -inf (the sink, where there are sinks). Under autocast q, k and v are cast first, as
         ``torch.nn.functional.scaled_dot_product_attention`` does: all but float64 have autocast's dtype then.
         Padding and other packed sequences reach no output or gradient, even as NaN; what causality, a window, a mask or a bias

@@ -324,7 +324,7 @@ class TestBuilt:
 
     @pytest.mark.parametrize("lowest", [1.0, 50.0, 87.0, 89.0, 200.0, 1e30])
     def test_weights_far_from_the_largest(self, lowest: float) -> None:
-        """Scores from 0 down to less than the smallest exponent of float32, each of one query and key."""
+        """Scores from 0 down to those whose exponential is less than any number of float32."""
         scores = -torch.linspace(0, lowest, 200, dtype=torch.float64).float()
         q = torch.ones(1, 1, 200, 1)
         k = scores.view(1, 1, 200, 1)

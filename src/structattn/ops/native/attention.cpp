@@ -107,27 +107,17 @@ class Packed {
   Tensor memory_;
 };
 
-// out = x y for `size` numbers, or x times one number.
+// out = x times one number.
 template <typename T>
-inline void multiplied(const T* x, const T* y, int64_t size, T* out) {
-  constexpr int64_t W = Vec<T>::size();
-  int64_t d = 0;
-  for (; d + W <= size; d += W) (Vec<T>::loadu(x + d) * Vec<T>::loadu(y + d)).store(out + d);
-  for (; d < size; ++d) out[d] = x[d] * y[d];
-}
-
-template <typename T>
-inline void multiplied(const T* x, T y, int64_t size, T* out) {
-  constexpr int64_t W = Vec<T>::size();
-  int64_t d = 0;
-  for (; d + W <= size; d += W) (Vec<T>::loadu(x + d) * Vec<T>(y)).store(out + d);
-  for (; d < size; ++d) out[d] = x[d] * y;
+inline void multiplied(const T* x, T factor, int64_t size, T* out) {
+  at::vec::map<T>([factor](Vec<T> a) { return a * Vec<T>(factor); }, out, x, size);
 }
 
 // out = x times the factor of each level.
 template <typename T>
 void scaled(const Layout<T>& layout, const T* x, int64_t stride, int64_t rows, T* out, int64_t out_stride) {
-  for (int64_t i = 0; i < rows; ++i) multiplied<T>(x + i * stride, layout.per_dim.data(), layout.dim(), out + i * out_stride);
+  for (int64_t i = 0; i < rows; ++i)
+    at::vec::map2<T>([](Vec<T> a, Vec<T> b) { return a * b; }, out + i * out_stride, x + i * stride, layout.per_dim.data(), layout.dim());
 }
 
 // Queries of a tile, also times the factor of a number of levels, which changes a few times only from the farthest keys to the nearest.
@@ -171,8 +161,7 @@ void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, 
     const T largest = at::vec::vec_reduce_all<T>([](V a, V b) { return at::vec::maximum(a, b); }, top);
     const T factor = most == kNone<T> ? T(0) : std::exp(most - largest);
     (V::loadu(total) * V(factor)).store(total);
-    if (most != kNone<T>)
-      multiplied<T>(sums, factor, size, sums);
+    if (most != kNone<T>) multiplied<T>(sums, factor, size, sums);
     most = largest;
   } else if (most == kNone<T>) {
     std::fill(row + first, row + last, T(0));

@@ -1,7 +1,7 @@
 // Small matrix products on rows of vector registers, with strides of their own for the left side: what every tile is made of.
 #pragma once
 
-#include <ATen/cpu/vec/functional.h>  // reductions; vec.h alone has them with AVX2 only
+#include <ATen/cpu/vec/functional.h>  // map and reductions; vec.h alone has the latter with AVX2 only
 #include <ATen/cpu/vec/vec.h>
 
 #include <algorithm>

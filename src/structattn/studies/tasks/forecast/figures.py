@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
+from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+from matplotlib.figure import Figure as MplFigure
+
 from structattn.studies.records.comparison import ComparisonRecord
 from structattn.studies.report.figures.by_position import by_position
 from structattn.studies.report.figures.examples import axis_labels, examples_figure
 from structattn.studies.report.numbers import fmt_score
-from structattn.studies.report.plot import Drawing
+from structattn.studies.report.plot import GREY, OKABE_ITO, Drawing, panel_grid, shared_legend
 from structattn.studies.report.rows import lowest, row_name
 from structattn.studies.report.table import Table
 from structattn.studies.tasks.forecast.baseline_models import PREFIX
+from structattn.studies.tasks.forecast.future import Forecast
+
+_MOST_PANELS = 12
+_FEWEST_STEPS = 48  # of the past
+_FEW_STEPS = 3  # which a line hardly shows
 
 
 def name_of(spec: str) -> str:
@@ -32,6 +41,44 @@ def error_by_column(record: ComparisonRecord) -> Table | None:
         return None
     rows = [[name, *(fmt_score(found.get(one)) for one in names)] for name, found in errors.items()]
     return Table.of(("method", *names), rows, title="Error of each column")
+
+
+def future_figure(forecast: Forecast) -> MplFigure:
+    """The end of the last window of each column, and what follows, with its intervals."""
+    table, columns = forecast.table, forecast.columns[:_MOST_PANELS]
+    steps = min(forecast.past.shape[1], max(4 * len(table), _FEWEST_STEPS))
+    ahead = table[forecast.time].to_numpy()
+    count = forecast.past.shape[1]
+    before = np.arange(count) if forecast.past_times is None else forecast.past_times
+    if forecast.past_times is not None:
+        ahead = ahead.astype(before.dtype)  # in UTC, as those before
+    figure, panels = panel_grid(
+        len(columns),
+        2.4,
+        columns=1 if len(columns) < 4 else 2,
+        width=7.2 if len(columns) < 4 else None,
+        sharex=True,
+        sharey=False,
+    )
+    for i, (ax, column) in enumerate(zip(panels, columns, strict=True)):
+        middle = table[column].to_numpy()
+        ax.plot(before[-steps:], forecast.past[i, -steps:], color="#9a9a9a", lw=1.0, label="data")
+        for level in reversed(forecast.levels):
+            low, high = (table[f"{column}-{end}-{level}"].to_numpy() for end in ("lo", "hi"))
+            ax.fill_between(ahead, low, high, color=OKABE_ITO[0], alpha=0.16, lw=0, label=f"{level} % interval")
+        marks = "o" if len(ahead) < _FEW_STEPS else ""
+        ax.plot(ahead, middle, color=OKABE_ITO[0], lw=1.5, marker=marks, ms=3, label="forecast")
+        ax.axvline(before[-1], color=GREY, lw=0.8)
+        ax.margins(x=0.01)
+        ax.set_ylabel(column)
+        if forecast.past_times is not None:
+            locator = AutoDateLocator(maxticks=8)  # type: ignore[no-untyped-call]
+            ax.xaxis.set_major_locator(locator)
+            ax.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
+        elif ax.get_subplotspec().is_last_row():  # type: ignore[union-attr]
+            ax.set_xlabel("row")
+    shared_legend(figure, panels[:1])
+    return figure
 
 
 FIGURES = {"examples": examples_figure, "error-by-lead": error_by_lead}

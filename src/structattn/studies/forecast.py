@@ -1,0 +1,230 @@
+"""Forecasts of the future with a finished run, or with any row of a finished comparison, baselines included."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from structattn.checks import MAX_LENGTH, check_int, check_path
+from structattn.errors import ConfigError, DataError
+from structattn.files import write_atomic
+from structattn.progress import doing
+from structattn.studies.data.series import Times
+from structattn.studies.data.series_file import Rows, read_rows
+from structattn.studies.data.series_table import CsvTable, FrameTable, Table, pandas
+from structattn.studies.data.time_steps import TimeStep
+from structattn.studies.tasks.forecast.choice import choose
+from structattn.studies.tasks.forecast.future import Forecast, check_request, forecast_units
+
+LEVELS = (80, 95)
+_STEPS = "step"  # the column in place of the times, where the data have none
+
+
+def forecast(
+    run: str | Path,
+    frame: Any,
+    *,
+    horizon: int | None = None,
+    levels: Sequence[int] = LEVELS,
+    row: str | None = None,
+    variant: str | None = None,
+    time: str | None = None,
+) -> Any:
+    """Forecasts what follows the last row of a data frame, in the units of the data.
+
+    For each column y and step h ahead:
+
+        y_h = mean + std * f(window)_h          y-lo-p, y-hi-p = y_h -+ std * q_h(p)
+
+    ``f`` is the model or the baseline, ``window`` the last look-back scaled by mean and standard deviation of the training rows, and ``q_h(p)``
+    the error of rank ceil(p / 100 (n + 1)) among its n absolute errors at step h of the validation windows (split conformal prediction). An
+    interval holds the truth with a probability of at least p % if the error is exchangeable with those of validation. Time series are not exactly
+    so: where the future differs from the validation rows, the intervals hold less.
+
+    Args:
+        run: the folder of a comparison of the task ``forecast``, or of one of its runs. Files in it do not change.
+        frame: a pandas ``DataFrame`` with the columns of the training and its time column, or an index of times; at least the look-back, with
+            the checks of training. Without any dates the rows are steps.
+        horizon: steps ahead. Default: that of the training. Models and ridge regression go no further; the last value and the last season do, as
+            far as the validation rows measure the errors.
+        levels: of the intervals, in percent.
+        row: of a comparison, its spec or the name of a baseline, such as ``"ridge regression"``, or how it begins. Default: the one with the
+            lowest validation error. Of several seeds the one with the lowest validation error forecasts.
+        variant: of a comparison with several settings, the name of one. Default: the one with the lowest validation error, where they forecast
+            the same columns as far ahead.
+        time: the time column of the frame. Default: that of the training.
+
+    Returns:
+        A ``DataFrame`` with one row for each step: the time (without dates: ``step``, the number of the row in the frame from 0), and for each
+        column its forecast, under its name, and ``NAME-lo-80``, ``NAME-hi-80`` and so on for each level.
+
+    Raises:
+        CheckpointError: the folder holds no finished run or comparison, or is damaged.
+        ConfigError: it is of another task, an unknown row or variant, a horizon or level that cannot be.
+        DataError: the frame is not usable: other columns or steps than those of the training, too few rows, gaps, missing values.
+        MissingDependencyError: pandas, or neuralforecast for its models, is not installed.
+
+    Cost: one forward pass.
+
+    Source: Vovk et al. 2005, Lei et al. 2018 (split conformal prediction).
+    """
+    asked = _Asked(run, horizon=horizon, levels=levels, row=row, variant=variant)
+    time = time or asked.time
+    return asked.forecast(FrameTable(frame, time), time).table
+
+
+def forecast_file(
+    run: Path,
+    data: Path | None,
+    out: Path,
+    *,
+    horizon: int | None = None,
+    levels: Sequence[int] = LEVELS,
+    row: str | None = None,
+    variant: str | None = None,
+    time: str | None = None,
+    overwrite: bool = False,
+) -> Forecast:
+    """The same from a CSV file; writes the table as CSV, and a figure of the last window and the forecast beside it.
+
+    Args:
+        run, horizon, levels, row, variant, time: see ``forecast``.
+        data: the CSV file. Default: the one of the training.
+        out: the CSV file to write, with the suffix ``.csv``; the figure has the suffix ``.png`` in its place.
+        overwrite: replace both, if they are there.
+
+    Raises:
+        ConfigError: as ``forecast``; or ``out`` has another suffix, is there, is the input, or is in the folder of the run.
+        CheckpointError, DataError, MissingDependencyError: as ``forecast``; or a file cannot be written.
+    """
+    # matplotlib is optional: only the figure needs it
+    from structattn.studies.report.plot import png
+    from structattn.studies.tasks.forecast.figures import future_figure
+
+    _check_out(out, run, data, overwrite=overwrite)
+    asked = _Asked(run, horizon=horizon, levels=levels, row=row, variant=variant)
+    time = time or asked.time
+    path = data if data is not None else asked.data
+    with doing(f"reading {'ETTh1' if path is None else path}"):
+        table = CsvTable(path, time, needs_time=False)
+    found = asked.forecast(table, time)
+    write_atomic(out, _csv(found))
+    write_atomic(out.with_suffix(".png"), png(lambda: future_figure(found)))
+    return found
+
+
+def _check_out(out: Path, run: Path, data: Path | None, *, overwrite: bool) -> None:
+    """Raises ``ConfigError`` unless a forecast may be written there."""
+    if out.suffix != ".csv":
+        raise ConfigError(f"--out must be the name of a file with the suffix .csv, got {str(out)!r}")
+    figure = out.with_suffix(".png")
+    place = out.resolve()
+    if run.resolve() in place.parents:
+        raise ConfigError(f"--out must be outside of the folder {run}, which a forecast only reads, got {out}")
+    if data is not None and data.exists() and place == data.resolve():
+        raise ConfigError(f"--out is the input, {data}: give another --out")
+    for path in (out, figure):
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder: give another --out")
+        if path.exists() and not overwrite:
+            raise ConfigError(f"{path} is there: give another --out, or --overwrite to replace it")
+    folder = next(parent for parent in place.parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"cannot write to {folder}: give another --out")
+
+
+def _csv(found: Forecast) -> str:
+    """The table as text: days as dates, other times to the second."""
+    table, times = found.table.copy(), found.past_times
+    if times is not None:
+        first = table[found.time]
+        days = (
+            first.dt.tz is None
+            and (times == times.astype("datetime64[D]")).all()
+            and (first == first.dt.normalize()).all()
+        )
+        table[found.time] = [f"{time:%Y-%m-%d}" if days else time.isoformat(sep=" ") for time in first]
+    text: str = table.to_csv(index=False, float_format="%.9g", lineterminator="\n")
+    return text
+
+
+class _Asked:
+    """A row of a comparison, or a run, and what is asked of it: everything that can be checked before data are read.
+
+    Attributes:
+        time, data: the time column and the file of the training.
+    """
+
+    def __init__(
+        self, run: str | Path, *, horizon: int | None, levels: Sequence[int], row: str | None, variant: str | None
+    ) -> None:
+        if horizon is not None:
+            check_int("horizon", horizon, minimum=1, maximum=MAX_LENGTH)
+        self._chosen = choose(check_path("run", run), row, variant)
+        config = self._chosen.config
+        self.time, self.data = config.data.time, None if config.data.path is None else Path(config.data.path)
+        self._horizon = horizon or self._chosen.forecaster.kept.facts.horizon
+        self._levels = check_request(
+            self._chosen.forecaster, self._chosen.name, self._horizon, levels, self._chosen.unlimited
+        )
+
+    def forecast(self, table: Table, time: str) -> Forecast:
+        """Reads the table and forecasts.
+
+        Raises:
+            DataError: see ``forecast``.
+        """
+        forecaster, horizon, levels = self._chosen.forecaster, self._horizon, self._levels
+        facts = forecaster.kept.facts
+        rows = read_rows(table, time, facts.columns)
+        count = rows.values.shape[1]
+        if count < facts.look_back:
+            raise DataError(
+                f"{table.source}: expected at least {facts.look_back:,} rows, which {self._chosen.name} looks back on, got {count:,}. Give more"
+            )
+        if rows.times is not None and not facts.step.fits(rows.times):
+            raise DataError(
+                f"{table.source}: expected rows {facts.step.words} apart, as in training, got other steps: {_first_steps(rows.times)}. Give data of "
+                "the same frequency, or train with these"
+            )
+        point, widths = forecast_units(forecaster, rows.values, horizon, levels)
+        name = time if rows.times is not None else _STEPS
+        columns: dict[str, Any] = {name: _times_after(rows, facts.step, horizon)}
+        for i, column in enumerate(facts.columns):
+            columns[column] = point[i]
+            for level, width in zip(levels, widths, strict=True):
+                columns[f"{column}-lo-{level}"] = point[i] - width[i]
+                columns[f"{column}-hi-{level}"] = point[i] + width[i]
+        if len(columns) != 1 + len(facts.columns) * (1 + 2 * len(levels)):
+            raise DataError(
+                f"{table.source}: the names of columns and of their intervals, such as {facts.columns[0]}-lo-80, must differ, got "
+                f"{', '.join(map(repr, (name, *facts.columns)))}. Rename a column, and train again"
+            )
+        return Forecast(
+            row=self._chosen.name,
+            why=self._chosen.why,
+            time=name,
+            columns=facts.columns,
+            levels=levels,
+            windows=forecaster.windows(horizon),
+            table=pandas().DataFrame(columns),
+            past=rows.values,
+            past_times=rows.times,
+        )
+
+
+def _first_steps(times: Times) -> str:
+    return " and ".join(str(time.astype("datetime64[s]")).replace("T", " ") for time in times[:2])
+
+
+def _times_after(rows: Rows, step: TimeStep, horizon: int) -> Any:
+    """The times of a forecast in the zone of the data; the numbers of rows where they have no times."""
+    if rows.times is None:
+        count = rows.values.shape[1]
+        return np.arange(count, count + horizon)
+    times = pandas().Series(step.after(rows.times, horizon))
+    return times if rows.zone is None else times.dt.tz_localize("UTC").dt.tz_convert(rows.zone)

@@ -74,8 +74,11 @@ class ForecastCommand:
 
     def execute(self, session: Session) -> None:
         require_extra()
+        from structattn.checks import check_int
         from structattn.studies.forecast import forecast_file
 
+        if self.horizon is not None:
+            check_int("--horizon", self.horizon, minimum=1)
         done = forecast_file(
             self.run,
             self.data,
@@ -89,6 +92,8 @@ class ForecastCommand:
         )
         first, last = (done.table[done.time].iloc[i] for i in (0, -1))
         print(f"row        {done.row}: {done.why}")
+        if not done.has_dates:
+            print("dates      none in the data: its rows are taken as consecutive steps")
         print(f"forecast   {len(done.table):,} steps of {', '.join(done.columns)}, {done.time} {first} to {last}")
         if done.levels:
             levels = " and ".join(f"{level} %" for level in done.levels)

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from structattn.checks import MAX_LENGTH, check_int, check_path
+from structattn.checks import check_int, check_path
 from structattn.errors import ConfigError, DataError
 from structattn.files import write_atomic
 from structattn.progress import doing
-from structattn.studies.data.series import Times
-from structattn.studies.data.series_file import Rows, read_rows
+from structattn.studies.data.plain_text import is_there
+from structattn.studies.data.series_file import read_rows
 from structattn.studies.data.series_table import CsvTable, FrameTable, Table, pandas
-from structattn.studies.data.time_steps import TimeStep
+from structattn.studies.data.time_steps import step_of
 from structattn.studies.tasks.forecast.choice import choose
 from structattn.studies.tasks.forecast.future import Forecast, check_request, forecast_units
 
@@ -60,7 +60,8 @@ def forecast(
 
     Returns:
         A ``DataFrame`` with one row for each step: the time (without dates: ``step``, the number of the row in the frame from 0), and for each
-        column its forecast, under its name, and ``NAME-lo-80``, ``NAME-hi-80`` and so on for each level.
+        column its forecast, under its name, and ``NAME-lo-80``, ``NAME-hi-80`` and so on for each level. Its ``attrs`` are ``row``, what
+        forecast, and ``why``.
 
     Raises:
         CheckpointError: the folder holds no finished run or comparison, or is damaged.
@@ -105,10 +106,12 @@ def forecast_file(
     from structattn.studies.report.plot import png
     from structattn.studies.tasks.forecast.figures import future_figure
 
-    _check_out(out, run, data, overwrite=overwrite)
+    _check_out(out, run, overwrite=overwrite)
     asked = _Asked(run, horizon=horizon, levels=levels, row=row, variant=variant)
     time = time or asked.time
     path = data if data is not None else asked.data
+    if path is not None:
+        _check_input(path, out, given=data is not None)
     with doing(f"reading {'ETTh1' if path is None else path}"):
         table = CsvTable(path, time, needs_time=False)
     found = asked.forecast(table, time)
@@ -117,7 +120,18 @@ def forecast_file(
     return found
 
 
-def _check_out(out: Path, run: Path, data: Path | None, *, overwrite: bool) -> None:
+def _check_input(path: Path, out: Path, *, given: bool) -> None:
+    """Raises ``ConfigError`` if an output is the input, and ``DataError`` if the file of the training is gone."""
+    if not is_there(str(path)):
+        if not given:
+            raise DataError(f"the training data, {path}, are not there: give the series with --data")
+        return  # reading it says so
+    for file in (out, out.with_suffix(".png")):
+        if file.exists() and file.samefile(path):
+            raise ConfigError(f"--out would replace the input, {path}: give another --out")
+
+
+def _check_out(out: Path, run: Path, *, overwrite: bool) -> None:
     """Raises ``ConfigError`` unless a forecast may be written there."""
     if out.suffix != ".csv":
         raise ConfigError(f"--out must be the name of a file with the suffix .csv, got {str(out)!r}")
@@ -125,8 +139,6 @@ def _check_out(out: Path, run: Path, data: Path | None, *, overwrite: bool) -> N
     place = out.resolve()
     if run.resolve() in place.parents:
         raise ConfigError(f"--out must be outside of the folder {run}, which a forecast only reads, got {out}")
-    if data is not None and data.exists() and place == data.resolve():
-        raise ConfigError(f"--out is the input, {data}: give another --out")
     for path in (out, figure):
         if path.is_dir():
             raise ConfigError(f"{path} is a folder: give another --out")
@@ -139,15 +151,11 @@ def _check_out(out: Path, run: Path, data: Path | None, *, overwrite: bool) -> N
 
 def _csv(found: Forecast) -> str:
     """The table as text: days as dates, other times to the second."""
-    table, times = found.table.copy(), found.past_times
-    if times is not None:
-        first = table[found.time]
-        days = (
-            first.dt.tz is None
-            and (times == times.astype("datetime64[D]")).all()
-            and (first == first.dt.normalize()).all()
-        )
-        table[found.time] = [f"{time:%Y-%m-%d}" if days else time.isoformat(sep=" ") for time in first]
+    table, times = found.table.copy(), np.concatenate([found.past_times, found.times])
+    if found.has_dates:
+        column = table[found.time]
+        are_days = column.dt.tz is None and (times == times.astype("datetime64[D]")).all()
+        table[found.time] = [f"{time:%Y-%m-%d}" if are_days else time.isoformat(sep=" ") for time in column]
     text: str = table.to_csv(index=False, float_format="%.9g", lineterminator="\n")
     return text
 
@@ -163,10 +171,10 @@ class _Asked:
         self, run: str | Path, *, horizon: int | None, levels: Sequence[int], row: str | None, variant: str | None
     ) -> None:
         if horizon is not None:
-            check_int("horizon", horizon, minimum=1, maximum=MAX_LENGTH)
+            check_int("horizon", horizon, minimum=1)
         self._chosen = choose(check_path("run", run), row, variant)
         config = self._chosen.config
-        self.time, self.data = config.data.time, None if config.data.path is None else Path(config.data.path)
+        self.time, self.data = config.data.time.strip(), None if config.data.path is None else Path(config.data.path)
         self._horizon = horizon or self._chosen.forecaster.kept.facts.horizon
         self._levels = check_request(
             self._chosen.forecaster, self._chosen.name, self._horizon, levels, self._chosen.unlimited
@@ -186,14 +194,20 @@ class _Asked:
             raise DataError(
                 f"{table.source}: expected at least {facts.look_back:,} rows, which {self._chosen.name} looks back on, got {count:,}. Give more"
             )
-        if rows.times is not None and not facts.step.fits(rows.times):
-            raise DataError(
-                f"{table.source}: expected rows {facts.step.words} apart, as in training, got other steps: {_first_steps(rows.times)}. Give data of "
-                "the same frequency, or train with these"
-            )
+        past_times = np.arange(count) if rows.times is None else rows.times
+        times = np.arange(count, count + horizon)
+        if rows.times is not None:
+            if not facts.step.fits(rows.times):
+                step = step_of(rows.times)
+                assert step is not None  # else they were refused
+                raise DataError(
+                    f"{table.source}: expected rows {facts.step.words} apart, as in training, got {step.words}. Give data of the same frequency, or "
+                    "train with these"
+                )
+            times = facts.step.after(rows.times, horizon)
         point, widths = forecast_units(forecaster, rows.values, horizon, levels)
         name = time if rows.times is not None else _STEPS
-        columns: dict[str, Any] = {name: _times_after(rows, facts.step, horizon)}
+        columns: dict[str, Any] = {name: times if rows.zone is None else _in_zone(times, rows.zone)}
         for i, column in enumerate(facts.columns):
             columns[column] = point[i]
             for level, width in zip(levels, widths, strict=True):
@@ -204,6 +218,8 @@ class _Asked:
                 f"{table.source}: the names of columns and of their intervals, such as {facts.columns[0]}-lo-80, must differ, got "
                 f"{', '.join(map(repr, (name, *facts.columns)))}. Rename a column, and train again"
             )
+        frame = pandas().DataFrame(columns)
+        frame.attrs = {"row": self._chosen.name, "why": self._chosen.why}
         return Forecast(
             row=self._chosen.name,
             why=self._chosen.why,
@@ -211,20 +227,13 @@ class _Asked:
             columns=facts.columns,
             levels=levels,
             windows=forecaster.windows(horizon),
-            table=pandas().DataFrame(columns),
+            table=frame,
+            times=times,
             past=rows.values,
-            past_times=rows.times,
+            past_times=past_times,
+            has_dates=rows.times is not None,
         )
 
 
-def _first_steps(times: Times) -> str:
-    return " and ".join(str(time.astype("datetime64[s]")).replace("T", " ") for time in times[:2])
-
-
-def _times_after(rows: Rows, step: TimeStep, horizon: int) -> Any:
-    """The times of a forecast in the zone of the data; the numbers of rows where they have no times."""
-    if rows.times is None:
-        count = rows.values.shape[1]
-        return np.arange(count, count + horizon)
-    times = pandas().Series(step.after(rows.times, horizon))
-    return times if rows.zone is None else times.dt.tz_localize("UTC").dt.tz_convert(rows.zone)
+def _in_zone(times: Any, zone: Any) -> Any:
+    return pandas().Series(times).dt.tz_localize("UTC").dt.tz_convert(zone)

@@ -90,8 +90,8 @@ def read_rows(table: Table, time: str, targets: Sequence[str]) -> Rows:
     others = [name for name in dict.fromkeys(table.columns) if name not in targets and table.columns.count(name) == 1]
     if texts := [name for name in others if not _is_number(table.cells(name)[0])]:
         raise DataError(
-            f"{table.source}: expected a time column {time!r}, as in training, got a {table.noun} without it. Name its column (--time, in Python "
-            f"time): {nearest_name(time, texts)}"
+            f"{table.source}: expected a time column {time!r}, as in training, got a {table.noun} without it. Name its column with --time: "
+            f"{nearest_name(time, texts)}"
         )
     return Rows(values=values, times=None)
 

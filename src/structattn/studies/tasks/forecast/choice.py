@@ -87,7 +87,7 @@ def choose(folder: Path, row: str | None, variant: str | None) -> Chosen:
     _check_task(folder, record.task)
     for name, value in (("row", row), ("variant", variant)):
         if value is not None:
-            raise ConfigError(f"{folder} is a single run: leave {name} out, or give the folder of a comparison")
+            raise ConfigError(f"{folder} is a single run: leave --{name} out, or give the folder of a comparison")
     return _of_run(folder, f"the model of {folder}")
 
 
@@ -217,7 +217,7 @@ def _best(folder: Path, found: Sequence[_Candidate]) -> _Candidate:
     """The one with the lowest validation error."""
     if len({one.asks for one in found}) > 1:
         raise ConfigError(
-            f"the comparison in {folder} forecasts other columns or horizons under each of its variants: name one (--variant, in Python variant): "
+            f"the comparison in {folder} forecasts other columns or horizons under each of its variants: name one with --variant: "
             f"{_known_variants(found, '')}"
         )
     return min(found, key=lambda one: one.validation)

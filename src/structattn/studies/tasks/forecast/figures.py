@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure as MplFigure
 
@@ -47,11 +46,7 @@ def future_figure(forecast: Forecast) -> MplFigure:
     """The end of the last window of each column, and what follows, with its intervals."""
     table, columns = forecast.table, forecast.columns[:_MOST_PANELS]
     steps = min(forecast.past.shape[1], max(4 * len(table), _FEWEST_STEPS))
-    ahead = table[forecast.time].to_numpy()
-    count = forecast.past.shape[1]
-    before = np.arange(count) if forecast.past_times is None else forecast.past_times
-    if forecast.past_times is not None:
-        ahead = ahead.astype(before.dtype)  # in UTC, as those before
+    before, ahead = forecast.past_times[-steps:], forecast.times
     figure, panels = panel_grid(
         len(columns),
         2.4,
@@ -62,21 +57,25 @@ def future_figure(forecast: Forecast) -> MplFigure:
     )
     for i, (ax, column) in enumerate(zip(panels, columns, strict=True)):
         middle = table[column].to_numpy()
-        ax.plot(before[-steps:], forecast.past[i, -steps:], color="#9a9a9a", lw=1.0, label="data")
-        for level in reversed(forecast.levels):
+        ax.plot(before, forecast.past[i, -steps:], color="#9a9a9a", lw=1.0, label="data")
+        for place, level in enumerate(reversed(forecast.levels)):
             low, high = (table[f"{column}-{end}-{level}"].to_numpy() for end in ("lo", "hi"))
-            ax.fill_between(ahead, low, high, color=OKABE_ITO[0], alpha=0.16, lw=0, label=f"{level} % interval")
+            ax.fill_between(
+                ahead, low, high, color=OKABE_ITO[0], alpha=0.14 + 0.14 * place, lw=0, label=f"{level} % interval"
+            )
         marks = "o" if len(ahead) < _FEW_STEPS else ""
         ax.plot(ahead, middle, color=OKABE_ITO[0], lw=1.5, marker=marks, ms=3, label="forecast")
         ax.axvline(before[-1], color=GREY, lw=0.8)
         ax.margins(x=0.01)
         ax.set_ylabel(column)
-        if forecast.past_times is not None:
+        if forecast.has_dates:
             locator = AutoDateLocator(maxticks=8)  # type: ignore[no-untyped-call]
             ax.xaxis.set_major_locator(locator)
             ax.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
         elif ax.get_subplotspec().is_last_row():  # type: ignore[union-attr]
             ax.set_xlabel("row")
+    start = str(before[-1].astype("datetime64[m]")).replace("T", " ") if forecast.has_dates else f"row {before[-1]}"
+    panels[0].set_title(f"{forecast.row}: {len(table)} steps after {start}", fontsize=8.5, loc="left", color="#444444")
     shared_legend(figure, panels[:1])
     return figure
 

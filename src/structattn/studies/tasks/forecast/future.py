@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -29,8 +31,10 @@ class Forecast:
         levels: of the intervals, in percent.
         windows: validation windows that the widths of the intervals come from.
         table: a pandas ``DataFrame``, see ``structattn.studies.forecast.forecast``.
+        times: of its rows, in UTC if the data have a zone; the numbers of rows where they have no dates.
         past: the values before it, ``(columns, rows)``, at least the look-back.
-        past_times: of these rows; ``None`` where the data have no dates.
+        past_times: of these, as ``times``.
+        has_dates: whether the data have dates.
     """
 
     row: str
@@ -40,8 +44,10 @@ class Forecast:
     levels: tuple[int, ...]
     windows: int
     table: Any
+    times: Times | npt.NDArray[np.int64]
     past: Floats
-    past_times: Times | None
+    past_times: Times | npt.NDArray[np.int64]
+    has_dates: bool
 
 
 class FutureForecaster(Protocol):
@@ -74,7 +80,7 @@ class ModelForecaster:
     """
 
     def __init__(self, kept: Kept, load: Callable[[], nn.Module]) -> None:
-        self.kept, self._load = kept, load
+        self.kept, self._model = kept, cache(load)
         self.most_steps: int | None = kept.facts.horizon
 
     def windows(self, horizon: int) -> int:
@@ -84,7 +90,7 @@ class ModelForecaster:
     @torch.no_grad()
     def forecast(self, window: Floats, horizon: int) -> Tensor:
         """In float32, as in training."""
-        out: Tensor = self._load()(torch.from_numpy(window.astype(np.float32))[None])
+        out: Tensor = self._model()(torch.from_numpy(window.astype(np.float32))[None])
         return out[0, :, :horizon]
 
     def widths(self, percents: Sequence[int], horizon: int) -> Tensor:

@@ -94,10 +94,13 @@ class ForecastCommand:
         print(f"row        {done.row}: {done.why}")
         if not done.has_dates:
             print("dates      none in the data: its rows are taken as consecutive steps")
-        print(f"forecast   {len(done.table):,} steps of {', '.join(done.columns)}, {done.time} {first} to {last}")
+        count = len(done.table)
+        print(
+            f"forecast   {count:,} {'step' if count == 1 else 'steps'} of {', '.join(done.columns)}, {done.time} {first} to {last}"
+        )
         if done.levels:
-            levels = " and ".join(f"{level} %" for level in done.levels)
-            print(f"intervals  {levels}, as wide as the errors on {done.windows:,} validation windows")
+            levels = ", ".join(str(level) for level in done.levels)
+            print(f"intervals  {levels} %, as wide as the errors on {done.windows:,} validation windows")
         print(f"table      {self.out}")
         print(f"figure     {self.out.with_suffix('.png')}")
 

@@ -114,13 +114,12 @@ class BaselineForecaster:
         methods: list[tuple[Method, ...]] = [(one,) * len(facts.columns) for one in simple]
         methods.append(tuple(Ridge(weights, penalty) for weights, penalty in of_columns))
         (self._methods,) = (method for method in methods if method[0].name == name)
-        # There must be a window for the widths.
         self._validation_rows = self._rows.shape[1] - facts.look_back
         self.most_steps = self._methods[0].most_steps
 
     def windows(self, horizon: int) -> int:
-        """Fewer the longer the horizon is."""
-        return max(0, self._validation_rows - horizon + 1)
+        """Those of the training; beyond its horizon fewer, the longer it is."""
+        return max(0, self._validation_rows - max(horizon, self.kept.facts.horizon) + 1)
 
     def forecast(self, window: Floats, horizon: int) -> Tensor:
         """In float64."""
@@ -128,12 +127,12 @@ class BaselineForecaster:
         return torch.cat([method(row[None], horizon) for method, row in zip(self._methods, rows, strict=True)])
 
     def widths(self, percents: Sequence[int], horizon: int) -> Tensor:
-        """From the errors of the method on the validation windows of this horizon."""
-        look_back = self.kept.facts.look_back
+        """From the errors of the method on the validation windows."""
+        look_back, used = self.kept.facts.look_back, self.windows(horizon)
         found = []
         for method, row in zip(self._methods, self._rows, strict=True):
-            X = row[: len(row) - horizon].unfold(0, look_back, 1).split(CHUNK)
-            Y = row[look_back:].unfold(0, horizon, 1).split(CHUNK)
+            X = row.unfold(0, look_back, 1)[:used].split(CHUNK)
+            Y = row[look_back:].unfold(0, horizon, 1)[:used].split(CHUNK)
             errors = torch.cat([(method(x, horizon) - y).abs() for x, y in zip(X, Y, strict=True)])
             found.append(conformal_widths(errors, percents))
         return torch.stack(found, dim=1)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
 
-from structattn.checks import check_int, check_path
+from structattn.checks import check_int, check_path, check_type, describe
 from structattn.errors import ConfigError, DataError
 from structattn.files import write_atomic
 from structattn.progress import doing
@@ -74,7 +75,7 @@ def forecast(
     Source: Vovk et al. 2005, Lei et al. 2018 (split conformal prediction).
     """
     asked = _Asked(run, horizon=horizon, levels=levels, row=row, variant=variant)
-    time = time or asked.time
+    time = asked.time if time is None else time.strip()
     return asked.forecast(FrameTable(frame, time), time).table
 
 
@@ -108,7 +109,7 @@ def forecast_file(
 
     _check_out(out, run, overwrite=overwrite)
     asked = _Asked(run, horizon=horizon, levels=levels, row=row, variant=variant)
-    time = time or asked.time
+    time = asked.time if time is None else time.strip()
     path = data if data is not None else asked.data
     if path is not None:
         _check_input(path, out, given=data is not None)
@@ -172,6 +173,10 @@ class _Asked:
     ) -> None:
         if horizon is not None:
             check_int("horizon", horizon, minimum=1)
+        if not isinstance(levels, Sequence) or isinstance(levels, str):
+            raise ConfigError(f"levels must be a list of percentages, such as (80, 95), got {describe(levels)}")
+        for name, value in (("row", row), ("variant", variant)):
+            check_type(name, value, (str, NoneType), "a text or None")
         self._chosen = choose(check_path("run", run), row, variant)
         config = self._chosen.config
         self.time, self.data = config.data.time.strip(), None if config.data.path is None else Path(config.data.path)

@@ -264,7 +264,8 @@ def test_the_row_with_the_lowest_validation_error_is_the_default(finished) -> No
 def test_frames_in_other_forms_give_the_same_forecast(finished) -> None:
     frame = table()
     expected = forecast(finished, frame, row="ridge")
-    pd.testing.assert_frame_equal(forecast(finished, frame.set_index("t"), row="ridge"), expected)
+    for name in ("t", "other", None):
+        pd.testing.assert_frame_equal(forecast(finished, frame.set_index("t").rename_axis(name), row="ridge"), expected)
     mixed = frame[["b", "t", "a"]].assign(more="text")
     pd.testing.assert_frame_equal(forecast(finished, mixed, row="ridge"), expected)
     pd.testing.assert_frame_equal(forecast(finished, frame.astype(str), row="ridge"), expected)
@@ -318,6 +319,9 @@ def test_frames_that_cannot_be_forecast(finished, frame, message) -> None:
 def test_what_is_no_frame_or_no_run(finished, tmp_path) -> None:
     with pytest.raises(ConfigError, match="frame must be a pandas.DataFrame, got"):
         forecast(finished, table()["a"])
+    for name, value in (("levels", 80), ("levels", "80"), ("row", 3), ("variant", ["a"])):
+        with pytest.raises(ConfigError, match=f"{name} must be a"):
+            forecast(finished, table(), **{name: value})
     with pytest.raises(CheckpointError, match="there is no such folder"):
         forecast(tmp_path / "nowhere", table())
     with pytest.raises(ConfigError, match="run must be the name of a file or folder"):
@@ -356,7 +360,7 @@ def test_runs_of_versions_that_kept_nothing_use_their_training_data(finished, tm
     for file in out.rglob("forecast.safetensors"):
         file.unlink()
     for row in ("standard", "ridge"):
-        with pytest.raises(DataError, match="was trained on .*data.csv, which is not there"):
+        with pytest.raises(DataError, match="an earlier version made .*need its training data as they were"):
             forecast(out, table(), row=row)
     data = finished.parent / "data.csv"
     shutil.copyfile(finished.parent / "moved.csv", data)

@@ -162,7 +162,7 @@ class FrameTable:
     """The cells of a data frame of pandas as texts, from which the same numbers and times are read.
 
     Args:
-        frame: with names as columns; an index of times is a column too, with the name ``time`` if it has none.
+        frame: with names as columns; an index of times is the column ``time``, if there is none.
         time: see above.
 
     Raises:
@@ -178,7 +178,7 @@ class FrameTable:
             raise ConfigError(f"frame must be a pandas.DataFrame, got {describe(frame)}")
         self.source = "the frame"
         if isinstance(frame.index, pd.DatetimeIndex) and time not in frame.columns:
-            frame = frame.set_axis(frame.index.rename(frame.index.name or time), axis=0).reset_index()
+            frame = frame.set_axis(frame.index.rename(time), axis=0).reset_index()
         if not len(frame):
             raise DataError("the frame: expected data rows, got none")
         self.columns = [str(name).strip() for name in frame.columns]

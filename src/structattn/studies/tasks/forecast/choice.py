@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from structattn.errors import CheckpointError, ConfigError, nearest_name
+from torch import nn
+
+from structattn.errors import CheckpointError, ConfigError, DataError, nearest_name
 from structattn.studies.evaluate import load_run, reading_run, trained_model
 from structattn.studies.folders import OWNER
 from structattn.studies.grid import Point, points_of
@@ -113,11 +115,26 @@ def _of_run(folder: Path, why: str, unlimited: tuple[str, ...] = ()) -> Chosen:
         config = read_as(ForecastConfig, run.record.task_config, f"the run in {folder} is damaged")
     if (folder / FILE).is_file():
         forecaster = _model(folder, run, config, read_kept(folder / FILE))
-    else:  # of a version that kept nothing: from its training data
-        trained = load_run(folder)
-        assert isinstance(trained.task, ForecastTask)
-        forecaster = ModelForecaster(trained.task.kept_with_run(trained.model), lambda: trained.model)
+    else:
+        model, task = _from_training_data(folder)
+        forecaster = ModelForecaster(task.kept_with_run(model), lambda: model)
     return Chosen(name=run.record.spec, why=why, config=config, forecaster=forecaster, unlimited=unlimited)
+
+
+def _from_training_data(folder: Path) -> tuple[nn.Module, ForecastTask]:
+    """Model and task of a run of a version that kept nothing for forecasts.
+
+    Raises:
+        DataError: its training data are gone or have changed.
+    """
+    try:
+        trained = load_run(folder)
+    except DataError as error:
+        raise DataError(
+            f"an earlier version made {folder}, and forecasts with it need its training data as they were: put them back, or train again ({error})"
+        ) from error
+    assert isinstance(trained.task, ForecastTask)
+    return trained.model, trained.task
 
 
 def _model(folder: Path, run: FinishedRun, config: ForecastConfig, kept: Kept) -> ModelForecaster:
@@ -147,10 +164,10 @@ def _of_comparison(folder: Path, row: str | None, variant: str | None) -> Chosen
     path = best.point.baselines_folder(folder) / FILE
     if path.is_file():
         kept = read_kept(path)
-    else:  # of a version that kept nothing: from the training data
+    else:
         first = next(one for one in record.rows if position_of(one) == best.point.position)
-        task = load_run(best.point.run_folder(folder, first.spec, record.seeds[0], first.learning_rate)).task
-        assert isinstance(task, ForecastTask)
+        run = best.point.run_folder(folder, first.spec, record.seeds[0], first.learning_rate)
+        _, task = _from_training_data(run)
         kept = task.kept_with_baselines()
     return Chosen(
         name=best.name,

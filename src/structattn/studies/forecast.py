@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from structattn.checks import check_int, check_path, check_type, describe
+from structattn.checks import check_int, check_path, check_type
 from structattn.errors import ConfigError, DataError
 from structattn.files import write_atomic
 from structattn.progress import doing
@@ -41,33 +41,36 @@ def forecast(
 
         y_h = mean + std * f(window)_h          y-lo-p, y-hi-p = y_h -+ std * q_h(p)
 
-    ``f`` is the model or the baseline, ``window`` the last look-back scaled by mean and standard deviation of the training rows, and ``q_h(p)``
-    the error of rank ceil(p / 100 (n + 1)) among its n absolute errors at step h of the validation windows (split conformal prediction). An
-    interval holds the truth with a probability of at least p % if the error is exchangeable with those of validation. Time series are not exactly
-    so: where the future differs from the validation rows, the intervals hold less.
+    ``f`` is the model or the baseline, ``window`` the last look-back scaled by mean and standard deviation of
+    the training rows. ``q_h(p)`` is the error of rank ceil(p / 100 (n + 1)) among its n absolute errors at step h
+    of the validation windows (split conformal prediction). An interval holds the truth with a probability of at
+    least p % if the error is exchangeable with those of validation. Time series are not exactly so: where the
+    future differs from the validation rows, the intervals hold less.
 
     Args:
-        run: the folder of a comparison of the task ``forecast``, or of one of its runs. Files in it do not change.
-        frame: a pandas ``DataFrame`` with the columns of the training and its time column, or an index of times; at least the look-back, with
-            the checks of training. Without any dates the rows are steps.
-        horizon: steps ahead. Default: that of the training. Models and ridge regression go no further; the last value and the last season do, as
-            far as the validation rows measure the errors.
+        run: the folder of a comparison of the task ``forecast``, or of one of its runs. No file in it changes.
+        frame: a pandas ``DataFrame`` with the columns of the training and its time column, or an index of times;
+            at least the look-back, with the checks of training. Without any dates the rows are steps.
+        horizon: steps ahead. Default: that of the training. Models and ridge regression go no further; the last
+            value and the last season do, as far as the validation rows measure the errors.
         levels: of the intervals, in percent.
-        row: of a comparison, its spec or the name of a baseline, such as ``"ridge regression"``, or how it begins. Default: the one with the
-            lowest validation error. Of several seeds the one with the lowest validation error forecasts.
-        variant: of a comparison with several settings, the name of one. Default: the one with the lowest validation error, where they forecast
-            the same columns as far ahead.
+        row: of a comparison, its spec or the name of a baseline, such as ``"ridge regression"``, or how it
+            begins. Default: the one with the lowest validation error. Of several seeds the one with the lowest
+            validation error forecasts.
+        variant: of a comparison with several settings, the name of one. Default: the one with the lowest
+            validation error, where they forecast the same columns as far ahead.
         time: the time column of the frame. Default: that of the training.
 
     Returns:
-        A ``DataFrame`` with one row for each step: the time (without dates: ``step``, the number of the row in the frame from 0), and for each
-        column its forecast, under its name, and ``NAME-lo-80``, ``NAME-hi-80`` and so on for each level. Its ``attrs`` are ``row``, what
-        forecast, and ``why``.
+        A ``DataFrame`` with one row for each step: the time (without dates: ``step``, the number of the row in
+        the frame from 0), and for each column its forecast, under its name, and ``NAME-lo-80``, ``NAME-hi-80``
+        and so on for each level. Its ``attrs`` are ``row``, what forecast, and ``why``.
 
     Raises:
         CheckpointError: the folder holds no finished run or comparison, or is damaged.
         ConfigError: it is of another task, an unknown row or variant, a horizon or level that cannot be.
-        DataError: the frame is not usable: other columns or steps than those of the training, too few rows, gaps, missing values.
+        DataError: the frame is not usable: other columns or steps than those of the training, too few rows, gaps,
+            missing values.
         MissingDependencyError: pandas, or neuralforecast for its models, is not installed.
 
     Cost: one forward pass.
@@ -173,8 +176,7 @@ class _Asked:
     ) -> None:
         if horizon is not None:
             check_int("horizon", horizon, minimum=1)
-        if not isinstance(levels, Sequence) or isinstance(levels, str):
-            raise ConfigError(f"levels must be a list of percentages, such as (80, 95), got {describe(levels)}")
+        check_type("levels", levels, (tuple, list, range), "a list of percentages, such as (80, 95)")
         for name, value in (("row", row), ("variant", variant)):
             check_type(name, value, (str, NoneType), "a text or None")
         self._chosen = choose(check_path("run", run), row, variant)

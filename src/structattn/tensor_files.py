@@ -20,19 +20,25 @@ def _digest(record: str, tensors: dict[str, Tensor]) -> str:
     return hashlib.sha256(record.encode() + save(tensors)).hexdigest()
 
 
-def write_tensors(path: Path, key: str, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Writes a file, completely or not at all.
+def tensor_bytes(key: str, record: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+    """The content of a file.
 
     Args:
         key: the name of the record in the metadata.
         record: plain data with a ``format_version``.
         tensors: contiguous, on the CPU.
+    """
+    text = json.dumps(record, sort_keys=True)
+    return save(tensors, {key: text, "sha256": _digest(text, tensors)})
+
+
+def write_tensors(path: Path, key: str, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Writes a file, completely or not at all; see ``tensor_bytes``.
 
     Raises:
         CheckpointError: it cannot be written; a file that was there is untouched.
     """
-    text = json.dumps(record, sort_keys=True)
-    write_atomic(path, save(tensors, {key: text, "sha256": _digest(text, tensors)}))
+    write_atomic(path, tensor_bytes(key, record, tensors))
 
 
 def read_tensors(

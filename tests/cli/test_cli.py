@@ -295,6 +295,9 @@ def test_options_are_frozen() -> None:
             *("lora_rank", "attention", "set", "resume"),
         },
         commands.EvaluateCommand: {"run", "data", "cache"},
+        commands.ForecastCommand: {
+            *("run", "out", "data", "horizon", "row", "variant", "levels", "time", "overwrite"),
+        },
         commands.GenerateCommand: {
             *("run", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "cache"),
         },

@@ -19,7 +19,7 @@ from structattn.cli.lists import (
     SpecsCommand,
     StructuresCommand,
 )
-from structattn.cli.runs import EvaluateCommand, GenerateCommand
+from structattn.cli.runs import EvaluateCommand, ForecastCommand, GenerateCommand
 from structattn.cli.session import Session
 from structattn.cli.train import CompareCommand, SweepCommand, TrainCommand
 from structattn.cli.uptrain import UptrainCommand
@@ -38,6 +38,7 @@ COMMANDS: dict[str, type[Command]] = {
     "sweep": SweepCommand,
     "uptrain": UptrainCommand,
     "evaluate": EvaluateCommand,
+    "forecast": ForecastCommand,
     "generate": GenerateCommand,
     "fit": FitCommand,
     "mup check": MupCheckCommand,

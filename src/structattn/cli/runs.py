@@ -1,4 +1,4 @@
-"""The commands for finished runs: evaluate, generate."""
+"""The commands for finished runs: evaluate, forecast, generate."""
 
 from __future__ import annotations
 
@@ -42,6 +42,67 @@ class EvaluateCommand:
         for name, value in cached.items():
             print(f"{'through the cache':<25} {value:.6g}")
             print(f"{'difference':<25} {value - metrics[name]:.1e}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastCommand:
+    """Forecast what follows a time series, with intervals, by a run or by any row of a comparison.
+
+    Examples:
+      structattn forecast runs/mine --data my.csv --out future.csv
+      structattn forecast runs/mine --data my.csv --out future.csv --row "ridge regression" --horizon 12
+    """
+
+    run: tyro.conf.Positional[RunFolder]
+    """Folder that `structattn compare forecast` or `structattn train forecast` wrote; it is only read."""
+    out: Path
+    """The CSV file to write: a row for each step ahead; a figure is written beside it, with the suffix .png."""
+    data: Path | None = None
+    """CSV file with the series so far, such as the training file with more rows. Default: the training file."""
+    horizon: int | None = None
+    """Steps ahead. Default: those of the training, which are the most of models and ridge regression."""
+    row: str | None = None
+    """Of a comparison: a spec, or the name of a baseline, such as "ridge regression", or how it begins. Default: the lowest validation error."""
+    variant: str | None = None
+    """Of a comparison with several settings: the name of one."""
+    levels: tuple[int, ...] = (80, 95)
+    """Intervals, in percent."""
+    time: str | None = None
+    """The time column of --data, if it has another name than in training."""
+    overwrite: bool = False
+    """Replace --out and the figure, if they are there."""
+
+    def execute(self, session: Session) -> None:
+        require_extra()
+        from structattn.checks import check_int
+        from structattn.studies.forecast import forecast_file
+
+        if self.horizon is not None:
+            check_int("--horizon", self.horizon, minimum=1)
+        done = forecast_file(
+            self.run,
+            self.data,
+            self.out,
+            horizon=self.horizon,
+            levels=self.levels,
+            row=self.row,
+            variant=self.variant,
+            time=self.time,
+            overwrite=self.overwrite,
+        )
+        first, last = (done.table[done.time].iloc[i] for i in (0, -1))
+        print(f"row        {done.row}: {done.why}")
+        if not done.has_dates:
+            print("dates      none in the data: its rows are taken as consecutive steps")
+        count = len(done.table)
+        print(
+            f"forecast   {count:,} {'step' if count == 1 else 'steps'} of {', '.join(done.columns)}, {done.time} {first} to {last}"
+        )
+        if done.levels:
+            levels = ", ".join(str(level) for level in done.levels)
+            print(f"intervals  {levels} %, as wide as the errors on {done.windows:,} validation windows")
+        print(f"table      {self.out}")
+        print(f"figure     {self.out.with_suffix('.png')}")
 
 
 @dataclass(frozen=True, kw_only=True)

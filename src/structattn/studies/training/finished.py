@@ -34,14 +34,16 @@ def is_finished(folder: Path) -> bool:
     return (folder / RECORD).is_file()
 
 
-def write_finished(folder: Path, record: RunRecord, weights: dict[str, Tensor]) -> None:
-    """Writes the weights and then the record with their digest, which marks the run as finished.
+def write_finished(folder: Path, record: RunRecord, weights: dict[str, Tensor], files: dict[str, bytes]) -> None:
+    """Writes the weights, the files of ``Task.run_files``, and then the record with the digest of the weights, which marks the run as finished.
 
     Raises:
         CheckpointError: a file cannot be written.
     """
     content = save(weights)
     write_atomic(folder / WEIGHTS, content)
+    for name, more in files.items():
+        write_atomic(folder / name, more)
     record = replace(record, model_sha256=hashlib.sha256(content).hexdigest())
     write_atomic(folder / RECORD, signed(asdict(record)))
 

@@ -239,11 +239,12 @@ class TrainingRun:
         if self.best:
             self.load(self.best)
         main = self.accelerator.is_main_process
+        files = self.task.run_files(self.model.eval())
         tensors = sharding.whole(dict(self.model.state_dict()), keep=main)
         if main:
             progress = self.state.progress()
             record = RunRecord(**self.identity, record=self.task.record(), progress=progress, model_sha256="")
             for folder in (self.checkpoints, self.run_dir):
                 remove_temporary(folder)  # of killed saves: nothing else removes them from here on
-            write_finished(self.run_dir, record, tensors)
+            write_finished(self.run_dir, record, tensors, files)
         self.accelerator.wait_for_everyone()

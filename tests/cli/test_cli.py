@@ -16,12 +16,12 @@ from structattn import progress
 from structattn.cli import commands, main
 from structattn.cli.parsing import parse
 from structattn.errors import ConfigError
-from structattn.studies.records.typed import read_as
 from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.forecast.task import ForecastConfig, ForecastTask
 from structattn.studies.tasks.registry import TASKS, presets_of, recipe_for
 from structattn.studies.training.checkpoint import latest_checkpoint, load_checkpoint
 from structattn.testing.tolerances import ANOTHER_ORDER
+from structattn.typed_records import read_as
 
 SMALL = {
     "nearest-neighbor": ["task.dim=8", "task.num_points=4", "task.num_heads=2", "task.eval_examples=64"],

@@ -33,7 +33,7 @@ from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 from structattn.ops.call import Options
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NOTHING = nullcontext()
 _PLAIN = (Tensor, Parameter)  # exactly these, no other subclass
 
@@ -91,7 +91,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             check_tensor(name, x)
         if x.dim() != 4:
             raise ShapeError(f"{name} must be 4-dimensional (batch, heads, length, dim), got shape {tuple(x.shape)}")
-        if x.dtype not in _DTYPES:
+        if x.dtype not in DTYPES:
             raise ShapeError(f"{name} must be floating point, of 16, 32 or 64 bits, got {x.dtype}")
         if device is None:
             device, dtype = x.device, x.dtype
@@ -315,7 +315,7 @@ def check_options(layout: Any, options: Options, return_lse: Any) -> None:
 def _check_bias(q: Tensor, k: Tensor, attn_bias: Any) -> None:
     """Raises ``ShapeError`` unless the bias can be added to the scores."""
     check_tensor("attn_bias", attn_bias)
-    if attn_bias.dtype not in _DTYPES:
+    if attn_bias.dtype not in DTYPES:
         raise ShapeError(
             f"attn_bias is added to the scores and must be floating point, got {attn_bias.dtype}; a bool mask is "
             "attn_mask=..."
@@ -333,7 +333,7 @@ def checked_mask(
         ConfigError: a floating point mask beside a bias.
     """
     check_tensor("attn_mask", attn_mask)
-    if attn_mask.dtype != torch.bool and attn_mask.dtype not in _DTYPES:
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
         raise ShapeError(
             f"attn_mask must be bool, True where a pair may attend, or floating point, added to the scores, got {attn_mask.dtype}; "
             "a mask of 0 and 1 is mask != 0"
@@ -364,7 +364,7 @@ def check_softcap(softcap: Any) -> None:
 def check_sinks(q: Tensor, sinks: Any) -> None:
     """Raises ``ShapeError`` unless there is one logit per query head."""
     check_tensor("sinks", sinks)
-    if sinks.dtype not in _DTYPES or sinks.dim() != 1 or sinks.shape[0] != q.shape[1]:
+    if sinks.dtype not in DTYPES or sinks.dim() != 1 or sinks.shape[0] != q.shape[1]:
         raise ShapeError(
             f"sinks must have one floating-point logit per query head, shape ({q.shape[1]},), got {sinks.dtype} of shape "
             f"{tuple(sinks.shape)}"
@@ -382,7 +382,7 @@ def checked_slopes(q: Tensor, alibi_slopes: Any) -> Tensor:
     """
     check_tensor("alibi_slopes", alibi_slopes)
     batch, heads = q.shape[:2]
-    if alibi_slopes.dtype not in _DTYPES or tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
+    if alibi_slopes.dtype not in DTYPES or tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
         raise ShapeError(
             f"alibi_slopes must have one floating-point slope per query head, shape ({heads},) or ({batch}, {heads}), got "
             f"{alibi_slopes.dtype} of shape {tuple(alibi_slopes.shape)}"

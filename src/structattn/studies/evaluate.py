@@ -16,11 +16,11 @@ from structattn.models.language_model import LanguageModel
 from structattn.studies.data.corpus import Tokenizer
 from structattn.studies.data.plain_text import is_there
 from structattn.studies.records.run import RunRecord
-from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import Task, TextModel
 from structattn.studies.tasks.registry import task_class
 from structattn.studies.training.build import spec_for
 from structattn.studies.training.finished import FinishedRun, read_finished, read_record
+from structattn.typed_records import read_as
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -28,8 +28,8 @@ from structattn.studies.analysis.coordinate_models import (
 )
 from structattn.studies.records.common import read_file, to_json
 from structattn.studies.records.mup import MupRecord
-from structattn.studies.records.typed import read_as
 from structattn.studies.report.figures.mup import _transfer
+from structattn.typed_records import read_as
 
 FLAT = CheckConfig(structures=("standard",), widths=(64, 128, 256), transfer_widths=())
 

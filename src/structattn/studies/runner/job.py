@@ -14,13 +14,13 @@ from accelerate.state import AcceleratorState
 from structattn.errors import CheckpointError, TrainingDivergedError
 from structattn.files import read_signed, signed, write_atomic
 from structattn.studies.records.run import RunRecord, ScoreRecord
-from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
 from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.finished import WEIGHTS, is_finished, progress_of, read_record
 from structattn.studies.training.identity import check_identity, identity_of
 from structattn.studies.training.loop import TrainingResult, train
+from structattn.typed_records import read_as
 
 logger = logging.getLogger(__name__)
 _SCORES = "scores.json"

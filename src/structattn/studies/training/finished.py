@@ -13,8 +13,8 @@ from torch import Tensor
 from structattn.errors import CheckpointError
 from structattn.files import read_signed, signed, write_atomic
 from structattn.studies.records.run import Progress, RunRecord, read_run, without_state
-from structattn.studies.records.typed import read_as
 from structattn.studies.training.checkpoint import load_latest
+from structattn.typed_records import read_as
 
 RECORD, WEIGHTS = "run.json", "model.safetensors"
 # Version 0.1.0 did not sign its records and kept the progress in the last checkpoint only.

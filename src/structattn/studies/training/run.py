@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from structattn.errors import CheckpointError, TrainingDivergedError
 from structattn.files import remove_temporary
 from structattn.studies.records.run import Progress, RunRecord, without_state
-from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import Batch, Split, Task
 from structattn.studies.training import processes, sharding
 from structattn.studies.training.build import build_model, build_optimizer, checkpoint_activations, compiled
@@ -25,6 +24,7 @@ from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.division import check_divisible, check_same, division_of
 from structattn.studies.training.finished import is_finished, progress_of, read_finished, write_finished
 from structattn.studies.training.identity import check_identity, identity_of
+from structattn.typed_records import read_as
 
 logger = logging.getLogger(__name__)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")

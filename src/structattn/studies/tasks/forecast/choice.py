@@ -18,13 +18,13 @@ from structattn.studies.grid import Point, points_of
 from structattn.studies.recipe import Recipe
 from structattn.studies.records.common import RESULTS
 from structattn.studies.records.comparison import BaselineRow, ComparisonRecord, Row, position_of, read_comparison
-from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.forecast.baselines import Ridge
 from structattn.studies.tasks.forecast.future import BaselineForecaster, FutureForecaster, ModelForecaster
 from structattn.studies.tasks.forecast.kept import FILE, Kept, read_kept
 from structattn.studies.tasks.forecast.task import ForecastConfig, ForecastTask, build_forecaster
 from structattn.studies.tasks.registry import spec_namer
 from structattn.studies.training.finished import FinishedRun, progress_of, read_finished, read_record
+from structattn.typed_records import read_as
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from structattn.studies.data.time_steps import TimeStep
-from structattn.studies.records.typed import read_as
 from structattn.tensor_files import read_tensors, tensor_bytes
+from structattn.typed_records import read_as
 
 FILE = "forecast.safetensors"
 _KEY = "forecast"

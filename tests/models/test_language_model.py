@@ -271,7 +271,7 @@ def test_wrong_tensors_and_caches_are_named() -> None:
         model(tokens, caches=model.new_cache(), left_padding=torch.tensor([1]))
     with pytest.raises(ConfigError, match="leave cu_seqlens at None"):
         model(tokens, caches=model.new_cache(), cu_seqlens=torch.tensor([0, tokens.shape[1]]))
-    with pytest.raises(ShapeError, match="must rise from 0 to the length"):
+    with pytest.raises(ShapeError, match="must rise or stay the same from 0 to the length"):
         model(tokens, cu_seqlens=torch.tensor([0, 1]))
     with pytest.raises(ShapeError, match="positions learned"):
         model(torch.zeros(1, CONTEXT + 5, dtype=torch.long), cu_seqlens=torch.tensor([0, 3, CONTEXT + 5]))

@@ -169,21 +169,21 @@ def _checked_sequences(q: Tensor, k: Tensor, options: Options) -> Options:
             )
         if of_queries.shape[0] < 2:
             raise ShapeError("cu_seqlens needs at least 2 entries, the boundaries of one sequence")
-        of_queries = checked_lengths(of_queries, "cu_seqlens", num_queries, 1 if of_keys is None else 0)
+        of_queries = checked_lengths(of_queries, "cu_seqlens", num_queries, are_offsets=True)
         if of_keys is not None:
             _check_ints("cu_seqlens_k", of_keys, q)
             if of_keys.shape != of_queries.shape:
                 raise ShapeError(
                     f"cu_seqlens and cu_seqlens_k must be of as many sequences: got {of_queries.shape[0]} and {of_keys.shape[0]} entries"
                 )
-            of_keys = checked_lengths(of_keys, "cu_seqlens_k", num_keys, 0)
+            of_keys = checked_lengths(of_keys, "cu_seqlens_k", num_keys, are_offsets=True)
     if left_padding is not None:
         _check_ints("left_padding", left_padding, q, "; of an attention mask it is (mask == 0).sum(1)")
         if left_padding.shape[0] != batch:
             raise ShapeError(
                 f"left_padding needs one count per batch row: expected {batch}, got {left_padding.shape[0]}"
             )
-        left_padding = checked_lengths(left_padding, "left_padding", num_keys, None)
+        left_padding = checked_lengths(left_padding, "left_padding", num_keys, are_offsets=False)
     return {"cu_seqlens": of_queries, "cu_seqlens_k": of_keys, "left_padding": left_padding}
 
 
@@ -196,14 +196,14 @@ def check_boundaries(name: str, x: Any, q: Tensor) -> None:
         )
 
 
-def checked_lengths(lengths: Tensor, name: str, total: int, least: int | None) -> Tensor:
+def checked_lengths(lengths: Tensor, name: str, total: int, *, are_offsets: bool) -> Tensor:
     """The tensor, its numbers checked: at once, or in a compiled program, or inside of a transform, whenever it runs.
 
     Args:
         lengths: int32 or int64; boundaries of packed sequences (N + 1,), or numbers of padding positions (B,).
         name: of the argument.
         total: T or S.
-        least: boundaries rise by at least this many from 0 to the total; ``None`` for padding, from 0 to the total each.
+        are_offsets: they rise or stay the same from 0 to the total; those of an empty sequence are equal. Padding is from 0 to the total each.
 
     Raises:
         ShapeError: numbers that do not fit; on a GPU, which is not waited for, the device reports it later.
@@ -211,34 +211,33 @@ def checked_lengths(lengths: Tensor, name: str, total: int, least: int | None) -
     if is_onnx_export():
         return lengths
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(lengths):
-        result: Tensor = torch.ops.structattn.checked_numbers(lengths, name, total, least)
+        result: Tensor = torch.ops.structattn.checked_numbers(lengths, name, total, are_offsets)
         return result
     if not isinstance(lengths, FakeTensor):
-        _check_lengths(lengths, name, total, least)
+        _check_lengths(lengths, name, total, are_offsets)
     return lengths
 
 
-def _check_lengths(lengths: Tensor, name: str, total: int, least: int | None) -> None:
+def _check_lengths(lengths: Tensor, name: str, total: int, are_offsets: bool) -> None:
     if lengths.is_cuda:
-        if least is not None:
-            fits = (lengths[0] == 0) & (lengths[-1] == total) & (lengths.diff() >= least).all()
+        if are_offsets:
+            fits = (lengths[0] == 0) & (lengths[-1] == total) & (lengths.diff() >= 0).all()
         else:
             fits = ((lengths >= 0) & (lengths <= total)).all()
         torch._assert_async(fits, f"{name} does not fit the length {total}")  # nothing waits for it
     elif lengths.device.type == "cpu":
         values = lengths.tolist()
-        if least is not None:
-            if values[0] != 0 or values[-1] != total or any(b - a < least for a, b in pairwise(values)):
-                how = "rise" if least else "rise or stay the same,"
+        if are_offsets:
+            if values[0] != 0 or values[-1] != total or any(a > b for a, b in pairwise(values)):
                 raise ShapeError(
-                    f"{name} must {how} from 0 to the length {total}, one entry per sequence end, got {values[:8]}"
+                    f"{name} must rise or stay the same from 0 to the length {total}, one entry per sequence end, got {values[:8]}"
                 )
         elif values and (min(values) < 0 or max(values) > total):
             raise ShapeError(f"{name} must lie in [0, {total}], got {min(values)} to {max(values)}")
 
 
-def _checked_copy(lengths: Tensor, name: str, total: int, least: int | None) -> Tensor:
-    _check_lengths(lengths, name, total, least)
+def _checked_copy(lengths: Tensor, name: str, total: int, are_offsets: bool) -> Tensor:
+    _check_lengths(lengths, name, total, are_offsets)
     return lengths.clone()  # an operator may not return its input
 
 
@@ -246,21 +245,21 @@ _lengths_operator = custom_op(
     "structattn::checked_numbers",
     _checked_copy,
     mutates_args=(),
-    schema="(Tensor lengths, str name, SymInt total, int? least) -> Tensor",
+    schema="(Tensor lengths, str name, SymInt total, bool are_offsets) -> Tensor",
 )
 
 
 @_lengths_operator.register_fake
-def _(lengths: Tensor, name: str, total: int, least: int | None) -> Tensor:
+def _(lengths: Tensor, name: str, total: int, are_offsets: bool) -> Tensor:
     return torch.empty_like(lengths)
 
 
 @_lengths_operator.register_vmap
 def _(
-    info: Any, in_dims: tuple[int | None, ...], lengths: Tensor, name: str, total: int, least: int | None
+    info: Any, in_dims: tuple[int | None, ...], lengths: Tensor, name: str, total: int, are_offsets: bool
 ) -> tuple[Tensor, int]:
     rows = lengths.movedim(in_dims[0] or 0, 0)
-    return torch.stack([checked_lengths(row, name, total, least) for row in rows]), 0
+    return torch.stack([checked_lengths(row, name, total, are_offsets=are_offsets) for row in rows]), 0
 
 
 def check_layout(

@@ -480,7 +480,7 @@ def test_errors_of_the_system_are_one_line(error: Exception, line: str, capsys, 
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("structattn.cli._run", fail)
+    monkeypatch.setattr("structattn.cli.call._run", fail)
     assert main(["info"]) == 2
     printed = capsys.readouterr().err
     assert line in printed

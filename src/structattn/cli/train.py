@@ -182,7 +182,7 @@ class TrainCommand(TaskCommand):
         folder, finished = finished_in(
             self.out, owner, resume=self.resume, read=lambda found: found if is_finished(found) else None
         )
-        with nullcontext(finished) if finished else opened(folder, owner, resume=self.resume) as out:
+        with nullcontext(finished) if finished else opened(folder, owner, resume=self.resume, on_open=session.opened) as out:
             result = train(
                 task,
                 self.attention,

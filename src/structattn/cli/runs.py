@@ -11,6 +11,8 @@ import tyro
 
 from structattn.cli.output import print_metrics, require_extra
 from structattn.cli.session import Session
+from structattn.cli.values import OptionalCount, Seed, constructor, number
+from structattn.errors import ConfigError
 
 RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
 
@@ -117,17 +119,17 @@ class GenerateCommand:
     """Folder that `structattn train text` wrote."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; may be repeated. Default: a line break."""
-    max_new_tokens: int | None = None
+    max_new_tokens: OptionalCount = None
     """Maximum number of new characters per prompt. Default: what fits the learned positions; 512 with rotary positions."""
-    temperature: float = 0.8
+    temperature: Annotated[float, constructor(number(minimum=0), several=False)] = 0.8
     """Divides the logits: 0 always takes the most likely character, 1 samples from the probabilities of the model."""
-    top_k: int | None = None
+    top_k: OptionalCount = None
     """Sample only from this number of the most likely characters."""
-    top_p: float | None = None
+    top_p: Annotated[float | None, constructor(number(above=0, maximum=1), several=False)] = None
     """Sample only from the most likely characters that together have this probability."""
     stop: str = ""
     """Stop when the new text ends with this text."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the sampling."""
     cache: bool = True
     """Use a key/value cache; without it, everything is computed again for each character."""
@@ -139,6 +141,8 @@ class GenerateCommand:
         from structattn.studies.generate import TextGeneration
 
         prompts = self.prompt or ("\n",)
+        if "" in prompts:
+            raise ConfigError("--prompt: expected a text to continue, got ''")
         generation = TextGeneration(
             load_language_model(self.run),
             prompts,

@@ -153,6 +153,8 @@ def opened(
         if made:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if it is empty
+                if out is None:
+                    RUNS.rmdir()
 
 
 def finished_in(

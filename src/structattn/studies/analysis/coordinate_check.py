@@ -85,7 +85,7 @@ class CheckConfig:
         for name in ("widths", "transfer_widths"):
             found = getattr(self, name)
             if len(found) == 1 or not (found or name == "transfer_widths"):
-                raise ConfigError(f"{name}: a check compares at least two different widths, got {list(found)}")
+                raise ConfigError(f"{name}: a check compares at least two different ones, got {list(found)}")
         if not self.structures or len(set(self.structures)) != len(self.structures):
             raise ConfigError(
                 f"give at least one structure, without repetition; got {', '.join(self.structures) or 'none'}"

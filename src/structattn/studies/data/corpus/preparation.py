@@ -141,10 +141,12 @@ def _prepared(
         if Path(config.source.path).exists():
             _check_files(out, progress, _fingerprint(config.source)[0])
         return Corpus(out).manifest
-    on_open(out)
     fingerprint, size = _fingerprint(config.source)
     if progress is not None:
         _check_files(out, progress, fingerprint)
+    elif fingerprint is None:
+        next(config.source.documents(), None)  # a data set that is not there is named before anything is written
+    on_open(out)
     remove_temporary(out)
     try:
         with progress_bar(total=size, unit="B", unit_scale=True, show=show_progress, desc="reading") as bar:

@@ -27,7 +27,10 @@ CORPUS = ["data", "prepare", "text", "--source", "owned/file", "--out", "c"]
         ([*PLAN, "--batch-tokens", "7"], "--batch-tokens must hold at least one sequence"),
         (["plan", "text"], "--embed-dim, --num-layers and --num-heads"),
         (["mup", "check", "--widths", "64"], "--widths: a check compares at least two different ones"),
-        (["fit", "gaussian", "--size", "1"], "--size: expected a whole number of at least 2 and at most 16384, got '1'"),
+        (
+            ["fit", "gaussian", "--size", "1"],
+            "--size: expected a whole number of at least 2 and at most 16384, got '1'",
+        ),
         (["generate", "run", "--top-p", "1.5"], "--top-p: expected a finite number above 0 and at most 1, got '1.5'"),
         (["generate", "run", "--temperature", "-1"], "--temperature: expected a finite number of at least 0, got '-1'"),
         (["bench", "call", "--repeats", "0"], "--repeats: expected a whole number of at least 1, got '0'"),

@@ -29,6 +29,7 @@ def run() -> None:
     if _noted:
         session.leave(_noted)
 
+    import atexit
     import os
     import sys
     from typing import TextIO, cast
@@ -36,6 +37,8 @@ def run() -> None:
     from structattn.cli.call import call
     from structattn.cli.failures import Messages, open_standard_streams
 
+    # Python takes our handlers away at the very end: registered first, this runs last.
+    atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS])
     open_standard_streams()
     sys.stderr = cast(TextIO, Messages(sys.stderr))
     status = call(session, session.leave)

@@ -176,8 +176,8 @@ class PlanCommand:
       structattn plan text --model 7b --context 32768 --attention standard "mlr:64|32|16|16"
     """
 
-    task: tyro.conf.Positional[Literal["text"]]
-    """The kind of the data."""
+    task: tyro.conf.Positional[Annotated[Literal["text"], tyro.conf.arg(metavar="TASK")]]
+    """The kind of the data: text."""
     model: str | None = None
     """125m, 350m, 760m, 1.3b, 2.7b, 6.7b (or 7b), 13b or 175b."""
     attention: tuple[str, ...] = ("standard",)

@@ -21,8 +21,8 @@ class DataPrepareCommand:
       structattn data prepare text --source books/ --tokens bpe --out corpus
     """
 
-    kind: tyro.conf.Positional[Literal["text"]]
-    """The kind of the data."""
+    kind: tyro.conf.Positional[Annotated[Literal["text"], tyro.conf.arg(metavar="TASK")]]
+    """The kind of the data: text."""
     source: str
     """A text file, a file of JSON lines or Parquet, a folder of them, or the name of a data set, such as openwebtext, which is streamed."""
     tokens: Literal["chars", "bytes", "bpe", "model"] = "chars"

@@ -10,12 +10,12 @@ import io
 import operator
 from collections.abc import Sequence
 from types import NoneType, UnionType
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 import tyro
 
 from structattn.cli.commands import COMMANDS, Command
-from structattn.cli.values import KINDS, constructor
+from structattn.cli.values import KINDS, choice, constructor
 from structattn.errors import ConfigError, nearest_name
 
 _DESCRIPTION = """Compare, train and inspect attention variants.
@@ -45,6 +45,8 @@ def _values(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Prim
     markers: set[Any] = set(info.markers)
     if several and tyro.conf.UseAppendAction not in markers:
         kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return constructor(choice(get_args(kind)), several=several)
     return constructor(KINDS[kind], several=several) if kind in KINDS else None
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from structattn.errors import ConfigError
+from structattn.errors import ConfigError, nearest_name
 
 LARGEST = 2**31 - 1  # of a size: more is a mistake
 _MAX_SEED = 2**63 - 1
@@ -96,7 +96,7 @@ def constructor(kind: Kind, *, several: bool) -> tyro.constructors.PrimitiveCons
         return values if several else values[0]
 
     def is_instance(value: Any) -> bool:
-        return value is None or isinstance(value, tuple if several else kind.type)  # type: ignore[arg-type]
+        return value is None or not isinstance(kind.type, type) or isinstance(value, tuple if several else kind.type)
 
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs="*" if several else 1,
@@ -115,6 +115,17 @@ def whole(minimum: int | None = None, maximum: int | None = LARGEST) -> Kind:
 def number(**bounds: float) -> Kind:
     """A finite number within bounds."""
     return Kind(type=float, name="FLOAT", words="a finite number", **bounds)
+
+
+def choice(known: tuple[str, ...]) -> Kind:
+    """One of several words."""
+
+    def read(word: str) -> str:
+        if word not in known:
+            raise ValueError(f"unknown value {word!r}: {nearest_name(word, known)}")
+        return word
+
+    return Kind(type=read, name=f"{{{','.join(known)}}}", words="a word")
 
 
 TEXT = Kind(type=str, name="TEXT", words="a text")

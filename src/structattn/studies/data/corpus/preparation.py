@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,8 +145,9 @@ def _prepared(
     fingerprint, size = _fingerprint(config.source)
     if progress is not None:
         _check_files(out, progress, fingerprint)
-    elif fingerprint is None:
-        next(config.source.documents(), None)  # a data set that is not there is named before anything is written
+    documents = config.source.documents(skip=0 if progress is None else progress["documents"])
+    if progress is None:
+        documents = chain(list(islice(documents, 1)), documents)  # what cannot be read at all is named first
     on_open(out)
     remove_temporary(out)
     try:
@@ -153,7 +155,7 @@ def _prepared(
             tokenizer = _tokenizer(config) if progress is None else tokenizer_from(progress["tokenizer"])
             writer = ShardWriter(out, tokenizer, settings, fingerprint, progress)
             bar.update(writer.num_characters)
-            for document in config.source.documents(skip=writer.num_documents):
+            for document in documents:
                 split = split_of(document.text, config.validation, config.test)
                 waiting = writer.add(split, tokenizer.encode(document.text, document.name), len(document.text))
                 bar.update(len(document.text))

@@ -17,7 +17,7 @@ from structattn.cli import commands, main
 from structattn.cli.parsing import parse
 from structattn.errors import ConfigError
 from structattn.studies.records.typed import read_as
-from structattn.studies.settings import apply_overrides
+from structattn.studies.settings import apply_overrides, fields_of, meanings
 from structattn.studies.tasks.forecast.task import ForecastConfig, ForecastTask
 from structattn.studies.tasks.registry import TASKS, presets_of, recipe_for
 from structattn.studies.training.checkpoint import latest_checkpoint, load_checkpoint
@@ -343,6 +343,7 @@ def test_options_are_frozen() -> None:
         commands.StructuresCommand: set(),
         commands.PresetsCommand: set(),
         commands.SettingsCommand: {"task", "preset"},
+        commands.CompletionCommand: {"shell"},
     }
     found = set(commands.COMMANDS.values())
     assert {command: {field.name for field in dataclasses.fields(command)} for command in found} == expected
@@ -369,7 +370,8 @@ def test_listings(command: str, word: str, capsys) -> None:
 def test_settings_lists_what_set_takes(task: str, capsys) -> None:
     assert main(["settings", task]) == 0
     header, _, *lines, _, _ = capsys.readouterr().out.splitlines()
-    rows = [(line.split()[0], line[header.index("value in") :]) for line in lines]
+    columns = slice(header.index("value in"), header.index("type"))
+    rows = [(line.split()[0], line[columns].strip()) for line in lines]
     recipe = recipe_for(task, "default")
     listed = {row[0] for row in rows}
     assert {"training.betas", "seeds"} <= listed
@@ -530,3 +532,10 @@ def test_variants_and_processes_change_nothing_but_the_settings(tmp_path: Path, 
     expected = json.loads((tmp_path / "one" / "results.json").read_text())["rows"]
     assert [row["score"] for row in rows[2:]] == pytest.approx([row["score"] for row in expected], rel=ANOTHER_ORDER)
     assert rows[0]["histories"][0][-1]["compute"] == rows[0]["compute"] > 0
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_setting_says_what_it_is(task: str) -> None:
+    found = meanings(recipe_for(task, "default"))
+    assert set(found) == {name for name, _, _ in fields_of(recipe_for(task, "default"))}
+    assert [name for name, words in found.items() if len(words) < 5] == []

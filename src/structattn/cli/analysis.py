@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -233,6 +234,9 @@ class PlanCommand:
             print(format_plans(plans(request, self.attention)))
 
 
+BenchmarkName = Literal["attention", "call", "context-parallel", "decode", "linear", "llama", "model", "serve", "step"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchCommand:
     """Time structured code against standard code; needs a checkout of the repository, which contains the benchmarks.
@@ -241,7 +245,7 @@ class BenchCommand:
       structattn bench attention --quick
     """
 
-    name: tyro.conf.Positional[str]
+    name: tyro.conf.Positional[Annotated[BenchmarkName, tyro.conf.arg(metavar="BENCHMARK")]]
     """attention, call, context-parallel, decode, linear, llama, model, serve or step."""
     quick: bool = False
     """A few sizes and repeats, no peak memory: a minute or two."""
@@ -256,12 +260,16 @@ class BenchCommand:
     patience: Annotated[float | None, constructor(number(minimum=0), several=False)] = None
     """Seconds per size that may be lost to repeats that other programs disturb. Default: 60; 2 with --quick."""
     out: Path | None = None
-    """Folder of the results. Default: benchmarks/results of the repository."""
+    """Folder of the results. Default: runs/bench-BENCHMARK-DATE-TIME."""
 
     def execute(self, session: Session) -> None:
-        require_extra()
         import structattn
 
+        try:
+            re.compile(self.only)
+        except re.error as error:
+            raise ConfigError(f"--only: expected a regular expression, got {self.only!r}: {error}") from None
+        require_extra()
         root = Path(structattn.__file__).parents[2]
         if not (root / "benchmarks" / "run.py").is_file():
             raise ConfigError(
@@ -279,6 +287,7 @@ class BenchCommand:
             patience_s=self.patience,
             quick=self.quick,
             out=self.out,
+            on_open=session.writes_to,
         )
         print(report.markdown(result))
         for path in paths:

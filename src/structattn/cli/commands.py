@@ -9,6 +9,7 @@ if importlib.util.find_spec("tyro") is None:  # the library itself needs torch a
     raise SystemExit("structattn: the command line needs the extra 'train': pip install 'structattn[train]'")
 
 from structattn.cli.analysis import BenchCommand, FitCommand, MupCheckCommand, MupRolesCommand, PlanCommand
+from structattn.cli.completion import CompletionCommand
 from structattn.cli.data import DataInfoCommand, DataPrepareCommand
 from structattn.cli.lists import (
     BuildNativeCommand,
@@ -54,4 +55,5 @@ COMMANDS: dict[str, type[Command]] = {
     "structures": StructuresCommand,
     "presets": PresetsCommand,
     "settings": SettingsCommand,
+    "completion": CompletionCommand,
 }

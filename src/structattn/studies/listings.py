@@ -25,7 +25,7 @@ from structattn.studies.baselines import add_forms
 from structattn.studies.data.corpus import Bytes, text_units
 from structattn.studies.environment import hardware, versions
 from structattn.studies.report.table import Table
-from structattn.studies.settings import as_text, fields_of, type_in_words
+from structattn.studies.settings import as_text, fields_of, meanings, type_in_words
 from structattn.studies.tasks.registry import TASKS, about, presets_of, recipe_for, task_class
 
 
@@ -107,17 +107,19 @@ def presets() -> str:
 
 
 def settings(task: str, preset: str) -> str:
-    """Every setting that ``--set`` takes for a task: its name, its type, and its value in a preset.
+    """Every setting that ``--set`` takes for a task: its name, its type, its value in a preset, and what it is.
 
     Raises:
         ConfigError: there is no such task or preset.
     """
     options = [f"--{name} for {option.about}" for name, option in task_class(task).data_options.items()]
     value = f"value in {task} --preset {preset}"
-    fields = fields_of(recipe_for(task, preset))
-    rows = [(name, type_in_words(hint), as_text(value)) for name, hint, value in fields]
+    recipe = recipe_for(task, preset)
+    meaning = meanings(recipe)
+    rows = [(name, as_text(value), type_in_words(hint), meaning[name]) for name, hint, value in fields_of(recipe)]
     note = " ".join(["Change one with --set NAME=VALUE.", *([f"Your data: {', '.join(options)}."] if options else [])])
-    return Table.of(("setting", "type", value), rows, words=("type", value), notes=(note,)).text()
+    header = ("setting", value, "type", "meaning")
+    return Table.of(header, rows, words=header[1:], notes=(note,)).text()
 
 
 def info() -> str:

@@ -18,12 +18,11 @@ from structattn.studies.tasks.registry import TASKS
 class CompletionCommand:
     """Print a script with which a shell completes commands, options, tasks, presets and settings.
 
-    The script holds all words, so that completing takes no time; print it again after an update.
+    Write it to a file that the shell reads: ~/.local/share/bash-completion/completions/structattn, _structattn in a folder of zsh's fpath,
+    or ~/.config/fish/completions/structattn.fish. It holds all words, so that completing takes no time; write it again after an update.
 
-    Examples:
-      structattn completion bash > ~/.local/share/bash-completion/completions/structattn
-      structattn completion zsh > ~/.zfunc/_structattn
-      structattn completion fish > ~/.config/fish/completions/structattn.fish
+    Example:
+      structattn completion bash
     """
 
     shell: tyro.conf.Positional[Annotated[Literal["bash", "zsh", "fish"], tyro.conf.arg(metavar="SHELL")]]

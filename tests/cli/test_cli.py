@@ -359,7 +359,7 @@ def test_the_examples_of_help_are_commands() -> None:
 
 @pytest.mark.parametrize(
     ("command", "word"),
-    [("info", "backends"), ("specs", "global-window"), ("presets", "demo"), ("--version", "structattn 0.")],
+    [("info", "backends"), ("specs", "global-window"), ("--version", "structattn 0.")],
 )
 def test_listings(command: str, word: str, capsys) -> None:
     assert main([command]) == 0

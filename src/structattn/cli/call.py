@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 
-from structattn.cli.failures import close_output, in_one_line, open_standard_streams
+from structattn.cli.failures import close_output, in_one_line, is_full_disk, open_standard_streams
 from structattn.cli.parsing import parse
 from structattn.cli.session import Session
 from structattn.progress import inner_bars
@@ -41,6 +41,8 @@ def call(session: Session, at_once: Callable[[int], None]) -> int:
         line = in_one_line(error)
         if line is None or session.with_traceback:
             raise
+        if is_full_disk(error):
+            line = f"{line}. Free some space, and {session.continuation()}"
         print(f"structattn: {line}", file=sys.stderr)
         close_output()  # it may be the output that cannot be written
         return 2

@@ -1,41 +1,29 @@
-"""The command that prints a script of completions: completion."""
+"""Scripts with which shells complete command lines: they hold all words, so that completing takes no time."""
 
 from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tyro
 
-from structattn.cli.session import Session
 from structattn.studies.tasks.registry import TASKS
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompletionCommand:
-    """Print a script with which a shell completes commands, options, tasks, presets and settings.
+def script(shell: str, kinds: Mapping[str, type[Any]]) -> str:
+    """A script for bash, zsh or fish.
 
-    Write it to a file that the shell reads: ~/.local/share/bash-completion/completions/structattn, _structattn in a folder of zsh's fpath,
-    or ~/.config/fish/completions/structattn.fish. It holds all words, so that completing takes no time; write it again after an update.
-
-    Example:
-      structattn completion bash
+    Args:
+        shell: its name.
+        kinds: the dataclass of options of every command, by the words that name it.
     """
-
-    shell: tyro.conf.Positional[Annotated[Literal["bash", "zsh", "fish"], tyro.conf.arg(metavar="SHELL")]]
-    """bash, zsh or fish."""
-
-    def execute(self, session: Session) -> None:
-        from structattn.cli.commands import COMMANDS
-
-        commands = [_Words.of(name, kind) for name, kind in COMMANDS.items()]
-        if self.shell == "fish":
-            print("\n".join(_fish(commands)))
-        else:
-            print("\n".join([*_CASES_OF[self.shell], *_candidates(commands), _WRAPPERS[self.shell]]))
+    commands = [_Words.of(name, kind) for name, kind in kinds.items()]
+    if shell == "fish":
+        return "\n".join(_fish(commands))
+    return "\n".join([*_HEADS[shell], *_candidates(commands), _WRAPPERS[shell]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +83,7 @@ def _by_task() -> dict[str, dict[str, tuple[str, ...]]]:
 
 
 # How the first lines differ: zsh knows by one which command it completes.
-_CASES_OF = {"bash": ("# bash completion of structattn",), "zsh": ("#compdef structattn",)}
+_HEADS = {"bash": ("# bash completion of structattn",), "zsh": ("#compdef structattn",)}
 _WRAPPERS = {
     "bash": """_structattn() {
     local current="${COMP_WORDS[COMP_CWORD]}" word

@@ -77,7 +77,11 @@ class Session:
                 stream.flush()
 
     def interrupted(self) -> str:
-        """What is said after an interruption: the command line that continues, or the same one where there is none."""
+        """What is said after an interruption."""
+        return f"structattn: interrupted; {self.continuation()}"
+
+    def continuation(self) -> str:
+        """How to go on: the command line that continues, or the same one where there is none."""
         words = [*self._arguments]
         if " ".join(words[:1]) not in RESUMABLE and " ".join(words[:2]) not in RESUMABLE:
             how = "run it again with"
@@ -89,4 +93,4 @@ class Session:
                 if "--resume" not in words:
                     words.append("--resume")
         launched = "the same launcher and " if "WORLD_SIZE" in os.environ else ""
-        return f"structattn: interrupted; {how}: {launched}{shlex.join(['structattn', *words])}"
+        return f"{how}: {launched}{shlex.join(['structattn', *words])}"

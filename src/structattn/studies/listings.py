@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 
 from structattn import mup
-from structattn.errors import BackendUnavailableError, StructAttnError
+from structattn.errors import BackendUnavailableError
 from structattn.layers.build import build_attention
 from structattn.layers.layer import LayerShape
 from structattn.layout.levels import LevelLayout
@@ -23,7 +23,7 @@ from structattn.spec.layers import FORM as LAYER_FORM
 from structattn.spec.layers import LayerSpecs
 from structattn.studies.baselines import add_forms
 from structattn.studies.data.corpus import Bytes, text_units
-from structattn.studies.durations import estimated_seconds, in_words, measured_step
+from structattn.studies.durations import estimates, in_words
 from structattn.studies.environment import hardware, versions
 from structattn.studies.report.table import Table
 from structattn.studies.settings import as_text, fields_of, meanings, type_in_words
@@ -97,20 +97,17 @@ def presets() -> str:
     """Every task and its presets, one per line: name, number of attention variants, an estimate of its time here, what it is for."""
     found = {task: presets_of(task) for task in TASKS}
     width = max(len(name) for presets in found.values() for name in presets)
+    times = estimates()
     lines: list[str] = []
     for task, presets in found.items():
         lines += [*([""] if lines else []), f"{task}: {about(task)}"]
-        try:
-            step = measured_step(task)
-        except StructAttnError:
-            step = None
         for name, preset in presets.items():
-            seconds = step and estimated_seconds(task, preset.recipe, step)
+            seconds = times[task].get(name)
             takes = f"about {in_words(seconds)}" if seconds else "unknown"
             lines.append(f"  {name:<{width}}  {len(preset.recipe.attention):>2} specs  {takes:<15}  {preset.about}")
     notes = (
-        "about: estimated for `structattn compare` on this machine, from training steps of a small preset of the task, measured just now on the CPU,",
-        "and the counted steps and FLOPs; unknown: it depends on your data, or on a library that is not installed.",
+        "about: an estimate for `structattn compare` on the CPU of this machine, one run after the other: from a few training steps of each task,",
+        "measured once a day, and from counted steps and FLOPs. unknown: it depends on your data, or on a library that is not installed.",
         "structattn settings TASK --preset NAME shows all that a preset sets.",
     )
     return "\n".join([*lines, "", *notes])

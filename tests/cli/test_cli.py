@@ -195,15 +195,18 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["data", "info", "nowhere"], "nowhere: expected a corpus, got no such folder"),
         (["compare", "forecast", "--set", "training.betas=0.9"], "training.betas: expected 2 values"),
         (["compare", "forecast", "--set", "training.betas="], "training.betas: expected 2 values"),
-        (["compare", "forecast", "--set", "training.betas=0.9,nan"], "training.betas must be a finite number"),
+        (
+            ["compare", "forecast", "--set", "training.betas=0.9,nan"],
+            "training.betas: expected a finite number, got 'nan'",
+        ),
         (["compare", "forecast", "--set", "training.betas=0.9,1"], "training.betas must be a finite number"),
         (
             ["compare", "forecast", "--set", "training.weight_decay=nan"],
-            "training.weight_decay must be a finite number",
+            "training.weight_decay: expected a finite number, got 'nan'",
         ),
         (
             ["compare", "forecast", "--set", "training.learning_rate=inf"],
-            "training.learning_rate must be a finite number",
+            "training.learning_rate: expected a finite number, got 'inf'",
         ),
         (["comapre", "forecast"], "did you mean 'compare'"),
         (["mup", "chek"], "did you mean 'mup check'"),

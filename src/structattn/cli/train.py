@@ -14,7 +14,7 @@ import tyro
 
 from structattn.cli.output import print_metrics, print_results, require_extra
 from structattn.cli.session import Session
-from structattn.cli.values import Count, Counts, OptionalCount, Positives, Seed, naming
+from structattn.cli.values import Count, Counts, OptionalCount, Positives, Seed, as_options, naming
 from structattn.errors import ConfigError
 from structattn.studies.tasks.registry import TASKS
 
@@ -126,7 +126,10 @@ class CompareCommand(TaskCommand):
 
         _check_no_launcher("compare")
         given = {"attention": self.attention, "seeds": self.seeds, "widths": self.widths, "budgets": self.budgets}
-        recipe = replace(self.recipe(), **{name: value for name, value in given.items() if value not in (None, ())})
+        given = {name: value for name, value in given.items() if value not in (None, ())}
+        recipe = self.recipe()
+        with as_options(**{name: f"--{name}" for name in given}):
+            recipe = replace(recipe, **given)
         if self.ray_address and self.jobs != 1:
             raise ConfigError("--jobs is only for this machine: on a Ray cluster its cores and GPUs decide")
         length = " or ".join(f"{budget:g} FLOPs" for budget in recipe.budgets) or f"{recipe.training.steps:,} steps"

@@ -157,8 +157,7 @@ def as_options(**names: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        pattern = rf"\b({'|'.join(names)})\b"
-        raise ConfigError(re.sub(pattern, lambda found: names[found[0]], str(error))) from None
+        raise ConfigError(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))) from None
 
 
 _SIZE, _POSITIVE = whole(minimum=1), number(above=0)

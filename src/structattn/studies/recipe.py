@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from structattn.checks import check_choice, check_field_types, check_int
+from structattn.checks import check_choice, check_field_types, check_int, check_number
 from structattn.errors import ConfigError
 from structattn.studies.settings import Change
 from structattn.studies.training.config import TrainingConfig
@@ -88,10 +88,9 @@ class Recipe:
                 f"{self.num_runs:,} runs of {self.training.steps:,} steps ({len(self.attention)} models, {self.seeds:,} seeds and what is "
                 f"varied), and {MOST_RUNS:,} are the most: give fewer seeds, or do it in parts"
             )
-        if any(not 0 < number < math.inf for number in (*self.learning_rates, *self.budgets)):
-            raise ConfigError(
-                f"learning rates and budgets must be positive, got {self.learning_rates} and {self.budgets}"
-            )
+        for name in ("learning_rates", "budgets"):
+            for number in getattr(self, name):
+                check_number(f"{name}: each", number, above=0)
         for name in ("learning_rates", "variants", "search", "widths", "budgets"):
             values = getattr(self, name)
             if len(set(values)) != len(values):
@@ -116,6 +115,12 @@ class Recipe:
         )
 
     def _check_variants(self) -> None:
+        for axis in ("variants", "search"):
+            for text in getattr(self, axis):
+                try:
+                    Variation.parse(text)
+                except ConfigError as error:
+                    raise ConfigError(f"{axis}: {error}") from None
         names = [Variation.parse(text).name for text in self.variants]
         if len(set(names)) != len(names):
             raise ConfigError(

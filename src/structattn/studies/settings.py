@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import math
 import re
 import textwrap
 import types
@@ -138,6 +139,8 @@ def _convert(text: str, kind: Any, name: str) -> Any:
         return flag(text.lower())
     if kind in (int, float):
         value = plain_number(text, kind)
+        if not math.isfinite(value):
+            raise ConfigError(f"expected a finite number, got {quoted(text)}")
         if kind is int:
             check_int(name, value, maximum=MAX_LENGTH)
         return value

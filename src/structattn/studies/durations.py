@@ -28,7 +28,7 @@ _OF_PEAK = 0.25  # of the rate of matrix products, in the products of a model
 _OTHER_SHARE = 0.2  # at least, of a step of a small model: what does not grow with its FLOPs
 _EVALUATION = 1.15  # with evaluations, of the time of training
 _PER_RUN_S, _PER_PRESET_S = 0.5, 8.0  # setting a run up; imports, baselines and the report
-_MEASURED_S = 0.2  # of each model that is measured
+_MEASURED_S = 0.1  # of each model that is measured
 _POINTS = 6  # of a grid
 _KEPT_S = 86400.0  # estimates are made again after a day: a machine may be busy
 
@@ -50,7 +50,7 @@ class StepTime:
 
 
 def measured_step(task_name: str) -> StepTime:
-    """Trains two variants of the small preset of a task for a fifth of a second each.
+    """Trains two variants of the small preset of a task for a tenth of a second each.
 
     Raises:
         StructAttnError: the task cannot run here, such as without a library.

@@ -220,6 +220,9 @@ def run_and_write(
         raise ConfigError(f"--repeats must be at least 1, got {repeats}")
     if patience_s is not None:
         check_number("--patience", patience_s, minimum=0)
+    chosen_groups(
+        BENCHMARKS[name], torch.device(device), DTYPES[dtype], only=only, quick=quick
+    )  # named before a folder
     owner = Owner(command="bench", task="", settings={}, recorded=_record, label=f"bench-{name}")
     # The repository's own results have other files beside them, and no owner.
     is_own = out is not None and out.resolve() == RESULTS

@@ -574,7 +574,7 @@ def test_the_command_runs_a_benchmark(tmp_path: Path, capsys: pytest.CaptureFixt
         (["linear", "--only", "nothing"], "matches no case"),
         (["linear", "--repeats", "0"], "at least 1"),
         (["linear", "--dtype", "float23"], "did you mean 'float32'"),
-        (["linear", "--device", "tpu"], "cpu or cuda"),
+        (["linear", "--device", "tpu"], "Known: 'cpu', 'cuda'"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

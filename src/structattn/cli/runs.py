@@ -11,7 +11,7 @@ import tyro
 
 from structattn.cli.output import print_metrics, require_extra
 from structattn.cli.session import Session
-from structattn.cli.values import OptionalCount, Seed, constructor, number
+from structattn.cli.values import OptionalCount, Seed, constructor, number, whole
 from structattn.errors import ConfigError
 
 RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
@@ -61,13 +61,13 @@ class ForecastCommand:
     """The CSV file to write: a row for each step ahead; a figure is written beside it, with the suffix .png."""
     data: Path | None = None
     """CSV file with the series so far, such as the training file with more rows. Default: the training file."""
-    horizon: int | None = None
+    horizon: OptionalCount = None
     """Steps ahead. Default: those of the training, which are the most of models and ridge regression."""
     row: str | None = None
     """Of a comparison: a spec, or the name of a baseline, such as "ridge regression", or how it begins. Default: the lowest validation error."""
     variant: str | None = None
     """Of a comparison with several settings: the name of one."""
-    levels: tuple[int, ...] = (80, 95)
+    levels: Annotated[tuple[int, ...], constructor(whole(minimum=1, maximum=99), several=True)] = (80, 95)
     """Intervals, in percent."""
     time: str | None = None
     """The time column of --data, if it has another name than in training."""
@@ -76,11 +76,8 @@ class ForecastCommand:
 
     def execute(self, session: Session) -> None:
         require_extra()
-        from structattn.checks import check_int
         from structattn.studies.forecast import forecast_file
 
-        if self.horizon is not None:
-            check_int("--horizon", self.horizon, minimum=1)
         done = forecast_file(
             self.run,
             self.data,

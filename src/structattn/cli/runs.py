@@ -11,6 +11,8 @@ import tyro
 
 from structattn.cli.output import print_metrics, require_extra
 from structattn.cli.session import Session
+from structattn.cli.values import OptionalCount, Seed, constructor, number, whole
+from structattn.errors import ConfigError
 
 RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
 
@@ -59,13 +61,13 @@ class ForecastCommand:
     """The CSV file to write: a row for each step ahead; a figure is written beside it, with the suffix .png."""
     data: Path | None = None
     """CSV file with the series so far, such as the training file with more rows. Default: the training file."""
-    horizon: int | None = None
+    horizon: OptionalCount = None
     """Steps ahead. Default: those of the training, which are the most of models and ridge regression."""
     row: str | None = None
     """Of a comparison: a spec, or the name of a baseline, such as "ridge regression", or how it begins. Default: the lowest validation error."""
     variant: str | None = None
     """Of a comparison with several settings: the name of one."""
-    levels: tuple[int, ...] = (80, 95)
+    levels: Annotated[tuple[int, ...], constructor(whole(minimum=1, maximum=99), several=True)] = (80, 95)
     """Intervals, in percent."""
     time: str | None = None
     """The time column of --data, if it has another name than in training."""
@@ -74,11 +76,8 @@ class ForecastCommand:
 
     def execute(self, session: Session) -> None:
         require_extra()
-        from structattn.checks import check_int
         from structattn.studies.forecast import forecast_file
 
-        if self.horizon is not None:
-            check_int("--horizon", self.horizon, minimum=1)
         done = forecast_file(
             self.run,
             self.data,
@@ -117,17 +116,17 @@ class GenerateCommand:
     """Folder that `structattn train text` wrote."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; may be repeated. Default: a line break."""
-    max_new_tokens: int | None = None
+    max_new_tokens: OptionalCount = None
     """Maximum number of new characters per prompt. Default: what fits the learned positions; 512 with rotary positions."""
-    temperature: float = 0.8
+    temperature: Annotated[float, constructor(number(minimum=0), several=False)] = 0.8
     """Divides the logits: 0 always takes the most likely character, 1 samples from the probabilities of the model."""
-    top_k: int | None = None
+    top_k: OptionalCount = None
     """Sample only from this number of the most likely characters."""
-    top_p: float | None = None
+    top_p: Annotated[float | None, constructor(number(above=0, maximum=1), several=False)] = None
     """Sample only from the most likely characters that together have this probability."""
     stop: str = ""
     """Stop when the new text ends with this text."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the sampling."""
     cache: bool = True
     """Use a key/value cache; without it, everything is computed again for each character."""
@@ -139,6 +138,8 @@ class GenerateCommand:
         from structattn.studies.generate import TextGeneration
 
         prompts = self.prompt or ("\n",)
+        if "" in prompts:
+            raise ConfigError("--prompt: expected a text to continue, got ''")
         generation = TextGeneration(
             load_language_model(self.run),
             prompts,

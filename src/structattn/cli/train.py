@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,6 +14,7 @@ import tyro
 
 from structattn.cli.output import print_metrics, print_results, require_extra
 from structattn.cli.session import Session
+from structattn.cli.values import Count, Counts, OptionalCount, Positives, Seed, as_options, naming
 from structattn.errors import ConfigError
 from structattn.studies.tasks.registry import TASKS
 
@@ -52,7 +54,9 @@ class TaskCommand:
                 tasks = ", ".join(task for task in TASKS if name in task_class(task).data_options)
                 raise ConfigError(f"--{name} belongs to {tasks}, not to {self.task}")
             overrides.append(f"task.{options[name].setting}={value}")
-        return apply_overrides(recipe_for(self.task, self.preset), tuple(overrides))
+        with naming("--preset"):
+            recipe = recipe_for(self.task, self.preset)
+        return apply_overrides(recipe, tuple(overrides))
 
     def recipe_of_runs(self) -> Any:
         """The same for a command that uses only the settings of single runs."""
@@ -76,11 +80,9 @@ def _check_no_launcher(command: str) -> None:
 
 def _runner(address: str, jobs: int | None) -> Any:
     """What trains many models: a Ray cluster, or processes of this machine."""
-    from structattn.checks import check_int
-
-    if jobs is not None:
-        check_int("--jobs", jobs, minimum=1)
     if address:
+        if address not in ("auto", "local") and not re.fullmatch(r"(ray://)?[^\s/]+:\d{1,5}", address):
+            raise ConfigError(f"--ray-address: expected auto, local, HOST:PORT or ray://HOST:PORT, got {address!r}")
         from structattn.studies.runner.ray import RayRunner
 
         return RayRunner(address, jobs)
@@ -106,13 +108,13 @@ class CompareCommand(TaskCommand):
 
     attention: tuple[str, ...] = ()
     """Specs to compare, each in quotes (see `structattn specs`). Default: the preset's."""
-    seeds: int | None = None
+    seeds: OptionalCount = None
     """Runs per variant. Default: the preset's."""
-    widths: tuple[int, ...] = ()
+    widths: Counts = ()
     """Widths of the models (task.embed_dim), each with all variants. Default: the preset's."""
-    budgets: tuple[float, ...] = ()
+    budgets: Positives = ()
     """Training compute of the runs in forward FLOPs, such as 1e12 4e12 16e12; three or more give scaling laws. Default: the preset's."""
-    jobs: int = 1
+    jobs: Count = 1
     """Models trained at the same time, each in its own process; for small models as many as there are cores."""
     ray_address: str = ""
     """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file system that its machines share."""
@@ -124,7 +126,10 @@ class CompareCommand(TaskCommand):
 
         _check_no_launcher("compare")
         given = {"attention": self.attention, "seeds": self.seeds, "widths": self.widths, "budgets": self.budgets}
-        recipe = replace(self.recipe(), **{name: value for name, value in given.items() if value not in (None, ())})
+        given = {name: value for name, value in given.items() if value not in (None, ())}
+        recipe = self.recipe()
+        with as_options(**{name: f"--{name}" for name in given}):
+            recipe = replace(recipe, **given)
         if self.ray_address and self.jobs != 1:
             raise ConfigError("--jobs is only for this machine: on a Ray cluster its cores and GPUs decide")
         length = " or ".join(f"{budget:g} FLOPs" for budget in recipe.budgets) or f"{recipe.training.steps:,} steps"
@@ -151,12 +156,11 @@ class TrainCommand(TaskCommand):
 
     attention: str = "standard"
     """The spec to train (see `structattn specs`)."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of weights, data order and dropout."""
 
     def execute(self, session: Session) -> None:
         require_extra()
-        from structattn.checks import MAX_SEED, check_int
         from structattn.studies.folders import Owner, finished_in, opened
         from structattn.studies.old_folders import run_record
         from structattn.studies.tasks.registry import task_class
@@ -168,7 +172,6 @@ class TrainCommand(TaskCommand):
         if _num_processes() > 1 and self.out is None:
             raise ConfigError("the processes of a launcher share one folder: give --out")
         recipe = self.recipe_of_runs()
-        check_int("--seed", self.seed, minimum=0, maximum=MAX_SEED)
         task = task_class(self.task)(recipe.task)
         settings = {
             "attention": self.attention,
@@ -182,7 +185,11 @@ class TrainCommand(TaskCommand):
         folder, finished = finished_in(
             self.out, owner, resume=self.resume, read=lambda found: found if is_finished(found) else None
         )
-        with nullcontext(finished) if finished else opened(folder, owner, resume=self.resume) as out:
+        with (
+            nullcontext(finished)
+            if finished
+            else opened(folder, owner, resume=self.resume, on_open=session.opened) as out
+        ):
             result = train(
                 task,
                 self.attention,
@@ -210,17 +217,17 @@ class SweepCommand(TaskCommand):
     param: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A parameter to vary, in quotes: NAME=log:LOW:HIGH, NAME=uniform:LOW:HIGH, NAME=int:LOW:HIGH or NAME=choice:A,B,..., where NAME is a
     setting, such as training.learning_rate, or attention; may be repeated."""
-    trials: int = 20
+    trials: Count = 20
     """Number of runs, including those of an interrupted sweep."""
     attention: str = "standard"
     """The spec to train, unless it is a parameter."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the runs and of the proposed values."""
     scheduler: Literal["asha", "none"] = "asha"
     """asha: stop trials that are not among the best quarter at their step; none: run every trial to its end."""
-    grace_period: int | None = None
+    grace_period: OptionalCount = None
     """Steps that every trial gets. Default: a sixteenth of the longest run, and at least training.eval_every."""
-    jobs: int | None = None
+    jobs: OptionalCount = None
     """Trials at the same time, each in its own process. Default: one for each GPU, or for each core without GPUs."""
     ray_address: str = ""
     """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file system that its machines share."""

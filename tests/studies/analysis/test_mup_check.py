@@ -189,7 +189,7 @@ def _reread(part):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"widths": (64,)}, "widths: a check compares at least two different widths, got .64."),
+        ({"widths": (64,)}, "widths: a check compares at least two different ones, got .64."),
         ({"widths": (64, 64)}, "at least two"),
         ({"widths": ()}, "at least two"),
         ({"widths": (32, 67)}, "width 67 is not divisible by 2 heads; the nearest that are: 66 and 68"),
@@ -252,7 +252,7 @@ def test_the_command(tmp_path, capsys) -> None:
     assert cli.main(words) == 2
     assert "already has results" in capsys.readouterr().err
     assert cli.main(["mup", "check", "--widths", "32", "--out", str(tmp_path / "x")]) == 2
-    assert "at least two different widths" in capsys.readouterr().err
+    assert "at least two different ones" in capsys.readouterr().err
 
 
 def test_options_reach_the_settings(tmp_path, monkeypatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from structattn.errors import CheckpointError, TrainingDivergedError
-from structattn.files import read_signed, signed, write_atomic
+from structattn.files import read_signed, remove_temporary, signed, write_atomic
 from structattn.studies.records.run import RunRecord, ScoreRecord
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
@@ -132,6 +132,7 @@ class Job:
         result.model.eval()
         metrics, details = task.scores(result.model, with_details=self.seed == 0)
         found = ScoreRecord(model_sha256=record.model_sha256, metrics=metrics, details=details)
+        remove_temporary(self.folder)  # of a call that was killed here
         write_atomic(self.folder / _SCORES, signed(asdict(found)))
 
     def scores(self, record: RunRecord) -> ScoreRecord | None:

@@ -68,8 +68,12 @@ class ForecastConfig:
         horizon: output steps.
         season: steps of the seasonal baseline. Default ``None``: a day of data that are taken more often than daily, a week of daily ones, a
             year of monthly or quarterly ones; and no such baseline for others.
-        patch_length, stride: steps of a token and between tokens.
-        embed_dim, num_layers, num_heads, dropout: of the model.
+        patch_length: steps of a token.
+        stride: steps between tokens.
+        embed_dim: width of the model.
+        num_layers: blocks of the model.
+        num_heads: attention heads of a block.
+        dropout: of the model, a share.
 
     Raises:
         ConfigError: a number below 1, or heads that do not divide the width.

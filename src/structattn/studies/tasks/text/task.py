@@ -53,7 +53,9 @@ class TextConfig:
             newlines and printable ASCII, whose first 90 % of characters train, the next 5 % validate, the last 5 % test; empty: the packaged
             excerpt. Made absolute.
         context_length: T, tokens of a window that predict the one after each.
-        embed_dim, num_layers, num_heads: of the model.
+        embed_dim: width of the model.
+        num_layers: blocks of the model.
+        num_heads: attention heads of a block.
         rotary: text form of rotary positions (see ``layers.rotary``); empty: learned positions.
         eval_windows: most windows of each evaluation; fixed, spread evenly over the split, and not overlapping.
 

@@ -3,6 +3,7 @@
 import hf_models as models
 import pytest
 import torch
+import transformers
 
 import structattn as sa
 from structattn.errors import ConfigError
@@ -132,13 +133,86 @@ def test_a_mask_and_a_cache_are_refused(kind) -> None:
         torch.export.export(module, (tokens, mask))
 
 
+def check_lengths(module, length, *, with_mask, batch=3) -> None:
+    """Exports with an example of 20 tokens, and compares at other lengths, 1 and 2 among them, as a plain model takes them."""
+    rows = torch.export.Dim("rows") if isinstance(length, torch.export.Dim) else length
+    inputs = (models.tokens(batch, 20), torch.ones(batch, 20, dtype=torch.int64))[: 2 if with_mask else 1]
+    program = torch.export.export(module, inputs, dynamic_shapes=({0: rows, 1: length},) * len(inputs)).module()
+    for size in ((3, 20), (3, 1), (1, 1), (1, 2), (5, 2), (2, 3), (2, 47), (1, 9), (2, 64)):
+        tokens, mask = models.tokens(*size), torch.ones(size, dtype=torch.int64)
+        mask[0, : size[1] // 3] = 0
+        if with_mask:
+            real = mask != 0
+            assert_close(program(tokens, mask)[real], module(tokens, mask)[real])
+        else:
+            assert_close(program(tokens), module(tokens))
+
+
+@pytest.mark.parametrize("with_mask", [False, True], ids=["alone", "mask"])
+def test_whole_sequences_of_one_and_two_tokens(with_mask) -> None:
+    check_lengths(Logits(structurized("llama")), torch.export.Dim("length"), with_mask=with_mask)
+
+
+LENGTHS = {
+    "from 1": lambda: torch.export.Dim("length", min=1),
+    "from 2": lambda: torch.export.Dim("length", min=2, max=models.CONTEXT),
+    "auto": lambda: torch.export.Dim.AUTO,
+    "dynamic": lambda: torch.export.Dim.DYNAMIC,
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("kind", MAKERS)
-def test_whole_sequences_of_any_length(kind) -> None:
-    module = Logits(MAKERS[kind]())
-    batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=3, max=models.CONTEXT)
-    tokens = models.tokens(3, 20)
-    program = torch.export.export(module, (tokens,), dynamic_shapes=({0: batch, 1: length},)).module()
-    for size in ((3, 20), (2, 47), (1, 9), (5, 3), (2, 64)):
-        tokens = models.tokens(*size)
-        assert_close(program(tokens), module(tokens))
+@pytest.mark.parametrize("with_mask", [False, True], ids=["alone", "mask"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_all_ways_to_say_that_a_length_is_dynamic(length, with_mask) -> None:
+    check_lengths(Logits(structurized("llama")), LENGTHS[length](), with_mask=with_mask)
+
+
+def with_sliding_layers():
+    config = transformers.Gemma3TextConfig(
+        vocab_size=models.VOCAB,
+        hidden_size=models.DIM,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=models.HEAD_DIM,
+        query_pre_attn_scalar=models.HEAD_DIM,
+        max_position_embeddings=models.CONTEXT,
+    )
+    return structurize(models.trained(lambda: transformers.Gemma3ForCausalLM(config)), "mlr:4|2|2,values=4|2|2")
+
+
+def with_sliding_levels():
+    return structurize(models.trained(models.llama), "[sliding:4|2|2@-|8|4,global-window:4|4@6]")
+
+
+def bilinear():
+    config = StructAttnConfig(
+        attention="[bilinear-btt:1,bilinear-btt:1+mlr:16|8|8]",
+        rotary=None,
+        vocab_size=models.VOCAB,
+        hidden_size=models.DIM,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        max_position_embeddings=models.CONTEXT,
+    )
+    torch.manual_seed(0)
+    return StructAttnForCausalLM(config).double().eval()
+
+
+EXPORTED = MAKERS | {
+    "sliding layers": with_sliding_layers,
+    "sliding levels": with_sliding_levels,
+    "bilinear": bilinear,
+    "registered": lambda: registered(),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("with_mask", [False, True], ids=["alone", "mask"])
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_whole_sequences_of_any_length(kind, with_mask) -> None:
+    check_lengths(Logits(EXPORTED[kind]()), torch.export.Dim("length", max=models.CONTEXT), with_mask=with_mask)

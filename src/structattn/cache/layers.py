@@ -14,6 +14,7 @@ from torch import Tensor
 from structattn.cache import files
 from structattn.cache.latent import Latent
 from structattn.cache.level_cache import LevelCache
+from structattn.cache.numbers import is_traced
 from structattn.cache.rows import CacheRows, OneLayerCache
 from structattn.cache.undo import all_or_nothing
 from structattn.checks import check_type, describe
@@ -115,6 +116,11 @@ class LayerCaches(Sequence[OneLayerCache], CacheRows):
         """See ``LevelCache``."""
         return self._layers[0].left_padding
 
+    @property
+    def padding_tensor(self) -> Tensor | None:
+        """See ``LevelCache``."""
+        return self._layers[0].padding_tensor
+
     def reset(self) -> None:
         """Forgets all tokens; see ``LevelCache.reset``."""
         with self._torn_unless_done():
@@ -197,7 +203,7 @@ def guarded(caches: LayerCaches | None) -> AbstractContextManager[None]:
         ConfigError: they are something else.
         CacheError: see ``LayerCaches.check``.
     """
-    if caches is None:
+    if caches is None or is_traced():  # the operators of a compiled program count tokens at its end
         return nullcontext()
     check_type("caches", caches, LayerCaches, "LayerCaches, as new_cache() makes them, or None")
     return caches.all_or_nothing()

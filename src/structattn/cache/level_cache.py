@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from structattn.cache.append import append
 from structattn.cache.attend import attend, weights
 from structattn.cache.contents import Contents, OtherLatentError, TokenShape
 from structattn.cache.latent import Latent
+from structattn.cache.numbers import Count, new_number
 from structattn.cache.options import ScoreOptions
 from structattn.cache.owner import OfOneLayer
 from structattn.cache.rows import OneLayerCache
@@ -86,13 +88,20 @@ class LevelCache(OneLayerCache, OfOneLayer):
         self.layout: Layout | None = layout.bound if isinstance(layout, TextLayout) else layout
         self.window, self.chunk_size = window, chunk_size
         self.max_length, self.page_size, self.latent = max_length, page_size, latent
-        self._padding = None if left_padding is None else checked_padding(left_padding)
-        self._contents: Contents | None = None  # from the first tokens on
+        self._set_padding(None if left_padding is None else checked_padding(left_padding))
+        self._kept: Contents | None = None  # from the first tokens on
         self._before: tuple[Contents | None, Layout | None] | None = None  # the last new tokens; None: not known
+        self._count = Count()
+        self.number = new_number(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy may continue with a copy of the layer.
-        return {**self.__dict__, "_before": None, "_layer": None}
+        self._end_broken_call()
+        return {**self.__dict__, "_before": None, "_layer": None, "number": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.number = new_number(self)
 
     def __copy__(self) -> Self:
         return copy.deepcopy(self)  # two caches that share memory would write over each other's tokens
@@ -100,13 +109,30 @@ class LevelCache(OneLayerCache, OfOneLayer):
     @property
     def length(self) -> int:
         """Tokens so far, padding included."""
-        return 0 if self._contents is None else self._contents.length
+        return self._count.tokens
+
+    @property
+    def _contents(self) -> Contents | None:
+        self._end_broken_call()
+        return self._kept
+
+    def _kept_length(self) -> int:
+        return 0 if self._kept is None else self._kept.length
+
+    def _end_broken_call(self) -> None:
+        """Takes tokens back that a compiled program appended before it broke off, for example by Ctrl-C in another layer."""
+        if (count := self._count.tokens) == self._kept_length():
+            return
+        if self._before is not None:
+            self._take_back()
+        if self._kept_length() != count:
+            raise CacheError("a compiled function broke off after several calls of this cache: reset() it and start again")
 
     @property
     def batch_size(self) -> int | None:
         """B, known from the first tokens, from ``left_padding`` or from segments per row."""
-        if self._contents is not None:
-            return self._contents.shape.batch
+        if self._kept is not None:
+            return self._kept.shape.batch
         if self._padding is not None:
             return len(self._padding)
         return self.layout.num_rows if isinstance(self.layout, LevelLayout) else None
@@ -117,14 +143,24 @@ class LevelCache(OneLayerCache, OfOneLayer):
         return self._padding
 
     @property
+    def padding_tensor(self) -> Tensor | None:
+        """``left_padding`` as int64 (B,), on the CPU."""
+        return self._padding_tensor
+
+    def _set_padding(self, padding: tuple[int, ...] | None) -> None:
+        self._padding = padding
+        with torch.inference_mode(False):
+            self._padding_tensor = None if padding is None else torch.tensor(padding, device="cpu")
+
+    @property
     def key_nbytes(self) -> int:
         """Bytes that are allocated for keys (or for the latent state)."""
-        return sum(store.nbytes for store in self._contents.keys) if self._contents else 0
+        return sum(store.nbytes for store in self._kept.keys) if self._kept else 0
 
     @property
     def value_nbytes(self) -> int:
         """Bytes that are allocated for values."""
-        return sum(store.nbytes for store in self._contents.values) if self._contents else 0
+        return sum(store.nbytes for store in self._kept.values) if self._kept else 0
 
     @property
     def nbytes(self) -> int:
@@ -184,10 +220,12 @@ class LevelCache(OneLayerCache, OfOneLayer):
             return self._again(q, k, v)
         self._mark()
         try:
-            return attend(self._checked(q, k, v, layout, terms), q, k, v, terms, backend)
+            out = attend(self._checked(q, k, v, layout, terms), q, k, v, terms, backend)
+            self._end()
         except BaseException:
-            self.undo()
+            self._take_back()
             raise
+        return out
 
     def again(self, q: Any, k: Any, v: Any, *, scale: float | None, order: Tensor | None = None) -> Tensor | None:
         """``attend`` of tokens in every respect like the last ones, in C++ and without checks; ``None``, with nothing appended, where one differs.
@@ -198,13 +236,60 @@ class LevelCache(OneLayerCache, OfOneLayer):
         return self._contents is not None and self._contents.is_known(*tokens)
 
     def _again(self, q: Tensor, k: Tensor, v: Tensor, order: Tensor | None = None) -> Tensor:
-        assert self._contents is not None
         self._mark()
+        assert self._kept is not None
         try:
-            return self._contents.again(q, k, v, order)
+            out = self._kept.again(q, k, v, order)
+            self._end()
         except BaseException:
-            self.undo()
+            self._take_back()
             raise
+        return out
+
+    @contextmanager
+    def uncounted(self, num_past: int, *, again: bool = False) -> Iterator[None]:
+        """Within it an operator of a compiled program gives the cache the tokens after ``num_past`` others. The program counts them at its
+        end: until then the cache is seen as it was, and if the program breaks off, the next use takes them back.
+
+        Args:
+            again: they are the last tokens once more.
+
+        Raises:
+            CacheError: it holds another number of tokens.
+        """
+        counted = self._count.tokens
+        is_broken = again or self._kept_length() != counted
+        if is_broken and self._kept_length() != num_past and self._before is not None:
+            self._take_back()
+            self._count.tokens = counted
+        if (found := self._kept_length()) != num_past:
+            raise CacheError(
+                f"the cache holds {found} tokens, and the compiled program counts {num_past} before the new ones: a call of the model broke off, "
+                "or a layer was used without the others; reset() it and give all tokens again"
+            )
+        self._count.tokens = num_past
+        try:
+            yield
+        finally:
+            self._count.tokens = counted
+
+    def count_traced(self, tokens: int) -> None:
+        """Counts in code that ``torch.compile`` traces what an operator has appended, which a compiler does not see."""
+        self._count.tokens = tokens
+
+    def count_with(self, count: Count) -> None:
+        """Counts tokens in an object that others read too."""
+        count.tokens = self._count.tokens
+        self._count = count
+
+    def dense_past(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys (or hidden states) and values of all tokens, (B, Gk, S, D) and (B, Gv, S, V), zero where a level has dropped them.
+
+        Args:
+            k, v: of new tokens, which are not appended; they tell the shape.
+        """
+        contents = self._checked(None, k, v, None)
+        return contents.dense_keys(k[:, :, :0]), contents.dense_values(v[:, :, :0])
 
     def weights(
         self,
@@ -231,23 +316,28 @@ class LevelCache(OneLayerCache, OfOneLayer):
         try:
             return weights(self._checked(q, k, v, layout, terms), q, k, terms)
         finally:
-            self.undo()
+            self._take_back()
 
     def append(self, k: Tensor, v: Tensor, *, layout: LevelLayout | None = None) -> None:
         """Appends tokens without attending, all or (with an error) none; arguments as ``attend``."""
         self._mark()
         try:
             append(self._checked(None, k, v, layout), *autocasted(k.detach(), v.detach()))
+            self._end()
         except BaseException:
-            self.undo()
+            self._take_back()
             raise
 
     def _mark(self) -> None:
         """Marks the point to which ``undo`` returns."""
-        self._before = None
-        if self._contents is not None:
-            self._contents.mark()
-        self._before = (self._contents, self.layout)
+        contents, self._before = self._contents, None
+        if contents is not None:
+            contents.mark()
+        self._before = (contents, self.layout)
+
+    def _end(self) -> None:
+        """Counts what the contents hold now: a change has ended."""
+        self._count.tokens = self._kept_length()
 
     def undo(self) -> None:
         """Takes back the tokens of the last ``attend`` or ``append``, as if they had not come: blocks that they left are there again.
@@ -255,19 +345,26 @@ class LevelCache(OneLayerCache, OfOneLayer):
         Raises:
             CacheError: there are none, or something else was done since.
         """
+        self._end_broken_call()
         if self._before is None:
             raise CacheError(
                 "the last thing done to this cache was not to append tokens: there is nothing to undo; crop() goes back further"
             )
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Back to the mark."""
+        assert self._before is not None
         contents, layout = self._before
         if contents is not None:
             contents.take_back()
-        self._contents, self.layout, self._before = contents, layout, None
+        self._kept, self.layout, self._before = contents, layout, None
+        self._end()
 
     def _set_latent(self, latent: Latent) -> None:
         self.latent = latent
-        if self._contents is not None:
-            self._contents.latent = latent
+        if self._kept is not None:
+            self._kept.latent = latent
 
     def _checked(
         self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None, options: ScoreOptions | None = None
@@ -279,17 +376,17 @@ class LevelCache(OneLayerCache, OfOneLayer):
         check_layout_of_call(layout, self.text, self.layout, found.batch)
         if layout is not None:
             self.layout = layout
-        if self._contents is None:
-            self._contents = self._empty(found)
-        elif found != self._contents.shape:
+        if self._kept is None:
+            self._kept = self._empty(found)
+        elif found != self._kept.shape:
             raise ShapeError(
-                f"the tokens must be like the first ones: expected {self._contents.shape}, got {found}; or use a new cache"
+                f"the tokens must be like the first ones: expected {self._kept.shape}, got {found}; or use a new cache"
             )
         elif layout is not None:
-            self._contents.set_layout(layout)
+            self._kept.set_layout(layout)
         if q is not None and options is not None:
-            options.check(q, self._contents.length + q.shape[2])
-        return self._contents
+            options.check(q, self._kept.length + q.shape[2])
+        return self._kept
 
     def _empty(self, shape: TokenShape) -> Contents:
         options = {name: getattr(self, name) for name in _OPTIONS}
@@ -298,8 +395,9 @@ class LevelCache(OneLayerCache, OfOneLayer):
     def reset(self) -> None:
         """Forgets all tokens; memory, shape and padding stay."""
         self._before = None
-        if self._contents is not None:
-            self._contents.reset()
+        if self._kept is not None:
+            self._kept.reset()
+        self._end()
 
     def crop(self, length: int) -> None:
         """Forgets all tokens but the first ``length``.
@@ -311,9 +409,10 @@ class LevelCache(OneLayerCache, OfOneLayer):
         """
         self.check_crop(length)
         self._before = None
-        if self._contents is not None:
-            self._contents.crop(length)
-            self.layout = self._contents.layout
+        if self._kept is not None:
+            self._kept.crop(length)
+            self.layout = self._kept.layout
+        self._end()
 
     def check_crop(self, length: int) -> None:
         """Raises what ``crop`` would raise, and changes nothing."""
@@ -321,18 +420,19 @@ class LevelCache(OneLayerCache, OfOneLayer):
             raise ConfigError(
                 f"crop takes a length from 0 to {self.length}, the tokens there are; got {describe(length)}"
             )
-        if self._contents is not None:
-            self._contents.check_crop(length)
+        if (contents := self._contents) is not None:
+            contents.check_crop(length)
 
     def _take_rows(self, indices: Tensor) -> None:
-        self._before = None
-        if self._contents is not None:
-            self._contents.select(indices)
-            self._padding, self.layout = self._contents.padding, self._contents.layout
+        contents, self._before = self._contents, None
+        if contents is not None:
+            contents.select(indices)
+            self._set_padding(contents.padding)
+            self.layout = contents.layout
             return
         rows = indices.tolist()
         if self._padding is not None:
-            self._padding = tuple(self._padding[row] for row in rows)
+            self._set_padding(tuple(self._padding[row] for row in rows))
         if isinstance(self.layout, LevelLayout):
             self.layout = self.layout.select_rows(rows)
 
@@ -342,9 +442,9 @@ class LevelCache(OneLayerCache, OfOneLayer):
         Raises:
             CacheError: the cache is empty.
         """
-        if self._contents is None or not self.length:
+        if (contents := self._contents) is None or not self.length:
             raise CacheError("an empty cache has nothing to save: decode first")
-        own, tensors = self._contents.state()
+        own, tensors = contents.state()
         plain = {name: getattr(self, name) for name in (*_SAVED, "keeps")}
         plain["text"] = None if self.text is None else self.text.units
         return plain | own, tensors
@@ -373,8 +473,9 @@ class LevelCache(OneLayerCache, OfOneLayer):
             text = TextLayout(layout.ranks, plain["text"], layout.scaling, layout.value_ranks)
         cache = cls(text or layout, latent=latent, **{name: plain[name] for name in _SAVED})
         cache.layout = layout  # with its segments
-        cache._contents = cache._empty(TokenShape.of_state(plain, tensors))
-        cache._contents.restore(plain, tensors)
+        cache._kept = cache._empty(TokenShape.of_state(plain, tensors))
+        cache._kept.restore(plain, tensors)
+        cache._end()
         return cache
 
     def save(self, path: str | Path) -> None:

@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from structattn.cache.latent import Latent, alike
+from structattn.cache.numbers import new_number
 from structattn.checks import check_type
 from structattn.errors import ConfigError
+
+
+class NumberedLayer(torch.nn.Module):
+    """A layer that compiled programs give to the operators of its cache; a copy has another number.
+
+    Attributes:
+        number: see ``new_number``; it is no buffer and is not saved.
+    """
+
+    number: Tensor
+
+    def set_number(self) -> None:
+        """Gives the layer its number, once when it is made."""
+        self.number = new_number(self)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self.set_number()
 
 
 class OfOneLayer:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from structattn.cache.numbers import is_traced
 from structattn.checks import INT_DTYPES, MAX_SIZE, check_int, check_size, check_tensor
 from structattn.errors import ShapeError
 from structattn.memory import check_memory
@@ -31,6 +32,11 @@ class CacheRows(ABC):
         """Leading tokens of each row that are padding; ``None`` without padding."""
 
     @property
+    def padding_tensor(self) -> Tensor | None:
+        """``left_padding`` as int64 (B,); ``None`` without padding."""
+        return None if self.left_padding is None else torch.tensor(self.left_padding)
+
+    @property
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes that are allocated."""
@@ -45,10 +51,11 @@ class CacheRows(ABC):
         Returns:
             int64 (count,), or (B, count) with left padding, negative in the padding.
         """
-        check_int("count", count, minimum=0, maximum=MAX_SIZE)
-        check_memory(f"{count} positions", count * (self.batch_size or 1), torch.int64)
-        steps = torch.arange(self.length, self.length + count)
-        return steps if self.left_padding is None else steps - torch.tensor(self.left_padding)[:, None]
+        if not is_traced():
+            check_int("count", count, minimum=0, maximum=MAX_SIZE)
+            check_memory(f"{count} positions", count * (self.batch_size or 1), torch.int64)
+        steps, padding = torch.arange(self.length, self.length + count), self.padding_tensor
+        return steps if padding is None else steps - padding[:, None]
 
     @abstractmethod
     def reset(self) -> None:

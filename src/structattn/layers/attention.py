@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from structattn import text_forms
 from structattn.cache import PAGE_SIZE, LevelCache
 from structattn.cache.bounded import BoundedCache, LayerCache
+from structattn.cache.compiled import attend_compiled
+from structattn.cache.numbers import is_traced
+from structattn.cache.owner import NumberedLayer
 from structattn.cache.undo import all_or_nothing
 from structattn.checks import (
     MAX_LENGTH,
@@ -46,7 +49,7 @@ RotaryFunction = Callable[[Tensor, Tensor], Tensor]
 KeyCache = Literal["smaller", "features", "hidden"]
 
 
-class Attention(AttentionLayer):
+class Attention(AttentionLayer, NumberedLayer):
     """Multi-head attention with a structured score.
 
         out = W_O concat_h( softmax_j( score_h(i, j) ) W_V x_j ), score_h from the scoring, shared by the layout.
@@ -111,6 +114,7 @@ class Attention(AttentionLayer):
         checks.check_layout(layout, window, scoring, embed_dim, num_heads)
         check_dtype(dtype)
         super().__init__(embed_dim, num_heads, num_kv_heads)
+        self.set_number()
         self.layout = layout
         self.window = window
         self.is_causal = is_causal
@@ -320,6 +324,10 @@ class Attention(AttentionLayer):
         q, k, v, scale = self._cached(x, cache)
         if isinstance(cache, BoundedCache):
             return self._merged(cache.attend(q, k, v, scale=scale))
+        if is_traced() and layout is None:
+            return self._merged(
+                attend_compiled(cache, self, q, k, v, scale=scale, backend=self.backend, attn_mask=mask)
+            )
         cache.bind(self)
         with all_or_nothing((cache,)):
             return self._merged(cache.attend(q, k, v, scale=scale, backend=self.backend, layout=layout, attn_mask=mask))
@@ -327,7 +335,8 @@ class Attention(AttentionLayer):
     def _cached(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor, Tensor, float | None]:
         """Queries, keys or hidden states, values and scale of the next tokens, as the cache takes them."""
         self._check_states("x", x)
-        self.check_cache(cache)
+        if not is_traced() or isinstance(cache, BoundedCache):
+            self.check_cache(cache)
         order = self.scoring.cached_order
         q = self.scoring.queries(x, order)
         positions = cache.positions(x.shape[1]).to(x.device)

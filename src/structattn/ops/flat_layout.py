@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.segments import Boundaries
 
@@ -70,3 +71,25 @@ def layout_of(*values: Any) -> LevelLayout:
     *lists, scaling = values
     # A program of AOTInductor hands over an empty list as None, so that the schema allows it.
     return _known_layout(*(tuple(x or ()) for x in lists), scaling)
+
+
+def flat_any(layout: Layout | None) -> tuple[Any, ...]:
+    """As ``flat``, of any layout: of none there are no ranks, and a global-window layout has one window and two ranks."""
+    if layout is None:
+        return (), (), (), [], [], ""
+    if isinstance(layout, GlobalWindowLayout):
+        return layout.ranks, (), (), [], [layout.window], layout.scaling
+    return flat(layout)
+
+
+def any_layout_of(*values: Any) -> Layout | None:
+    """The layout of which ``flat_any`` made these."""
+    ranks, _, _, _, windows, scaling = values
+    if not ranks:
+        return None
+    return _global_window(tuple(ranks), *windows, scaling) if len(windows or ()) < len(ranks) and windows else layout_of(*values)
+
+
+@functools.lru_cache(maxsize=256)
+def _global_window(ranks: tuple[int, ...], window: int, scaling: Any) -> GlobalWindowLayout:
+    return GlobalWindowLayout(ranks, window, scaling)

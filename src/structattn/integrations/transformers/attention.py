@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from structattn.cache.owner import NumberedLayer
 from structattn.checks import quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.adapters import adapted_class
@@ -132,7 +133,7 @@ class HeadOrders:
         return x.gather(-1, index[None, :, None, :].expand(x.shape[0], -1, x.shape[2], -1))
 
 
-class StructuredAttention(nn.Module):
+class StructuredAttention(NumberedLayer):
     """A mixin that precedes an attention class of transformers. Its projections, norms and rotary positions stay what they are.
 
     Queries and keys reach the score after all of these; there their dimensions are put in the order of the levels.
@@ -146,6 +147,7 @@ class StructuredAttention(nn.Module):
     def set_structure(self, structure: Structure) -> None:
         """Makes this the score of the layer."""
         self.structure, self.reorder = structure, structure.reorder
+        self.set_number()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module of transformers; a layer of the cache that is empty becomes a ``LevelCacheLayer``.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from structattn.cache import PAGE_SIZE, LevelCache
+from structattn.cache.numbers import Count, new_number
 from structattn.checks import check_int, check_tensor
 from structattn.errors import CacheError, ShapeError
 from structattn.integrations.transformers.masks import Placeholder
@@ -81,20 +83,41 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.max_length = max_length
         self.page_size = page_size
-        self.level_cache: LevelCache | None = None
+        self.number = new_number(self)
+        self._count = Count()
+        self._level_cache: LevelCache | None = None
         self.record_past = False
         self._variant: Variant | None = None
         self._recording: Recording | None = None
         self.last_call: object = None  # what attention remembers of it, if it was simple
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_recording": None, "last_call": None}  # they refer to tensors and modules of calls
+        # The recording and the last call refer to tensors and modules of calls.
+        return {**self.__dict__, "_recording": None, "last_call": None, "number": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.number = new_number(self)
 
     def __copy__(self) -> LevelCacheLayer:
         return copy.deepcopy(self)
 
     def __repr__(self) -> str:
         return f"LevelCacheLayer({self.level_cache})"
+
+    @property
+    def level_cache(self) -> LevelCache | None:
+        """The cache of the layer; its tokens are counted where a compiled program finds them before there is a cache."""
+        return self._level_cache
+
+    @level_cache.setter
+    def level_cache(self, cache: LevelCache | None) -> None:
+        if self._level_cache is not None:
+            self._level_cache.count_with(Count())
+        self._count.tokens = 0
+        if cache is not None:
+            cache.count_with(self._count)
+        self._level_cache = cache
 
     @property
     def is_recording(self) -> bool:
@@ -154,6 +177,28 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             CacheError: layout, window or padding differ from those that the cache was made for.
             ConfigError: it was filled by another module.
         """
+        cache = self._ready_for(k, v, variant, module, left_padding)
+        if first is not None and cache.length == 0:
+            out = first()
+            cache.append(k, v)
+            return out
+        q, scale = variant.scaled(q, scaling)
+        shown = None if attn_mask is None else attn_mask.to(q.device)  # it was made on the device of the model's inputs
+        count = q.shape[2]
+        q, shown = with_left_out(q, shown, k.shape[2] - count)
+        out = cache.attend(q, k, v, scale=scale, backend=variant.backend, attn_mask=shown, **terms)
+        return out[:, :, -count:]
+
+    def append(
+        self, k: Tensor, v: Tensor, variant: Variant, *, module: object = None, left_padding: tuple[int, ...] | None = None
+    ) -> None:
+        """Appends new tokens; arguments and errors as ``attend``."""
+        self._ready_for(k, v, variant, module, left_padding).append(k, v)
+
+    def _ready_for(
+        self, k: Tensor, v: Tensor, variant: Variant, module: object, left_padding: tuple[int, ...] | None
+    ) -> LevelCache:
+        """The cache of an attention module for these tokens."""
 
         def new() -> LevelCache:
             self._variant = variant
@@ -177,19 +222,29 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         if module is not None:
             cache.bind(module)
-        if first is not None and cache.length == 0:
-            out = first()
-            append(cache, k.shape[2])
-            return out
-        q, scale = variant.scaled(q, scaling)
-        shown = None if attn_mask is None else attn_mask.to(q.device)  # it was made on the device of the model's inputs
-        count, left_out = q.shape[2], k.shape[2] - q.shape[2]
-        if left_out > 0:
-            q = F.pad(q, (0, 0, left_out, 0))
-            if shown is not None and shown.shape[-2] > 1:
-                shown = F.pad(shown, (0, 0, left_out, 0))
-        out = cache.attend(q, k, v, scale=scale, backend=variant.backend, attn_mask=shown, **terms)
-        return out[:, :, -count:]
+        return cache
+
+    @contextmanager
+    def uncounted(self, num_past: int, *, again: bool = False) -> Iterator[None]:
+        """See ``LevelCache.uncounted``."""
+        count, cache = self._count, self._level_cache
+        counted = count.tokens
+        if cache is None and num_past != 0:
+            raise CacheError(f"this layer of the cache is empty, and the compiled program counts {num_past} tokens in it")
+        with nullcontext() if cache is None else cache.uncounted(num_past, again=again):
+            try:
+                yield
+            finally:
+                count.tokens = counted
+
+    def count_traced(self, tokens: int) -> None:
+        """Counts in code that ``torch.compile`` traces what an operator has appended, which a compiler does not see."""
+        self._count.tokens = tokens
+
+    def dense_past(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``LevelCache.dense_past``."""
+        assert self.level_cache is not None
+        return self.level_cache.dense_past(k, v)
 
     def weights(
         self,
@@ -239,7 +294,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Tokens so far, padding included."""
-        return 0 if self.level_cache is None else self.level_cache.length
+        return self._count.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys after the next tokens, 0): what levels have dropped still counts."""
@@ -371,3 +426,12 @@ def _indices(rows: Tensor, batch: int | None) -> Tensor:
 
 def _nonzero(padding: tuple[int, ...] | None) -> tuple[int, ...] | None:
     return padding if padding is not None and any(padding) else None
+
+
+def with_left_out(q: Tensor, attn_mask: Tensor | None, count: int) -> tuple[Tensor, Tensor | None]:
+    """Queries, and a mask of theirs, with zeros in front for those that a layer has left out."""
+    if count > 0:
+        q = F.pad(q, (0, 0, count, 0))
+        if attn_mask is not None and attn_mask.shape[-2] > 1:
+            attn_mask = F.pad(attn_mask, (0, 0, count, 0))
+    return q, attn_mask

@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from structattn.cache import PAGE_SIZE
+from structattn.cache.numbers import is_traced
 from structattn.cache.paged import PackedCache
 from structattn.checks import check_size, check_type
 from structattn.errors import CacheError, ConfigError
@@ -171,7 +172,7 @@ class LevelCaches(DynamicCache):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """As ``Cache.update``; raises ``CacheError`` as ``check_layers`` when the first layer is reached."""
-        if layer_idx == 0:
+        if layer_idx == 0 and not is_traced():  # there the operator of each layer checks its own
             check_layers(self)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from structattn.cache.numbers import is_traced
 from structattn.cache.options import ScoreOptions
 from structattn.cache.paged import PackedCache
 from structattn.checks import check_choice, quoted
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers.arguments import POSITION_BIAS, TERMS, check_arguments
-from structattn.integrations.transformers.cache import PendingStates
+from structattn.integrations.transformers.cache import LevelCacheLayer, PendingStates
 from structattn.integrations.transformers.call_masks import check_lengths, checked_mask
+from structattn.integrations.transformers.compiled import attend_compiled
 from structattn.integrations.transformers.effect import collects_weights, register
 from structattn.integrations.transformers.mask_functions import structured_mask
+from structattn.integrations.transformers.masks import StructuredMask
 from structattn.integrations.transformers.next_token import KnownCall, Reorder, known_call
 from structattn.integrations.transformers.rotation import read_rotation
 from structattn.integrations.transformers.sequence_shards import attend_shard, has_shards
@@ -78,13 +81,17 @@ def attend(
     given = variant
     check_arguments(module, arguments, (*TERMS, POSITION_BIAS, "output_attentions"))
     is_shared = isinstance(key, PendingStates) and key.is_appended
-    if is_shared and layer is not None:
+    in_program = layer is not None and is_traced()
+    if is_shared and layer is not None and not in_program:
         layer.undo()  # levels may drop what earlier ones of these queries need, so that every reader appends the keys again
     k, v = (x.states if isinstance(x, PendingStates) else x for x in (key, value))
     is_causal = arguments.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
-    num_past = 0 if layer is None else layer.get_seq_length()
+    if in_program and isinstance(attention_mask, StructuredMask):
+        num_past = attention_mask.num_past  # an operator compares it with what the layer holds
+    else:
+        num_past = 0 if layer is None else layer.get_seq_length()
     mask = checked_mask(attention_mask, module, query, k, is_causal, None if layer is None else num_past)
     window = arguments.get("sliding_window")
     if window is not None and mask.pairs is not None:
@@ -141,7 +148,28 @@ def attend(
                 "and those before them are in a cache, which is for causal attention: give all tokens in one call"
             )
         if num_past > 0 and shows_weights:
-            weights = layer.weights(q, k, v, variant, scaling=scaling, attn_mask=options["attn_mask"], **terms)
+            weights = _cached_weights(
+                layer, q, k, v, variant, scaling=scaling, attn_mask=options["attn_mask"], **terms
+            )
+        if in_program:
+            out = attend_compiled(
+                module,
+                layer,
+                variant,
+                q,
+                k,
+                v,
+                mask,
+                scaling=scaling,
+                dropout=dropout,
+                attn_mask=options["attn_mask"],
+                position_bias=arguments.get(POSITION_BIAS),
+                is_shared=is_shared,
+                first=whole,
+                **terms,
+            )
+            key.is_appended = True  # type: ignore[union-attr]
+            return out.transpose(1, 2).contiguous(), weights
         out = layer.attend(
             q,
             k,
@@ -158,6 +186,12 @@ def attend(
         layer.last_call = known_call(module, layer, given, reorder, mask, scaling, arguments) if is_simple else None
         key.is_appended = True  # type: ignore[union-attr]
     return out.transpose(1, 2).contiguous(), weights
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _cached_weights(layer: LevelCacheLayer, *arguments: Any, **options: Any) -> Tensor:
+    """``LevelCacheLayer.weights``, which a compiled program leaves to Python."""
+    return layer.weights(*arguments, **options)
 
 
 def attend_packed(

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
+from structattn.cache.numbers import is_traced
 from structattn.cache.paged import PackedCache
 from structattn.checks import check_path, quoted
 from structattn.errors import CheckpointError, ConfigError, ShapeError, nearest_name
@@ -161,6 +162,8 @@ class StructuredModelMixin(NotCopied):
         if isinstance(cache, PackedCache):  # of continuous batching: transformers' models would ask it for masks
             with packed_cache(cache):
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if is_traced():  # the operators of a compiled program count tokens at its end
+            return super().__call__(*args, **kwargs, **{CACHE: cache})  # type: ignore[misc]
         with guarded(cache):
             return super().__call__(*args, **kwargs, **{CACHE: cache})  # type: ignore[misc]
 

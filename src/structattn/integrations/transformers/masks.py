@@ -90,6 +90,17 @@ def read_padding(attention_mask: Tensor | None, num_keys: int) -> Padding | None
     return Padding(left=left, ints=tuple(counts), hidden=hidden if has_hidden else None, is_unseen=bool(unseen))
 
 
+def jumps(position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Where positions (B, T) do not rise by 1, bool (B, T), the first one aside; and the index (T,) of the token before each.
+
+    All tensors have T numbers. Of those with T - 1, such as ``diff`` makes, a compiler takes for granted that T - 1 > 1, and a program
+    that it exports refuses 1 and 2 tokens.
+    """
+    steps = torch.arange(position_ids.shape[1], device=position_ids.device)
+    before = (steps - 1).clamp(min=0)
+    return (position_ids != position_ids[:, before] + 1) & (steps > 0), before
+
+
 def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num_past: int) -> Tensor | None:
     """The offsets of sequences that ``position_ids`` packs in one row.
 
@@ -114,10 +125,10 @@ def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num
         )
     if position_ids.shape[1] == 1:
         return None
-    starts = position_ids.diff(dim=1) != 1
+    starts, before = jumps(position_ids)
     if attention_mask is not None:
         real = attention_mask[:, num_past:] != 0
-        starts = starts & real[:, 1:] & real[:, :-1]
+        starts = starts & real & real[:, before]
     if torch.compiler.is_compiling():
         torch._assert_async(
             ~starts.any(), "sequences packed by position_ids cannot be compiled: leave this batch uncompiled, or pad it"
@@ -135,7 +146,7 @@ def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num
                 f"position_ids start again inside a row (packed sequences), which is supported for one row without a cache and "
                 f"without an attention mask, not for {what}"
             )
-    inner = starts[0].nonzero()[:, 0] + 1
+    inner = starts[0].nonzero()[:, 0]
     return torch.cat([inner.new_zeros(1), inner, inner.new_tensor([position_ids.shape[1]])])
 
 
@@ -323,6 +334,11 @@ class StructuredMask(Placeholder):
                 f"cu_seq_lens_q and position_ids show different sequences: {given.tolist()} and {shown.tolist()}"
             )
         return given
+
+    @property
+    def left_padding(self) -> Tensor | None:
+        """The padding of each row, (B,) int64."""
+        return None if self._padding is None else self._padding.left
 
     @property
     def padding_counts(self) -> tuple[int, ...] | None:

@@ -19,7 +19,7 @@ from structattn.integrations.transformers.caches import CACHE, given_packed_cach
 from structattn.integrations.transformers.config import StructAttnConfig
 from structattn.integrations.transformers.inputs import check_keep, check_loss, checked
 from structattn.integrations.transformers.loading import StructuredModelMixin, first_keys
-from structattn.integrations.transformers.masks import Sequences, StructuredMask
+from structattn.integrations.transformers.masks import Sequences, StructuredMask, jumps
 from structattn.layers.rotary import RotaryEmbedding
 from structattn.memory import check_memory
 from structattn.optim.roles import Role, linear_roles
@@ -144,7 +144,7 @@ class StructAttnModel(StructAttnPreTrainedModel):
         if attention_mask is not None and attention_mask.dim() == 4:
             mask = StructuredMask.of_pairs(attention_mask, length, past + length, length)
             mask.check_later("and this model is causal")
-            if position_ids is not None and bool((position_ids.diff(dim=1) != 1).any()):
+            if position_ids is not None and bool(jumps(position_ids)[0].any()):
                 raise ConfigError(
                     "this model counts positions by itself, and position_ids that do not rise by 1 beside a 4-dimensional attention mask would "
                     "have no effect"

@@ -1,0 +1,202 @@
+"""The use of a layer of a cache in a program that ``torch.compile`` makes: one operator, see ``structattn.cache.compiled``."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from structattn.cache.attend import over_dense
+from structattn.cache.compiled import define, empty_output, needs_gradient, with_past
+from structattn.cache.numbers import numbered
+from structattn.cache.options import ScoreOptions
+from structattn.cache.owner import NumberedLayer
+from structattn.integrations.transformers.cache import LevelCacheLayer, with_left_out
+from structattn.integrations.transformers.masks import StructuredMask
+from structattn.integrations.transformers.variant import Variant
+from structattn.ops import flat_layout
+from structattn.ops.checks import autocasted
+
+
+@functools.lru_cache(maxsize=256)
+def _variant(layout: Any, window: int | None, chunk_size: int | None, backend: Any) -> Variant:
+    return Variant(layout=layout, window=window, chunk_size=chunk_size, backend=backend)
+
+
+@dataclass
+class _LastMask:
+    """The mask of the last call, which all layers of a model have in common."""
+
+    given: weakref.ref[Tensor] | None = None
+    facts: tuple[Any, ...] = ()
+    mask: StructuredMask | None = None
+
+
+_last = _LastMask()
+
+
+def runtime_mask(
+    padding_mask: Tensor | None, pairs: Tensor | None, num_queries: int, num_new: int, num_past: int, is_causal: bool
+) -> StructuredMask:
+    """The mask of a call while a compiled program runs, with its padding as ints."""
+    facts = (num_queries, num_new, num_past, is_causal)
+    is_versioned = padding_mask is not None and not padding_mask.is_inference()
+    if is_versioned and _last.given is not None and _last.given() is padding_mask:
+        if _last.facts == (*facts, padding_mask._version) and _last.mask is not None:
+            return _last.mask
+    mask = StructuredMask(
+        num_queries=num_queries,
+        num_keys=num_past + num_new,
+        num_new=num_new,
+        attention_mask=padding_mask,
+        is_causal=is_causal,
+        pairs=pairs,
+    )
+    if is_versioned:
+        _last.given, _last.facts, _last.mask = weakref.ref(padding_mask), (*facts, padding_mask._version), mask
+    return mask
+
+
+def _attend_layer(
+    cache: Tensor,
+    layer: Tensor | None,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    padding_mask: Tensor | None,
+    pairs: Tensor | None,
+    position_bias: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    num_past: int,
+    is_causal: bool,
+    is_shared: bool,
+    scaling: float | None,
+    softcap: float | None,
+    *variant_of: Any,
+) -> Tensor:
+    found: LevelCacheLayer = numbered(cache)
+    module = None if layer is None or is_shared else numbered(layer)
+    *layout, window, chunk_size, backend = variant_of
+    variant = _variant(flat_layout.any_layout_of(*layout), window, chunk_size, backend)
+    if found.is_recording:  # which keeps them, in memory that the program will use for other numbers
+        k, v = k.clone(), v.clone()
+    with found.uncounted(num_past, again=is_shared):
+        mask = runtime_mask(padding_mask, pairs, (k if q is None else q).shape[2], k.shape[2], num_past, is_causal)
+        if q is None:
+            found.append(k, v, variant, module=module, left_padding=mask.padding_counts)
+            return k.new_empty(0)
+        queries, terms = q, {"softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
+        attn_mask = mask.attn_mask(is_training=False, position_bias=position_bias)
+
+        def first() -> Tensor:
+            return variant.attend(
+                queries,
+                k,
+                v,
+                scaling=scaling,
+                dropout=0.0,
+                sequences=mask.sequences(None, has_cache=True),
+                is_causal=mask.is_causal,
+                attn_mask=attn_mask,
+                **terms,  # type: ignore[arg-type]
+            )
+
+        out = found.attend(
+            q,
+            k,
+            v,
+            variant,
+            module=module,
+            scaling=scaling,
+            attn_mask=attn_mask,
+            left_padding=mask.padding_counts,
+            first=first,
+            **terms,
+        )
+        return out.contiguous()
+
+
+define(
+    "attend_cache_layer(Tensor(a!) cache, Tensor? layer, Tensor? q, Tensor k, Tensor v, Tensor? padding_mask, Tensor? pairs, "
+    "Tensor? position_bias, Tensor? sinks, Tensor? alibi_slopes, SymInt num_past, bool is_causal, bool is_shared, float? scaling, "
+    f"float? softcap, {flat_layout.SCHEMA}, int? window, int? chunk_size, str backend) -> Tensor",
+    _attend_layer,
+    lambda cache, layer, q, k, v, *_: empty_output(q, v),
+)
+
+
+def attend_compiled(
+    module: nn.Module,
+    layer: LevelCacheLayer,
+    variant: Variant,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: StructuredMask,
+    *,
+    scaling: float | None,
+    dropout: float,
+    attn_mask: Tensor | None,
+    position_bias: Tensor | None,
+    is_shared: bool,
+    first: Callable[[], Tensor],
+    **terms: Any,
+) -> Tensor:
+    """``LevelCacheLayer.attend`` in code that ``torch.compile`` traces.
+
+    Args:
+        module: the attention module that calls.
+        q, k, v, variant, scaling, first, terms: see ``LevelCacheLayer.attend``; the layer holds ``mask.num_past`` tokens.
+        mask, position_bias: of the call.
+        attn_mask: what they hide and add.
+        dropout: of the weights.
+        is_shared: these keys were appended by another module, and are once more.
+    """
+    q, k, v = autocasted(q, k, v)
+    num_past, num_new = mask.num_past, k.shape[2]
+    owner = module.number if isinstance(module, NumberedLayer) else None
+    rest = (
+        num_past,
+        mask.is_causal,
+        is_shared,
+        scaling,
+        terms.get("softcap"),
+        *flat_layout.flat_any(variant.layout),
+        variant.window,
+        variant.chunk_size,
+        variant.backend,
+    )
+    tensors = (attn_mask, position_bias, terms.get("sinks"), terms.get("alibi_slopes"))
+    if not needs_gradient(q, k, v, *tensors) and dropout == 0:
+        given = (mask.attention_mask, mask.pairs, *tensors[1:])
+        out: Tensor = torch.ops.structattn.attend_cache_layer(layer.number, owner, q, k, v, *given, *rest)
+    else:
+        if num_past == 0:
+            out = first()
+        else:
+            keys, values = with_past(layer.number, k, v, num_past)
+            queries, scale = variant.scaled(q, scaling)
+            queries, shown = with_left_out(queries, attn_mask, num_new - q.shape[2])
+            padding = mask.left_padding
+            out = over_dense(
+                queries,
+                keys,
+                values,
+                ScoreOptions(scale=scale, attn_mask=shown, **terms),
+                layout=variant.layout,
+                window=variant.window,
+                left_padding=None if padding is None else padding.to(q.device),
+                backend=variant.backend,
+                chunk_size=variant.chunk_size,
+            )[:, :, -q.shape[2] :]
+        torch.ops.structattn.attend_cache_layer(
+            layer.number, owner, None, k.detach(), v.detach(), mask.attention_mask, *(None,) * 4, *rest
+        )
+    layer.count_traced(num_past + num_new)
+    return out

@@ -11,6 +11,7 @@ ROOT = Path(structattn.__file__).parent
 # The most specific prefix gives the floor. The library ends below `studies`, which it never imports.
 FLOORS = {
     "errors": 0,
+    "extras": 0,
     "checks": 1,
     "files": 2,
     "memory": 2,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 from typing import Protocol
 
+from structattn.extras import install_command
+
 if importlib.util.find_spec("tyro") is None:  # the library itself needs torch alone
-    raise SystemExit("structattn: the command line needs the extra 'train': pip install 'structattn[train]'")
+    raise SystemExit(f"structattn: the command line needs the extra 'train': {install_command('train')}")
 
 from structattn.cli.analysis import BenchCommand, FitCommand, MupCheckCommand, MupRolesCommand, PlanCommand
 from structattn.cli.data import DataInfoCommand, DataPrepareCommand

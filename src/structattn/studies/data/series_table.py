@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from structattn.errors import DataError, MissingDependencyError, nearest_name
+from structattn.extras import install_command
 from structattn.studies.data.plain_text import open_text
 
 _SEPARATORS = (",", ";", "\t", "|")
@@ -136,7 +137,7 @@ def pandas() -> Any:
         return import_module("pandas")
     except ImportError as error:
         raise MissingDependencyError(
-            "reading a time series needs pandas, which is not installed: pip install 'structattn[train]'"
+            f"reading a time series needs pandas, which is not installed: {install_command('train')}"
         ) from error
 
 

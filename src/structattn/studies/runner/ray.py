@@ -18,6 +18,7 @@ from typing import Any
 
 from structattn.checks import check_int
 from structattn.errors import ConfigError, MissingDependencyError, TrainingFailedError
+from structattn.extras import install_command
 from structattn.studies import interrupt
 from structattn.studies.runner.base import Listener, run_in_worker
 from structattn.studies.runner.job import Job
@@ -34,9 +35,7 @@ def import_ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise MissingDependencyError(
-            f"Ray is not installed: pip install 'structattn[ray]' brings it ({error})"
-        ) from error
+        raise MissingDependencyError(f"Ray is not installed: {install_command('ray')} brings it ({error})") from error
 
 
 @contextmanager

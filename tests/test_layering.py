@@ -12,6 +12,7 @@ ROOT = Path(structattn.__file__).parent
 FLOORS = {
     "errors": 0,
     "checks": 1,
+    "extensions": 1,
     "files": 2,
     "memory": 2,
     "seeds": 2,

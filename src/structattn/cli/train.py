@@ -41,7 +41,7 @@ class TaskCommand:
     def recipe(self) -> Any:
         """The preset's recipe with the settings of the command line."""
         from structattn.studies.settings import apply_overrides
-        from structattn.studies.tasks.registry import recipe_for, task_class
+        from structattn.studies.tasks.registry import recipe_for, task_class, usable_tasks
 
         overrides = list(self.set)
         options = task_class(self.task).data_options
@@ -49,7 +49,7 @@ class TaskCommand:
             if value is None:
                 continue
             if name not in options:
-                tasks = ", ".join(task for task in TASKS if name in task_class(task).data_options)
+                tasks = ", ".join(task for task in usable_tasks() if name in task_class(task).data_options)
                 raise ConfigError(f"--{name} belongs to {tasks}, not to {self.task}")
             overrides.append(f"task.{options[name].setting}={value}")
         return apply_overrides(recipe_for(self.task, self.preset), tuple(overrides))

@@ -210,7 +210,7 @@ def _chosen(recipe: Recipe, spec: str, scores: dict[float, float] | None) -> flo
 
 def _decode_times(task: Task, costs: dict[str, ModelCosts]) -> dict[str, float]:
     """The milliseconds of a decoding step by spec, where caches differ; all runs are finished, so that none of them disturbs it."""
-    if len({cost.cache_numbers for cost in costs.values()} - {None}) < 2:
+    if len({cost.cache_numbers for cost in costs.values()}) < 2:
         return {}
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     models = {spec: task.build_model(spec).to(device) for spec in costs if costs[spec].cache_numbers is not None}

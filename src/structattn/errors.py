@@ -20,16 +20,16 @@ class ConfigError(StructAttnError, ValueError):
 
 
 class NotRegisteredError(ConfigError):
-    """A name, such as that of a form of specs or of a task, that nothing in this process defines: its package is not installed or imported.
+    """A name, such as that of a form of specs or of a task, that nothing in this process defines, or whose package cannot be imported.
 
     Args:
-        message: for the user.
-        what: is not registered, such as "the form 'decay'".
+        message: for who wrote the name.
+        reason: for who reads it in a file: what is not registered, and what to do. Default: the message.
     """
 
-    def __init__(self, message: str, what: str = "") -> None:
+    def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
-        self.what = what
+        self.reason = reason or message
 
 
 class ShapeError(StructAttnError, ValueError):

@@ -10,12 +10,13 @@ import contextlib
 import functools
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from structattn.errors import ConfigError, NotRegisteredError, in_words, nearest_name
+from structattn.errors import NotRegisteredError, in_words, nearest_name
 
 VARIABLE = "STRUCTATTN_IMPORT"
 REMEDY = f"install the package that defines it, or name its module in {VARIABLE}"
@@ -27,7 +28,7 @@ def import_modules() -> None:
     """Imports the modules that the environment names, once.
 
     Raises:
-        ConfigError: one cannot be imported.
+        NotRegisteredError: one cannot be imported.
     """
     for name in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
         if name in _imported:
@@ -39,7 +40,7 @@ def import_modules() -> None:
             importlib.import_module(name)
         except Exception as error:
             _imported.discard(name)
-            raise ConfigError(f"{VARIABLE}={name}: the module cannot be imported: {in_words(error)}") from error
+            raise NotRegisteredError(f"{VARIABLE}={name}: the module cannot be imported: {in_words(error)}") from error
 
 
 @functools.cache
@@ -52,10 +53,10 @@ def installed(group: str) -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def the_one(what: str, points: tuple[EntryPoint, ...]) -> EntryPoint:
-    """The only one of the entry points of a name; raises ``ConfigError`` where there are several."""
+    """The only one of the entry points of a name; raises ``NotRegisteredError`` where there are several."""
     if len(points) > 1:
         packages = " and ".join(f"{_package(point)} ({point.value})" for point in points)
-        raise ConfigError(f"{what} {points[0].name!r} is declared by {packages}: uninstall one of the two")
+        raise NotRegisteredError(f"{what} {points[0].name!r} is declared by {packages}: uninstall one of the two")
     return points[0]
 
 
@@ -67,13 +68,13 @@ def load(what: str, points: tuple[EntryPoint, ...]) -> Any:
         points: of one name.
 
     Raises:
-        ConfigError: several packages declare the name, or it cannot be imported.
+        NotRegisteredError: several packages declare the name, or it cannot be imported.
     """
     point = the_one(what, points)
     try:
         return point.load()
     except Exception as error:
-        raise ConfigError(
+        raise NotRegisteredError(
             f"{what} {point.name!r} of {_package(point)} cannot be imported from {point.value}: {in_words(error)}"
         ) from error
 
@@ -93,7 +94,11 @@ def not_registered(kind: str, name: str, known: Iterable[str]) -> NotRegisteredE
         known: the names that are defined.
     """
     shown = repr(name if len(name) < _LONGEST else f"{name[:_LONGEST]}...")
-    what = f"the {kind} {shown}"
-    return NotRegisteredError(
-        f"unknown {kind} {shown}: {nearest_name(name, known)}. Or {what} is not registered: {REMEDY}", what
-    )
+    reason = f"the {kind} {shown} is not registered: {REMEDY}"
+    return NotRegisteredError(f"unknown {kind} {shown}: {nearest_name(name, known)}. Or {reason}", reason)
+
+
+def shell_prefix() -> str:
+    """What stands before a command line that is to be repeated: the modules that this one imports."""
+    modules = os.environ.get(VARIABLE, "")
+    return f"{VARIABLE}={shlex.quote(modules)} " if modules else ""

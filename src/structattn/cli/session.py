@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from structattn.extensions import shell_prefix
+
 
 class Session:
     """What is known of a call of the command line while it runs.
@@ -23,7 +25,7 @@ class Session:
     @property
     def line(self) -> str:
         """The command line, for a shell."""
-        return shlex.join(["structattn", *self._arguments])
+        return shell_prefix() + shlex.join(["structattn", *self._arguments])
 
     def writes_to(self, folder: Path, takes: str = "") -> None:
         """Says where the results of a command will be, and what it takes."""
@@ -49,4 +51,4 @@ class Session:
         if "--resume" not in words:
             words.append("--resume")
         launched = "the same launcher and " if "WORLD_SIZE" in os.environ else ""
-        return f"structattn: interrupted; continue with: {launched}{shlex.join(['structattn', *words])}"
+        return f"structattn: interrupted; continue with: {launched}{shell_prefix()}{shlex.join(['structattn', *words])}"

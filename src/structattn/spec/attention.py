@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from structattn import extensions
 from structattn.checks import check_type, describe, quoted
-from structattn.errors import ConfigError, StructAttnError, in_words
+from structattn.errors import ConfigError, NotRegisteredError, StructAttnError, in_words
 from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.layer import CustomAttention
 from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
@@ -221,8 +221,10 @@ def all_forms() -> dict[str, Form]:
 def _installed(name: str) -> Form:
     """The form that an installed package declares; its package is imported."""
     form = extensions.load("the form", extensions.installed(GROUP)[name])
-    check_type(f"the entry point of the form {name!r}", form, Form, "a structattn.spec.Form")
-    assert isinstance(form, Form)
+    if not isinstance(form, Form):
+        raise NotRegisteredError(
+            f"the entry point of the form {name!r} must name a structattn.spec.Form, got {describe(form)}"
+        )
     return form
 
 
@@ -230,8 +232,7 @@ def _form(name: str) -> Form:
     """The form of a name. What is not known is looked for in modules that the environment names, then in installed packages.
 
     Raises:
-        NotRegisteredError: there is none.
-        ConfigError: what should define it cannot be imported.
+        NotRegisteredError: there is none, or what should define it cannot be imported.
     """
     if name not in FORMS:
         extensions.import_modules()

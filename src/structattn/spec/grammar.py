@@ -61,7 +61,7 @@ def reading(what: str, text: str, help_text: str) -> Iterator[None]:
     try:
         yield
     except NotRegisteredError as error:
-        raise NotRegisteredError(f"{what} {quoted(text)}: {error}. {help_text}", error.what) from None
+        raise NotRegisteredError(f"{what} {quoted(text)}: {error}. {help_text}", error.reason) from None
     except ConfigError as error:
         raise ConfigError(f"{what} {quoted(text)}: {error}. {help_text}") from None
 

@@ -11,7 +11,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from structattn import extensions
 from structattn.errors import CheckpointError, ConfigError, DataError, NotRegisteredError
 from structattn.models.language_model import LanguageModel
 from structattn.studies.data.corpus import Tokenizer
@@ -114,9 +113,7 @@ def _reading(folder: Path) -> Iterator[None]:
     try:
         yield
     except NotRegisteredError as error:
-        raise NotRegisteredError(
-            f"the run in {folder} cannot be read here: {error.what} is not registered: {extensions.REMEDY}", error.what
-        ) from error
+        raise NotRegisteredError(f"the run in {folder} cannot be read here: {error.reason}") from error
     except (CheckpointError, DataError):
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import structattn
 from structattn import extensions
-from structattn.errors import ConfigError, StructAttnError, in_words, nearest_name
+from structattn.errors import ConfigError, NotRegisteredError, StructAttnError, in_words, nearest_name
 
 if TYPE_CHECKING:  # the command line lists the names without importing PyTorch
     from collections.abc import Callable
@@ -74,7 +74,7 @@ def _package(name: str) -> Any:
     except Exception as error:
         if TASKS[name].startswith(f"{structattn.__name__}."):
             raise
-        raise ConfigError(f"the task {name!r} cannot be imported from {TASKS[name]}: {in_words(error)}") from error
+        raise NotRegisteredError(f"the task {name!r} cannot be imported from {TASKS[name]}: {in_words(error)}") from error
 
 
 def usable_tasks() -> tuple[str, ...]:

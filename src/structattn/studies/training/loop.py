@@ -54,6 +54,7 @@ def train(
     *,
     seed: int,
     run_dir: Path,
+    preset: str = "",
     resume: bool = False,
     show_progress: bool = True,
     on_steps: Callable[[int], None] | None = None,
@@ -69,7 +70,8 @@ def train(
         spec: attention variant.
         config: settings.
         seed: of weights, data order and dropout.
-        run_dir: folder of checkpoints, files of the tracker, and at the end ``model.safetensors`` and ``run.json``.
+        run_dir: folder of ``config.yaml``, checkpoints, files of the tracker, and at the end ``model.safetensors`` and ``run.json``.
+        preset: its name, for ``config.yaml``. Default: none; all settings are there in any case.
         resume: continue from the last checkpoint there, if there is one; a finished run returns its result at once, and none of its files
             changes.
         show_progress: a progress bar on stderr.
@@ -94,6 +96,7 @@ def train(
     with named_loss(run.accelerator.process_index, run.accelerator.num_processes):
         finished = run.read_result()
         if finished is None:
+            run.write_config(preset)
             run.prepare_training()
             checkpoint = load_latest(run.checkpoints)
             if checkpoint is not None:

@@ -7,6 +7,7 @@ import logging
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from structattn.errors import CheckpointError, TrainingDivergedError
 from structattn.files import remove_temporary
+from structattn.studies.config_file import settings_of, write_config
 from structattn.studies.records.run import Progress, RunRecord, without_state
 from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import Batch, Split, Task
@@ -117,11 +119,19 @@ class TrainingRun:
         self.trained = compiled(self.wrapped) if self.config.compile else self.wrapped
         self.names = {p: name for name, p in self.model.named_parameters()}
 
+    def _settings(self, **more: Any) -> dict[str, Any]:
+        """All that determines the run, by the names of ``--set`` and of options."""
+        head = {"task": self.task.name, **more, "attention": self.spec, "seed": self.seed}
+        return head | settings_of(task=self.task.config, training=self.config)
+
+    def write_config(self, preset: str = "") -> None:
+        """Writes ``config.yaml``; in a run that is resumed, where it is missing, or a setting has changed that may."""
+        if self.accelerator.is_main_process:
+            write_config(self.run_dir, "train", self._settings(**({"preset": preset} if preset else {})))
+
     def curves(self) -> Curves:
         """What records the curves of the rest of the run."""
-        task, config = asdict(self.task.config), asdict(self.config)
-        sections = {**{f"task.{name}": x for name, x in task.items()}, **{f"training.{name}": x for name, x in config.items()}}
-        settings = {"task": self.task.name, "attention": self.spec, "seed": self.seed, **sections}
+        settings = self._settings()
         run = TrackedRun(
             folder=self.run_dir,
             project=f"structattn-{self.task.name}",

@@ -18,6 +18,7 @@ FLOORS = {
     "seeds": 2,
     "progress": 2,
     "text_forms": 2,
+    "typed_records": 2,
     "tensor_files": 3,
     "layout": 3,
     "optim": 3,

@@ -6,9 +6,9 @@ kept for our own invariants.
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterable
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class StructAttnError(Exception):
@@ -104,6 +104,9 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     Returns:
         ``"did you mean 'x'? Known: 'x', 'y'"``, or only the list when nothing is close.
     """
+    import difflib  # these two would be most of what `import structattn` takes
+    import re
+
     names, wanted = sorted(known), name.lower()
     has_word = [n for n in names if wanted in re.split(r"[-. ]", n.lower())]  # btt: bilinear-btt
     by_lower = {n.lower(): n for n in names}

@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from structattn.errors import NotRegisteredError, in_words, nearest_name
@@ -34,7 +35,7 @@ def import_modules() -> None:
         if name in _imported:
             continue
         _imported.add(name)  # before: a module may read specs while it is imported
-        if (here := os.getcwd()) not in sys.path:  # that of `structattn` is the folder of its script
+        if (here := str(Path.cwd())) not in sys.path:  # that of `structattn` is the folder of its script
             sys.path.append(here)
         try:
             importlib.import_module(name)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import tyro
 
 from structattn.cli.output import print_metrics, print_results, require_extra
 from structattn.cli.session import Session
+from structattn.cli.values import Count, Counts, OptionalCount, OptionalSeed, Positives, as_options, naming
 from structattn.errors import ConfigError
 from structattn.studies.tasks.registry import TASKS
 
@@ -48,8 +50,16 @@ class TaskCommand:
     target: str | None = None
     """The column to predict, for a task that reads a table."""
 
-    def __post_init__(self) -> None:
-        """Takes from --config what the command line does not say."""
+    def execute(self, session: Session) -> None:
+        """Runs the command, with what --config says and the command line does not."""
+        self._fill()
+        self.run(session)
+
+    def run(self, session: Session) -> None:
+        """Runs the command, whose options are complete."""
+        raise NotImplementedError
+
+    def _fill(self) -> None:
         file = None
         if self.config is not None:
             from structattn.studies.config_file import ConfigFile
@@ -62,7 +72,9 @@ class TaskCommand:
         if self.task is None:
             raise ConfigError(f"expected TASK, one of {', '.join(TASKS)}, or --config with a file that names it")
         if given and given["task"] not in (None, self.task):
-            raise ConfigError(f"{self.config} is of the task {given['task']}, not of {self.task}: leave one of the two out")
+            raise ConfigError(
+                f"{self.config} is of the task {given['task']}, not of {self.task}: leave one of the two out"
+            )
         object.__setattr__(self, "_file", file)
 
     def recipe(self) -> Any:
@@ -70,7 +82,8 @@ class TaskCommand:
         from structattn.studies.settings import apply_overrides, with_changes
         from structattn.studies.tasks.registry import recipe_for, task_class, usable_tasks
 
-        recipe = recipe_for(known(self.task), known(self.preset))
+        with naming("--preset"):
+            recipe = recipe_for(known(self.task), known(self.preset))
         if self._file is not None:
             with self._file.reading():
                 recipe = with_changes(recipe, self._file.changes(without=self.in_file))
@@ -115,11 +128,9 @@ def _check_no_launcher(command: str) -> None:
 
 def _runner(address: str, jobs: int | None) -> Any:
     """What trains many models: a Ray cluster, or processes of this machine."""
-    from structattn.checks import check_int
-
-    if jobs is not None:
-        check_int("--jobs", jobs, minimum=1)
     if address:
+        if address not in ("auto", "local") and not re.fullmatch(r"(ray://)?[^\s/]+:\d{1,5}", address):
+            raise ConfigError(f"--ray-address: expected auto, local, HOST:PORT or ray://HOST:PORT, got {address!r}")
         from structattn.studies.runner.ray import RayRunner
 
         return RayRunner(address, jobs)
@@ -145,25 +156,28 @@ class CompareCommand(TaskCommand):
 
     attention: tuple[str, ...] = ()
     """Specs to compare, each in quotes (see `structattn specs`). Default: the preset's."""
-    seeds: int | None = None
+    seeds: OptionalCount = None
     """Runs per variant. Default: the preset's."""
-    widths: tuple[int, ...] = ()
+    widths: Counts = ()
     """Widths of the models (task.embed_dim), each with all variants. Default: the preset's."""
-    budgets: tuple[float, ...] = ()
+    budgets: Positives = ()
     """Training compute of the runs in forward FLOPs, such as 1e12 4e12 16e12; three or more give scaling laws. Default: the preset's."""
-    jobs: int = 1
+    jobs: Count = 1
     """Models trained at the same time, each in its own process; for small models as many as there are cores."""
     ray_address: str = ""
     """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file system that its machines share."""
 
-    def execute(self, session: Session) -> None:
+    def run(self, session: Session) -> None:
         require_extra()
         from structattn.studies.compare import compare
         from structattn.studies.report.pages import text
 
         _check_no_launcher("compare")
         given = {"attention": self.attention, "seeds": self.seeds, "widths": self.widths, "budgets": self.budgets}
-        recipe = replace(self.recipe(), **{name: value for name, value in given.items() if value not in (None, ())})
+        given = {name: value for name, value in given.items() if value not in (None, ())}
+        recipe = self.recipe()
+        with as_options(**{name: f"--{name}" for name in given}):
+            recipe = replace(recipe, **given)
         if self.ray_address and self.jobs != 1:
             raise ConfigError("--jobs is only for this machine: on a Ray cluster its cores and GPUs decide")
         length = " or ".join(f"{budget:g} FLOPs" for budget in recipe.budgets) or f"{recipe.training.steps:,} steps"
@@ -192,12 +206,11 @@ class TrainCommand(TaskCommand):
 
     attention: str | None = None
     """The spec to train (see `structattn specs`). Default: standard."""
-    seed: int | None = None
+    seed: OptionalSeed = None
     """Seed of weights, data order and dropout. Default: 0."""
 
-    def execute(self, session: Session) -> None:
+    def run(self, session: Session) -> None:
         require_extra()
-        from structattn.checks import MAX_SEED, check_int
         from structattn.studies.folders import Owner, finished_in, opened
         from structattn.studies.old_folders import run_record
         from structattn.studies.tasks.registry import task_class
@@ -210,7 +223,6 @@ class TrainCommand(TaskCommand):
             raise ConfigError("the processes of a launcher share one folder: give --out")
         recipe = self.recipe_of_runs()
         attention, seed = known(self.attention), known(self.seed)
-        check_int("--seed", seed, minimum=0, maximum=MAX_SEED)
         task = task_class(known(self.task))(recipe.task)
         settings = {
             "attention": attention,
@@ -224,7 +236,11 @@ class TrainCommand(TaskCommand):
         folder, finished = finished_in(
             self.out, owner, resume=self.resume, read=lambda found: found if is_finished(found) else None
         )
-        with nullcontext(finished) if finished else opened(folder, owner, resume=self.resume) as out:
+        with (
+            nullcontext(finished)
+            if finished
+            else opened(folder, owner, resume=self.resume, on_open=session.opened) as out
+        ):
             result = train(
                 task,
                 attention,
@@ -263,22 +279,22 @@ class SweepCommand(TaskCommand):
     param: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A parameter to vary, in quotes: NAME=log:LOW:HIGH, NAME=uniform:LOW:HIGH, NAME=int:LOW:HIGH or NAME=choice:A,B,..., where NAME is a
     setting, such as training.learning_rate, or attention; may be repeated."""
-    trials: int | None = None
+    trials: OptionalCount = None
     """Number of runs, including those of an interrupted sweep. Default: 20."""
     attention: str | None = None
     """The spec to train, unless it is a parameter. Default: standard."""
-    seed: int | None = None
+    seed: OptionalSeed = None
     """Seed of the runs and of the proposed values. Default: 0."""
-    scheduler: str | None = None
+    scheduler: Literal["asha", "none"] | None = None
     """asha, the default: stop trials that are not among the best quarter at their step; none: run every trial to its end."""
-    grace_period: int | None = None
+    grace_period: OptionalCount = None
     """Steps that every trial gets. Default: a sixteenth of the longest run, and at least training.eval_every."""
-    jobs: int | None = None
+    jobs: OptionalCount = None
     """Trials at the same time, each in its own process. Default: one for each GPU, or for each core without GPUs."""
     ray_address: str = ""
     """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file system that its machines share."""
 
-    def execute(self, session: Session) -> None:
+    def run(self, session: Session) -> None:
         require_extra()
         from structattn.studies.report.sweep import text
         from structattn.studies.sweep.plan import SweepPlan

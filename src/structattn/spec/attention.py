@@ -256,7 +256,9 @@ def _read_term(term: str) -> dict[str, Any]:
             raise error if isinstance(error, StructAttnError) else ConfigError(in_words(error)) from error
         made = {"custom": made} if isinstance(made, CustomAttention) else made
         if not isinstance(made, dict) or not made.keys() <= {field.name for field in dataclasses.fields(AttentionSpec)}:
-            raise ConfigError(f"its form must make a CustomAttention, or fields of an AttentionSpec, got {describe(made)}")
+            raise ConfigError(
+                f"its form must make a CustomAttention, or fields of an AttentionSpec, got {describe(made)}"
+            )
         return made
 
 

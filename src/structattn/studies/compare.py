@@ -30,10 +30,10 @@ from structattn.studies.records.common import RESULTS, Results, to_json
 from structattn.studies.records.comparison import (
     BaselineRow,
     ComparisonRecord,
-    GridPosition,
     RateSweep,
     Row,
     TriedRate,
+    position_of,
     read_comparison,
 )
 from structattn.studies.records.run import Progress, ScoreRecord
@@ -138,7 +138,7 @@ def _finished(folder: Path, owner: Owner, points: Sequence[Point]) -> Results[Co
     if record.task != owner.task or owner.differences(record.config | unset, free=False):
         return None
     asked = [(point, spec) for point in points for spec in point.recipe.attention]
-    if [(point.position, spec) for point, spec in asked] != [(_position_of(row), row.spec) for row in record.rows]:
+    if [(point.position, spec) for point, spec in asked] != [(position_of(row), row.spec) for row in record.rows]:
         return None
     jobs = (
         job
@@ -146,10 +146,6 @@ def _finished(folder: Path, owner: Owner, points: Sequence[Point]) -> Results[Co
         for job in point.jobs(folder, spec, row.learning_rate)
     )
     return Results(record=record, folder=folder) if all(job.is_done for job in jobs) else None
-
-
-def _position_of(row: Row) -> GridPosition:
-    return GridPosition(**{field.name: getattr(row, field.name) for field in fields(GridPosition)})
 
 
 def _results(
@@ -187,6 +183,8 @@ def _results(
                 bar.update()
             say(bar, "table: baselines")
             baselines += [BaselineRow(**asdict(row), **asdict(point.position)) for row in task.baselines()]
+            for name, content in task.baseline_files().items():
+                write_atomic(point.baselines_folder(folder) / name, content)
             bar.update()
     return rows, baselines
 

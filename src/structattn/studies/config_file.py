@@ -29,7 +29,9 @@ from structattn.studies.settings import Change, Value, as_text, convert, fields_
 
 _NOTHING = ("", "~", "null", "Null", "NULL")
 _PLAIN = "tag:yaml.org,2002:"
-_TAGS = {f"{_PLAIN}{name}" for name in ("bool", "float", "int", "map", "merge", "null", "seq", "str", "timestamp", "value")}
+_TAGS = {
+    f"{_PLAIN}{name}" for name in ("bool", "float", "int", "map", "merge", "null", "seq", "str", "timestamp", "value")
+}
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,9 @@ def _yaml_section(path: Path, section: Any, prefix: str, seen: set[int]) -> _Fou
 def _yaml_item(path: Path, name: str, node: Any) -> str:
     text = _yaml_text(path, node) if isinstance(node, yaml.ScalarNode) else None
     if text is None:
-        raise ConfigError(f"{_place(path, _line(node))}: {name}: expected a list of single values, got {_kind(node)} in it")
+        raise ConfigError(
+            f"{_place(path, _line(node))}: {name}: expected a list of single values, got {_kind(node)} in it"
+        )
     return text
 
 
@@ -178,7 +182,9 @@ def _yaml_text(path: Path, node: Any) -> str | None:
 def _check_tag(path: Path, node: Any) -> None:
     if node.tag not in _TAGS:
         tag = node.tag.replace(_PLAIN, "!!")
-        raise ConfigError(f"{_place(path, _line(node))}: expected plain values, got the tag {quoted(tag)}: leave it out")
+        raise ConfigError(
+            f"{_place(path, _line(node))}: expected plain values, got the tag {quoted(tag)}: leave it out"
+        )
 
 
 def _line(node: Any) -> int:

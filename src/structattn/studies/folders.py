@@ -44,6 +44,9 @@ class Owner:
         free: settings that may differ when it is resumed, such as ``"seeds"`` or ``"training.process_timeout"``.
         recorded: reads the settings of a folder without an owner file, as version 0.1.0 left it, as far as its files contain them; ``None``
             if it holds nothing of this command. Default: such a folder is of another command.
+        last: the name of the file that is written last. A command that cannot be resumed begins anew in a folder of the same settings
+            without it. Default: in no folder with results.
+        label: the beginning of the names of new folders. Default: from the command and the task.
     """
 
     command: str
@@ -51,6 +54,8 @@ class Owner:
     settings: dict[str, Any]
     free: tuple[str, ...] = ()
     recorded: Callable[[Path], dict[str, Any] | None] = lambda folder: None
+    last: str = ""
+    label: str = ""
 
     @property
     def name(self) -> str:
@@ -150,6 +155,8 @@ def opened(
         if made:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if it is empty
+                if out is None:
+                    RUNS.rmdir()
 
 
 def finished_in(
@@ -199,13 +206,14 @@ def _check_owner(folder: Path, owner: Owner, *, resume: bool | None) -> None:
             other = f"structattn {before['command']} {before['task']}".strip()
             raise ConfigError(f"{folder} holds the results of {other}, this is {owner.name}: give another --out")
         settings = before["settings"]
-    if resume is None:
+    if resume is None and (not owner.last or owner.last in names):
         raise ConfigError(f"{folder} already has results: give another --out")
-    if not resume:
+    if resume is False:
         raise ConfigError(f"{folder} already has results: give --resume to continue them, or another --out")
     if different := owner.differences(settings):
+        how = "resume" if resume else "begin again"
         raise ConfigError(
-            f"{folder} was begun with {_listing(different)}: resume with the same settings, or give another --out"
+            f"{folder} was begun with {_listing(different)}: {how} with the same settings, or give another --out"
         )
 
 
@@ -260,7 +268,7 @@ def _last_folder(owner: Owner) -> Path:
 def _new(owner: Owner) -> Path:
     """A new folder below ``runs/``, also if two processes start in the same second."""
     first = owner.command.split()[0]
-    name = owner.task if first in ("compare", "train") else f"{first}-{owner.task}".strip("-")
+    name = owner.label or (owner.task if first in ("compare", "train") else f"{first}-{owner.task}".strip("-"))
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         folder = RUNS / (f"{name}-{now}" if number == 1 else f"{name}-{now}-{number}")

@@ -24,10 +24,11 @@ from structattn.spec.layers import FORM as LAYER_FORM
 from structattn.spec.layers import LayerSpecs
 from structattn.studies.baselines import add_forms
 from structattn.studies.data.corpus import Bytes, text_units
+from structattn.studies.durations import estimates, in_words
 from structattn.studies.environment import hardware, versions
 from structattn.studies.report.numbers import DASH
 from structattn.studies.report.table import Table
-from structattn.studies.settings import as_text, fields_of, type_in_words
+from structattn.studies.settings import as_text, fields_of, meanings, type_in_words
 from structattn.studies.tasks.registry import about, presets_of, recipe_for, task_class, usable_tasks
 
 logger = logging.getLogger(__name__)
@@ -103,31 +104,39 @@ def mup_roles(spec: str, width: int, num_heads: int) -> str:
 
 
 def presets() -> str:
-    """Every task and its presets, one per line: name, number of attention variants, what it is for."""
+    """Every task and its presets, one per line: name, number of attention variants, an estimate of its time here, what it is for."""
     found = {task: presets_of(task) for task in usable_tasks()}
     width = max(len(name) for presets in found.values() for name in presets)
+    times = estimates()
     lines: list[str] = []
     for task, presets in found.items():
         lines += [*([""] if lines else []), f"{task}: {about(task)}"]
-        lines += [
-            f"  {name:<{width}}  {len(preset.recipe.attention):>2} specs  {preset.about}"
-            for name, preset in presets.items()
-        ]
-    return "\n".join([*lines, "", "structattn settings TASK --preset NAME shows all that a preset sets."])
+        for name, preset in presets.items():
+            seconds = times[task].get(name)
+            takes = f"about {in_words(seconds)}" if seconds else "unknown"
+            lines.append(f"  {name:<{width}}  {len(preset.recipe.attention):>2} specs  {takes:<15}  {preset.about}")
+    notes = (
+        "about: an estimate for `structattn compare` on the CPU of this machine, one run after the other: from a few training steps of each task,",
+        "measured once a day, and from counted steps and FLOPs. unknown: it depends on your data, or on a library that is not installed.",
+        "structattn settings TASK --preset NAME shows all that a preset sets.",
+    )
+    return "\n".join([*lines, "", *notes])
 
 
 def settings(task: str, preset: str) -> str:
-    """Every setting that ``--set`` takes for a task: its name, its type, and its value in a preset.
+    """Every setting that ``--set`` takes for a task: its name, its type, its value in a preset, and what it is.
 
     Raises:
         ConfigError: there is no such task or preset.
     """
     options = [f"--{name} for {option.about}" for name, option in task_class(task).data_options.items()]
     value = f"value in {task} --preset {preset}"
-    fields = fields_of(recipe_for(task, preset))
-    rows = [(name, type_in_words(hint), as_text(value)) for name, hint, value in fields]
+    recipe = recipe_for(task, preset)
+    meaning = meanings(recipe)
+    rows = [(name, as_text(value), type_in_words(hint), meaning[name]) for name, hint, value in fields_of(recipe)]
     note = " ".join(["Change one with --set NAME=VALUE.", *([f"Your data: {', '.join(options)}."] if options else [])])
-    return Table.of(("setting", "type", value), rows, words=("type", value), notes=(note,)).text()
+    header = ("setting", value, "type", "meaning")
+    return Table.of(header, rows, words=header[1:], notes=(note,)).text()
 
 
 def info() -> str:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import itertools
+import math
+import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -15,6 +20,7 @@ from structattn.studies.training.config import TrainingConfig
 
 T = TypeVar("T")
 Value = str | tuple[str, ...] | None  # of a setting, as it is written: a list, or nothing, only in a file
+_FEW = 90  # characters of a setting's meaning
 # Common short names of these settings.
 _SHORT = {"training.lr": "training.learning_rate"}
 
@@ -160,6 +166,8 @@ def _convert(text: str, kind: Any, name: str) -> Any:
         return flag(text.lower())
     if kind in (int, float):
         value = plain_number(text, kind)
+        if not math.isfinite(value):
+            raise ConfigError(f"expected a finite number, got {quoted(text)}")
         if kind is int:
             check_int(name, value, maximum=MAX_LENGTH)
         return value
@@ -175,6 +183,40 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from fields_of(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", hints[name], value
+
+
+def meanings(config: Any, prefix: str = "") -> dict[str, str]:
+    """What every setting below a dataclass is, in a few words: the beginning of its entry in the docstring of the class."""
+    found: dict[str, str] = {}
+    entries = _argument_entries(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= meanings(value, f"{prefix}{field.name}.")
+        else:
+            found[f"{prefix}{field.name}"] = _few_words(entries.get(field.name, ""))
+    return found
+
+
+def _argument_entries(kind: type) -> dict[str, str]:
+    """The text of every argument in the section ``Args`` of a docstring; one entry may describe several."""
+    lines = (inspect.getdoc(kind) or "").partition("\nArgs:\n")[2].splitlines()
+    section = itertools.takewhile(lambda line: line.startswith(" "), lines)
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in section:
+        if not line.startswith(" " * 8):  # a new entry
+            before, _, line = line.partition(":")
+            names = before.replace(" ", "").split(",")
+        for name in names:
+            found[name] = f"{found.get(name, '')} {line.strip()}".strip()
+    return found
+
+
+def _few_words(text: str) -> str:
+    """The first sentence, or its beginning."""
+    first = re.split(r"(?<=[\w)])[.;:](?= |$)", text.replace("``", ""), maxsplit=1)[0].rstrip(".")
+    return textwrap.shorten(first, _FEW, placeholder=" ...")
 
 
 def type_in_words(kind: Any) -> str:

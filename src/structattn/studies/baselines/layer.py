@@ -18,9 +18,22 @@ from structattn.layers.layer import AttentionLayer, LayerShape, SequenceCost
 from structattn.layers.scoring_modules import HeadShape
 from structattn.studies.baselines.tables import Table, TableCache
 
+_MOST_UNEQUAL = 64  # widths of a linear layer; more is a mistake in a spec, and may take minutes
+_NARROW = 256
+
 
 def linear(width_in: int, width_out: int) -> nn.Linear:
-    """A linear layer without bias, with the initial weights of ``Attention``."""
+    """A linear layer without bias, with the initial weights of ``Attention``.
+
+    Raises:
+        ConfigError: one width is more than 64 times the other, and than 16,384.
+    """
+    narrow, wide = sorted((width_in, width_out))
+    if wide > (most := _MOST_UNEQUAL * max(narrow, _NARROW)):
+        raise ConfigError(
+            f"a linear layer from {width_in:,} to {width_out:,} numbers: expected at most {most:,}, {_MOST_UNEQUAL} times the narrower "
+            "side; choose a smaller rank or dimension in the spec"
+        )
     found = nn.Linear(width_in, width_out, bias=False)
     nn.init.normal_(found.weight, std=1 / math.sqrt(width_in))
     return found

@@ -12,9 +12,9 @@ CACHE_ITEM_BYTES = 2  # bf16
 
 
 def cached_rows(record: ComparisonRecord) -> list[Row]:
-    """The rows with a known cache; none where all rows keep equally much, or have no cache, so that there is nothing to map."""
-    known = [row for row in record.rows if row.cache_numbers is not None]
-    return known if len({row.cache_numbers for row in record.rows}) > 1 else []
+    """The rows with a known cache; none where all caches are equally large, so that there is nothing to map."""
+    rows = [row for row in record.rows if row.cache_numbers is not None]
+    return rows if len({row.cache_numbers for row in rows}) > 1 else []
 
 
 def bytes_per_token(record: ComparisonRecord, row: Row) -> float:
@@ -32,11 +32,13 @@ def cache_table(record: ComparisonRecord, metrics: tuple[str, ...] = ()) -> Tabl
     """
     lines = []
     for name, part in by_variant(record).items():
-        rows = sorted(cached_rows(part), key=lambda row: bytes_per_token(record, row))
+        if len({row.cache_numbers for row in part.rows}) < 2:
+            continue
+        known = [row for row in part.rows if row.cache_numbers is not None]
+        rows = sorted(known, key=lambda row: bytes_per_token(record, row))
         places = on_frontier([bytes_per_token(record, row) for row in rows], [row.scores for row in rows])
-        found = list(zip(rows, places, strict=True))
-        if rows:
-            found += [(row, DASH) for row in part.rows if row.cache_numbers is None]
+        found: list[tuple[Row, str]] = list(zip(rows, places, strict=True))
+        found += [(row, DASH) for row in part.rows if row.cache_numbers is None]
         for row, place in found:
             decoding = row.details.get("decode_ms")
             lines.append(

@@ -6,7 +6,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from structattn.errors import StructAttnError, TrainingFailedError, in_words
 from structattn.studies.runner.job import Job

@@ -74,7 +74,9 @@ def _package(name: str) -> Any:
     except Exception as error:
         if TASKS[name].startswith(f"{structattn.__name__}."):
             raise
-        raise NotRegisteredError(f"the task {name!r} cannot be imported from {TASKS[name]}: {in_words(error)}") from error
+        raise NotRegisteredError(
+            f"the task {name!r} cannot be imported from {TASKS[name]}: {in_words(error)}"
+        ) from error
 
 
 def usable_tasks() -> tuple[str, ...]:

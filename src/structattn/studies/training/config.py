@@ -26,7 +26,7 @@ class TrainingConfig:
         micro_batch_size: most examples that a process computes at once; the gradients of a step are accumulated over as many passes as
             needed, and are the same up to rounding. Default ``None``: all at once.
         learning_rate: peak AdamW learning rate.
-        schedule: ``"constant"`` after the warm-up, ``"cosine"`` to zero after it, ``"wsd"`` (warm-up, stable, decay: linearly to zero
+        schedule: the learning rate over the steps: ``"constant"`` after the warm-up, ``"cosine"`` to zero after it, ``"wsd"`` (warm-up, stable, decay: linearly to zero
             over the last quarter), or ``"one-cycle"`` (up and down again).
         warmup_steps: linear warm-up of all but ``one-cycle``.
         weight_decay: decoupled weight decay on parameters of two or more dimensions.
@@ -36,16 +36,16 @@ class TrainingConfig:
         patience: validations without a better score before training stops; ``None`` always runs all steps. When
             set, the weights of the best validation are the result.
         checkpoint_every: steps between checkpoints; the last step always writes one.
-        precision: ``"no"`` (float32) or ``"bf16"`` autocast.
-        parametrization: ``"standard"``: one learning rate for all parameters; or ``"mup"``: initial weights, scaling of scores and
+        precision: of the computation: ``"no"`` (float32) or ``"bf16"`` autocast.
+        parametrization: initial weights and learning rates of parameters: ``"standard"``: one learning rate for all parameters; or ``"mup"``: initial weights, scaling of scores and
             learning rates by role (``structattn.mup``), so that a rate found on a small model holds for a wide one.
         base_fan_in: under muP, the width for which ``learning_rate`` was chosen. Default 768.
-        activation_checkpointing: keep only the input of every transformer block and compute the block again in the backward pass: the
+        activation_checkpointing: compute blocks again in place of keeping them: keep only the input of every transformer block and compute the block again in the backward pass: the
             same gradients, with less memory and about a third more time. Default ``False``.
         compile: train compiled code (``torch.compile``): slower to start, then faster. Default ``False``.
-        process_timeout: seconds after which the processes of a launcher stop waiting for one that does not answer: an error names it, and all end. It
+        process_timeout: seconds that the processes of a launcher wait for one that does not answer: then an error names it, and all end. It
             may differ when a run is resumed. Default: 300.
-        context_parallel: processes of a launcher that divide every sequence among them, and train the language models of the tasks text and recall
+        context_parallel: processes of a launcher that divide every sequence: they train the language models of the tasks text and recall
             on sequences that are too long for one. Their number divides that of all processes; the rest divides the batch. It may differ when
             a run is resumed. Default: 1.
         tracker: of losses, scores and speed: ``"tensorboard"`` writes into the folder of the run; ``"none"``; or another that accelerate knows, such

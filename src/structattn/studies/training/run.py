@@ -18,7 +18,6 @@ from structattn.errors import CheckpointError, TrainingDivergedError
 from structattn.files import remove_temporary
 from structattn.studies.config_file import settings_of, write_config
 from structattn.studies.records.run import Progress, RunRecord, without_state
-from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import Batch, Split, Task
 from structattn.studies.training import processes, sharding
 from structattn.studies.training.build import build_model, build_optimizer, checkpoint_activations, compiled
@@ -28,6 +27,7 @@ from structattn.studies.training.division import check_divisible, check_same, di
 from structattn.studies.training.finished import is_finished, progress_of, read_finished, write_finished
 from structattn.studies.training.identity import check_identity, identity_of
 from structattn.studies.training.trackers import NONE, Curves, TrackedRun
+from structattn.typed_records import read_as
 
 logger = logging.getLogger(__name__)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -266,11 +266,12 @@ class TrainingRun:
         if self.best:
             self.load(self.best)
         main = self.accelerator.is_main_process
+        files = self.task.run_files(self.model.eval())
         tensors = sharding.whole(dict(self.model.state_dict()), keep=main)
         if main:
             progress = self.state.progress()
             record = RunRecord(**self.identity, record=self.task.record(), progress=progress, model_sha256="")
             for folder in (self.checkpoints, self.run_dir):
                 remove_temporary(folder)  # of killed saves: nothing else removes them from here on
-            write_finished(self.run_dir, record, tensors)
+            write_finished(self.run_dir, record, tensors, files)
         self.accelerator.wait_for_everyone()

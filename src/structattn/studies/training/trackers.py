@@ -93,7 +93,7 @@ class Curves:
 
     def _begin(self) -> None:
         run, project, settings = self._run, self._run.project, self._run.settings
-        options = _OPTIONS.get(self._tracker, lambda run: {})(run)
+        options = _OPTIONS[self._tracker](run) if self._tracker in _OPTIONS else {}
         if self._tracker == TENSORBOARD:
             # Its project is a folder of the run. Earlier points from this step on, of a killed session, are hidden.
             project, settings, options = TENSORBOARD, {}, {"purge_step": run.step}

@@ -52,14 +52,15 @@ class TaskCommand:
 
     def execute(self, session: Session) -> None:
         """Runs the command, with what --config says and the command line does not."""
-        self._fill()
+        self.fill()
         self.run(session)
 
     def run(self, session: Session) -> None:
         """Runs the command, whose options are complete."""
         raise NotImplementedError
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
+        """Takes from --config, or else from the defaults, what the command line does not say."""
         file = None
         if self.config is not None:
             from structattn.studies.config_file import ConfigFile

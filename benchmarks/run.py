@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -190,13 +190,15 @@ def run_and_write(
     patience_s: float | None = None,
     quick: bool = False,
     out: Path | None = None,
+    on_open: Callable[[Path], None] | None = None,
 ) -> tuple[dict[str, Any], tuple[Path, ...]]:
     """Measures a benchmark by its name and writes its files.
 
     Args:
         name: in ``BENCHMARKS``.
         repeats, patience_s: default (``None``): 21 and 60; 3 and 2 when quick.
-        out: folder of the results. Default: ``benchmarks/results``.
+        out: folder of the results. Default: a new one below ``runs/``.
+        on_open: called with the folder before anything is measured.
         device, dtype, only, quick: as for ``run``.
 
     Returns:
@@ -218,8 +220,13 @@ def run_and_write(
         raise ConfigError(f"--repeats must be at least 1, got {repeats}")
     if patience_s is not None:
         check_number("--patience", patience_s, minimum=0)
-    owner = Owner(command="bench", task="", settings={}, recorded=_record)
-    with nullcontext(RESULTS) if out is None else opened(out, owner, resume=True) as folder:
+    chosen_groups(
+        BENCHMARKS[name], torch.device(device), DTYPES[dtype], only=only, quick=quick
+    )  # named before a folder
+    owner = Owner(command="bench", task="", settings={}, recorded=_record, label=f"bench-{name}")
+    # The repository's own results have other files beside them, and no owner.
+    is_own = out is not None and out.resolve() == RESULTS
+    with nullcontext(RESULTS) if is_own else opened(out, owner, resume=out is not None, on_open=on_open) as folder:
         result = run(
             BENCHMARKS[name],
             device=device,
@@ -255,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="seconds per size that may be lost to repeats that other programs disturb "
         f"({PATIENCE_S:g}; quick: {QUICK_PATIENCE_S:g})",
     )
-    parser.add_argument("--out", type=Path, help="folder of the results (benchmarks/results)")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: runs/bench-NAME-DATE-TIME)")
     options = parser.parse_args(arguments)
     try:
         result, paths = run_and_write(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from structattn.studies.records import ComparisonRecord, FitsRecord, MupRecord, RunRecord, ScoreRecord, SweepRecord
-from structattn.studies.records.typed import typed_fields
+from structattn.typed_records import typed_fields
 
 FOLDER = Path(__file__).parent / "schemas"
 _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}

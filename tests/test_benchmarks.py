@@ -574,7 +574,7 @@ def test_the_command_runs_a_benchmark(tmp_path: Path, capsys: pytest.CaptureFixt
         (["linear", "--only", "nothing"], "matches no case"),
         (["linear", "--repeats", "0"], "at least 1"),
         (["linear", "--dtype", "float23"], "did you mean 'float32'"),
-        (["linear", "--device", "tpu"], "cpu or cuda"),
+        (["linear", "--device", "tpu"], "Known: 'cpu', 'cuda'"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -618,3 +618,21 @@ def test_the_command_names_every_benchmark(capsys) -> None:
         cli.main(["bench", "--help"])
     shown = "".join(capsys.readouterr().out.replace("│", " ").split())  # without the breaks of lines
     assert f"{','.join(sorted(BENCHMARKS)[:-1])}or{max(BENCHMARKS)}." in shown
+
+
+def test_results_go_to_a_new_folder_below_runs(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "run", lambda *_, **__: {})
+
+    def write(result: dict, folder: Path) -> tuple[Path, ...]:
+        (folder / "2026-01-01-call.json").write_text("{}")
+        return (folder / "2026-01-01-call.json",)
+
+    monkeypatch.setattr(run.report, "write", write)
+    opened: list[Path] = []
+    _, (path,) = run.run_and_write("call", on_open=opened.append)
+    assert path.parent == opened[0]
+    assert path.parent.parent == Path("runs")
+    assert path.parent.name.startswith("bench-call-")
+    run.run_and_write("call", out=Path("mine"))
+    run.run_and_write("decode", out=Path("mine"))  # several benchmarks share a folder

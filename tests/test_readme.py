@@ -18,6 +18,7 @@ from structattn.cli.parsing import parse
 from structattn.cli.train import TaskCommand
 from structattn.layers.build import build_attention
 from structattn.layers.layer import LayerShape
+from structattn.spec import attention as spec_forms
 from structattn.spec.attention import FORMS
 from structattn.studies.baselines import add_forms
 from structattn.studies.settings import apply_overrides
@@ -60,6 +61,7 @@ SLOW = {
 )
 def test_snippets_run_by_themselves(page, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(spec_forms, "FORMS", dict(FORMS))  # a page adds one
     text = page.read_text()
     for line, code in snippets(page):
         printed = StringIO()  # what the snippet prints, without the progress bars of other packages
@@ -121,6 +123,7 @@ def test_commands_in_pages_are_understood() -> None:
         ):
             command = parse(shlex.split(line, comments=True)[1:])
             if isinstance(command, TaskCommand):
+                command.fill()
                 apply_overrides(recipe_for(command.task, command.preset), command.set)
             found += 1
     assert found > 30
@@ -172,7 +175,9 @@ def test_pages_link_to_files_that_are_there() -> None:
 
 def test_links_of_the_readme_work_on_a_package_index_and_name_files_that_are_here() -> None:
     repository = PROJECT["urls"]["Repository"]
-    here = re.compile(rf"(?:{repository}/blob|{repository.replace('github.com', 'raw.githubusercontent.com')})/main/(.+)")
+    here = re.compile(
+        rf"(?:{repository}/blob|{repository.replace('github.com', 'raw.githubusercontent.com')})/main/(.+)"
+    )
     targets = links(ROOT / "README.md")
     assert len(targets) > 15
     assert all(target.startswith("https://") for target in targets)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
 
 from structattn import text_forms
 
+TYPE_CHECKING = False  # that of ``typing``, whose import takes longer than all else here
 if TYPE_CHECKING:
     from structattn import cache, errors, matrices, mup, ops, parallel
     from structattn.cache import LayerCaches, LevelCache
@@ -32,11 +31,7 @@ if TYPE_CHECKING:
     from structattn.ops import structured_attention
     from structattn.spec import AttentionSpec, parse_spec
 
-__version__: str
-try:
-    __version__ = version("structattn")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0+source"
+    __version__: str
 
 text_forms.fill_with(lambda: importlib.import_module(f"{__name__}.spec"))
 
@@ -70,9 +65,23 @@ _MODULES = {
 }
 _MODULES["scoring"] = "layers.scoring"
 
+
+def _version() -> str:
+    """The version of the installed package."""
+    from importlib.metadata import PackageNotFoundError, version  # takes as long as all else here
+
+    try:
+        return version("structattn")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "0+source"
+
+
 if not TYPE_CHECKING:  # type checkers read the imports above, and report a name that is not among them
 
     def __getattr__(name):
+        if name == "__version__":
+            globals()[name] = _version()
+            return globals()[name]
         if name not in _MODULES and name not in _HOMES:
             # with name and obj, Python adds "Did you mean ...?"
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])

@@ -6,9 +6,9 @@ kept for our own invariants.
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterable
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class StructAttnError(Exception):
@@ -17,6 +17,19 @@ class StructAttnError(Exception):
 
 class ConfigError(StructAttnError, ValueError):
     """A setting has a value that cannot work, or names something that does not exist."""
+
+
+class NotRegisteredError(ConfigError):
+    """A name, such as that of a form of specs or of a task, that nothing in this process defines, or whose package cannot be imported.
+
+    Args:
+        message: for who wrote the name.
+        reason: for who reads it in a file: what is not registered, and what to do. Default: the message.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
 
 
 class ShapeError(StructAttnError, ValueError):
@@ -75,6 +88,12 @@ class StructAttnDeprecationWarning(StructAttnWarning, FutureWarning):
     """Something still works, and will not in the next version; the message says what to write instead."""
 
 
+def in_words(error: BaseException) -> str:
+    """An error of another library in one line."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}".removesuffix(": ")
+
+
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """A hint that names the closest known name and lists them all, for an error message.
 
@@ -85,6 +104,9 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     Returns:
         ``"did you mean 'x'? Known: 'x', 'y'"``, or only the list when nothing is close.
     """
+    import difflib  # these two would be most of what `import structattn` takes
+    import re
+
     names, wanted = sorted(known), name.lower()
     has_word = [n for n in names if wanted in re.split(r"[-. ]", n.lower())]  # btt: bilinear-btt
     by_lower = {n.lower(): n for n in names}

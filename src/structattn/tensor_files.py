@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from structattn.checks import check_path
+from structattn.checks import check_path, describe, quoted
 from structattn.errors import CheckpointError
 from structattn.files import write_atomic
 
@@ -20,19 +20,25 @@ def _digest(record: str, tensors: dict[str, Tensor]) -> str:
     return hashlib.sha256(record.encode() + save(tensors)).hexdigest()
 
 
-def write_tensors(path: Path, key: str, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Writes a file, completely or not at all.
+def tensor_bytes(key: str, record: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+    """The content of a file.
 
     Args:
         key: the name of the record in the metadata.
         record: plain data with a ``format_version``.
         tensors: contiguous, on the CPU.
+    """
+    text = json.dumps(record, sort_keys=True)
+    return save(tensors, {key: text, "sha256": _digest(text, tensors)})
+
+
+def write_tensors(path: Path, key: str, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Writes a file, completely or not at all; see ``tensor_bytes``.
 
     Raises:
         CheckpointError: it cannot be written; a file that was there is untouched.
     """
-    text = json.dumps(record, sort_keys=True)
-    write_atomic(path, save(tensors, {key: text, "sha256": _digest(text, tensors)}))
+    write_atomic(path, tensor_bytes(key, record, tensors))
 
 
 def read_tensors(
@@ -48,7 +54,7 @@ def read_tensors(
 
     Raises:
         ConfigError: the path is none.
-        CheckpointError: the file is missing, truncated, changed, of another kind or of another version.
+        CheckpointError: the file is missing, truncated, changed, of another kind or of another version. What else is in the record is not checked.
     """
     path = check_path("path", path)
     try:
@@ -68,7 +74,11 @@ def read_tensors(
     text = metadata[key]
     if _digest(text, tensors) != metadata.get("sha256"):
         raise CheckpointError(f"{path} was changed since it was written: its hash does not fit; {remedy}")
-    record = json.loads(text)
-    if record["format_version"] != version:
-        raise CheckpointError(f"{path}: expected format version {version}, got {record['format_version']}")
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the record of the {what} is no JSON: {error}; {remedy}") from error
+    if not isinstance(record, dict) or record.get("format_version") != version:
+        found = quoted(record.get("format_version")) if isinstance(record, dict) else describe(record)
+        raise CheckpointError(f"{path}: expected a {what} of format version {version}, got {found}; {remedy}")
     return record, tensors

@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 from structattn.errors import ConfigError
 
-Value = TypeVar("Value")
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # ``import structattn`` is fast without these
+    from collections.abc import Callable
+    from typing import Any, TypeVar
 
+    Value = TypeVar("Value")
+    _Read = Callable[[str], Any]
+    _Write = Callable[[Any], str]
 
-_Read = Callable[[str], Any]
-_Write = Callable[[Any], str]
 _FORMS: dict[type, tuple[_Read, _Write]] = {}
 _fillers: list[Callable[[], object]] = []
 

@@ -185,7 +185,7 @@ def test_layers_that_differ_are_refused() -> None:
     layers[1].select = lambda _: 1 / 0
     with pytest.raises(ZeroDivisionError):
         layers.select(torch.tensor([1, 1]))
-    with pytest.raises(CacheError, match="rows differ since: reset"):
+    with pytest.raises(CacheError, match="broke off between two of them: reset"):
         layers.check()
     layers.reset()
     layers.check()

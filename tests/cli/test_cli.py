@@ -16,18 +16,21 @@ from structattn import progress
 from structattn.cli import commands, main
 from structattn.cli.parsing import parse
 from structattn.errors import ConfigError
-from structattn.studies.records.typed import read_as
-from structattn.studies.settings import apply_overrides
+from structattn.studies.settings import apply_overrides, fields_of, meanings
 from structattn.studies.tasks.forecast.task import ForecastConfig, ForecastTask
 from structattn.studies.tasks.registry import TASKS, presets_of, recipe_for
 from structattn.studies.training.checkpoint import latest_checkpoint, load_checkpoint
 from structattn.testing.tolerances import ANOTHER_ORDER
+from structattn.typed_records import read_as
 
 SMALL = {
     "nearest-neighbor": ["task.dim=8", "task.num_points=4", "task.num_heads=2", "task.eval_examples=64"],
     "forecast": ["task.look_back=48", "task.horizon=12", "task.embed_dim=8", "task.num_heads=1", "task.num_layers=1"],
     "icl-regression": ["task.dim=4", "task.embed_dim=8", "task.num_heads=2", "task.num_layers=1"],
 }
+
+PLAN = ["plan", "text", "--model", "125m"]
+CORPUS = ["data", "prepare", "text", "--source", "owned/file", "--out", "c"]
 
 
 def small(task: str, *more: str) -> list[str]:
@@ -195,27 +198,30 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["data", "info", "nowhere"], "nowhere: expected a corpus, got no such folder"),
         (["compare", "forecast", "--set", "training.betas=0.9"], "training.betas: expected 2 values"),
         (["compare", "forecast", "--set", "training.betas="], "training.betas: expected 2 values"),
-        (["compare", "forecast", "--set", "training.betas=0.9,nan"], "training.betas must be a finite number"),
+        (
+            ["compare", "forecast", "--set", "training.betas=0.9,nan"],
+            "training.betas: expected a finite number, got 'nan'",
+        ),
         (["compare", "forecast", "--set", "training.betas=0.9,1"], "training.betas must be a finite number"),
         (
             ["compare", "forecast", "--set", "training.weight_decay=nan"],
-            "training.weight_decay must be a finite number",
+            "training.weight_decay: expected a finite number, got 'nan'",
         ),
         (
             ["compare", "forecast", "--set", "training.learning_rate=inf"],
-            "training.learning_rate must be a finite number",
+            "training.learning_rate: expected a finite number, got 'inf'",
         ),
         (["comapre", "forecast"], "did you mean 'compare'"),
         (["mup", "chek"], "did you mean 'mup check'"),
         (["compare", "forecast", "--jbos", "2"], "did you mean '--jobs'"),
         (["compare", "forecast", "--jobs", "two"], "--jobs"),
         (["compare", "forecast", "extra"], "extra"),
-        (["compare"], "Missing from structattn compare: TASK"),
-        (["train", "forecast", "--seed", "9" * 41], "seed must be an int"),
+        (["compare"], "expected TASK, one of nearest-neighbor"),
+        (["train", "forecast", "--seed", "9" * 41], "--seed: expected a whole number"),
         (["settings", "forcast"], "did you mean 'forecast'"),
-        (["mup", "check", "--heads", "0"], "num_heads must be an int of at least 1"),
-        (["mup", "roles", "--heads", "0"], "num_heads"),
-        (["fit", "gaussian", "--size", "10000000"], "--size must be an int of at least 2 and at most 16384"),
+        (["mup", "check", "--heads", "0"], "--heads: expected a whole number of at least 1"),
+        (["mup", "roles", "--heads", "0"], "--heads"),
+        (["fit", "gaussian", "--size", "10000000"], "--size: expected a whole number of at least 2 and at most 16384"),
         (["fit", ""], "empty name"),
         (
             ["compare", "forecast", "--attention", "mlr:8|9x"],
@@ -231,26 +237,25 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare", "text", "--time", "date"], "--time belongs to forecast, not to text"),
         (["compare", "forecast", "--data", "missing.csv"], "missing.csv"),
         (["evaluate", "nowhere"], "no finished run"),
-        (["compare", "forecast", "--seeds", "0"], "seeds must be an int of at least 1, got 0"),
-        ([], "expected a command"),
+        (["compare", "forecast", "--seeds", "0"], "--seeds: expected a whole number of at least 1, got '0'"),
         (["mup"], "one of mup check, mup roles"),
         (["--jobs"], "expected a command before its options, got '--jobs'"),
         (["--version", "x"], "unknown command 'x'"),
-        (["compare", "forecast", "--seeds", "two"], "--seeds: expected a whole number, got 'two'"),
-        (["compare", "forecast", "--seeds", "1_0"], "--seeds: expected a whole number, got '1_0'"),
+        (["compare", "forecast", "--seeds", "two"], "--seeds: expected a whole number of at least 1, got 'two'"),
+        (["compare", "forecast", "--seeds", "1_0"], "--seeds: expected a whole number of at least 1, got '1_0'"),
         (["train", "forecast", "--set", "training.steps=1_0"], "training.steps: expected a whole number, got '1_0'"),
-        (["compare", "text", "--widths", "64", "x"], "--widths: expected a whole number, got 'x'"),
+        (["compare", "text", "--widths", "64", "x"], "--widths: expected a whole number of at least 1, got 'x'"),
         (["compare", "text", "--attention", "--seeds", "2"], "--attention: expected a text, or several"),
         (
             ["compare", "forecast", "--attention", "standard", " standard"],
             "specs must be unique, got standard,  standard",
         ),
         (["train", "forecast", "--attention", "standard:"], "expected a value after the colon, got nothing"),
-        (["train", "forecast", "--seed", "-1"], "--seed must be an int of at least 0"),
-        (["sweep", "forecast", "--param", "training.weight_decay=log:1e-4:1", "--seed", "-1"], "seed must be an int"),
+        (["train", "forecast", "--seed", "-1"], "--seed: expected a whole number of at least 0, got '-1'"),
+        (["sweep", "forecast", "--param", "training.weight_decay=log:1e-4:1", "--seed", "-1"], "--seed: expected"),
         (
             ["data", "prepare", "text", "--source", "owned", "--out", "c", "--max-documents", "1" * 41],
-            "max_documents must",
+            "--max-documents: expected",
         ),
         (["train", "forecast", "--set", "attention=mlr:8|8"], "belongs to structattn compare: give --attention"),
         (["sweep", "forecast", "--set", "seeds=2"], "--set seeds belongs to structattn compare: leave it out"),
@@ -262,6 +267,33 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
             "training.batch_size must be an int at most",
         ),
         (["compare", "text", "--attention", "standard", "--budgets", "1e40"], "give a smaller budget"),
+        ([*PLAN, "--link", "-5"], "--link: expected a finite number above 0, got '-5'"),
+        ([*PLAN, "--link", "5"], "--link gives a time only together with --gpus"),
+        ([*PLAN, "--gpus", "0"], "--gpus: expected a whole number of at least 2, got '0'"),
+        ([*PLAN, "--gpus", "4096"], "--gpus must be an int of at least 2 and at most 2048"),
+        ([*PLAN, "--context", "1" * 20], f"--context: expected a whole number of at least 1 and at most {2**31 - 1}"),
+        ([*PLAN, "--gpu-memory", "nan"], "--gpu-memory: expected a finite number above 0, got 'nan'"),
+        ([*PLAN, "--gpu-flops", "1e9"], "--gpu-flops gives a time only together with --tokens"),
+        ([*PLAN, "--tokens", "1e400"], "--tokens: expected a finite number above 0, got '1e400'"),
+        ([*PLAN, "--batch-tokens", "7"], "--batch-tokens must hold at least one sequence"),
+        (["plan", "text"], "--embed-dim, --num-layers and --num-heads"),
+        (["mup", "check", "--widths", "64"], "--widths: a check compares at least two different ones"),
+        (
+            ["fit", "gaussian", "--size", "1"],
+            "--size: expected a whole number of at least 2 and at most 16384, got '1'",
+        ),
+        (["generate", "run", "--top-p", "1.5"], "--top-p: expected a finite number above 0 and at most 1, got '1.5'"),
+        (["generate", "run", "--temperature", "-1"], "--temperature: expected a finite number of at least 0, got '-1'"),
+        (["bench", "call", "--repeats", "0"], "--repeats: expected a whole number of at least 1, got '0'"),
+        (["bench", "call", "--patience", "inf"], "--patience: expected a finite number of at least 0, got 'inf'"),
+        (["bench", "call", "--device", "tpu"], "--device"),
+        ([*CORPUS, "--validation", "2"], "--validation: expected a finite number above 0 and below 1, got '2'"),
+        ([*CORPUS, "--validation", "0.5", "--test", "0.5"], "--validation and --test must sum to less than 1"),
+        ([*CORPUS, "--model", "m"], "give both, got --tokens chars and --model m"),
+        ([*CORPUS, "--tokens", "bytes", "--unknown", "drop"], "--unknown drop is only for --tokens chars"),
+        (["data", "prepare", "text", "--source", "./no", "--out", "c"], "expected a text file or a folder at ./no"),
+        (["compare", "forecast", "--preset", ""], "--preset: unknown preset ''"),
+        (["compare", "forecast", "--ray-address", "x"], "--ray-address: expected auto, local, HOST:PORT"),
     ],
 )
 def test_mistakes_are_named_in_one_line(arguments, message: str, tmp_path: Path, capsys, monkeypatch) -> None:
@@ -284,7 +316,7 @@ def test_an_unwritable_folder_is_named(tmp_path: Path, capsys) -> None:
 
 def test_options_are_frozen() -> None:
     """Whoever adds an option changes this list, on purpose: most belong into a dataclass that --set reaches."""
-    task = {"task", "preset", "set", "out", "resume", "data", "time", "target"}
+    task = {"task", "preset", "config", "set", "out", "resume", "data", "time", "target"}
     expected = {
         commands.CompareCommand: task | {"attention", "seeds", "jobs", "widths", "budgets", "ray_address"},
         commands.TrainCommand: task | {"attention", "seed"},
@@ -295,6 +327,9 @@ def test_options_are_frozen() -> None:
             *("lora_rank", "attention", "set", "resume"),
         },
         commands.EvaluateCommand: {"run", "data", "cache"},
+        commands.ForecastCommand: {
+            *("run", "out", "data", "horizon", "row", "variant", "levels", "time", "overwrite"),
+        },
         commands.GenerateCommand: {
             *("run", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "cache"),
         },
@@ -341,6 +376,7 @@ def test_options_are_frozen() -> None:
         commands.StructuresCommand: set(),
         commands.PresetsCommand: set(),
         commands.SettingsCommand: {"task", "preset"},
+        commands.CompletionCommand: {"shell"},
     }
     found = set(commands.COMMANDS.values())
     assert {command: {field.name for field in dataclasses.fields(command)} for command in found} == expected
@@ -356,7 +392,7 @@ def test_the_examples_of_help_are_commands() -> None:
 
 @pytest.mark.parametrize(
     ("command", "word"),
-    [("info", "backends"), ("specs", "global-window"), ("presets", "demo"), ("--version", "structattn 0.")],
+    [("info", "backends"), ("specs", "global-window"), ("--version", "structattn 0.")],
 )
 def test_listings(command: str, word: str, capsys) -> None:
     assert main([command]) == 0
@@ -367,7 +403,8 @@ def test_listings(command: str, word: str, capsys) -> None:
 def test_settings_lists_what_set_takes(task: str, capsys) -> None:
     assert main(["settings", task]) == 0
     header, _, *lines, _, _ = capsys.readouterr().out.splitlines()
-    rows = [(line.split()[0], line[header.index("value in") :]) for line in lines]
+    columns = slice(header.index("value in"), header.index("type"))
+    rows = [(line.split()[0], line[columns].strip()) for line in lines]
     recipe = recipe_for(task, "default")
     listed = {row[0] for row in rows}
     assert {"training.betas", "seeds"} <= listed
@@ -394,7 +431,7 @@ def test_plan_compares_specs_and_names_what_is_wrong(capsys) -> None:
     assert main(["plan", "text", *sizes, *specs, "--gpus", "2", "--link", "50"]) == 0
     assert "a sequence over 2 GPUs" in capsys.readouterr().out
     assert main(["plan", "text", *sizes, "--link", "50"]) == 2
-    assert "together with sequence_gpus" in capsys.readouterr().err
+    assert "together with --gpus" in capsys.readouterr().err
     assert main(["plan", "text", "--model", "14b"]) == 2
     assert "did you mean '13b'" in capsys.readouterr().err
 
@@ -477,7 +514,7 @@ def test_errors_of_the_system_are_one_line(error: Exception, line: str, capsys, 
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("structattn.cli._run", fail)
+    monkeypatch.setattr("structattn.cli.call._run", fail)
     assert main(["info"]) == 2
     printed = capsys.readouterr().err
     assert line in printed
@@ -528,3 +565,10 @@ def test_variants_and_processes_change_nothing_but_the_settings(tmp_path: Path, 
     expected = json.loads((tmp_path / "one" / "results.json").read_text())["rows"]
     assert [row["score"] for row in rows[2:]] == pytest.approx([row["score"] for row in expected], rel=ANOTHER_ORDER)
     assert rows[0]["histories"][0][-1]["compute"] == rows[0]["compute"] > 0
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_setting_says_what_it_is(task: str) -> None:
+    found = meanings(recipe_for(task, "default"))
+    assert set(found) == {name for name, _, _ in fields_of(recipe_for(task, "default"))}
+    assert [name for name, words in found.items() if len(words) < 5] == []

@@ -252,7 +252,7 @@ def test_no_token_lies_beyond_the_learned_positions() -> None:
         ([[1]], {"prefill_chunk": 0}, ConfigError, "prefill_chunk must be"),
         ([[1]], {"stop_tokens": [13]}, ConfigError, "stop_tokens"),
         ([[1]], {"max_new_tokens": CONTEXT}, ShapeError, "1 tokens in the longest prompt and 24 new ones make 25"),
-        ([[1]], {"use_cache": False, "prefill_chunk": 2}, ConfigError, "no effect without use_cache"),
+        ([[1]], {"use_cache": False, "prefill_chunk": 2}, ConfigError, "no effect without a cache"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_computed(prompts, options, error, message: str) -> None:
@@ -271,7 +271,7 @@ def test_wrong_tensors_and_caches_are_named() -> None:
         model(tokens, caches=model.new_cache(), left_padding=torch.tensor([1]))
     with pytest.raises(ConfigError, match="leave cu_seqlens at None"):
         model(tokens, caches=model.new_cache(), cu_seqlens=torch.tensor([0, tokens.shape[1]]))
-    with pytest.raises(ShapeError, match="must rise from 0 to the length"):
+    with pytest.raises(ShapeError, match="must rise or stay the same from 0 to the length"):
         model(tokens, cu_seqlens=torch.tensor([0, 1]))
     with pytest.raises(ShapeError, match="positions learned"):
         model(torch.zeros(1, CONTEXT + 5, dtype=torch.long), cu_seqlens=torch.tensor([0, 3, CONTEXT + 5]))

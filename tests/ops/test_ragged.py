@@ -30,6 +30,33 @@ def test_packed_sequences_equal_each_alone(layout, is_causal: bool, backend) -> 
         assert_close(packed[:, :, a:b], alone)
 
 
+@pytest.mark.parametrize("offsets", [[0, 0, 7], [0, 7, 7], [0, 0, 3, 3, 3, 7, 7], [0, 7]])
+@pytest.mark.parametrize("layout", [*LAYOUTS, sa.LevelLayout((4, 2, 2), (8, 4, 2), value_ranks=(1, 1, 1))])
+@pytest.mark.parametrize("backend", ["auto", "reference", "blocked"])
+def test_an_empty_sequence_changes_nothing(offsets, layout, backend) -> None:
+    leaves, weight = make(1, 4, 2, 7, 7, 8, 3, seed=1), torch.randn(1, 4, 7, 3, dtype=torch.float64)
+    results = []
+    for ends in (offsets, sorted(set(offsets))):
+        out = sa.structured_attention(*leaves, layout, cu_seqlens=torch.tensor(ends), backend=backend)
+        results.append((out, *torch.autograd.grad((out * weight).sum(), leaves)))
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("spec", ["standard", "mlr:4|2|2", "bilinear-btt:1+mlr:8|4|4", "window:2"])
+@pytest.mark.parametrize("rotary", [None, sa.Rotary()])
+def test_modules_take_empty_sequences(spec, rotary) -> None:
+    torch.manual_seed(0)
+    model = sa.LanguageModel(
+        11, spec, num_layers=1, embed_dim=16, num_heads=2, context_length=8, rotary=rotary
+    ).double()
+    ids = torch.randint(11, (1, 7))
+    out = model(ids, cu_seqlens=torch.tensor([0, 0, 3, 3, 7, 7]))
+    assert_close(out, torch.cat([model(part) for part in ids.split([3, 4], dim=1)], dim=1))
+    nothing = torch.zeros(1, 0, dtype=torch.long)
+    assert model(nothing, cu_seqlens=torch.tensor([0, 0, 0])).shape == (1, 0, 11)
+
+
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=4),
     sizes=st.sampled_from(

@@ -51,7 +51,7 @@ def continuation(printed: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_is_saved_at_the_next_step(number: int, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_a_run_is_saved_at_the_next_step(number: int, tmp_path: Path, capfd, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     before = signal.getsignal(signal.SIGTERM)  # a library that another test has used may have set one
 
@@ -68,7 +68,7 @@ def test_a_run_is_saved_at_the_next_step(number: int, tmp_path: Path, capsys, mo
         sender.join()
         assert len(found := steps(tmp_path)) == begun + 1
         assert 0 < found[-1] < 100000
-        command = continuation(capsys.readouterr().err)
+        command = continuation(capfd.readouterr().err)
         assert command[-3:-1] == ["--out", str(*Path("runs").iterdir())]
         assert command[-1] == "--resume"
     assert signal.getsignal(signal.SIGTERM) is before

@@ -17,11 +17,17 @@ from structattn.cache.levels import Level, Softmax, softmaxes_of, value_levels, 
 from structattn.cache.native_decode import Step
 from structattn.cache.store import TEXT_PAGE_SIZE, Store
 from structattn.cache.undo import Before
-from structattn.errors import CacheError, ConfigError, ShapeError
+from structattn.checks import MAX_LENGTH, check_size, check_sizes, describe
+from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
-from structattn.ops.checks import check_layout
+from structattn.memory import check_memory
+from structattn.ops.checks import DTYPES, check_layout
+
+
+class OtherLatentError(ConfigError):
+    """The latent that was given with a file is of another layer: the file may be all right."""
 
 
 class TokenShape(NamedTuple):
@@ -35,13 +41,21 @@ class TokenShape(NamedTuple):
 
     @classmethod
     def of_state(cls, plain: dict[str, Any], tensors: dict[str, Tensor]) -> Self:
-        """The shape of contents that were saved; see ``Contents.state``."""
-        first = tensors["0"]
-        (key_heads, key_dim), (value_heads, value_dim) = plain["key_shape"], plain["value_shape"]
+        """The shape of contents that were saved; see ``Contents.state``.
+
+        Raises:
+            CheckpointError: there is no first tensor, or one that no cache keeps.
+        """
+        first = tensors.get("0")
+        if first is None or first.dim() != 4 or first.dtype not in DTYPES:
+            raise CheckpointError(
+                f"tensor 0 must be floating point of shape (batch, heads, dim, slots), got {describe(first)}"
+            )
+        keys, values = (check_sizes(name, plain[name]) for name in ("key_shape", "value_shape"))
         return cls(
             batch=first.shape[0],
-            keys=(key_heads, key_dim),
-            values=(value_heads, value_dim),
+            keys=(keys[0], keys[1]),
+            values=(values[0], values[1]),
             dtype=first.dtype,
             device=first.device,
         )
@@ -185,15 +199,60 @@ class Contents:
         return plain, {str(n): torch.cat(store.pages, dim=3) for n, (store, _) in enumerate(self.stores())}
 
     def restore(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Takes over what ``state`` returned."""
-        found = [tensors[str(number)].shape[2] for number in range(len(plain["oldest"]))]
-        if found != [store.dim for store, _ in self.stores()]:
-            raise ConfigError(
-                "the latent is of another layer: its keys or states have other sizes than those that are kept"
+        """Takes over what ``state`` returned.
+
+        Raises:
+            OtherLatentError: the latent is of another layer.
+            CheckpointError: a number or a tensor is not one that ``state`` returns.
+        """
+        stores, length, oldest = list(self.stores()), plain["length"], plain["oldest"]
+        names = [str(number) for number in range(len(stores))]
+        if self.latent is not None and len(tensors) == len(oldest) != len(names):
+            raise OtherLatentError("the latent is of another layer: it keeps other levels than the file has")
+        if sorted(tensors) != sorted(names) or len(oldest) != len(names):
+            raise CheckpointError(
+                f"expected {len(names)} tensors, {', '.join(names)}, got {', '.join(sorted(tensors))}"
             )
-        for number, ((store, _), oldest) in enumerate(zip(self.stores(), plain["oldest"], strict=True)):
-            store.pages, store.lost = [tensors[str(number)]], list(oldest)
-        self.length, self._step = plain["length"], None
+        check_size("length", length, MAX_LENGTH)
+        heads = [self.shape.keys[0]] * len(self.keys) + [self.shape.values[0]] * len(self.values)
+        self.length, self._step = length, None
+        for name, (store, level), count, firsts in zip(names, stores, heads, oldest, strict=True):
+            x = tensors[name]
+            if self.latent is not None and x.dim() == 4 and x.shape[2] != store.dim:
+                raise OtherLatentError(
+                    "the latent is of another layer: its keys or states have other sizes than those that are kept"
+                )
+            if x.dim() != 4 or x.shape[:3] != (self.shape.batch, count, store.dim) or x.dtype != self.shape.dtype:
+                raise CheckpointError(
+                    f"tensor {name} must be {self.shape.dtype} of shape ({self.shape.batch}, {count}, {store.dim}, slots), got {x.dtype} "
+                    f"{tuple(x.shape)}"
+                )
+            slots = min(store.page_size, store.page_size if store.longest is None else store.longest)
+            check_memory(f"pages of {slots} tokens", x[..., :1].numel() * slots, x.dtype)
+            rows = list(self.rows)
+            if len(firsts) != len(rows):
+                raise CheckpointError(f"oldest must have {len(rows)} positions for tensor {name}, got {len(firsts)}")
+            for first, (row, _, pad) in zip(firsts, rows, strict=True):
+                self._check_held(name, store, level, x.shape[3], first, row, pad)
+            store.pages, store.lost = [x], list(firsts)
+        if found := next(self._lost(length), None):
+            level, needed, first = found
+            raise CheckpointError(
+                f"level {level.number} needs the positions from {needed} on, and keeps those from {first} on"
+            )
+
+    def _check_held(self, name: str, store: Store, level: Level, slots: int, oldest: int, row: int, pad: int) -> None:
+        """Raises ``CheckpointError`` unless a tensor has a slot for each position from ``oldest`` on."""
+        last = self.length - 1 - pad
+        if last < 0:
+            start, needed = 0, 0
+        else:
+            start = level.start(last, row) if store.ring is None else max(0, last - store.ring + 1)
+            needed = last - start + 1 if store.ring is None else min(last + 1, store.ring)
+        if not start <= oldest <= max(0, last + 1):
+            raise CheckpointError(f"oldest of tensor {name} must be from {start} to {max(0, last + 1)}, got {oldest}")
+        if slots < needed:
+            raise CheckpointError(f"tensor {name} has {slots} slots, and {self.length} tokens need {needed}")
 
     def _oldest(self, store: Store, level: Level, row: int, pad: int) -> int:
         """The first position of a row from which on all are held: of the current block, or of the last round of a ring."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from structattn.checks import check_device, check_path
-from structattn.errors import CheckpointError
+from structattn.cache.contents import OtherLatentError
+from structattn.checks import check_device, check_path, describe, quoted
+from structattn.errors import CheckpointError, ConfigError, StructAttnError
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
-from structattn.layout.text import TextHistory, TextUnits
+from structattn.layout.text import TextHistory, TextLayout, TextUnits, Unit
 from structattn.tensor_files import read_tensors, write_tensors
+from structattn.typed_records import read_as
 
 FORMAT_VERSION = 1
 _KEY = "structattn_cache"
@@ -25,23 +28,69 @@ def _layout_data(layout: Layout | None) -> dict[str, Any] | None:
     return None if layout is None else dataclasses.asdict(layout)
 
 
-def _layout_of(data: dict[str, Any] | None) -> Layout | None:
+def _layout_of(data: object) -> Layout | None:
+    """Raises ``ConfigError`` where a layout is written otherwise."""
     if data is None:
         return None
-    if "window" in data:
-        first, second = data["ranks"]
-        return GlobalWindowLayout((first, second), data["window"], data.get("scaling", "variance"))
-    return LevelLayout(
-        tuple(data["ranks"]),
-        tuple(data["block_sizes"]),
-        data["scaling"],
-        data["value_ranks"],
-        data["boundaries"],
-        data.get("windows"),
-    )
+    kind: type[Layout] = GlobalWindowLayout if isinstance(data, dict) and "window" in data else LevelLayout
+    names = [field.name for field in dataclasses.fields(kind)]
+    if not isinstance(data, dict) or not {"ranks"} <= data.keys() <= set(names):
+        raise ConfigError(f"a layout has the fields {', '.join(names)}, got {describe(data)}")
+    if kind is LevelLayout:
+        data = {"block_sizes": (), **data}
+    return kind(**data)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerRecord:
+    """What a file holds of the cache of a layer, without the tensors; see ``LevelCache.state``. What has a default is newer than some files."""
+
+    length: int
+    oldest: tuple[tuple[int, ...], ...]
+    key_shape: tuple[int, int]
+    value_shape: tuple[int, int]
+    window: int | None
+    chunk_size: int | None = None
+    max_length: int | None
+    page_size: int
+    left_padding: tuple[int, ...] | None
+    keeps: Literal["key features", "hidden state"]
+    text: tuple[Unit, ...] | None = None
+    layout: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TextRecord:
+    units: tuple[Unit, ...]
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _FileRecord:
+    format_version: int
+    layers: tuple[LayerRecord, ...]
+    text: _TextRecord | None = None
 
 
 State = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+@contextmanager
+def damaged(path: str | Path, what: str) -> Iterator[None]:
+    """A context in which what a file holds is used: an error says that the file is damaged, and where.
+
+    Raises:
+        CheckpointError: something of structattn's own was raised.
+        OtherLatentError: the latent that the caller gave does not fit, as it was raised.
+    """
+    try:
+        yield
+    except OtherLatentError:
+        raise
+    except StructAttnError as error:
+        raise CheckpointError(
+            f"{path} was changed since it was written, or is of another program: {what}: {error}"
+        ) from error
 
 
 def save(path: str | Path, layers: Sequence[tuple[State, Layout | None]], text: TextHistory | None = None) -> None:
@@ -82,15 +131,47 @@ def load(
     """
     device = None if device is None else check_device("device", device)
     data, tensors = read_tensors(path, _KEY, what="cache", remedy="decode again", version=FORMAT_VERSION)
+    record = read_as(_FileRecord, data, str(path))
+    if not record.layers:
+        raise CheckpointError(f"{path} holds the caches of no layers")
+    names = ["text.table", *(f"text.{row}" for row in range(record.text.rows))] if record.text is not None else []
+    of_layers = [str(number) for number in range(len(record.layers))]
+    for name in tensors:
+        if name not in names and name.partition(".")[0] not in of_layers:
+            raise CheckpointError(f"{path} holds a tensor {quoted(name)} of nothing that its record names")
     found: list[tuple[State, Layout | None]] = []
-    for number, plain in enumerate(data["layers"]):
+    for number, layer in enumerate(record.layers):
         own = {name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == str(number)}
         moved = {name: x if device is None else x.to(device) for name, x in own.items()}
-        found.append(((plain, moved), _layout_of(plain["layout"])))
+        with damaged(path, f"layer {number}"):
+            found.append(((vars(layer), moved), _layout_of(layer.layout)))
     text = None
-    if "text" in data:
-        padding = data["layers"][0]["left_padding"]
-        table = TextUnits(bytes(tensors["text.table"].tolist()))
-        text = TextHistory(table, tuple(data["text"]["units"]), padding)
-        text.restore([bytes(tensors[f"text.{row}"].tolist()) for row in range(data["text"]["rows"])])
+    if record.text is not None:
+        with damaged(path, "the text"):
+            text = _text_of(
+                record.text, {name.partition(".")[2]: tensors.get(name) for name in names}, record.layers[0]
+            )
+    units = {unit for layer in record.layers for unit in layer.text or ()}
+    if not units <= set(() if record.text is None else record.text.units) and len(record.layers) > 1:
+        raise CheckpointError(
+            f"{path} has levels of text units {sorted(units)}, and does not hold which tokens begin them"
+        )
     return found, text
+
+
+def _text_of(record: _TextRecord, marks: dict[str, Tensor | None], layer: LayerRecord) -> TextHistory:
+    """The text of the caches, of whose layers this is one; raises ``CheckpointError`` where it is of other tokens."""
+    rows = []
+    for name, x in marks.items():
+        if x is None or x.dtype != torch.uint8 or x.dim() != 1:
+            raise CheckpointError(f"text.{name} must be a uint8 tensor of one dimension, got {describe(x)}")
+        rows.append(bytes(x.tolist()))
+    table, *rows = rows
+    padding = layer.left_padding or (0,) * record.rows
+    lengths, expected = [len(row) for row in rows], [max(0, layer.length - pad) for pad in padding]
+    if lengths != expected:
+        raise CheckpointError(f"expected rows of {expected} tokens, got {lengths}")
+    TextLayout((1,) * (len(record.units) + 1), record.units)  # checks them
+    text = TextHistory(TextUnits(table), record.units, layer.left_padding)
+    text.restore(rows)
+    return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import overload
 
@@ -39,24 +39,36 @@ class LayerCaches(Sequence[OneLayerCache], CacheRows):
         if not self._layers or not all(isinstance(layer, OneLayerCache) for layer in self._layers):
             raise ConfigError(f"LayerCaches needs the cache of at least one layer, got {describe(layers)}")
         check_type("text", text, (TextHistory, type(None)), "a TextHistory or None")
-        self._torn = False  # rows of some layers were moved, of others not
+        self._torn = False  # some layers were changed, others not
         self.check()
 
     def __copy__(self) -> LayerCaches:
         return copy.deepcopy(self)
 
     def check(self) -> None:
-        """Raises ``CacheError`` unless all layers hold the same tokens: a call that broke off may have left them different."""
+        """Raises ``CacheError`` unless all layers hold the same tokens of the same rows: a call that broke off may have left them different."""
+        if self._torn:
+            raise CacheError("a change of the layers broke off between two of them: reset() and start again")
         lengths = [layer.length for layer in self._layers]
         if len(set(lengths)) > 1:
             raise CacheError(
                 f"the layers hold different numbers of tokens, {lengths}: a layer was used without the others, or a call broke off; crop({min(lengths)}) "
                 "takes them back to the shortest, or reset() and start again"
             )
-        if self._torn:
+        rows = [layer.batch_size for layer in self._layers]
+        rows += [] if self.text is None else [self.text.num_rows]
+        if len({count for count in rows if count is not None}) > 1:
             raise CacheError(
-                "moving rows broke off between two layers, whose rows differ since: reset() and start again"
+                f"the layers (and, last, the text) have different numbers of rows, {rows}: a layer was used without the others; reset() "
+                "and start again"
             )
+
+    @contextmanager
+    def _torn_unless_done(self) -> Iterator[None]:
+        """Within it all layers are changed; if anything fails, Ctrl-C included, they are not used again before ``reset``."""
+        self._torn = True
+        yield
+        self._torn = False
 
     def all_or_nothing(self) -> AbstractContextManager[None]:
         """Within it all layers take the next tokens, or (with any error) none.
@@ -105,30 +117,37 @@ class LayerCaches(Sequence[OneLayerCache], CacheRows):
 
     def reset(self) -> None:
         """Forgets all tokens; see ``LevelCache.reset``."""
-        for layer in self._layers:
-            layer.reset()
-        self._torn = False
-        if self.text is not None:
-            self.text.reset()
+        with self._torn_unless_done():
+            for layer in self._layers:
+                layer.reset()
+            if self.text is not None:
+                self.text.reset()
 
     def crop(self, length: int) -> None:
         """Forgets all tokens but the first ``length``, in all layers or (with an error) in none; see ``LevelCache.crop``."""
+        if self._torn:
+            self.check()
         for layer in self._layers:
             layer.check_crop(length)
-        for layer in self._layers:
-            layer.crop(length)
-        if self.text is not None:
-            self.text.crop(length)
+        with self._torn_unless_done():
+            for layer in self._layers:
+                layer.crop(length)
+            if self.text is not None:
+                self.text.crop(length)
+
+    def check_select(self, indices: Tensor) -> None:
+        """Raises what ``select`` would raise, and changes nothing."""
+        self.check()
+        super().check_select(indices)
 
     def _take_rows(self, indices: Tensor) -> None:
-        for number, layer in enumerate(self._layers):
-            try:
+        first, *others = self._layers
+        first.select(indices)  # with an error it is as it was, and so are the others
+        with self._torn_unless_done():
+            for layer in others:
                 layer.select(indices)
-            except BaseException:  # the first layer to fail is as it was
-                self._torn = self._torn or number > 0
-                raise
-        if self.text is not None:
-            self.text.select(indices.tolist())
+            if self.text is not None:
+                self.text.select(indices.tolist())
 
     def save(self, path: str | Path) -> None:
         """Writes all layers to one safetensors file; see ``LevelCache.save``. Raises ``ConfigError`` for the cache of a custom layer."""
@@ -161,8 +180,14 @@ class LayerCaches(Sequence[OneLayerCache], CacheRows):
         check_type("latents", latents, Sequence, "a sequence with the latent of each layer")
         if len(latents) != len(layers):
             raise ConfigError(f"{path} holds {len(layers)} layers, but {len(latents)} latents were given")
-        pairs = zip(layers, latents, strict=True)
-        return cls((LevelCache.from_state(*state, layout, latent) for (state, layout), latent in pairs), text)
+        caches = []
+        for number, ((state, layout), latent) in enumerate(zip(layers, latents, strict=True)):
+            with files.damaged(path, f"layer {number}"):
+                caches.append(LevelCache.from_state(*state, layout, latent))
+        with files.damaged(path, "the layers"):
+            if len({cache.left_padding for cache in caches}) > 1:
+                raise CacheError(f"they have different padding, {[cache.left_padding for cache in caches]}")
+            return cls(caches, text)
 
 
 def guarded(caches: LayerCaches | None) -> AbstractContextManager[None]:

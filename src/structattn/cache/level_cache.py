@@ -13,7 +13,7 @@ from torch import Tensor
 from structattn.cache import files
 from structattn.cache.append import append
 from structattn.cache.attend import attend, weights
-from structattn.cache.contents import Contents, TokenShape
+from structattn.cache.contents import Contents, OtherLatentError, TokenShape
 from structattn.cache.latent import Latent
 from structattn.cache.options import ScoreOptions
 from structattn.cache.owner import OfOneLayer
@@ -21,7 +21,7 @@ from structattn.cache.rows import OneLayerCache
 from structattn.cache.store import PAGE_SIZE
 from structattn.cache.tokens import check_layout_of_call, check_options, checked_padding, checked_shape
 from structattn.checks import check_tensor, describe, is_int
-from structattn.errors import CacheError, ConfigError, ShapeError
+from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
@@ -353,16 +353,25 @@ class LevelCache(OneLayerCache, OfOneLayer):
     def from_state(
         cls, plain: dict[str, Any], tensors: dict[str, Tensor], layout: Layout | None, latent: Latent | None
     ) -> LevelCache:
-        """A cache from what ``state`` returned, its layout, and with a hidden state its latent."""
+        """A cache from what ``state`` returned, its layout, and with a hidden state its latent.
+
+        Raises:
+            OtherLatentError: a latent is missing, not needed, or of another layer.
+            CheckpointError, ConfigError, ShapeError: it is not what ``state`` returned.
+        """
         if (plain["keeps"] == "hidden state") != (latent is not None):
-            raise ConfigError(
+            raise OtherLatentError(
                 f"the cache keeps the {plain['keeps']}: "
                 + ("give the latent of its layer (Attention.latent)" if latent is None else "it takes no latent")
             )
         text = None
-        if plain.get("text") is not None and isinstance(layout, LevelLayout):
-            text = TextLayout(layout.ranks, tuple(plain["text"]), layout.scaling, layout.value_ranks)
-        cache = cls(text or layout, latent=latent, **{name: plain[name] for name in _SAVED if name in plain})
+        if plain["text"] is not None:
+            if not isinstance(layout, LevelLayout) or layout.boundaries is None:
+                raise CheckpointError(
+                    f"levels of text units {plain['text']} need the segments of a text, got {describe(layout)}"
+                )
+            text = TextLayout(layout.ranks, plain["text"], layout.scaling, layout.value_ranks)
+        cache = cls(text or layout, latent=latent, **{name: plain[name] for name in _SAVED})
         cache.layout = layout  # with its segments
         cache._contents = cache._empty(TokenShape.of_state(plain, tensors))
         cache._contents.restore(plain, tensors)
@@ -396,4 +405,5 @@ class LevelCache(OneLayerCache, OfOneLayer):
         if len(layers) != 1:
             raise ConfigError(f"{path} holds the caches of {len(layers)} layers: read it with LayerCaches.load")
         state, layout = layers[0]
-        return cls.from_state(*state, layout, latent)
+        with files.damaged(path, "layer 0"):
+            return cls.from_state(*state, layout, latent)

@@ -67,6 +67,12 @@ class CacheRows(ABC):
         Raises:
             ShapeError: it is not of that shape, or an index is out of range.
         """
+        self.check_select(indices)
+        if self.batch_size is not None:
+            self._take_rows(indices.long())
+
+    def check_select(self, indices: Tensor) -> None:
+        """Raises what ``select`` would raise, and changes nothing."""
         check_tensor("indices", indices)
         if indices.dim() != 1 or indices.dtype not in INT_DTYPES or not len(indices) or indices.is_meta:
             raise ShapeError(
@@ -77,7 +83,6 @@ class CacheRows(ABC):
         low, high = int(indices.min()), int(indices.max())
         if low < 0 or high >= self.batch_size:
             raise ShapeError(f"indices must lie in [0, {self.batch_size}), got {low} to {high}")
-        self._take_rows(indices.long())
 
     def reorder(self, indices: Tensor) -> None:
         """Row b becomes row ``indices[b]``: what beam search does with its beams.
@@ -88,17 +93,27 @@ class CacheRows(ABC):
         Raises:
             ShapeError: it is not of that shape, or an index is out of range.
         """
+        self.check_reorder(indices)
+        self.select(indices)
+
+    def check_reorder(self, indices: Tensor) -> None:
+        """Raises what ``reorder`` would raise, and changes nothing."""
         check_tensor("indices", indices)
         if self.batch_size is not None and tuple(indices.shape) != (self.batch_size,):
             raise ShapeError(f"indices must have shape ({self.batch_size},), one per row, got {tuple(indices.shape)}")
-        self.select(indices)
+        self.check_select(indices)
 
     def repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times, the copies next to each other."""
+        self.check_repeats(repeats)
+        if self.batch_size is not None:
+            self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def check_repeats(self, repeats: int) -> None:
+        """Raises what ``repeat_interleave`` would raise, and changes nothing."""
         check_size("repeats", repeats)
         if self.batch_size is not None:
             check_memory(f"{repeats} copies of the rows", repeats * (self.nbytes + 64 * self.batch_size), torch.uint8)
-            self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
 
 class OneLayerCache(CacheRows):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Literal
 
 import tyro
 
 from structattn.cli.session import Session
+from structattn.cli.values import OptionalCount, Share, constructor, whole
+from structattn.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,31 +21,31 @@ class DataPrepareCommand:
       structattn data prepare text --source books/ --tokens bpe --out corpus
     """
 
-    kind: tyro.conf.Positional[Literal["text"]]
-    """The kind of the data."""
+    kind: tyro.conf.Positional[Annotated[Literal["text"], tyro.conf.arg(metavar="TASK")]]
+    """The kind of the data: text."""
     source: str
     """A text file, a file of JSON lines or Parquet, a folder of them, or the name of a data set, such as openwebtext, which is streamed."""
-    tokens: str = "chars"
+    tokens: Literal["chars", "bytes", "bpe", "model"] = "chars"
     """chars, the 96 characters of the paper; bytes; bpe, byte-pair encoding trained on the training documents; or model, those of --model."""
     model: str = ""
     """The model whose tokens are used: a folder that save_pretrained wrote, or a name on the hub."""
-    vocab_size: int = 4096
+    vocab_size: Annotated[int, constructor(whole(minimum=256, maximum=2**24), several=False)] = 4096
     """Number of tokens of bpe."""
-    unknown: str = "error"
-    """What to do with a character that is not among the 96: error or drop."""
+    unknown: Literal["error", "drop"] = "error"
+    """What to do with a character that is not among the 96."""
     document_start: str = ""
     """In text files, a line that starts with this text starts a document. Default: each file is a document."""
     text_column: str = "text"
     """The field of JSON lines, Parquet and data sets that holds the text."""
     dataset_split: str = "train"
     """The split of a data set."""
-    max_documents: int | None = None
+    max_documents: OptionalCount = None
     """Use only this number of documents, the first ones. Default: all."""
-    longest_document: int | None = None
+    longest_document: OptionalCount = None
     """Cut longer texts into documents of at most this number of characters, such as a single file into parts for train, validation and test."""
-    validation: float = 0.05
+    validation: Share = 0.05
     """Share of the documents that is kept for validation."""
-    test: float = 0.05
+    test: Share = 0.05
     """Share of the documents that is kept for the test."""
     out: Path
     """Folder of the corpus."""
@@ -53,6 +55,15 @@ class DataPrepareCommand:
     def execute(self, session: Session) -> None:
         from structattn.studies.data.corpus import Corpus, PrepareConfig, Source, prepare
 
+        if bool(self.model) != (self.tokens == "model"):
+            got = f"--tokens {self.tokens} and --model {self.model}" if self.model else "no --model"
+            raise ConfigError(f"--model names the model whose tokens --tokens model takes: give both, got {got}")
+        if self.validation + self.test >= 1:
+            raise ConfigError(
+                f"--validation and --test must sum to less than 1, got {self.validation:g} and {self.test:g}"
+            )
+        if self.unknown == "drop" and self.tokens != "chars":
+            raise ConfigError(f"--unknown drop is only for --tokens chars: --tokens {self.tokens} have every character")
         source = Source(
             path=self.source,
             document_start=self.document_start,
@@ -63,10 +74,10 @@ class DataPrepareCommand:
         )
         config = PrepareConfig(
             source=source,
-            tokens=cast(Any, self.tokens),  # a wrong word is named by the settings
+            tokens=self.tokens,
             model=self.model,
             vocab_size=self.vocab_size,
-            unknown=cast(Any, self.unknown),
+            unknown=self.unknown,
             validation=self.validation,
             test=self.test,
         )
@@ -82,7 +93,7 @@ class DataInfoCommand:
       structattn data info corpus --verify
     """
 
-    folder: tyro.conf.Positional[Path]
+    folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="CORPUS")]]
     """The corpus."""
     verify: bool = False
     """Read every file and compare its hash."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -60,6 +61,12 @@ def close_output() -> None:
         sys.stdout.flush()
     except (OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Whether an error is that nothing more can be written, or was caused by it."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return full or (error is not None and is_full_disk(error.__cause__))
 
 
 def in_one_line(error: Exception) -> str | None:

@@ -64,7 +64,7 @@ class SpecsCommand:
 
 @dataclass(frozen=True)
 class PresetsCommand:
-    """List the presets of every task."""
+    """List the presets of every task, with the time that each takes on this machine."""
 
     def execute(self, session: Session) -> None:
         from structattn.studies import listings

@@ -9,13 +9,13 @@ import inspect
 import io
 import operator
 from collections.abc import Sequence
-from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 import tyro
 
 from structattn.cli.commands import COMMANDS, Command
+from structattn.cli.values import KINDS, choice, constructor
 from structattn.errors import ConfigError, nearest_name
 
 _DESCRIPTION = """Compare, train and inspect attention variants.
@@ -31,33 +31,13 @@ structattn --version prints the version. With --traceback, an error shows where 
 
 
 _VALUES = tyro.constructors.ConstructorRegistry()
-# What a word of the command line is, by type: the name in the help, and the words of a message.
-_KINDS: dict[Any, tuple[str, str]] = {
-    int: ("INT", "a whole number"),
-    float: ("FLOAT", "a number"),
-    str: ("STR", "a text"),
-    Path: ("PATH", "a file or a folder"),
-}
-
-
-def _value(word: str, kind: Any) -> Any:
-    """A word as a value; an empty one, such as of a variable of the shell that is not set, is no folder (it would be the current one)."""
-    expected = _KINDS[kind][1]
-    if kind is Path and not word.strip():
-        raise ValueError(f"expected {expected}, got an empty text")
-    if kind not in (int, float):
-        return kind(word)
-    from structattn.spec.grammar import plain_number  # imports PyTorch, which takes seconds: help does without
-
-    try:
-        return plain_number(word, kind)
-    except ConfigError:
-        raise ValueError(f"expected {expected}, got {word!r}") from None
 
 
 @_VALUES.primitive_rule
 def _values(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    """The options that take one value, or at least one: ``None`` is a default of some, and never written."""
+    """The options that take one value, or at least one, and declare no bounds of their own."""
+    if info._primitive_spec is not None:
+        return None
     kind: Any = info.type
     if isinstance(kind, UnionType) and len(kinds := [one for one in get_args(kind) if one is not NoneType]) == 1:
         kind = kinds[0]
@@ -65,29 +45,15 @@ def _values(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Prim
     markers: set[Any] = set(info.markers)
     if several and tyro.conf.UseAppendAction not in markers:
         kind = get_args(kind)[0]
-    if kind not in _KINDS:
-        return None
-    name, expected = _KINDS[kind]
-
-    def read(words: list[str]) -> Any:
-        if not words:
-            raise ValueError(f"expected {expected}, or several")
-        values = tuple(_value(word, kind) for word in words)
-        return values if several else values[0]
-
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs="*" if several else 1,
-        metavar=f"{name} [{name} ...]" if several else name,
-        instance_from_str=read,
-        is_instance=lambda value: value is None or isinstance(value, tuple if several else kind),
-        str_from_instance=lambda value: [str(one) for one in (value if several and value is not None else [value])],
-    )
+    if get_origin(kind) is Literal:
+        return constructor(choice(get_args(kind)), several=several)
+    return constructor(KINDS[kind], several=several) if kind in KINDS else None
 
 
 def parse(arguments: Sequence[str]) -> Command:
     """The command that the words after the program's name describe.
 
-    Prints help and exits if the words ask for it.
+    Prints help and exits if the words ask for it, or if there are none.
 
     Raises:
         ConfigError: an unknown command or option (the nearest is named), a missing or wrong value.
@@ -103,10 +69,10 @@ def parse(arguments: Sequence[str]) -> Command:
         raise ConfigError(f"unknown command {words[0]!r}: {nearest_name(words[0], COMMANDS)}")
     if group and len(words) > 1:
         raise ConfigError(f"unknown command {' '.join(words)!r}: {nearest_name(' '.join(words), group)}")
-    if {"-h", "--help"} & set(arguments):
+    if not arguments or {"-h", "--help"} & set(arguments):
         _print_help(group or COMMANDS)
         raise SystemExit(0)
-    got = f", got {arguments[0]!r}" if arguments else ""
+    got = f", got {arguments[0]!r}"
     raise ConfigError(
         f"expected a command before its options{got}: one of {', '.join(group or COMMANDS)}; structattn --help says what they do"
     )
@@ -160,11 +126,14 @@ def _read(kind: type[Any], arguments: Sequence[str], program: str) -> object:
 
 
 def _first_part(report: str) -> str:
-    """What tyro says before its first rule, without the frame, in one line."""
-    lines = [line.strip("│╭╰╮╯ ") for line in report.splitlines()]
+    """What tyro says before its first rule, without the frame, in one line; a terminal without UTF-8 has a rule below the title too."""
+    lines = [line.strip("│╭╰╮╯ ") for line in report.splitlines()][1:]
     content: list[str] = []
-    for line in lines[1:]:
-        if set(line) == {"─"}:
-            break
+    for line in lines:
+        if set(line) in ({"─"}, {"-"}):
+            if content:
+                break
+            continue
         content.append(line)
-    return " ".join(" ".join(content).replace("(required)", "").split()).rstrip(".")
+    words = " ".join(content).replace("(required)", "").removeprefix("Error parsing ")
+    return " ".join(words.split()).rstrip(".")

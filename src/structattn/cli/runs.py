@@ -1,4 +1,4 @@
-"""The commands for finished runs: evaluate, generate."""
+"""The commands for finished runs: evaluate, forecast, generate."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import tyro
 
 from structattn.cli.output import print_metrics, require_extra
 from structattn.cli.session import Session
+from structattn.cli.values import OptionalCount, Seed, constructor, number, whole
+from structattn.errors import ConfigError
 
 RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
 
@@ -45,6 +47,64 @@ class EvaluateCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForecastCommand:
+    """Forecast what follows a time series, with intervals, by a run or by any row of a comparison.
+
+    Examples:
+      structattn forecast runs/mine --data my.csv --out future.csv
+      structattn forecast runs/mine --data my.csv --out future.csv --row "ridge regression" --horizon 12
+    """
+
+    run: tyro.conf.Positional[RunFolder]
+    """Folder that `structattn compare forecast` or `structattn train forecast` wrote; it is only read."""
+    out: Path
+    """The CSV file to write: a row for each step ahead; a figure is written beside it, with the suffix .png."""
+    data: Path | None = None
+    """CSV file with the series so far, such as the training file with more rows. Default: the training file."""
+    horizon: OptionalCount = None
+    """Steps ahead. Default: those of the training, which are the most of models and ridge regression."""
+    row: str | None = None
+    """Of a comparison: a spec, or the name of a baseline, such as "ridge regression", or how it begins. Default: the lowest validation error."""
+    variant: str | None = None
+    """Of a comparison with several settings: the name of one."""
+    levels: Annotated[tuple[int, ...], constructor(whole(minimum=1, maximum=99), several=True)] = (80, 95)
+    """Intervals, in percent."""
+    time: str | None = None
+    """The time column of --data, if it has another name than in training."""
+    overwrite: bool = False
+    """Replace --out and the figure, if they are there."""
+
+    def execute(self, session: Session) -> None:
+        require_extra()
+        from structattn.studies.forecast import forecast_file
+
+        done = forecast_file(
+            self.run,
+            self.data,
+            self.out,
+            horizon=self.horizon,
+            levels=self.levels,
+            row=self.row,
+            variant=self.variant,
+            time=self.time,
+            overwrite=self.overwrite,
+        )
+        first, last = (done.table[done.time].iloc[i] for i in (0, -1))
+        print(f"row        {done.row}: {done.why}")
+        if not done.has_dates:
+            print("dates      none in the data: its rows are taken as consecutive steps")
+        count = len(done.table)
+        print(
+            f"forecast   {count:,} {'step' if count == 1 else 'steps'} of {', '.join(done.columns)}, {done.time} {first} to {last}"
+        )
+        if done.levels:
+            levels = ", ".join(str(level) for level in done.levels)
+            print(f"intervals  {levels} %, as wide as the errors on {done.windows:,} validation windows")
+        print(f"table      {self.out}")
+        print(f"figure     {self.out.with_suffix('.png')}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateCommand:
     """Continue prompts with a language model that `structattn train text` trained.
 
@@ -56,17 +116,17 @@ class GenerateCommand:
     """Folder that `structattn train text` wrote."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; may be repeated. Default: a line break."""
-    max_new_tokens: int | None = None
+    max_new_tokens: OptionalCount = None
     """Maximum number of new characters per prompt. Default: what fits the learned positions; 512 with rotary positions."""
-    temperature: float = 0.8
+    temperature: Annotated[float, constructor(number(minimum=0), several=False)] = 0.8
     """Divides the logits: 0 always takes the most likely character, 1 samples from the probabilities of the model."""
-    top_k: int | None = None
+    top_k: OptionalCount = None
     """Sample only from this number of the most likely characters."""
-    top_p: float | None = None
+    top_p: Annotated[float | None, constructor(number(above=0, maximum=1), several=False)] = None
     """Sample only from the most likely characters that together have this probability."""
     stop: str = ""
     """Stop when the new text ends with this text."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the sampling."""
     cache: bool = True
     """Use a key/value cache; without it, everything is computed again for each character."""
@@ -78,6 +138,8 @@ class GenerateCommand:
         from structattn.studies.generate import TextGeneration
 
         prompts = self.prompt or ("\n",)
+        if "" in prompts:
+            raise ConfigError("--prompt: expected a text to continue, got ''")
         generation = TextGeneration(
             load_language_model(self.run),
             prompts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -19,7 +20,7 @@ class UptrainCommand:
       structattn uptrain MODEL --data books/ --compression 4 --tokens 50000000 --out smaller
     """
 
-    model: tyro.conf.Positional[str]
+    model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
     """A folder that save_pretrained wrote, or a name on the hub."""
     data: Path
     """A file or a folder of text, JSON lines or Parquet; or a corpus with the tokens of the model."""

@@ -298,6 +298,6 @@ def _checked_boundaries(num_positions: int, cu_seqlens: Sequence[int] | Tensor) 
     is_list = isinstance(ends, tuple | list) and len(ends) > 1 and all(is_int(x) for x in ends)
     if not is_list or ends[0] != 0 or ends[-1] != num_positions or any(a > b for a, b in pairwise(ends)):
         raise ConfigError(
-            f"cu_seqlens must rise or stay the same, from 0 to the length {num_positions}, got {describe(cu_seqlens)}"
+            f"cu_seqlens must rise or stay the same from 0 to the length {num_positions}, got {describe(cu_seqlens)}"
         )
     return tuple(ends)

@@ -311,13 +311,18 @@ class TextHistory:
         """Tokens so far of all rows, without padding."""
         return sum(map(len, self.marks))
 
+    @property
+    def num_rows(self) -> int | None:
+        """Texts, known from the first tokens on or from ``left_padding``."""
+        return len(self.marks or self._padding or ()) or None
+
     def step(self, tokens: Tensor, length: int) -> TextStep:
         """The segments that the next tokens (B, n) see, after ``length`` tokens, padding included. Nothing is changed.
 
         Cost: that of the new tokens, however many there were before.
         """
         batch, count = tokens.shape
-        known = len(self.marks or self._padding or ()) or batch
+        known = self.num_rows or batch
         if known != batch:
             raise ShapeError(f"the tokens need a row for each of the texts: expected {known}, got {batch}")
         rows = self.marks or [b""] * batch

@@ -63,6 +63,11 @@ class Contraction:
     alternatives: Mapping[Order, int]
 
 
+# A structure is there to have fewer numbers than a dense matrix. Tests and small examples have more; a rank of 100,000 is a mistake.
+_MOST_NUMBERS = 16
+_FEW = 64 * 64  # numbers of a matrix that is so small that any rank is cheap
+
+
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Products are computed in the dtype of their factors."""
@@ -99,7 +104,17 @@ class StructuredMatrix(nn.Module, ABC):
         self.batch_shape = check_sizes(f"{type(self).__name__} batch_shape", batch_shape)
 
     def _empty(self, *shape: int) -> nn.Parameter:
-        """A new factor without numbers."""
+        """A new factor without numbers.
+
+        Raises:
+            ConfigError: it has far more numbers than the dense matrix, so that a rank is a mistake; or memory cannot hold it.
+        """
+        own = math.prod(shape) // math.prod(self.batch_shape)
+        if own > (most := _MOST_NUMBERS * max(self.num_rows * self.num_cols, _FEW)):
+            raise ConfigError(
+                f"a factor of a {self.num_rows} x {self.num_cols} {type(self).__name__} would have {own:,} numbers: expected at most {most:,}, "
+                f"{_MOST_NUMBERS} times a dense matrix; choose a smaller rank"
+            )
         check_memory(f"the factors of a {self.num_rows} x {self.num_cols} {type(self).__name__}", math.prod(shape))
         return nn.Parameter(torch.empty(*shape))
 

@@ -214,7 +214,7 @@ def structured_attention(
         dropout_p: probability of dropping a weight, to 16 bits. A seed from torch's global CPU generator, batch row, head, query
             and key decide: every backend drops the same, but for PyTorch's kernels (one level on a GPU, ``"auto"``). Default 0.
         cu_seqlens: (N + 1,) int32 or int64, the boundaries of N packed sequences (B = 1; T = S unless ``cu_seqlens_k`` is given):
-            pairs of different sequences are hidden and blocks start anew in each.
+            pairs of different sequences are hidden and blocks start anew in each. A sequence may be empty: its two boundaries are equal.
         left_padding: (B,) int32 or int64, the number of leading padding positions of each row: their keys and queries are
             hidden, and blocks are counted from the first real token. Queries before the first key are not padding.
         backend: ``"auto"`` chooses (see ``explain``); a named backend runs or raises.

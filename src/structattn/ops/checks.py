@@ -33,7 +33,7 @@ from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 from structattn.ops.call import Options
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NOTHING = nullcontext()
 _PLAIN = (Tensor, Parameter)  # exactly these, no other subclass
 
@@ -91,7 +91,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             check_tensor(name, x)
         if x.dim() != 4:
             raise ShapeError(f"{name} must be 4-dimensional (batch, heads, length, dim), got shape {tuple(x.shape)}")
-        if x.dtype not in _DTYPES:
+        if x.dtype not in DTYPES:
             raise ShapeError(f"{name} must be floating point, of 16, 32 or 64 bits, got {x.dtype}")
         if device is None:
             device, dtype = x.device, x.dtype
@@ -169,21 +169,21 @@ def _checked_sequences(q: Tensor, k: Tensor, options: Options) -> Options:
             )
         if of_queries.shape[0] < 2:
             raise ShapeError("cu_seqlens needs at least 2 entries, the boundaries of one sequence")
-        of_queries = checked_lengths(of_queries, "cu_seqlens", num_queries, 1 if of_keys is None else 0)
+        of_queries = checked_lengths(of_queries, "cu_seqlens", num_queries, are_offsets=True)
         if of_keys is not None:
             _check_ints("cu_seqlens_k", of_keys, q)
             if of_keys.shape != of_queries.shape:
                 raise ShapeError(
                     f"cu_seqlens and cu_seqlens_k must be of as many sequences: got {of_queries.shape[0]} and {of_keys.shape[0]} entries"
                 )
-            of_keys = checked_lengths(of_keys, "cu_seqlens_k", num_keys, 0)
+            of_keys = checked_lengths(of_keys, "cu_seqlens_k", num_keys, are_offsets=True)
     if left_padding is not None:
         _check_ints("left_padding", left_padding, q, "; of an attention mask it is (mask == 0).sum(1)")
         if left_padding.shape[0] != batch:
             raise ShapeError(
                 f"left_padding needs one count per batch row: expected {batch}, got {left_padding.shape[0]}"
             )
-        left_padding = checked_lengths(left_padding, "left_padding", num_keys, None)
+        left_padding = checked_lengths(left_padding, "left_padding", num_keys, are_offsets=False)
     return {"cu_seqlens": of_queries, "cu_seqlens_k": of_keys, "left_padding": left_padding}
 
 
@@ -196,14 +196,14 @@ def check_boundaries(name: str, x: Any, q: Tensor) -> None:
         )
 
 
-def checked_lengths(lengths: Tensor, name: str, total: int, least: int | None) -> Tensor:
+def checked_lengths(lengths: Tensor, name: str, total: int, *, are_offsets: bool) -> Tensor:
     """The tensor, its numbers checked: at once, or in a compiled program, or inside of a transform, whenever it runs.
 
     Args:
         lengths: int32 or int64; boundaries of packed sequences (N + 1,), or numbers of padding positions (B,).
         name: of the argument.
         total: T or S.
-        least: boundaries rise by at least this many from 0 to the total; ``None`` for padding, from 0 to the total each.
+        are_offsets: they rise or stay the same from 0 to the total; those of an empty sequence are equal. Padding is from 0 to the total each.
 
     Raises:
         ShapeError: numbers that do not fit; on a GPU, which is not waited for, the device reports it later.
@@ -211,34 +211,33 @@ def checked_lengths(lengths: Tensor, name: str, total: int, least: int | None) -
     if is_onnx_export():
         return lengths
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(lengths):
-        result: Tensor = torch.ops.structattn.checked_numbers(lengths, name, total, least)
+        result: Tensor = torch.ops.structattn.checked_numbers(lengths, name, total, are_offsets)
         return result
     if not isinstance(lengths, FakeTensor):
-        _check_lengths(lengths, name, total, least)
+        _check_lengths(lengths, name, total, are_offsets)
     return lengths
 
 
-def _check_lengths(lengths: Tensor, name: str, total: int, least: int | None) -> None:
+def _check_lengths(lengths: Tensor, name: str, total: int, are_offsets: bool) -> None:
     if lengths.is_cuda:
-        if least is not None:
-            fits = (lengths[0] == 0) & (lengths[-1] == total) & (lengths.diff() >= least).all()
+        if are_offsets:
+            fits = (lengths[0] == 0) & (lengths[-1] == total) & (lengths.diff() >= 0).all()
         else:
             fits = ((lengths >= 0) & (lengths <= total)).all()
         torch._assert_async(fits, f"{name} does not fit the length {total}")  # nothing waits for it
     elif lengths.device.type == "cpu":
         values = lengths.tolist()
-        if least is not None:
-            if values[0] != 0 or values[-1] != total or any(b - a < least for a, b in pairwise(values)):
-                how = "rise" if least else "rise or stay the same,"
+        if are_offsets:
+            if values[0] != 0 or values[-1] != total or any(a > b for a, b in pairwise(values)):
                 raise ShapeError(
-                    f"{name} must {how} from 0 to the length {total}, one entry per sequence end, got {values[:8]}"
+                    f"{name} must rise or stay the same from 0 to the length {total}, one entry per sequence end, got {values[:8]}"
                 )
         elif values and (min(values) < 0 or max(values) > total):
             raise ShapeError(f"{name} must lie in [0, {total}], got {min(values)} to {max(values)}")
 
 
-def _checked_copy(lengths: Tensor, name: str, total: int, least: int | None) -> Tensor:
-    _check_lengths(lengths, name, total, least)
+def _checked_copy(lengths: Tensor, name: str, total: int, are_offsets: bool) -> Tensor:
+    _check_lengths(lengths, name, total, are_offsets)
     return lengths.clone()  # an operator may not return its input
 
 
@@ -246,21 +245,21 @@ _lengths_operator = custom_op(
     "structattn::checked_numbers",
     _checked_copy,
     mutates_args=(),
-    schema="(Tensor lengths, str name, SymInt total, int? least) -> Tensor",
+    schema="(Tensor lengths, str name, SymInt total, bool are_offsets) -> Tensor",
 )
 
 
 @_lengths_operator.register_fake
-def _(lengths: Tensor, name: str, total: int, least: int | None) -> Tensor:
+def _(lengths: Tensor, name: str, total: int, are_offsets: bool) -> Tensor:
     return torch.empty_like(lengths)
 
 
 @_lengths_operator.register_vmap
 def _(
-    info: Any, in_dims: tuple[int | None, ...], lengths: Tensor, name: str, total: int, least: int | None
+    info: Any, in_dims: tuple[int | None, ...], lengths: Tensor, name: str, total: int, are_offsets: bool
 ) -> tuple[Tensor, int]:
     rows = lengths.movedim(in_dims[0] or 0, 0)
-    return torch.stack([checked_lengths(row, name, total, least) for row in rows]), 0
+    return torch.stack([checked_lengths(row, name, total, are_offsets=are_offsets) for row in rows]), 0
 
 
 def check_layout(
@@ -315,7 +314,7 @@ def check_options(layout: Any, options: Options, return_lse: Any) -> None:
 def _check_bias(q: Tensor, k: Tensor, attn_bias: Any) -> None:
     """Raises ``ShapeError`` unless the bias can be added to the scores."""
     check_tensor("attn_bias", attn_bias)
-    if attn_bias.dtype not in _DTYPES:
+    if attn_bias.dtype not in DTYPES:
         raise ShapeError(
             f"attn_bias is added to the scores and must be floating point, got {attn_bias.dtype}; a bool mask is "
             "attn_mask=..."
@@ -333,7 +332,7 @@ def checked_mask(
         ConfigError: a floating point mask beside a bias.
     """
     check_tensor("attn_mask", attn_mask)
-    if attn_mask.dtype != torch.bool and attn_mask.dtype not in _DTYPES:
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
         raise ShapeError(
             f"attn_mask must be bool, True where a pair may attend, or floating point, added to the scores, got {attn_mask.dtype}; "
             "a mask of 0 and 1 is mask != 0"
@@ -364,7 +363,7 @@ def check_softcap(softcap: Any) -> None:
 def check_sinks(q: Tensor, sinks: Any) -> None:
     """Raises ``ShapeError`` unless there is one logit per query head."""
     check_tensor("sinks", sinks)
-    if sinks.dtype not in _DTYPES or sinks.dim() != 1 or sinks.shape[0] != q.shape[1]:
+    if sinks.dtype not in DTYPES or sinks.dim() != 1 or sinks.shape[0] != q.shape[1]:
         raise ShapeError(
             f"sinks must have one floating-point logit per query head, shape ({q.shape[1]},), got {sinks.dtype} of shape "
             f"{tuple(sinks.shape)}"
@@ -382,7 +381,7 @@ def checked_slopes(q: Tensor, alibi_slopes: Any) -> Tensor:
     """
     check_tensor("alibi_slopes", alibi_slopes)
     batch, heads = q.shape[:2]
-    if alibi_slopes.dtype not in _DTYPES or tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
+    if alibi_slopes.dtype not in DTYPES or tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
         raise ShapeError(
             f"alibi_slopes must have one floating-point slope per query head, shape ({heads},) or ({batch}, {heads}), got "
             f"{alibi_slopes.dtype} of shape {tuple(alibi_slopes.shape)}"

@@ -178,7 +178,7 @@ class ContextParallel:
         lengths = agreed_lengths(self._processes, torch.device(self._processes.device_type), length, description, error)
         seqlens = (0, sum(lengths))
         if cu_seqlens is not None:
-            ends = checks.checked_lengths(cu_seqlens.cpu(), "cu_seqlens", sum(lengths), 1)
+            ends = checks.checked_lengths(cu_seqlens.cpu(), "cu_seqlens", sum(lengths), are_offsets=True)
             seqlens = tuple(ends.tolist())
         checked["scale"] = constant_scale(layout, checked["scale"])
         call = Call(layout=layout, **checked)

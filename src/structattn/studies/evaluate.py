@@ -11,16 +11,16 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from structattn.errors import CheckpointError, ConfigError, DataError
+from structattn.errors import CheckpointError, ConfigError, DataError, NotRegisteredError
 from structattn.models.language_model import LanguageModel
 from structattn.studies.data.corpus import Tokenizer
 from structattn.studies.data.plain_text import is_there
 from structattn.studies.records.run import RunRecord
-from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import Task, TextModel
 from structattn.studies.tasks.registry import task_class
 from structattn.studies.training.build import spec_for
 from structattn.studies.training.finished import FinishedRun, read_finished, read_record
+from structattn.typed_records import read_as
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -52,7 +52,7 @@ def load_run(folder: Path, data_path: Path | None = None) -> TrainedModel:
     """
     found = read_finished(folder)
     record = found.record
-    with _reading(folder):
+    with reading_run(folder):
         kind = task_class(record.task)
         config = record.task_config
         before = kind.data_path(config)
@@ -64,14 +64,14 @@ def load_run(folder: Path, data_path: Path | None = None) -> TrainedModel:
         raise DataError(
             f"the run in {folder} was trained on {before}, which is not there: put it back, or give its new location with --data"
         )
-    with _reading(folder):
+    with reading_run(folder):
         task = kind(read_as(kind.config_class, config, f"the run in {folder} is damaged"))
         if record.data not in (None, task.data_sha256):  # the first runs did not record it
             raise DataError(
                 f"the data have changed since the run in {folder} was trained, so that a score would be meaningless: restore them, or "
                 "give their new location with --data"
             )
-        model = _trained(folder, found, task.build_model)
+        model = trained_model(folder, found, task.build_model)
         return TrainedModel(task=task, spec=record.spec, seed=record.seed, model=model)
 
 
@@ -84,8 +84,8 @@ def load_language_model(folder: Path) -> LanguageModel:
     """
     found = read_finished(folder)
     model = _text_model(folder, found.record)
-    with _reading(folder):
-        return _trained(folder, found, model.build)
+    with reading_run(folder):
+        return trained_model(folder, found, model.build)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -98,7 +98,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _text_model(folder: Path, record: RunRecord) -> TextModel:
-    with _reading(folder):
+    with reading_run(folder):
         found = task_class(record.task).text_model(record.task_config, record.record)
     if found is None:
         raise ConfigError(
@@ -108,17 +108,19 @@ def _text_model(folder: Path, record: RunRecord) -> TextModel:
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """A context in which read errors mean that the run is damaged."""
+def reading_run(folder: Path) -> Iterator[None]:
+    """A context in which read errors mean that the run is damaged, unless it needs what is not installed or imported here."""
     try:
         yield
+    except NotRegisteredError as error:
+        raise NotRegisteredError(f"the run in {folder} cannot be read here: {error.reason}") from error
     except (CheckpointError, DataError):
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the run in {folder} is damaged: {error}; train it again") from error
 
 
-def _trained(folder: Path, found: FinishedRun, build: Callable[[str], M]) -> M:
+def trained_model(folder: Path, found: FinishedRun, build: Callable[[str], M]) -> M:
     """The model of a run with its weights, in eval mode.
 
     Raises:

@@ -28,6 +28,7 @@ OWNER = "owner.json"
 RUNS = Path("runs")
 FORMAT_VERSION = 1
 _LOCK = ".lock"
+CONFIG = "config.yaml"  # the settings, for people and for ``--config``
 OF_EVERY_FOLDER = (OWNER, _LOCK)  # names of the files that are written here
 _SHOWN = 4  # names or differences of one message
 
@@ -43,6 +44,9 @@ class Owner:
         free: settings that may differ when it is resumed, such as ``"seeds"`` or ``"training.process_timeout"``.
         recorded: reads the settings of a folder without an owner file, as version 0.1.0 left it, as far as its files contain them; ``None``
             if it holds nothing of this command. Default: such a folder is of another command.
+        last: the name of the file that is written last. A command that cannot be resumed begins anew in a folder of the same settings
+            without it. Default: in no folder with results.
+        label: the beginning of the names of new folders. Default: from the command and the task.
     """
 
     command: str
@@ -50,6 +54,8 @@ class Owner:
     settings: dict[str, Any]
     free: tuple[str, ...] = ()
     recorded: Callable[[Path], dict[str, Any] | None] = lambda folder: None
+    last: str = ""
+    label: str = ""
 
     @property
     def name(self) -> str:
@@ -143,11 +149,14 @@ def opened(
                 yield folder
             finally:
                 if not _names(folder):  # nothing came of it
-                    (folder / OWNER).unlink(missing_ok=True)
+                    for name in (OWNER, CONFIG):
+                        (folder / name).unlink(missing_ok=True)
     finally:
         if made:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if it is empty
+                if out is None:
+                    RUNS.rmdir()
 
 
 def finished_in(
@@ -173,9 +182,10 @@ def finished_in(
 
 
 def _names(folder: Path) -> list[str]:
-    """The names in a folder, without the files that this module writes."""
-    names = (path.name for path in folder.iterdir())
-    return sorted(name for name in names if name not in OF_EVERY_FOLDER and not name.startswith(TEMPORARY))
+    """The names in a folder, without the files that this module writes, and without the settings that a folder with an owner has."""
+    names = {path.name for path in folder.iterdir()}
+    left_out = {*OF_EVERY_FOLDER, *([CONFIG] if OWNER in names else [])}
+    return sorted(name for name in names - left_out if not name.startswith(TEMPORARY))
 
 
 def _check_owner(folder: Path, owner: Owner, *, resume: bool | None) -> None:
@@ -196,13 +206,14 @@ def _check_owner(folder: Path, owner: Owner, *, resume: bool | None) -> None:
             other = f"structattn {before['command']} {before['task']}".strip()
             raise ConfigError(f"{folder} holds the results of {other}, this is {owner.name}: give another --out")
         settings = before["settings"]
-    if resume is None:
+    if resume is None and (not owner.last or owner.last in names):
         raise ConfigError(f"{folder} already has results: give another --out")
-    if not resume:
+    if resume is False:
         raise ConfigError(f"{folder} already has results: give --resume to continue them, or another --out")
     if different := owner.differences(settings):
+        how = "resume" if resume else "begin again"
         raise ConfigError(
-            f"{folder} was begun with {_listing(different)}: resume with the same settings, or give another --out"
+            f"{folder} was begun with {_listing(different)}: {how} with the same settings, or give another --out"
         )
 
 
@@ -257,7 +268,7 @@ def _last_folder(owner: Owner) -> Path:
 def _new(owner: Owner) -> Path:
     """A new folder below ``runs/``, also if two processes start in the same second."""
     first = owner.command.split()[0]
-    name = owner.task if first in ("compare", "train") else f"{first}-{owner.task}".strip("-")
+    name = owner.label or (owner.task if first in ("compare", "train") else f"{first}-{owner.task}".strip("-"))
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         folder = RUNS / (f"{name}-{now}" if number == 1 else f"{name}-{now}-{number}")

@@ -108,17 +108,23 @@ class Point:
     def _job(
         self, recipe: Recipe, spec: str, seed: int, rate: float, group: Path, settings: str, **options: Any
     ) -> Job:
-        """A run; its folder differs for different specs, seeds, learning rates and settings."""
-        parent = group / _slug(settings) if settings else group
         return Job(
             task_name=self.task_name,
             task=recipe.task,
             spec=spec,
             training=replace(training_of(self.task_name, recipe, spec), learning_rate=rate),
             seed=seed,
-            folder=parent / _slug(spec) / f"seed-{seed}-lr-{rate:g}",
+            folder=_run_folder(group, settings, spec, seed, rate),
             **options,
         )
+
+    def run_folder(self, out: Path, spec: str, seed: int, rate: float) -> Path:
+        """Where the run of a row is: it differs for different specs, seeds, learning rates and settings."""
+        return _run_folder(out / "runs", self.settings, spec, seed, rate)
+
+    def baselines_folder(self, out: Path) -> Path:
+        """Where the files of the baselines are."""
+        return _below(out / "baselines", self.settings)
 
 
 def points_of(task_name: str, recipe: Recipe) -> list[Point]:
@@ -161,6 +167,14 @@ def _point(
         swept=apply_overrides(own, recipe.sweep_settings),
         sweep_settings=" ".join(text for text, change in changes.items() if change.name not in replaced),
     )
+
+
+def _below(group: Path, settings: str) -> Path:
+    return group / _slug(settings) if settings else group
+
+
+def _run_folder(group: Path, settings: str, spec: str, seed: int, rate: float) -> Path:
+    return _below(group, settings) / _slug(spec) / f"seed-{seed}-lr-{rate:g}"
 
 
 def _slug(text: str) -> str:

@@ -42,6 +42,14 @@ class Stopped(KeyboardInterrupt):
         return 128 + self.number
 
 
+def stop(number: int) -> None:
+    """Raises ``Stopped`` for a signal."""
+    raise Stopped(number)
+
+
+_at_once: Callable[[int], None] = stop
+
+
 def asked() -> int:
     """The number of the signal that asked this process to stop, 0 if none did."""
     return _asked or (_follows() if _follows is not None else 0)
@@ -55,10 +63,7 @@ def check() -> None:
 
 @contextmanager
 def at_steps() -> Iterator[None]:
-    """Inside, a signal waits until the code calls ``check``, where everything is saved; at the latest at the end of the block.
-
-    Outside, it raises at once.
-    """
+    """Inside, a signal waits until the code calls ``check``, where everything is saved; at the latest at the end of the block."""
     global _waiting
     _waiting += 1
     try:
@@ -85,7 +90,7 @@ def _note(number: int, frame: FrameType | None) -> None:
     global _asked
     first, _asked = not _asked, _asked or number
     if first and not _waiting:
-        raise Stopped(number)
+        _at_once(number)
 
 
 def listen() -> None:
@@ -96,8 +101,8 @@ def listen() -> None:
 
 
 @contextmanager
-def handled(on_end: Callable[[int], None]) -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM raise ``Stopped``, at once or at the next step (see ``at_steps``).
+def handled(on_end: Callable[[int], None], at_once: Callable[[int], None] = stop) -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM raise ``Stopped`` at the next step inside ``at_steps``, and call ``at_once`` elsewhere.
 
     A process that does not reach such a step is ended by a thread after ``GRACE_S`` seconds or at a second Ctrl-C, since
     Python handles signals only between its operations, and one of PyTorch may take long. Outside the main thread, where Python
@@ -105,12 +110,14 @@ def handled(on_end: Callable[[int], None]) -> Iterator[None]:
 
     Args:
         on_end: called in that thread, with the number of the signal, just before it ends the process.
+        at_once: called with the number of the signal. Default: it raises ``Stopped``, wherever the code is. A process that is the
+            command line's own ends itself here: libraries in the middle of an import, or below C++, do not survive an exception.
     """
-    global _asked, _follows, _handles
+    global _asked, _follows, _handles, _at_once
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _asked, _follows, _handles = 0, None, True
+    _asked, _follows, _handles, _at_once = 0, None, True, at_once
     before: dict[int, Any] = {number: signal.getsignal(number) for number in GRACE_S}
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
@@ -124,7 +131,7 @@ def handled(on_end: Callable[[int], None]) -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         signal.set_wakeup_fd(wakeup)
-        _asked, _handles = 0, False
+        _asked, _handles, _at_once = 0, False, stop
         theirs.close()
         watch.join()
         ours.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 from dataclasses import asdict
 from typing import get_args
 
 import torch
 
 from structattn import mup
-from structattn.errors import BackendUnavailableError
+from structattn.errors import BackendUnavailableError, StructAttnError
 from structattn.layers.build import build_attention
 from structattn.layers.layer import LayerShape
 from structattn.layout.levels import LevelLayout
@@ -18,15 +19,19 @@ from structattn.models.language_model import LanguageModel
 from structattn.ops import Backend, explain
 from structattn.ops.backends import why_not
 from structattn.ops.costs import measured_costs
-from structattn.spec.attention import FORMS
+from structattn.spec.attention import all_forms
 from structattn.spec.layers import FORM as LAYER_FORM
 from structattn.spec.layers import LayerSpecs
 from structattn.studies.baselines import add_forms
 from structattn.studies.data.corpus import Bytes, text_units
+from structattn.studies.durations import estimates, in_words
 from structattn.studies.environment import hardware, versions
+from structattn.studies.report.numbers import DASH
 from structattn.studies.report.table import Table
-from structattn.studies.settings import as_text, fields_of, type_in_words
-from structattn.studies.tasks.registry import TASKS, about, presets_of, recipe_for, task_class
+from structattn.studies.settings import as_text, fields_of, meanings, type_in_words
+from structattn.studies.tasks.registry import about, presets_of, recipe_for, task_class, usable_tasks
+
+logger = logging.getLogger(__name__)
 
 
 def structures() -> str:
@@ -49,12 +54,18 @@ def specs() -> str:
     shape = LayerShape(embed_dim=width, num_heads=heads, context_length=length)
     rows = []
     add_forms()
-    for form in FORMS.values():
-        with torch.device("meta"):
-            layer = build_attention(form.example, shape)
-        cost = layer.cost(length)
+    for name, form in all_forms().items():
+        try:
+            with torch.device("meta"):
+                layer = build_attention(form.example, shape)
+            cost = layer.cost(length)
+        except StructAttnError as error:  # one of another package, which need not fit this shape
+            logger.warning("the form %r: %s", name, error)
+            rows.append((form.syntax, form.example, DASH, DASH, DASH, form.meaning))
+            continue
         params = sum(p.numel() for p in layer.parameters())
-        counts = (f"{params:,}", f"{cost.flops / 1e6:,.0f}", f"{cost.cache_numbers:,}")
+        cached = DASH if cost.cache_numbers is None else f"{cost.cache_numbers:,}"
+        counts = (f"{params:,}", f"{cost.flops / 1e6:,.0f}", cached)
         rows.append((form.syntax, form.example, *counts, form.meaning))
     notes = (
         f"One layer of width {width}, {heads} heads, causal, {length:,} tokens; cache: numbers that it keeps of them; mlr-text: text without borders.",
@@ -93,31 +104,39 @@ def mup_roles(spec: str, width: int, num_heads: int) -> str:
 
 
 def presets() -> str:
-    """Every task and its presets, one per line: name, number of attention variants, what it is for."""
-    found = {task: presets_of(task) for task in TASKS}
+    """Every task and its presets, one per line: name, number of attention variants, an estimate of its time here, what it is for."""
+    found = {task: presets_of(task) for task in usable_tasks()}
     width = max(len(name) for presets in found.values() for name in presets)
+    times = estimates()
     lines: list[str] = []
     for task, presets in found.items():
         lines += [*([""] if lines else []), f"{task}: {about(task)}"]
-        lines += [
-            f"  {name:<{width}}  {len(preset.recipe.attention):>2} specs  {preset.about}"
-            for name, preset in presets.items()
-        ]
-    return "\n".join([*lines, "", "structattn settings TASK --preset NAME shows all that a preset sets."])
+        for name, preset in presets.items():
+            seconds = times[task].get(name)
+            takes = f"about {in_words(seconds)}" if seconds else "unknown"
+            lines.append(f"  {name:<{width}}  {len(preset.recipe.attention):>2} specs  {takes:<15}  {preset.about}")
+    notes = (
+        "about: an estimate for `structattn compare` on the CPU of this machine, one run after the other: from a few training steps of each task,",
+        "measured once a day, and from counted steps and FLOPs. unknown: it depends on your data, or on a library that is not installed.",
+        "structattn settings TASK --preset NAME shows all that a preset sets.",
+    )
+    return "\n".join([*lines, "", *notes])
 
 
 def settings(task: str, preset: str) -> str:
-    """Every setting that ``--set`` takes for a task: its name, its type, and its value in a preset.
+    """Every setting that ``--set`` takes for a task: its name, its type, its value in a preset, and what it is.
 
     Raises:
         ConfigError: there is no such task or preset.
     """
     options = [f"--{name} for {option.about}" for name, option in task_class(task).data_options.items()]
     value = f"value in {task} --preset {preset}"
-    fields = fields_of(recipe_for(task, preset))
-    rows = [(name, type_in_words(hint), as_text(value)) for name, hint, value in fields]
+    recipe = recipe_for(task, preset)
+    meaning = meanings(recipe)
+    rows = [(name, as_text(value), type_in_words(hint), meaning[name]) for name, hint, value in fields_of(recipe)]
     note = " ".join(["Change one with --set NAME=VALUE.", *([f"Your data: {', '.join(options)}."] if options else [])])
-    return Table.of(("setting", "type", value), rows, words=("type", value), notes=(note,)).text()
+    header = ("setting", value, "type", "meaning")
+    return Table.of(header, rows, words=header[1:], notes=(note,)).text()
 
 
 def info() -> str:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from structattn.checks import check_choice, check_field_types, check_int
+from structattn.checks import check_choice, check_field_types, check_int, check_number
 from structattn.errors import ConfigError
 from structattn.studies.settings import Change
 from structattn.studies.training.config import TrainingConfig
@@ -47,17 +47,17 @@ class Recipe:
         training: settings of one run, the same for every variant.
         attention: specs to compare.
         seeds: runs per variant, with seeds 0 ... seeds - 1.
-        learning_rates: when more than one, each variant is first trained at every rate with seed 0, and its best rate on
+        learning_rates: rates to choose from: when there is more than one, each variant is first trained at every rate with seed 0, and its best rate on
             the validation split is used for all seeds: equal tuning effort. Empty: ``training.learning_rate``.
-        sweep_settings: settings in which the runs that choose the learning rate differ from the others, such as
+        sweep_settings: settings of the runs that choose the learning rate: in which they differ from the others, such as
             ``("task.embed_dim=16",)``: under muP a rate found at a small width holds at a large one. Empty: no difference.
-        equal: ``"steps"``: ``training.steps`` for every variant. ``"compute"``: as many steps as cost what ``training.steps`` steps of
+        equal: what all variants get alike: ``"steps"``: ``training.steps`` for every variant. ``"compute"``: as many steps as cost what ``training.steps`` steps of
             the first variant cost, in forward FLOPs, so that all are compared at equal compute. Budgets go before it.
-        variants: settings that are varied, each a text such as ``"task.dim=4 task.num_heads=2"``, or with a separate name for
+        variants: settings that are varied: each is a text such as ``"task.dim=4 task.num_heads=2"``, or with a separate name for
             tables, ``"small: task.dim=4"``, each name once: everything is compared under each. Empty: the settings as they are.
-        search: settings of which each attention gets its best, such as ``("task.look_back=96", "task.look_back=336")``: everything is
+        search: settings of which each attention gets its best: such as ``("task.look_back=96", "task.look_back=336")``: everything is
             trained with each, all seeds, and the one with the lowest mean validation score counts. Empty: no choice.
-        widths: of the models: everything is compared at each ``task.embed_dim``, with heads of the dimension that the settings have.
+        widths: widths of the models: everything is compared at each ``task.embed_dim``, with heads of the dimension that the settings have.
             Empty: that of the settings.
         budgets: forward FLOPs of all training examples: everything is compared at each of them, instead of after ``training.steps``.
 
@@ -88,10 +88,9 @@ class Recipe:
                 f"{self.num_runs:,} runs of {self.training.steps:,} steps ({len(self.attention)} models, {self.seeds:,} seeds and what is "
                 f"varied), and {MOST_RUNS:,} are the most: give fewer seeds, or do it in parts"
             )
-        if any(not 0 < number < math.inf for number in (*self.learning_rates, *self.budgets)):
-            raise ConfigError(
-                f"learning rates and budgets must be positive, got {self.learning_rates} and {self.budgets}"
-            )
+        for name in ("learning_rates", "budgets"):
+            for number in getattr(self, name):
+                check_number(f"{name}: each", number, above=0)
         for name in ("learning_rates", "variants", "search", "widths", "budgets"):
             values = getattr(self, name)
             if len(set(values)) != len(values):
@@ -116,6 +115,12 @@ class Recipe:
         )
 
     def _check_variants(self) -> None:
+        for axis in ("variants", "search"):
+            for text in getattr(self, axis):
+                try:
+                    Variation.parse(text)
+                except ConfigError as error:
+                    raise ConfigError(f"{axis}: {error}") from None
         names = [Variation.parse(text).name for text in self.variants]
         if len(set(names)) != len(names):
             raise ConfigError(

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import itertools
+import math
+import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -14,8 +19,15 @@ from structattn.spec.grammar import assignment, flag, one_of, plain_number, spli
 from structattn.studies.training.config import TrainingConfig
 
 T = TypeVar("T")
+Value = str | tuple[str, ...] | None  # of a setting, as it is written: a list, or nothing, only in a file
+_FEW = 90  # characters of a setting's meaning
 # Common short names of these settings.
 _SHORT = {"training.lr": "training.learning_rate"}
+
+
+def full_name(name: str) -> str:
+    """The name of a setting in full, of one that has a short name."""
+    return _SHORT.get(name, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +41,7 @@ class Change:
     """
 
     name: str
-    text: str
+    text: Value
     value: Any = None
 
     @classmethod
@@ -44,7 +56,7 @@ class Change:
             name, value = assignment(text)
         except ConfigError:
             raise ConfigError(f"a setting is written section.field=value, got {quoted(text)}") from None
-        return cls(_SHORT.get(name, name), value)
+        return cls(full_name(name), value)
 
     def __str__(self) -> str:
         return f"{self.name}={self.text}"
@@ -87,6 +99,8 @@ def _changed(config: T, changes: list[tuple[list[str], Change]]) -> T:
             )
         current = getattr(config, head)
         if dataclasses.is_dataclass(current):
+            if not rest and change.text is None and change.value is None:
+                continue  # a section of a file, in which all is left out
             if not rest:
                 fields = ", ".join(field.name for field in dataclasses.fields(current))
                 raise ConfigError(f"{name!r} is a section; set one of its fields: {fields}")
@@ -108,12 +122,31 @@ def _sections_with(config: Any, name: str) -> list[str]:
     return [full for full in known if full.endswith(f".{name}")]
 
 
-def convert(text: str, kind: Any, name: str) -> Any:
+def convert(text: Value, kind: Any, name: str) -> Any:
     """The text as a value of the annotated type of a field; ``name`` is that of the field, for the error."""
     try:
-        return _convert(text, kind, name)
+        if text is None:
+            return _nothing(kind)
+        return _convert(text, kind, name) if isinstance(text, str) else _listed(text, kind, name)
     except ConfigError as error:
         raise error if str(error).startswith(name) else ConfigError(f"{name}: {error}") from None
+
+
+def _nothing(kind: Any) -> None:
+    if type(None) not in typing.get_args(kind):
+        raise ConfigError(f"expected {type_in_words(kind)}, got nothing")
+
+
+def _listed(texts: tuple[str, ...], kind: Any, name: str) -> Any:
+    """A list of a file, whose items may have commas."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _listed(texts, next(a for a in args if a is not type(None)), name)
+    if origin is not tuple:
+        raise ConfigError(f"expected one value, {type_in_words(kind)}, got a list of {len(texts)}")
+    if args[-1] is not ... and len(texts) != len(args):
+        raise ConfigError(f"expected {len(args)} values, got {len(texts)}")
+    return tuple(_convert(text, args[0], name) for text in texts)
 
 
 def _convert(text: str, kind: Any, name: str) -> Any:
@@ -133,6 +166,8 @@ def _convert(text: str, kind: Any, name: str) -> Any:
         return flag(text.lower())
     if kind in (int, float):
         value = plain_number(text, kind)
+        if not math.isfinite(value):
+            raise ConfigError(f"expected a finite number, got {quoted(text)}")
         if kind is int:
             check_int(name, value, maximum=MAX_LENGTH)
         return value
@@ -148,6 +183,40 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from fields_of(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", hints[name], value
+
+
+def meanings(config: Any, prefix: str = "") -> dict[str, str]:
+    """What every setting below a dataclass is, in a few words: the beginning of its entry in the docstring of the class."""
+    found: dict[str, str] = {}
+    entries = _argument_entries(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= meanings(value, f"{prefix}{field.name}.")
+        else:
+            found[f"{prefix}{field.name}"] = _few_words(entries.get(field.name, ""))
+    return found
+
+
+def _argument_entries(kind: type) -> dict[str, str]:
+    """The text of every argument in the section ``Args`` of a docstring; one entry may describe several."""
+    lines = (inspect.getdoc(kind) or "").partition("\nArgs:\n")[2].splitlines()
+    section = itertools.takewhile(lambda line: line.startswith(" "), lines)
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in section:
+        if not line.startswith(" " * 8):  # a new entry
+            before, _, line = line.partition(":")
+            names = before.replace(" ", "").split(",")
+        for name in names:
+            found[name] = f"{found.get(name, '')} {line.strip()}".strip()
+    return found
+
+
+def _few_words(text: str) -> str:
+    """The first sentence, or its beginning."""
+    first = re.split(r"(?<=[\w)])[.;:](?= |$)", text.replace("``", ""), maxsplit=1)[0].rstrip(".")
+    return textwrap.shorten(first, _FEW, placeholder=" ...")
 
 
 def type_in_words(kind: Any) -> str:

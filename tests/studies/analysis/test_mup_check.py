@@ -28,8 +28,8 @@ from structattn.studies.analysis.coordinate_models import (
 )
 from structattn.studies.records.common import read_file, to_json
 from structattn.studies.records.mup import MupRecord
-from structattn.studies.records.typed import read_as
 from structattn.studies.report.figures.mup import _transfer
+from structattn.typed_records import read_as
 
 FLAT = CheckConfig(structures=("standard",), widths=(64, 128, 256), transfer_widths=())
 
@@ -189,7 +189,7 @@ def _reread(part):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"widths": (64,)}, "widths: a check compares at least two different widths, got .64."),
+        ({"widths": (64,)}, "widths: a check compares at least two different ones, got .64."),
         ({"widths": (64, 64)}, "at least two"),
         ({"widths": ()}, "at least two"),
         ({"widths": (32, 67)}, "width 67 is not divisible by 2 heads; the nearest that are: 66 and 68"),
@@ -252,7 +252,7 @@ def test_the_command(tmp_path, capsys) -> None:
     assert cli.main(words) == 2
     assert "already has results" in capsys.readouterr().err
     assert cli.main(["mup", "check", "--widths", "32", "--out", str(tmp_path / "x")]) == 2
-    assert "at least two different widths" in capsys.readouterr().err
+    assert "at least two different ones" in capsys.readouterr().err
 
 
 def test_options_reach_the_settings(tmp_path, monkeypatch) -> None:

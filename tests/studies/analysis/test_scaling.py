@@ -20,11 +20,11 @@ from structattn.studies.grid import points_of
 from structattn.studies.records import Row
 from structattn.studies.records.common import to_json
 from structattn.studies.records.comparison import GridPosition, Scaling
-from structattn.studies.records.typed import read_as
 from structattn.studies.report.scaling import table, verdict
 from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.registry import presets_of, recipe_for
 from structattn.studies.training.build import spec_for
+from structattn.typed_records import read_as
 
 BUDGETS = (1e12, 2e12, 4e12, 8e12, 16e12)
 
@@ -78,8 +78,8 @@ def test_a_recipe_without_a_grid_is_one_point() -> None:
     [
         (("widths=64,64",), "widths must be unique"),
         (("widths=100",), "multiples of the head dimension, 64"),
-        (("budgets=0",), "must be positive"),
-        (("budgets=inf",), "must be positive"),
+        (("budgets=0",), "must be a finite number above 0"),
+        (("budgets=inf",), "expected a finite number"),
         (("training.parametrization=standard", "sweep_settings=", "widths=64,128"), "muP only"),
         (("equal=tokens",), "tokens"),
         (("variants=a: task.rotary=,a: task.rotary=low_far",), "names must be unique"),

@@ -526,7 +526,10 @@ def test_unknown_characters(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tokens": "words"}, "unknown tokens 'words': known: 'bpe', 'bytes', 'chars'"),
+        (
+            {"tokens": "words"},
+            "unknown tokens 'words': known: 'bpe', 'bytes', 'chars'",
+        ),
         ({"validation": 0.0}, "validation must be a finite number above 0 and below 1"),
         ({"test": float("nan")}, "test must be a finite number above 0 and below 1"),
         ({"validation": 0.6, "test": 0.4}, "sum to less than 1"),
@@ -616,4 +619,4 @@ def test_the_command(tmp_path, capsys) -> None:
     assert main(["data", "info", str(out)]) == 2
     assert "got 0 bytes" in capsys.readouterr().err
     assert main([*words[:-1], str(tmp_path / "new"), "--tokens", "words"]) == 2
-    assert "unknown tokens 'words'" in capsys.readouterr().err
+    assert "--tokens: unknown value 'words': known: 'bpe', 'bytes', 'chars', 'model'" in capsys.readouterr().err

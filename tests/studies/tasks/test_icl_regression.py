@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from structattn.errors import ConfigError, ShapeError
 from structattn.seeds import generator
-from structattn.studies.records.typed import read_as
 from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.icl_regression.baselines import (
     averaging,
@@ -29,6 +28,7 @@ from structattn.studies.tasks.icl_regression.task import (
     ICLRegressionTask,
     Shift,
 )
+from structattn.typed_records import read_as
 
 TINY = ICLRegressionConfig(dim=4, embed_dim=8, num_layers=2, num_heads=2, eval_prompts=300)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +14,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from structattn.cache import PAGE_SIZE, LevelCache
 from structattn.checks import check_int, check_tensor
-from structattn.errors import CacheError
+from structattn.errors import CacheError, ShapeError
 from structattn.integrations.transformers.masks import Placeholder
 from structattn.integrations.transformers.recording import Append, Recording
 from structattn.integrations.transformers.variant import Variant
+
+# The methods of a cache that move its rows.
+RowChange = Literal["reorder_cache", "batch_repeat_interleave", "batch_select_indices"]
 
 
 class PendingStates(Placeholder):
@@ -259,51 +263,80 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.record_past = True
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Removes the last tokens.
+        """Removes the last tokens, of this layer only; ``LevelCaches.crop`` removes those of all layers.
 
         Args:
             tokens_to_remove: minus the number of tokens, an int (up to transformers 5.17 also a tensor of one); 0 only drops the recording.
 
         Raises:
-            CacheError: a positive number; or a level would need keys that it has dropped, and nothing was recorded.
+            CacheError: a positive number; or a level would need keys that it has dropped, and nothing was recorded. Nothing is changed then.
         """
-        is_one = isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() == 1
-        check_int("tokens_to_remove", int(tokens_to_remove) if is_one else tokens_to_remove)
-        tokens_to_remove = int(tokens_to_remove)
-        if tokens_to_remove > 0:
-            raise CacheError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
-        cache, recording = self.level_cache, self._recording
-        self._recording = None
-        if cache is None or tokens_to_remove == 0:
-            return
-        length = cache.length + tokens_to_remove
+        self.cropped(removed_tokens(tokens_to_remove))()
+
+    def cropped(self, count: int) -> Callable[[], None]:
+        """What removes the last ``count`` tokens, once it is called, and cannot fail: all that can is done before.
+
+        Raises:
+            CacheError: as ``crop``; nothing is changed.
+        """
+        cache = self.level_cache
+        if cache is None or count == 0:
+            return partial(self._go_on, cache)
+        length = cache.length - count
         if length < 0:
-            raise CacheError(f"cannot remove {-tokens_to_remove} of {cache.length} tokens")
+            raise CacheError(f"cannot remove {count} of {cache.length} tokens")
         try:
-            cache.crop(length)
+            cache.check_crop(length)
         except CacheError:
-            if recording is None or length < recording.before.length:
+            if self._recording is None or length < self._recording.before.length:
                 raise
-            self.level_cache = recording.replay(length)
+            return partial(self._go_on, self._recording.replay(length))
+
+        def crop() -> None:
+            cache.crop(length)
+            self._go_on(cache)
+
+        return crop
+
+    def _go_on(self, cache: LevelCache | None) -> None:
+        self.level_cache, self._recording = cache, None
+
+    def check_rows(self, change: RowChange, argument: Any) -> None:
+        """Raises what this change of the rows would raise, and changes nothing.
+
+        Args:
+            change: ``"reorder_cache"``, ``"batch_repeat_interleave"`` or ``"batch_select_indices"``.
+            argument: of the method of that name.
+        """
+        cache = LevelCache() if self.level_cache is None else self.level_cache
+        match change:
+            case "reorder_cache":
+                cache.check_reorder(argument)
+            case "batch_repeat_interleave":
+                cache.check_repeats(argument)
+            case "batch_select_indices":
+                cache.check_select(_indices(argument, cache.batch_size))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes row ``beam_idx[b]``."""
-        self._recording = None
+        """Row b becomes row ``beam_idx[b]``; raises ``ShapeError``, and changes nothing, where that cannot be."""
+        self.check_rows("reorder_cache", beam_idx)
         if self.level_cache is not None:
             self.level_cache.reorder(beam_idx)
+        self._recording = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times."""
-        self._recording = None
+        """Every row ``repeats`` times; raises ``ConfigError``, and changes nothing, where that cannot be."""
+        self.check_rows("batch_repeat_interleave", repeats)
         if self.level_cache is not None:
             self.level_cache.repeat_interleave(repeats)
+        self._recording = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows, given as ints or as a bool mask."""
-        check_tensor("indices", indices)
-        self._recording = None
+        """Keeps these rows, given as ints or as a bool mask; raises ``ShapeError``, and changes nothing, where there are no such rows."""
+        self.check_rows("batch_select_indices", indices)
         if self.level_cache is not None:
-            self.level_cache.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+            self.level_cache.select(_indices(indices, self.level_cache.batch_size))
+        self._recording = None
 
     def undo(self) -> None:
         """Removes the last tokens; see ``LevelCache.undo``."""
@@ -315,6 +348,25 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         raise CacheError("a LevelCacheLayer cannot be offloaded: leave cache_implementation='offloaded' away")
 
     prefetch = offload
+
+
+def removed_tokens(tokens_to_remove: int | Tensor) -> int:
+    """The number of tokens that ``crop`` is asked to remove; raises ``CacheError`` or ``ConfigError`` where it is none."""
+    is_one = isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() == 1
+    check_int("tokens_to_remove", int(tokens_to_remove) if is_one else tokens_to_remove)
+    if tokens_to_remove > 0:
+        raise CacheError(f"crop takes minus the number of tokens to remove, got {int(tokens_to_remove)}")
+    return -int(tokens_to_remove)
+
+
+def _indices(rows: Tensor, batch: int | None) -> Tensor:
+    """Rows as ints, from ints or from a bool mask."""
+    check_tensor("indices", rows)
+    if rows.dtype != torch.bool:
+        return rows
+    if rows.dim() != 1 or batch not in (None, len(rows)):
+        raise ShapeError(f"a mask of rows must have shape ({batch},), one bool per row, got {tuple(rows.shape)}")
+    return rows.nonzero()[:, 0]
 
 
 def _nonzero(padding: tuple[int, ...] | None) -> tuple[int, ...] | None:

@@ -13,21 +13,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from structattn.cache import PAGE_SIZE
 from structattn.cache.paged import PackedCache
-from structattn.checks import check_type
+from structattn.checks import check_size, check_type
 from structattn.errors import CacheError, ConfigError
-from structattn.integrations.transformers.cache import LevelCacheLayer
-from structattn.integrations.transformers.hybrid_cache import HybridCacheLayer
+from structattn.integrations.transformers.cache import LevelCacheLayer, RowChange, removed_tokens
+from structattn.integrations.transformers.hybrid_cache import HybridCacheLayer, check_states, states_of
+from structattn.memory import check_memory
 
 # The argument and the output of transformers' models that is the cache: its name from 5.24 on, and before. Our models take both.
 CACHE_NAMES = ("cache", "past_key_values")
@@ -66,8 +69,15 @@ def of_decoder(cache: Any) -> Any:
 
 
 def check_layers(cache: Cache) -> None:
-    """Raises ``CacheError`` unless all our layers hold the same number of tokens: an interrupted call may have left them different."""
+    """Raises ``CacheError`` unless all our layers hold the same number of tokens, and no change broke off between two layers."""
     lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, LevelCacheLayer)]
+    if getattr(cache, "is_torn", False):
+        if any(lengths):
+            raise CacheError(
+                "a call of the model, or a change of this cache, broke off after some layers were written over: reset() it and give all "
+                "tokens again"
+            )
+        cache.is_torn = False
     if len(set(lengths)) > 1:
         raise CacheError(
             f"the layers of this cache hold different numbers of tokens, {lengths}: a call of the model was interrupted, or a layer was used "
@@ -75,10 +85,51 @@ def check_layers(cache: Cache) -> None:
         )
 
 
+class _Before:
+    """What a layer of transformers was before it changes; of ``HybridCacheLayer`` only its states.
+
+    What it refers to is kept, and not copied. So numbers that are written over in place, as the states of recurrences are, are lost.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        is_own, self.length = isinstance(layer, LevelCacheLayer), 0
+        attributes = {name: dict(x) if isinstance(x, dict) else x for name, x in vars(layer).items()}
+        if is_own:  # all that LinearAttentionLayer changes is in dictionaries
+            attributes = {name: x for name, x in attributes.items() if isinstance(x, dict)}
+        elif type(layer) is DynamicLayer and layer.get_seq_length():
+            # Every token makes new tensors of all tokens; to keep the old ones as well would double the memory.
+            self.length = layer.get_seq_length()
+            attributes = {name: x for name, x in attributes.items() if not isinstance(x, Tensor)}
+        self.attributes = attributes
+        every = (x for value in attributes.values() for x in (value.values() if isinstance(value, dict) else [value]))
+        self.versions = [(x, None if x.is_inference() else x._version) for x in every if isinstance(x, Tensor)]
+
+    def put_back(self) -> bool:
+        """Makes the layer what it was; false where its numbers were (or, in inference mode, may have been) written over."""
+        vars(self.layer).update(self.attributes)
+        if self.length:
+            self.layer.keys, self.layer.values = (
+                x[..., : self.length, :] for x in (self.layer.keys, self.layer.values)
+            )
+        changed = [x for x, version in self.versions if x.is_inference() or x._version != version]
+        if changed and not any(getattr(self.layer, "has_previous_state", {0: True}).values()):
+            for state in changed:  # of a cache that was reset
+                state.zero_()
+            return True
+        return not changed
+
+
+def _put_back(layers: list[_Before]) -> bool:
+    """Makes layers what they were; false where one cannot be."""
+    return all([before.put_back() for before in layers])  # noqa: C419 - each of them, also after one that cannot
+
+
 @contextmanager
 def guarded(cache: Any) -> Iterator[None]:
     """A context for a call of a model: all layers of a cache append the next tokens, or (with any error) none.
 
+    The state of a recurrence, which is written over, cannot be put back: a cache with one has to be ``reset`` if the call got that far.
     Anything else than a ``Cache`` is left alone. Raises ``CacheError`` as ``check_layers``.
     """
     cache = of_decoder(cache)
@@ -86,18 +137,37 @@ def guarded(cache: Any) -> Iterator[None]:
         yield
         return
     check_layers(cache)
+    count = len(cache.layers)
     lengths = {id(layer): layer.get_seq_length() for layer in cache.layers if isinstance(layer, LevelCacheLayer)}
+    is_traced = torch.compiler.is_compiling()  # a compiler knows no versions of tensors
+    others = [_Before(layer) for layer in cache.layers if type(layer) is not LevelCacheLayer and not is_traced]
     try:
         yield
     except BaseException:
+        if cache.layer_class_to_replicate is not None:
+            del cache.layers[count:]
         for layer in cache.layers:  # new layers have replaced empty ones
             if isinstance(layer, LevelCacheLayer) and layer.get_seq_length() != lengths.get(id(layer), 0):
                 layer.undo()
+        if not _put_back(others):
+            cache.is_torn = True
         raise
 
 
-class LevelCaches(Cache):  # type: ignore[misc]
-    """A ``transformers.Cache`` of ``LevelCacheLayer``s that knows its size."""
+class LevelCaches(DynamicCache):  # type: ignore[misc]
+    """A ``transformers.Cache`` of ``LevelCacheLayer``s, and where a model has others of those, all of which change together or not at all.
+
+    A wrong argument, or a layer that cannot do what is asked, changes nothing. If memory ends or Ctrl-C comes while rows are moved, the cache
+    raises ``CacheError`` until it is ``reset``.
+
+    Args:
+        layers: of all layers of a model.
+    """
+
+    is_torn = False  # some layers were changed and others not, and there is no way back
+
+    def __init__(self, layers: list[Any]) -> None:
+        Cache.__init__(self, layers=layers)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """As ``Cache.update``; raises ``CacheError`` as ``check_layers`` when the first layer is reached."""
@@ -108,7 +178,136 @@ class LevelCaches(Cache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes that are allocated, over all attention layers."""
-        return sum(layer.nbytes for layer in self.layers if isinstance(layer, LevelCacheLayer))
+        return sum(layer.nbytes for layer in self._own_layers)
+
+    @property
+    def _own_layers(self) -> list[LevelCacheLayer]:
+        return [layer for layer in self.layers if isinstance(layer, LevelCacheLayer)]
+
+    @contextmanager
+    def _torn_unless_done(self) -> Iterator[None]:
+        self.is_torn = True
+        yield
+        self.is_torn = False
+
+    def reset(self) -> None:
+        """Clears everything."""
+        with self._torn_unless_done():
+            for layer in sorted(self.layers, key=lambda layer: isinstance(layer, LevelCacheLayer)):
+                layer.reset()
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Removes the last tokens from all layers, or (with an error) from none.
+
+        Args:
+            tokens_to_remove: see ``LevelCacheLayer.crop``.
+
+        Raises:
+            CacheError: a positive number, more tokens than there are, or a layer that has no way back; see ``LevelCacheLayer.crop``.
+        """
+        count = removed_tokens(tokens_to_remove)
+        check_layers(self)
+        length, changes, others = self.get_seq_length(), [], []
+        for number, layer in enumerate(self.layers):
+            try:
+                if isinstance(layer, LevelCacheLayer):
+                    changes.append(layer.cropped(count))
+                elif check_crop(layer, count, length):
+                    others.append((layer, _Before(layer)))
+            except CacheError as error:
+                raise CacheError(f"layer {number} of the cache: {error}") from None
+        with self._torn_unless_done():
+            try:
+                for layer, _ in others:
+                    layer.crop(-count)
+            except BaseException:
+                self.is_torn = not _put_back([before for _, before in others])
+                raise
+            for change in changes:
+                change()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes row ``beam_idx[b]``, in all layers or (with a wrong argument) in none.
+
+        Raises:
+            ShapeError: the indices are not one per row, or out of range.
+            CacheError: a layer cannot move its rows.
+        """
+        self._move("reorder_cache", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times, in all layers or (with a wrong argument) in none; raises ``ConfigError`` or ``CacheError``."""
+        check_size("repeats", repeats)
+        check_memory(f"{repeats} copies of the rows", repeats * self.nbytes, torch.uint8)
+        self._move("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows, ints or a bool mask, in all layers or (with a wrong argument) in none; raises ``ShapeError`` or ``CacheError``."""
+        self._move("batch_select_indices", indices)
+
+    def _move(self, change: RowChange, argument: Any) -> None:
+        check_layers(self)
+        batches = {number: rows_of(layer) for number, layer in enumerate(self.layers)}
+        if len({rows for rows in batches.values() if rows is not None}) > 1:
+            raise CacheError(
+                f"the layers of this cache hold different numbers of rows, {list(batches.values())}: a layer was used without the others; "
+                "reset() it and give all tokens again"
+            )
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, LevelCacheLayer):
+                layer.check_rows(change, argument)
+            elif not hasattr(layer, change):
+                raise CacheError(f"layer {number} of the cache is {layer!r}, which has no {change}()")
+        with self._torn_unless_done():
+            for layer in self.layers:
+                getattr(layer, change)(argument)
+
+
+def rows_of(layer: Any) -> int | None:
+    """The rows of the batch that a cache layer holds; ``None`` where it holds nothing, or does not say."""
+    if isinstance(layer, LevelCacheLayer):
+        return None if layer.level_cache is None else layer.level_cache.batch_size
+    states = [state for _, _, state in states_of(layer)] if isinstance(layer, LinearAttentionCacheLayerMixin) else []
+    keys = getattr(layer, "keys", None)
+    held = [x for x in (keys, *states) if isinstance(x, Tensor) and x.numel()]
+    return held[0].shape[0] if held else None
+
+
+def check_crop(layer: Any, count: int, length: int) -> bool:
+    """Whether a cache layer of transformers holds anything to crop.
+
+    Args:
+        count: tokens to remove; 0 drops what was recorded, and nothing where nothing was.
+        length: tokens in the cache.
+
+    Raises:
+        CacheError: the layer would lose what the next token needs.
+    """
+    is_recording, own_length = getattr(layer, "record_past", False), 0
+    if isinstance(layer, CacheLayerMixin):
+        own_length = layer.get_seq_length()
+        is_plain_layer = not isinstance(layer, LinearAttentionCacheLayerMixin)  # whose states are checked below
+        if own_length and count and is_plain_layer and not layer.is_croppable:
+            raise CacheError(f"a {type(layer).__name__} cannot be cropped: reset() and start again")
+        if 0 < own_length < count:
+            raise CacheError(f"cannot remove {count} of {own_length} tokens")
+    if isinstance(layer, DynamicSlidingWindowLayer) and own_length:
+        kept, window = layer.keys.shape[-2], layer.sliding_window
+        if count and (
+            kept - count < min(window - 1, own_length - count) or (own_length >= window and not is_recording)
+        ):
+            raise CacheError(
+                f"a window of {window} keeps {kept} of {own_length} tokens, too few to remove {count}: call activate_past_recording() "
+                "before the tokens that may be removed"
+            )
+    has_states = isinstance(layer, LinearAttentionCacheLayerMixin) and bool(states_of(layer))
+    if has_states:
+        check_states(layer, count, length)
+        if count and not is_recording:
+            raise CacheError(
+                "the state of a convolution was not recorded: call activate_past_recording() before the tokens that may be removed"
+            )
+    return (own_length > 0 or has_states) and (count > 0 or is_recording)
 
 
 def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_size: int = PAGE_SIZE) -> LevelCaches:
@@ -169,4 +368,6 @@ def level_cache_layer(cache: Cache, index: int) -> LevelCacheLayer:
         )
     own.record_past = getattr(layer, "record_past", False)
     cache.layers[index] = own
+    if type(cache) in (Cache, DynamicCache) and not torch.compiler.is_compiling():
+        cache.__class__ = LevelCaches  # whose layers change together; the model may go on with the same object
     return own

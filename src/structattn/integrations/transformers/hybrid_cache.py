@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from structattn.cache import PAGE_SIZE
-from structattn.integrations.transformers.cache import LevelCacheLayer
+from structattn.errors import CacheError
+from structattn.integrations.transformers.cache import LevelCacheLayer, RowChange
 
 
 class HybridCacheLayer(LevelCacheLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
@@ -33,10 +40,16 @@ class HybridCacheLayer(LevelCacheLayer, LinearAttentionAndFullAttentionLayer):  
         """Whether the states can be put back, which a recurrence cannot."""
         return bool(LinearAttentionLayer.is_croppable.fget(self))
 
-    def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """See ``LevelCacheLayer``; raises a ``RuntimeError`` of transformers where the states were not recorded."""
-        LinearAttentionLayer.crop(self, int(tokens_to_remove))
-        LevelCacheLayer.crop(self, tokens_to_remove)
+    def cropped(self, count: int) -> Callable[[], None]:
+        """See ``LevelCacheLayer``; raises ``CacheError`` as ``check_states`` too."""
+        check_states(self, count, self.get_seq_length())
+        crop = LevelCacheLayer.cropped(self, count)
+
+        def both() -> None:
+            crop()
+            crop_states(self, count)
+
+        return both
 
     def reset(self) -> None:
         """Clears everything."""
@@ -44,21 +57,55 @@ class HybridCacheLayer(LevelCacheLayer, LinearAttentionAndFullAttentionLayer):  
         LevelCacheLayer.reset(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes row ``beam_idx[b]``."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-        LevelCacheLayer.reorder_cache(self, beam_idx)
+        """See ``LevelCacheLayer``."""
+        self._move("reorder_cache", beam_idx, lambda state: state.index_select(0, beam_idx.to(state.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times."""
-        self._states(lambda state: state.repeat_interleave(repeats, dim=0))
-        LevelCacheLayer.batch_repeat_interleave(self, repeats)
+        """See ``LevelCacheLayer``."""
+        self._move("batch_repeat_interleave", repeats, lambda state: state.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows, given as ints or as a bool mask."""
-        self._states(lambda state: state[indices.to(state.device)])
-        LevelCacheLayer.batch_select_indices(self, indices)
+        """See ``LevelCacheLayer``."""
+        self._move("batch_select_indices", indices, lambda state: state[indices.to(state.device)])
 
-    def _states(self, change: Any) -> None:
-        for states in (self.conv_states, self.recurrent_states):
-            for number, state in states.items():
-                states[number] = None if state is None else change(state)
+    def _move(self, change: RowChange, argument: Any, move: Callable[[Tensor], Tensor]) -> None:
+        """Moves rows of keys, values and states, or (with an error) of none: all memory is taken before anything changes."""
+        self.check_rows(change, argument)
+        moved = [(states, i, move(state)) for states, i, state in states_of(self)]
+        getattr(LevelCacheLayer, change)(self, argument)
+        for states, number, state in moved:
+            states[number] = state
+
+
+def states_of(layer: LinearAttentionCacheLayerMixin) -> list[tuple[dict[int, Tensor], int, Tensor]]:
+    """(dictionary, key, state) of each state of convolutions and recurrences that a cache layer holds."""
+    every = ((states, *item) for states in (layer.conv_states, layer.recurrent_states) for item in states.items())
+    return [(states, number, state) for states, number, state in every if state is not None]
+
+
+def check_states(layer: LinearAttentionCacheLayerMixin, count: int, length: int) -> None:
+    """Raises ``CacheError`` unless the states of a cache layer can be what they were ``count`` of ``length`` tokens before."""
+    states = states_of(layer)
+    if not count or not states:
+        return
+    if any(states is layer.recurrent_states for states, _, _ in states):
+        raise CacheError(
+            "a recurrence keeps its last state alone, so that no tokens can be removed: reset() and start again"
+        )
+    for _, number, state in states:
+        needed = min(layer.conv_kernel_size[number], length - count)
+        if state.shape[-1] - count < needed:
+            raise CacheError(
+                f"the state of a convolution keeps {state.shape[-1]} of {length} tokens, too few to remove {count}: call "
+                "activate_past_recording() before the tokens that may be removed"
+            )
+
+
+def crop_states(layer: LinearAttentionCacheLayerMixin, count: int) -> None:
+    """Makes the states those before the last ``count`` tokens, as long as the next tokens need them; see ``check_states``."""
+    for number, state in layer.conv_states.items():
+        size = None if state is None else layer.conv_kernel_size[number]
+        if size is not None and (count or state.shape[-1] > size):
+            state = state[..., : state.shape[-1] - count][..., -size:]
+            # Before the first token a convolution sees zeros.
+            layer.conv_states[number] = F.pad(state, (size - state.shape[-1], 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -28,8 +29,9 @@ class Recording:
         self.since = [*(call for call in self.since if call[0] < length), (length, count, append)]
 
     def replay(self, length: int) -> LevelCache:
-        """The cache with ``length`` tokens."""
+        """Another cache, with ``length`` tokens."""
+        cache = copy.deepcopy(self.before)  # other layers may still refuse to go back: then nothing has changed
         for start, count, append in self.since:
             if start < length:
-                append(self.before, min(count, length - start))
-        return self.before
+                append(cache, min(count, length - start))
+        return cache

@@ -13,12 +13,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 
 _FOLDER = Path(__file__).parent
 SOURCE = _FOLDER / "attention.cpp"
+_UNFINISHED, _LONGEST_S = (
+    ".tmp-native-",
+    3600.0,
+)  # names of folders in which a build is made, and the longest time of one
 _OPTIMIZED = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fPIC", "-shared")
 # The vector instructions that PyTorch itself uses here, by its name for them: a cache that several machines share has a library for each.
 INSTRUCTIONS = {
@@ -64,25 +69,39 @@ def compile_to(path: Path) -> None:
     Raises:
         CompilationError: there is no compiler, it failed, or the file cannot be written; the message says which.
     """
-    compiler = os.environ.get("CXX", "c++")
+    compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
         raise CompilationError(
             f"the C++ code cannot be built: there is no compiler {compiler!r}; install g++ or clang, or name one in CXX"
         )
+
+    def failed(status: int, said: str) -> CompilationError:
+        ended = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        wrote = "" if status else " and wrote no library"
+        words = f"It said: {said.strip()[-2000:]}" if said.strip() else "It said nothing"
+        return CompilationError(
+            f"the C++ code cannot be built: the compiler {compiler} {ended}{wrote}; name another in CXX, such as g++ 12 or later. {words}"
+        )
+
     home = Path(torch.__file__).parent
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # another process may build at the same time
+        for left in path.parent.glob(f"{_UNFINISHED}*"):  # by a build that was ended
+            if time.time() - left.stat().st_mtime > _LONGEST_S:
+                shutil.rmtree(left, ignore_errors=True)
+        # Another process may build at the same time.
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED) as folder:
             made = Path(folder) / path.name
             links = [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu"]
-            subprocess.run(
+            done = subprocess.run(
                 [compiler, *flags(), f"-I{home / 'include'}", str(SOURCE), "-o", str(made), *links],
-                check=True,
+                check=False,
                 capture_output=True,
                 text=True,
+                errors="replace",
             )
+            if done.returncode or not made.exists():
+                raise failed(done.returncode, done.stderr or done.stdout)
             made.replace(path)
-    except subprocess.CalledProcessError as error:
-        raise CompilationError(f"the C++ code cannot be built: {compiler} says\n{error.stderr[-2000:]}") from error
     except OSError as error:
         raise CompilationError(f"the C++ code cannot be kept in {path.parent}: {error}") from error

@@ -29,7 +29,7 @@ from structattn.studies.analysis.coordinate_models import (
 from structattn.studies.environment import origin
 from structattn.studies.folders import Owner, opened
 from structattn.studies.recipe import MOST_RUNS
-from structattn.studies.records.common import Results
+from structattn.studies.records.common import REPORT, Results
 from structattn.studies.records.mup import Coordinates, LargestSlope, MupRecord, Transfer
 
 STRUCTURES = (
@@ -85,7 +85,7 @@ class CheckConfig:
         for name in ("widths", "transfer_widths"):
             found = getattr(self, name)
             if len(found) == 1 or not (found or name == "transfer_widths"):
-                raise ConfigError(f"{name}: a check compares at least two different widths, got {list(found)}")
+                raise ConfigError(f"{name}: a check compares at least two different ones, got {list(found)}")
         if not self.structures or len(set(self.structures)) != len(self.structures):
             raise ConfigError(
                 f"give at least one structure, without repetition; got {', '.join(self.structures) or 'none'}"
@@ -302,7 +302,8 @@ def mup_check(
     from structattn.studies.report.page import write_results
 
     settings = dataclasses.asdict(config)
-    with opened(out, Owner(command="mup check", task="", settings=settings), resume=None, on_open=on_open) as folder:
+    owner = Owner(command="mup check", task="", settings=settings, last=REPORT)
+    with opened(out, owner, resume=None, on_open=on_open) as folder:
         record = _record(config, command, show_progress)
         return write_results(record, folder, draw, page)
 

@@ -19,7 +19,7 @@ from structattn.spec.grammar import Form, named, positive, read_term, reading
 from structattn.studies.analysis.matrix_examples import NamedMatrix
 from structattn.studies.environment import origin
 from structattn.studies.folders import Owner, opened
-from structattn.studies.records.common import Results
+from structattn.studies.records.common import REPORT, Results
 from structattn.studies.records.fits import FitRow, FitsRecord, FittedMatrix
 
 _ALLOCATED = "mlr-allocated"
@@ -150,7 +150,8 @@ def fit_matrices(
                 candidate.size.build(rows, cols)
         plans.append((matrix, candidates))
     settings = {"matrices": names, "structures": list(structures), "refine": refine, "seed": seed}
-    with opened(out, Owner(command="fit", task="", settings=settings), resume=None, on_open=on_open) as folder:
+    owner = Owner(command="fit", task="", settings=settings, last=REPORT)
+    with opened(out, owner, resume=None, on_open=on_open) as folder:
         record = FitsRecord(
             **origin(command),
             seed=seed,

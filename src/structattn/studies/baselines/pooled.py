@@ -14,6 +14,8 @@ from structattn.studies.baselines.key_value import KeyValueLayer, joined, pair_w
 from structattn.studies.baselines.layer import causal_pairs
 from structattn.studies.baselines.tables import Table, TableCache
 
+_MOST_IN_BLOCK = 2**20  # tokens, each of which has a learned number
+
 
 @dataclass(frozen=True)
 class Pooled(CustomAttention):
@@ -30,7 +32,7 @@ class Pooled(CustomAttention):
     kv_heads: int | None = None
 
     def __post_init__(self) -> None:
-        check_size("the block of pooled", self.block)
+        check_size("the block of pooled", self.block, _MOST_IN_BLOCK)
         check_size("the window of pooled", self.window)
         if self.kv_heads is not None:
             check_size("kv_heads of pooled", self.kv_heads)
@@ -114,7 +116,7 @@ class PooledLayer(KeyValueLayer):
         keys = torch.cat([far_k, self.keys(k, held)], dim=2)
         return self.attended(q, keys, torch.cat([far_v, v], dim=2), torch.cat([is_far, is_near], dim=-1))
 
-    def mix(self, x: Tensor, positions: Tensor) -> Tensor:
+    def mix_at(self, x: Tensor, positions: Tensor) -> Tensor:
         """See ``BaselineLayer``."""
         rows, block = joined(*self.keys_and_values(x)), self.variant.block
         count = self.tables["blocks"].slots(x.shape[1])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ import numpy.typing as npt
 
 from structattn.errors import DataError, nearest_name
 from structattn.studies.data.series import Floats, Times, TimeSeries, check_scale, ett_split
-from structattn.studies.data.series_table import CsvTable, pandas, row_of
+from structattn.studies.data.series_table import CsvTable, Table, pandas
+from structattn.studies.data.time_steps import microseconds, most_frequent, step_of, usual_step
 
 _EMPTY = {"", "na", "n/a", "<na>", "nan", "-nan", "null", "none", "nat"}
 _ETT_COLUMNS = {"date", "HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT"}
@@ -49,7 +53,57 @@ def read_columns(path: Path | None, time: str, target: str) -> list[TimeSeries]:
     return _read(table, time, _targets(table, time, target))
 
 
-def _targets(table: CsvTable, time: str, target: str) -> list[str]:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """Columns of a table that a forecast starts from.
+
+    Attributes:
+        values: (columns, rows), finite.
+        times: of the rows, regular, in UTC if there is a zone; ``None`` where the table has no dates.
+        zone: of the times in the table; ``None`` where they have none.
+    """
+
+    values: Floats
+    times: Times | None
+    zone: Any = None
+
+
+def read_rows(table: Table, time: str, targets: Sequence[str]) -> Rows:
+    """Reads columns with the checks of ``read_columns``.
+
+    Without the column of times, and without any column of texts, which might hold them under another name, the rows are steps.
+
+    Raises:
+        DataError: as ``read_columns``, also for a column that is missing.
+    """
+    if missing := [name for name in targets if name not in table.columns]:
+        raise DataError(
+            f"{table.source}: expected the columns of the training, {', '.join(map(repr, targets))}, got a {table.noun} without "
+            f"{', '.join(map(repr, missing))}: {nearest_name(missing[0], [column for column in table.columns if column])}"
+        )
+    values = np.stack([_parse_values(table, name) for name in targets])
+    if time in table.columns:
+        times = _parse_times(table, time)
+        _check_regular(times, table)
+        zone = table.zone(time) or ("UTC" if _ZONE.search(table.cells(time)[0]) else None)
+        return Rows(values=values, times=times, zone=zone)
+    others = [name for name in dict.fromkeys(table.columns) if name not in targets and table.columns.count(name) == 1]
+    if texts := [name for name in others if not _is_number(table.cells(name)[0])]:
+        raise DataError(
+            f"{table.source}: expected a time column {time!r}, as in training, got a {table.noun} without it. Name its column with --time: "
+            f"{nearest_name(time, texts)}"
+        )
+    return Rows(values=values, times=None)
+
+
+def _is_number(cell: str) -> bool:
+    with contextlib.suppress(ValueError):
+        float(cell.replace(",", "."))
+        return True
+    return cell.lower() in _EMPTY
+
+
+def _targets(table: Table, time: str, target: str) -> list[str]:
     if target.strip() in table.columns:
         return [target.strip()]
     if target == ALL_COLUMNS:
@@ -65,7 +119,7 @@ def _targets(table: CsvTable, time: str, target: str) -> list[str]:
     return names
 
 
-def _column(name: str, table: CsvTable) -> str:
+def _column(name: str, table: Table) -> str:
     if name.strip() not in table.columns or not name.strip():
         raise DataError(
             f"{table.source}: expected a target column {name!r}, got a file without it. Name a column of the file with --target: "
@@ -74,13 +128,13 @@ def _column(name: str, table: CsvTable) -> str:
     return name.strip()
 
 
-def _read(table: CsvTable, time: str, targets: list[str]) -> list[TimeSeries]:
+def _read(table: Table, time: str, targets: list[str]) -> list[TimeSeries]:
     source = table.source
     if not targets:
         raise DataError(f"{source}: expected a column other than the times, got none. Add one with the values.")
-    values = [_parse_values(table.numbers(name), name, source) for name in targets]
-    times = _parse_times(table.cells(time), time, source)
-    step = _check_regular(times, source)
+    values = [_parse_values(table, name) for name in targets]
+    times = _parse_times(table, time)
+    step = _check_regular(times, table)
     split = ett_split(step) if set(table.columns) == _ETT_COLUMNS else None
     is_ett = split is not None and len(times) >= split[2]
     return [
@@ -89,7 +143,8 @@ def _read(table: CsvTable, time: str, targets: list[str]) -> list[TimeSeries]:
     ]
 
 
-def _parse_values(cells: list[str], column: str, source: str) -> Floats:
+def _parse_values(table: Table, column: str) -> Floats:
+    cells, source = table.numbers(column), table.source
     values = np.empty(len(cells))
     for i, cell in enumerate(cells):
         try:
@@ -97,8 +152,8 @@ def _parse_values(cells: list[str], column: str, source: str) -> Floats:
         except ValueError:
             if cell.lower() not in _EMPTY:
                 raise DataError(
-                    f"{source}: expected numbers in column {column!r}, got {cell!r} in row {row_of(i)} of the "
-                    "file. Correct the cell (decimal point, no units, no thousands separators), or choose "
+                    f"{source}: expected numbers in column {column!r}, got {cell!r} in {table.row(i)}. "
+                    "Correct the cell (decimal point, no units, no thousands separators), or choose "
                     "another target column."
                 ) from None
             values[i] = np.nan
@@ -106,15 +161,15 @@ def _parse_values(cells: list[str], column: str, source: str) -> Floats:
     if len(missing):
         raise DataError(
             f"{source}: expected a finite number in every row of column {column!r}, got {len(missing)} "
-            f"empty, NaN or infinite cells, the first one in row {row_of(int(missing[0]))} of the file. Fill them "
-            "in (for example by interpolation) or keep a span without them."
+            f"empty, NaN or infinite cells, the first one in {table.row(int(missing[0]))}. Fill them in "
+            "(for example by interpolation) or keep a span without them."
         )
-    check_scale(values, lambda i: f"{source}: row {row_of(i)} of the file, column {column!r}")
+    check_scale(values, lambda i: f"{source}: {table.row(i)}, column {column!r}")
     return values
 
 
-def _parse_times(cells: list[str], column: str, source: str) -> Times:
-    pd = pandas()
+def _parse_times(table: Table, column: str) -> Times:
+    pd, cells, source = pandas(), table.cells(column), table.source
 
     def parse(**how: Any) -> Any:
         with warnings.catch_warnings():
@@ -138,8 +193,8 @@ def _parse_times(cells: list[str], column: str, source: str) -> Times:
             number = " (a number, such as of a row or of seconds since 1970, is not a date)"
             hint = number if _NUMBER.fullmatch(cells[bad]) else ""
             raise DataError(
-                f"{source}: expected a time in every row of column {column!r}, got {cells[bad]!r} in row "
-                f"{row_of(bad)} of the file{hint}. Write the times as YYYY-MM-DD HH:MM:SS, all in the same way, in UTC or with "
+                f"{source}: expected a time in every row of column {column!r}, got {cells[bad]!r} in "
+                f"{table.row(bad)}{hint}. Write the times as YYYY-MM-DD HH:MM:SS, all in the same way, in UTC or with "
                 "the offset of the time zone at the end, such as +01:00."
             )
         parsed = complete[0]
@@ -148,43 +203,33 @@ def _parse_times(cells: list[str], column: str, source: str) -> Times:
         if (any(has) and not all(has)) or (has[0] and cell is _CLOCK):
             i = has.index(not has[0]) if not all(has) else 0
             raise DataError(
-                f"{source}: expected times of one kind in column {column!r}, got {problem}: {cells[i]!r} in row {row_of(i)} of the "
-                "file. Write all times as YYYY-MM-DD HH:MM:SS."
+                f"{source}: expected times of one kind in column {column!r}, got {problem}: {cells[i]!r} in {table.row(i)}. "
+                "Write all times as YYYY-MM-DD HH:MM:SS."
             )
     times: Times = parsed.dt.tz_localize(None).to_numpy().astype("datetime64[us]")
     return times
 
 
-def _check_regular(times: Times, source: str) -> str:
+def _check_regular(times: Times, table: Table) -> str:
     """The step of regular times in words; DataError for other times."""
+    source = table.source
     if len(times) < 3:
         raise DataError(f"{source}: expected at least 3 data rows, got {len(times)}. Give more data.")
-    steps = np.diff(times).astype("timedelta64[us]").astype(np.int64)
+    steps = microseconds(times)
     if (steps <= 0).any():
         i = int(np.argmax(steps <= 0))
         problem = "the same time twice" if steps[i] == 0 else "a time before the one above it"
-        remedy = "Remove the duplicate row" if steps[i] == 0 else "Sort the file by time"
+        remedy = "Remove the duplicate row" if steps[i] == 0 else f"Sort the {table.noun} by time"
         if _are_clock_changes(times, steps, steps <= 0):
             remedy = _UTC
         raise DataError(
             f"{source}: expected times that increase from row to row, got {problem}: {_when(times[i])} and "
-            f"then {_when(times[i + 1])} in row {row_of(i + 1)} of the file. {remedy}; one file holds one "
-            "series."
+            f"then {_when(times[i + 1])} in {table.row(i + 1)}. {remedy}; one {table.noun} holds one series."
         )
-    if (steps == steps[0]).all():
-        return _duration(int(steps[0]))
-    months = _month_steps(times)
-    if months is not None:
-        usual = _most_frequent(months)
-        if (months == usual).all():
-            return _count(usual, "month")
-        off, step = months != usual, _count(usual, "month")
-    else:
-        frequency = _calendar_frequency(times)
-        if frequency is not None:
-            return "1 business day" if frequency == "B" else f"calendar step {frequency}"
-        usual = _most_frequent(steps)
-        off, step = steps != usual, _duration(usual)
+    step = step_of(times)
+    if step is not None:
+        return step.words
+    usual, off = usual_step(times)
     i = int(np.argmax(off))
     remedy = (
         _UTC
@@ -193,14 +238,13 @@ def _check_regular(times: Times, source: str) -> str:
     )
     raise DataError(
         f"{source}: expected the same step between all rows, got {int(off.sum())} irregular steps; the usual "
-        f"step is {step}, and the first gap is from {_when(times[i])} to {_when(times[i + 1])} (row "
-        f"{row_of(i + 1)} of the file). {remedy}."
+        f"step is {usual}, and the first gap is from {_when(times[i])} to {_when(times[i + 1])} ({table.row(i + 1)}). {remedy}."
     )
 
 
 def _are_clock_changes(times: Times, steps: npt.NDArray[np.int64], off: npt.NDArray[np.bool_]) -> bool:
     """Whether steps are an hour too short or too long in the night to a Sunday of spring or autumn: daylight saving time."""
-    usual = _most_frequent(steps)
+    usual = most_frequent(steps)
     before = times[:-1][off] + np.timedelta64(1, "h")  # for changes at midnight, the new day
     weekdays = (before.astype("datetime64[D]").astype(np.int64) + 3) % 7
     months = before.astype("datetime64[M]").astype(np.int64) % 12 + 1
@@ -210,46 +254,5 @@ def _are_clock_changes(times: Times, steps: npt.NDArray[np.int64], off: npt.NDAr
     return bool(usual <= 6 * _HOUR and (is_hour & (weekdays == 6) & (hours <= 4) & in_season).all())
 
 
-def _month_steps(times: Times) -> npt.NDArray[np.int64] | None:
-    """Steps in calendar months if all times are the same moment of a month or of its last day."""
-    months = times.astype("datetime64[M]")
-    since_start = times - months.astype(times.dtype)
-    until_end = (months + 1).astype(times.dtype) - times
-    if not ((since_start == since_start[0]).all() or (until_end == until_end[0]).all()):
-        return None
-    numbers: npt.NDArray[np.int64] = months.astype(np.int64)
-    return numbers[1:] - numbers[:-1]
-
-
-def _calendar_frequency(times: Times) -> str | None:
-    """The name that pandas gives to the spacing, such as ``"B"``."""
-    pd = pandas()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # pandas 3 announces that a later version returns an object
-        found = pd.infer_freq(pd.DatetimeIndex(times))
-    return None if found is None else str(getattr(found, "freqstr", found))
-
-
-def _most_frequent(numbers: npt.NDArray[np.int64]) -> int:
-    found, counts = np.unique(numbers, return_counts=True)
-    return int(found[np.argmax(counts)])
-
-
 def _when(time: np.datetime64) -> str:
     return str(time.astype("datetime64[s]")).replace("T", " ")
-
-
-def _count(number: int, unit: str) -> str:
-    return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
-
-
-def _duration(microseconds: int) -> str:
-    units = (
-        ("day", 86_400_000_000),
-        ("hour", 3_600_000_000),
-        ("minute", 60_000_000),
-        ("second", 1_000_000),
-        ("millisecond", 1000),
-        ("microsecond", 1),
-    )
-    return next(_count(microseconds // size, unit) for unit, size in units if microseconds % size == 0)

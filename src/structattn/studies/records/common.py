@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from structattn.errors import CheckpointError, ConfigError
-from structattn.studies.records.typed import read_as
+from structattn.typed_records import read_as
 
 Json = dict[str, Any]  # chosen by a task or a user: settings, and data for the figures of a task
 RESULTS, REPORT = "results.json", "report.html"

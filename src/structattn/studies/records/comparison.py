@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from structattn.studies.records.common import RESULTS, Json, ResultRecord, read_file
@@ -27,6 +27,11 @@ class GridPosition:
     setting: str | None = None
     width: int | None = None
     budget: float | None = None
+
+
+def position_of(row: GridPosition) -> GridPosition:
+    """The position alone, of a row."""
+    return GridPosition(**{field.name: getattr(row, field.name) for field in fields(GridPosition)})
 
 
 @dataclass(frozen=True, kw_only=True)

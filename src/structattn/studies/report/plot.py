@@ -148,13 +148,24 @@ def write_figures(
     return figures
 
 
+def png(draw: Callable[[], MplFigure]) -> bytes:
+    """A figure in the style of this file."""
+    style: Any = _STYLE
+    with matplotlib.rc_context(style):
+        return _content(draw(), "png")
+
+
 def _write(canvas: MplFigure, path: Path) -> Path:
-    metadata: Any = dict.fromkeys(("Date", "Creator", "Format", "Type")) if path.suffix == ".svg" else {}
     remove_temporary(path.parent)
-    buffer = io.BytesIO()
-    canvas.savefig(buffer, format=path.suffix[1:], dpi=160, metadata=metadata)
-    write_atomic(path, buffer.getvalue())
+    write_atomic(path, _content(canvas, path.suffix[1:]))
     return path
+
+
+def _content(canvas: MplFigure, kind: str) -> bytes:
+    metadata: Any = dict.fromkeys(("Date", "Creator", "Format", "Type")) if kind == "svg" else {}
+    buffer = io.BytesIO()
+    canvas.savefig(buffer, format=kind, dpi=160, metadata=metadata)
+    return buffer.getvalue()
 
 
 def new_canvas(height: float, width: float = 7.2) -> MplFigure:

@@ -12,15 +12,15 @@ import torch
 from accelerate.state import AcceleratorState
 
 from structattn.errors import CheckpointError, TrainingDivergedError
-from structattn.files import read_signed, signed, write_atomic
+from structattn.files import read_signed, remove_temporary, signed, write_atomic
 from structattn.studies.records.run import RunRecord, ScoreRecord
-from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
 from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.finished import WEIGHTS, is_finished, progress_of, read_record
 from structattn.studies.training.identity import check_identity, identity_of
 from structattn.studies.training.loop import TrainingResult, train
+from structattn.typed_records import read_as
 
 logger = logging.getLogger(__name__)
 _SCORES = "scores.json"
@@ -132,6 +132,7 @@ class Job:
         result.model.eval()
         metrics, details = task.scores(result.model, with_details=self.seed == 0)
         found = ScoreRecord(model_sha256=record.model_sha256, metrics=metrics, details=details)
+        remove_temporary(self.folder)  # of a call that was killed here
         write_atomic(self.folder / _SCORES, signed(asdict(found)))
 
     def scores(self, record: RunRecord) -> ScoreRecord | None:

@@ -11,7 +11,6 @@ belongs to a choice; in a choice of attention variants also one before an option
 
 from __future__ import annotations
 
-import math
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -67,7 +66,7 @@ def parse_parameters(
 def _parse(text: str, known: dict[str, Any], check_spec: CheckSpec) -> Parameter:
     with reading("parameter", text, f"Written NAME={_FORMS}"):
         setting = Change.parse(text)
-        name, (kind, _, body) = setting.name, setting.text.partition(":")
+        name, (kind, _, body) = setting.name, str(setting.text).partition(":")
         if name not in known:
             raise ConfigError(f"unknown setting {quoted(name)}: {nearest_name(name, known)}")
         hint = _without_none(known[name])
@@ -95,8 +94,6 @@ def _range(name: str, kind: type, body: str) -> tuple[float, float]:
     if len(ends) != 2:
         raise ConfigError(f"a range has two ends, LOW:HIGH, got {quoted(body)}")
     low, high = ends
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise ConfigError(f"the ends of a range are finite numbers, got {quoted(body)}")
     if not low < high:
         raise ConfigError(f"the lower end of a range comes first, got {quoted(body)}")
     return low, high

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from structattn.errors import CheckpointError, TrainingFailedError
+from structattn.files import remove_temporary
 from structattn.studies.environment import origin
 from structattn.studies.folders import Owner, finished_in, opened
 from structattn.studies.old_folders import sweep_record
@@ -70,6 +71,8 @@ def sweep(
     if found is not None:
         return _checked(found)
     with opened(out, owner, resume=resume, on_open=on_open) as folder:
+        for left in folder.glob("runs/trial-*"):
+            remove_temporary(left)  # of a call that was killed
         journal = Journal(folder.resolve())  # workers have other working folders
         run_trials(plan, journal, runner=runner or LocalRunner(None), show_progress=show_progress)
         record = _record(plan, task, journal, command)

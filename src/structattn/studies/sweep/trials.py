@@ -13,12 +13,19 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from structattn.errors import ConfigError, DataError, MissingDependencyError, ShapeError, TrainingDivergedError
+from structattn.errors import (
+    ConfigError,
+    DataError,
+    MissingDependencyError,
+    ShapeError,
+    TrainingDivergedError,
+    in_words,
+)
 from structattn.extras import install_command
 from structattn.progress import progress_bar
 from structattn.seeds import derive_seed
 from structattn.studies.records.sweep import Parameter, Status, Trial
-from structattn.studies.runner.base import Listener, Runner, in_words
+from structattn.studies.runner.base import Listener, Runner
 from structattn.studies.runner.job import Job
 from structattn.studies.sweep.halving import SuccessiveHalving
 from structattn.studies.sweep.plan import OVER, Journal, SweepPlan

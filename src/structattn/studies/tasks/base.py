@@ -239,6 +239,15 @@ class Task(ABC):
         """What a trained model needs besides settings and weights, as plain data, for ``run.json``; empty by default."""
         return {}
 
+    def run_files(self, model: nn.Module) -> dict[str, bytes]:
+        """Files that a trained model is used with besides its settings and weights, by name: they are written to the folder of its run; none by
+        default. ``model`` is in eval mode, and all processes call it together."""
+        return {}
+
+    def baseline_files(self) -> dict[str, bytes]:
+        """Files with which the methods of ``baselines`` are used, by name: a comparison keeps them; none by default."""
+        return {}
+
     def details(self, model: nn.Module) -> dict[str, Any]:
         """What the task's figures need from a trained model (lists and numbers only); empty by default.
 

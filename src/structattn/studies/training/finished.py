@@ -13,8 +13,8 @@ from torch import Tensor
 from structattn.errors import CheckpointError
 from structattn.files import read_signed, signed, write_atomic
 from structattn.studies.records.run import Progress, RunRecord, read_run, without_state
-from structattn.studies.records.typed import read_as
 from structattn.studies.training.checkpoint import load_latest
+from structattn.typed_records import read_as
 
 RECORD, WEIGHTS = "run.json", "model.safetensors"
 # Version 0.1.0 did not sign its records and kept the progress in the last checkpoint only.
@@ -34,14 +34,16 @@ def is_finished(folder: Path) -> bool:
     return (folder / RECORD).is_file()
 
 
-def write_finished(folder: Path, record: RunRecord, weights: dict[str, Tensor]) -> None:
-    """Writes the weights and then the record with their digest, which marks the run as finished.
+def write_finished(folder: Path, record: RunRecord, weights: dict[str, Tensor], files: dict[str, bytes]) -> None:
+    """Writes the weights, the files of ``Task.run_files``, and then the record with the digest of the weights, which marks the run as finished.
 
     Raises:
         CheckpointError: a file cannot be written.
     """
     content = save(weights)
     write_atomic(folder / WEIGHTS, content)
+    for name, more in files.items():
+        write_atomic(folder / name, more)
     record = replace(record, model_sha256=hashlib.sha256(content).hexdigest())
     write_atomic(folder / RECORD, signed(asdict(record)))
 

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,17 +142,20 @@ def _prepared(
         if Path(config.source.path).exists():
             _check_files(out, progress, _fingerprint(config.source)[0])
         return Corpus(out).manifest
-    on_open(out)
     fingerprint, size = _fingerprint(config.source)
     if progress is not None:
         _check_files(out, progress, fingerprint)
+    documents = config.source.documents(skip=0 if progress is None else progress["documents"])
+    if progress is None:
+        documents = chain(list(islice(documents, 1)), documents)  # what cannot be read at all is named first
+    on_open(out)
     remove_temporary(out)
     try:
         with progress_bar(total=size, unit="B", unit_scale=True, show=show_progress, desc="reading") as bar:
             tokenizer = _tokenizer(config) if progress is None else tokenizer_from(progress["tokenizer"])
             writer = ShardWriter(out, tokenizer, settings, fingerprint, progress)
             bar.update(writer.num_characters)
-            for document in config.source.documents(skip=writer.num_documents):
+            for document in documents:
                 split = split_of(document.text, config.validation, config.test)
                 waiting = writer.add(split, tokenizer.encode(document.text, document.name), len(document.text))
                 bar.update(len(document.text))

@@ -36,13 +36,18 @@ class ChronosConfig:
     """The series and the model.
 
     Args:
-        checkpoint: folder of a trained Chronos T5 (``config.json``, ``model.safetensors``) to be restructured and fine-tuned; its sizes and
+        checkpoint: folder of a trained Chronos T5 to restructure and fine-tune: ``config.json`` and ``model.safetensors``. Its sizes and
             tokenizer take the place of those below. Made absolute. Empty: a new model.
         context_length: most steps that a forecast looks back on.
         prediction_length: steps ahead.
         season: steps of the seasonal baseline, and of the errors that MASE divides by.
-        num_tokens: of the tokenizer: bins of values, and two special ones.
-        embed_dim, num_heads, head_dim, mlp_dim, num_layers, dropout: of the model, ``num_layers`` in the encoder and in the decoder.
+        num_tokens: tokens of the tokenizer: bins of values, and two special ones.
+        embed_dim: width of the model.
+        num_heads: attention heads of a block.
+        head_dim: dimensions of a head.
+        mlp_dim: hidden units of a block.
+        num_layers: blocks of the encoder, and of the decoder.
+        dropout: of the model, a share.
         synthetic: share of synthetic series in training; the others are ETTh1's load channels.
         num_synthetic: synthetic series to train on.
         eval_windows: windows of each kind (synthetic and ETTh1 OT) whose tokens are scored.

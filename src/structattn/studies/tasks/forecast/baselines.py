@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -68,47 +69,113 @@ def _metrics(squared: Tensor, absolute: Tensor, data: WindowedSeries) -> dict[st
     return {"mse": mse, "mae": mae, "mse_units": mse * data.std**2, "mae_units": mae * data.std}
 
 
-def forecast_baselines(data: WindowedSeries, season: int | None) -> list[Baseline]:
-    """Scores on the test split of the last value, the last season and ridge regression.
+class Method(ABC):
+    """A forecaster without attention, fitted to the windows of one series.
+
+    Attributes:
+        name, note: of the method, and how it works.
+        most_steps: the longest horizon; ``None`` where there is no limit.
+    """
+
+    name: str
+    note: str
+    most_steps: int | None = None
+
+    @abstractmethod
+    def __call__(self, X: Tensor, horizon: int) -> Tensor:
+        """Scaled look-backs, ``(n, look_back)``, to the first ``horizon`` steps, ``(n, horizon)``."""
+
+
+class LastValue(Method):
+    """The last value, at every step."""
+
+    name, note = "last value", "repeats the last value of the look-back"
+
+    def __call__(self, X: Tensor, horizon: int) -> Tensor:
+        return X[:, -1:].expand(-1, horizon)
+
+
+class Seasonal(Method):
+    """The last season, again and again.
 
     Args:
-        data: the windows.
-        season: steps of one season, such as 24 for hourly data with a daily rhythm. Its row is left out without one, and where the look-back
-            is shorter.
+        season: its steps.
+    """
 
-    Returns:
-        One row for each method, with ``error_by_lead`` in its details: the mean squared error (scaled) of each step ahead.
+    def __init__(self, season: int) -> None:
+        self.season = season
+        self.name = f"seasonal ({season} steps)"
+        self.note = f"repeats the last {season} values of the look-back"
+
+    def __call__(self, X: Tensor, horizon: int) -> Tensor:
+        return X[:, X.shape[1] - self.season + torch.arange(horizon) % self.season]
+
+
+class Ridge(Method):
+    """Linear from the look-back to each step ahead, both minus the last value, with an intercept.
+
+    Args:
+        weights: ``(look_back + 1, horizon)`` in float64.
+        penalty: on their squares.
+    """
+
+    name = "ridge regression"
+
+    def __init__(self, weights: Tensor, penalty: float) -> None:
+        self.weights, self.penalty, self.most_steps = weights, penalty, weights.shape[1]
+        self.note = (
+            "linear from the look-back to each step ahead, both minus the last value, with an intercept; closed "
+            f"form on the training windows, penalty {penalty:g} chosen on the validation split"
+        )
+
+    def __call__(self, X: Tensor, horizon: int) -> Tensor:
+        return _features(X) @ self.weights[:, :horizon] + X[:, -1:]
+
+
+def simple_methods(look_back: int, season: int | None) -> list[Method]:
+    """The methods that need no fit.
+
+    Args:
+        look_back: steps that they see.
+        season: steps of one season, such as 24 for hourly data with a daily rhythm; ``None``, or one longer than the look-back: no
+            seasonal method.
 
     Raises:
         ConfigError: season below 1.
     """
     if season is not None and season < 1:
         raise ConfigError(f"expected a season of at least 1 step, got {season}. For hourly data a day is 24.")
-    last = "repeats the last value of the look-back"
-    rows = [_score("last value", lambda X: X[:, -1:].expand(-1, data.horizon), data, last)]
-    if season is not None and data.look_back >= season:
-        note = f"repeats the last {season} values of the look-back"
-        positions = data.look_back - season + torch.arange(data.horizon) % season
-        rows.append(_score(f"seasonal ({season} steps)", lambda X: X[:, positions], data, note))
-    weights, penalty = _fit_ridge(data)
-    note = (
-        "linear from the look-back to each step ahead, both minus the last value, with an intercept; closed "
-        f"form on the training windows, penalty {penalty:g} chosen on the validation split"
-    )
-    rows.append(_score("ridge regression", lambda X: _features(X) @ weights + X[:, -1:], data, note))
-    return rows
+    return [LastValue(), *([Seasonal(season)] if season is not None and look_back >= season else [])]
 
 
-def _score(name: str, method: Callable[[Tensor], Tensor], data: WindowedSeries, note: str) -> Baseline:
+def fitted_methods(data: WindowedSeries, season: int | None) -> list[Method]:
+    """The last value, the last season and ridge regression, fitted to the training windows; see ``simple_methods``."""
+    return [*simple_methods(data.look_back, season), Ridge(*_fit_ridge(data))]
+
+
+def forecast_baselines(data: WindowedSeries, methods: Sequence[Method]) -> list[Baseline]:
+    """Scores on the test split.
+
+    Args:
+        data: the windows.
+        methods: fitted to them.
+
+    Returns:
+        One row for each method, with ``error_by_lead`` in its details: the mean squared error (scaled) of each step ahead.
+    """
+    return [_score(method, data) for method in methods]
+
+
+def _score(method: Method, data: WindowedSeries) -> Baseline:
     def errors(split: DataSplit) -> tuple[Tensor, Tensor]:
-        return mean_errors((method(X), Y) for X, Y in _windows(data, split, f"{name}, {split}"))
+        return mean_errors((method(X, data.horizon), Y) for X, Y in _windows(data, split, f"{method.name}, {split}"))
 
     squared, absolute = errors("test")
     validation, _ = errors("validation")
     return Baseline(
-        name=name,
+        name=method.name,
         metrics=_metrics(squared, absolute, data),
-        note=note,
+        note=method.note,
         validation=float(validation.mean()),
         details={"error_by_lead": squared.tolist()},
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from structattn.studies.data.series import TimeSeries, WindowedSeries
 from structattn.studies.data.splits import DataSplit
 from structattn.studies.tasks.base import Baseline
-from structattn.studies.tasks.forecast.baselines import forecast_baselines, forecast_metrics
+from structattn.studies.tasks.forecast.baselines import Method, fitted_methods, forecast_baselines, forecast_metrics
 
 
 class WindowedChannels:
@@ -48,9 +48,14 @@ class WindowedChannels:
         of_channels = zip(forecast.unbind(1), truth.unbind(1), self.channels, strict=True)
         return _mean([forecast_metrics(*one) for one in of_channels])
 
-    def baselines(self, season: int | None) -> list[Baseline]:
-        """``forecast_baselines`` of every channel by itself, averaged over the channels."""
-        rows = zip(*(forecast_baselines(channel, season) for channel in self.channels), strict=True)
+    def fitted(self, season: int | None) -> list[tuple[Method, ...]]:
+        """``fitted_methods`` of every channel by itself: of each method, one for each channel."""
+        return list(zip(*(fitted_methods(channel, season) for channel in self.channels), strict=True))
+
+    def baselines(self, methods: Sequence[Sequence[Method]]) -> list[Baseline]:
+        """``forecast_baselines`` of what ``fitted`` returns, averaged over the channels."""
+        of_channels = zip(self.channels, zip(*methods, strict=True), strict=True)
+        rows = zip(*(forecast_baselines(channel, own) for channel, own in of_channels), strict=True)
         return [_average(list(of_channels)) for of_channels in rows]
 
 

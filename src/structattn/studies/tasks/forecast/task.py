@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,12 +22,15 @@ from structattn.seeds import derive_seed
 from structattn.studies.data.series import usual_season
 from structattn.studies.data.series_file import read_columns
 from structattn.studies.data.splits import SPLITS
+from structattn.studies.data.time_steps import step_of
 from structattn.studies.tasks.base import Baseline, Batch, DataOption, Split, Task, check_sizes_of
 from structattn.studies.tasks.forecast.baseline_models import BaselineModel, BaselineModelSpec
-from structattn.studies.tasks.forecast.baselines import chunks, mean_errors
+from structattn.studies.tasks.forecast.baselines import Method, Ridge, chunks, mean_errors
 from structattn.studies.tasks.forecast.data import WindowedChannels
+from structattn.studies.tasks.forecast.intervals import PERCENTS, conformal_widths
+from structattn.studies.tasks.forecast.kept import FILE, Facts, Kept
 
-INTERVAL = 0.8  # the share of truths that the intervals of examples are meant to hold
+INTERVAL = 80  # the percentage of truths that the intervals of examples are meant to hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +68,12 @@ class ForecastConfig:
         horizon: output steps.
         season: steps of the seasonal baseline. Default ``None``: a day of data that are taken more often than daily, a week of daily ones, a
             year of monthly or quarterly ones; and no such baseline for others.
-        patch_length, stride: steps of a token and between tokens.
-        embed_dim, num_layers, num_heads, dropout: of the model.
+        patch_length: steps of a token.
+        stride: steps between tokens.
+        embed_dim: width of the model.
+        num_layers: blocks of the model.
+        num_heads: attention heads of a block.
+        dropout: of the model, a share.
 
     Raises:
         ConfigError: a number below 1, or heads that do not divide the width.
@@ -143,23 +150,7 @@ class ForecastTask(Task):
 
     def build_model(self, spec: str) -> Forecaster | BaselineModel:
         """A patch transformer, or a baseline model."""
-        config = self.config
-        model = BaselineModelSpec.parse(spec)
-        if model is not None:
-            return BaselineModel(
-                model, look_back=config.look_back, horizon=config.horizon, num_channels=len(self.data.channels)
-            )
-        return Forecaster(
-            spec,
-            look_back=config.look_back,
-            horizon=config.horizon,
-            patch_length=config.patch_length,
-            stride=config.stride,
-            embed_dim=config.embed_dim,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            dropout=config.dropout,
-        )
+        return build_forecaster(self.config, spec, len(self.data.channels))
 
     def batch(self, seed: int, step: int, batch_size: int) -> Batch:
         """The windows of a step: epochs are permutations of the training windows, a function of (seed, epoch)."""
@@ -198,12 +189,63 @@ class ForecastTask(Task):
         return self.data.metrics(*self._forecast(model, split))
 
     @cached_property
+    def _season(self) -> int | None:
+        return self.config.season or usual_season(self.data.channels[0].series)
+
+    @cached_property
+    def _methods(self) -> list[tuple[Method, ...]]:
+        return self.data.fitted(self._season)
+
+    @cached_property
     def _baselines(self) -> list[Baseline]:
-        return self.data.baselines(self.config.season or usual_season(self.data.channels[0].series))
+        return self.data.baselines(self._methods)
 
     def baselines(self) -> list[Baseline]:
         """Last value, seasonal and ridge regression, with ``error_by_lead``; computed once."""
         return self._baselines
+
+    def run_files(self, model: nn.Module) -> dict[str, bytes]:
+        """Scale, time step and widths of intervals, with which ``structattn forecast`` does without the training data."""
+        return {FILE: self.kept_with_run(model).content()}
+
+    def kept_with_run(self, model: nn.Module) -> Kept:
+        """See ``Kept``."""
+        forecast, truth = self._forecast(model, "validation")
+        # One column after the other: a copy of all errors may take much memory.
+        of_columns = zip(forecast.unbind(1), truth.unbind(1), strict=True)
+        widths = [conformal_widths((one - true).abs(), PERCENTS) for one, true in of_columns]
+        return self._kept(widths=torch.stack(widths, dim=1), windows=torch.tensor(len(truth)))
+
+    def baseline_files(self) -> dict[str, bytes]:
+        """The same for the baselines, with the weights of ridge regression, and the validation rows."""
+        return {FILE: self.kept_with_baselines().content()}
+
+    def kept_with_baselines(self) -> Kept:
+        """See ``Kept``."""
+        ridge = cast(tuple[Ridge, ...], self._methods[-1])
+        begin, end, _ = self.data.channels[0].bounds
+        rows = [one.scaled[begin - self.config.look_back : end] for one in self.data.channels]
+        penalties = tuple(one.penalty for one in ridge)
+        tensors = {"ridge": torch.stack([one.weights for one in ridge]), "validation": torch.from_numpy(np.stack(rows))}
+        return self._kept(season=self._season, penalties=penalties, **tensors)
+
+    def _kept(self, *, season: int | None = None, penalties: tuple[float, ...] = (), **tensors: Tensor) -> Kept:
+        channels = self.data.channels
+        step = step_of(channels[0].series.times)
+        assert step is not None  # else the series was refused
+        facts = Facts(
+            columns=tuple(self.data.names),
+            step=step,
+            look_back=self.config.look_back,
+            horizon=self.config.horizon,
+            season=season,
+            penalties=penalties,
+        )
+        scale = {
+            name: torch.tensor([getattr(one, name) for one in channels], dtype=torch.float64)
+            for name in ("mean", "std")
+        }
+        return Kept(facts=facts, tensors={**scale, **tensors})
 
     def axis_labels(self) -> dict[str, str]:
         """Of ETT data the oil temperature is in degrees Celsius; of other columns only the name is known."""
@@ -220,14 +262,17 @@ class ForecastTask(Task):
         """What the figures show.
 
         ``examples``: three test forecasts of the last column in the data's units, with intervals; ``coverage``: the share of all test
-        values inside such intervals, which are meant to hold ``INTERVAL`` of them: as wide as the errors of the validation windows, for
+        values inside such intervals, which are meant to hold ``INTERVAL`` percent of them: as wide as the errors of the validation windows, for
         each column and lead time (split conformal). ``error_by_lead``; ``error_by_column`` where there are several; ``train_windows``, the
         windows of an epoch.
         """
         return self._details(model, *self._forecast(model, "test"))
 
     def _details(self, model: nn.Module, forecast: Tensor, truth: Tensor) -> dict[str, Any]:
-        width = _conformal_width(*self._forecast(model, "validation"))
+        validation, true = self._forecast(model, "validation")
+        errors = (validation - true).abs()
+        # With too few windows for this share the largest error has to do.
+        width = torch.minimum(conformal_widths(errors, [INTERVAL])[0], errors.amax(0))
         inputs, _ = self._windows["test"]
         count = inputs.shape[0]
         channel = self.data.channels[-1]
@@ -246,7 +291,7 @@ class ForecastTask(Task):
         squared, _ = mean_errors(chunks(forecast, truth))
         found = {
             "examples": examples,
-            "interval": INTERVAL,
+            "interval": INTERVAL / 100,
             "coverage": int(((forecast - truth).abs() <= width).sum()) / truth.numel(),
             "error_by_lead": squared.mean(0).tolist(),
             "train_windows": self._windows["train"][0].shape[0],
@@ -256,8 +301,25 @@ class ForecastTask(Task):
         return found
 
 
-def _conformal_width(forecast: Tensor, truth: Tensor) -> Tensor:
-    """(channels, horizon): how far from the forecast an interval reaches that holds ``INTERVAL`` of such errors."""
-    errors = (forecast - truth).abs()
-    count = errors.shape[0]
-    return errors.kthvalue(min(count, math.ceil(INTERVAL * (count + 1))), dim=0).values
+def build_forecaster(config: ForecastConfig, spec: str, num_channels: int) -> Forecaster | BaselineModel:
+    """The model of a spec, with new weights: its data are not needed.
+
+    Args:
+        config: settings.
+        spec: of attention, or of a baseline model.
+        num_channels: columns that are forecast.
+    """
+    model = BaselineModelSpec.parse(spec)
+    if model is not None:
+        return BaselineModel(model, look_back=config.look_back, horizon=config.horizon, num_channels=num_channels)
+    return Forecaster(
+        spec,
+        look_back=config.look_back,
+        horizon=config.horizon,
+        patch_length=config.patch_length,
+        stride=config.stride,
+        embed_dim=config.embed_dim,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        dropout=config.dropout,
+    )

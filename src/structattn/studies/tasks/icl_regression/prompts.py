@@ -171,10 +171,10 @@ class PromptConfig:
     Args:
         function: distribution of f: ``linear`` (f(x) = w.x), ``sparse-linear``, ``relu-network`` or ``decision-tree``.
         sparsity: nonzero coordinates of w, for ``sparse-linear``. Default 3.
-        hidden_units: for ``relu-network``. Default 100.
+        hidden_units: width, for ``relu-network``. Default 100.
         depth: of the ``decision-tree``. Default 4.
-        noise_std: of the normal noise added to every y. Default 0.
-        covariates: ``isotropic``, x ~ N(0, I_d), or ``skewed``, x ~ N(0, Sigma) with eigenvalues proportional to 1 / i^2, trace d
+        noise_std: standard deviation of the normal noise added to every y. Default 0.
+        covariates: distribution of x: ``isotropic``, x ~ N(0, I_d), or ``skewed``, x ~ N(0, Sigma) with eigenvalues proportional to 1 / i^2, trace d
             and a random basis per prompt.
 
     Raises:

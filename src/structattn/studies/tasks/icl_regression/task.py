@@ -110,11 +110,15 @@ class ICLRegressionConfig:
     """Prompts of N pairs (x, f(x)) with x of d dimensions and a fresh f in each, and the model.
 
     Args:
-        dim: d.
-        num_points: N. Default ``None``: 2 d.
+        dim: dimension d of x.
+        num_points: examples of a prompt, N. Default ``None``: 2 d.
         prompts: distribution of x, f and noise. Default: x ~ N(0, I_d), f(x) = w.x with w ~ N(0, I_d), no noise.
         shift: how evaluations differ from it. Default: they do not.
-        embed_dim, num_layers, num_heads, qk_norm, read_in_std: of the model, see ``ICLRegressor``.
+        embed_dim: width of the model.
+        num_layers: blocks of the model.
+        num_heads: attention heads of a block.
+        qk_norm: norms of queries and keys, see ``ICLRegressor``.
+        read_in_std: of the first weights, see ``ICLRegressor``.
         curriculum: how prompts grow in training. Default: full from the start.
         eval_prompts: fresh full prompts of each evaluation.
 

@@ -21,8 +21,8 @@ class NearestNeighborConfig:
     """N points and a query uniform on the sphere of radius sqrt(d); the target is the point nearest to the query.
 
     Args:
-        dim: d.
-        num_points: N.
+        dim: dimension d of a point.
+        num_points: points of an example, N.
         num_heads: heads where the spec does not say otherwise.
         qk_norm: layer norm of queries and keys. Default ``False``: the points already have one length, and a norm keeps the
             scores of sharp choices (large) out of reach of a short training.

@@ -49,7 +49,9 @@ class RecallConfig:
         num_keys: different keys of associative sequences.
         num_values: different values: guessing is right in one of ``num_values`` answers.
         num_fillers: different tokens between pairs and queries, which are neither keys nor values.
-        embed_dim, num_layers, num_heads: of the model.
+        embed_dim: width of the model.
+        num_layers: blocks of the model.
+        num_heads: attention heads of a block.
         rotary: text form of rotary positions (see ``layers.rotary``); empty: learned positions.
         eval_sequences: fresh sequences of each evaluation.
 

@@ -25,7 +25,6 @@ from structattn.seeds import generator
 from structattn.studies.data.corpus import Tokenizer, Windows, text_units, tokenizer_from
 from structattn.studies.data.text_data import open_text_data
 from structattn.studies.octaves import by_octave, octaves
-from structattn.studies.records.typed import read_as
 from structattn.studies.tasks.base import (
     Baseline,
     Batch,
@@ -37,6 +36,7 @@ from structattn.studies.tasks.base import (
     on_device_of,
 )
 from structattn.studies.tasks.text.details import attention_by_distance, positions_in_documents
+from structattn.typed_records import read_as
 
 _NONE = -100  # a target that is not scored
 _MOST_COUNTED = 2**25  # tokens of the training text that the baselines count
@@ -53,7 +53,9 @@ class TextConfig:
             newlines and printable ASCII, whose first 90 % of characters train, the next 5 % validate, the last 5 % test; empty: the packaged
             excerpt. Made absolute.
         context_length: T, tokens of a window that predict the one after each.
-        embed_dim, num_layers, num_heads: of the model.
+        embed_dim: width of the model.
+        num_layers: blocks of the model.
+        num_heads: attention heads of a block.
         rotary: text form of rotary positions (see ``layers.rotary``); empty: learned positions.
         eval_windows: most windows of each evaluation; fixed, spread evenly over the split, and not overlapping.
 

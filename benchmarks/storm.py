@@ -5,7 +5,7 @@ requests of random lengths streaming, half of which begin as an earlier one does
 ``generate()``, and at the end the number of free pages with that of the pool, and the memory of the server with what it was after a tenth of
 the time. It prints what it found, and exits with 1 if anything is wrong.
 
-The server runs in a thread of this process, so that its pages can be counted; needs ``structattn[serve]``.
+The server runs in a thread of this process, so that its pages can be counted; needs the extra ``serve``.
 """
 
 from __future__ import annotations

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def on_config(config: Any) -> Any:
+    """The address of the repository and the version, which every page shows, are those of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.repo_url = project["urls"]["Repository"]
+    config.repo_name = f"{project['name']} {project['version']}"
+    config.copyright = f'<a href="{config.repo_url}">{config.repo_name}</a>, {project["license"]}'
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the README and the results of benchmarks/, which is outside of docs/, to the site."""
+    """Adds the changelog, and the README and the results of benchmarks/, which are outside of docs/, to the site."""
+    files.append(File.generated(config, "CHANGELOG.md", abs_src_path=str(ROOT / "CHANGELOG.md")))
     for path in [BENCHMARKS / "README.md", *sorted((BENCHMARKS / "results").rglob("*"))]:
         if path.suffix in {".md", ".png", ".json"}:
             uri = path.relative_to(BENCHMARKS.parent).as_posix()
@@ -21,8 +33,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to benchmarks/ are one folder less up on the site. In tables ``mlr:32\\|8`` needs its backslash elsewhere, but not here."""
+    """Links to benchmarks/ are one folder less up on the site, and those of the changelog to docs/ one less down. In tables ``mlr:32\\|8`` needs its backslash elsewhere, but not here."""
     markdown = markdown.replace("](../benchmarks/", "](benchmarks/").replace("](../../benchmarks/", "](../benchmarks/")
+    if page.file.src_uri == "CHANGELOG.md":
+        markdown = markdown.replace("](docs/", "](")
     return re.sub(r"^\|.*$", _unescape_code, markdown, flags=re.MULTILINE)
 
 

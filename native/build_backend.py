@@ -93,6 +93,5 @@ class CompileCode(build_py):
                 compiler.compile_to(folder / compiler.library_name())
             except compiler.CompilationError as error:
                 raise CompileError(
-                    f"{error}\nSo structattn-native is not installed. structattn works without it, only slower on a CPU: "
-                    "`pip install structattn`."
+                    f"{error}\nSo structattn-native is not installed. structattn works without it, only slower on a CPU."
                 ) from error

@@ -31,7 +31,7 @@ def test_tokens_are_right_and_pools_are_of_one_size(monkeypatch) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in serve._LIBRARIES), reason="needs structattn[serve]"
+    any(importlib.util.find_spec(name) is None for name in serve._LIBRARIES), reason="needs the extra serve"
 )
 def test_a_storm_leaves_no_page_behind(capsys) -> None:
     assert storm.main(["--minutes", "0.1", "--growth", "1"]) == 0

@@ -11,7 +11,9 @@ ROOT = Path(structattn.__file__).parent
 # The most specific prefix gives the floor. The library ends below `studies`, which it never imports.
 FLOORS = {
     "errors": 0,
+    "extras": 0,
     "checks": 1,
+    "extensions": 1,
     "files": 2,
     "memory": 2,
     "seeds": 2,

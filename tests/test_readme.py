@@ -3,6 +3,7 @@
 import re
 import runpy
 import shlex
+import tomllib
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -17,12 +18,14 @@ from structattn.cli.parsing import parse
 from structattn.cli.train import TaskCommand
 from structattn.layers.build import build_attention
 from structattn.layers.layer import LayerShape
+from structattn.spec import attention as spec_forms
 from structattn.spec.attention import FORMS
 from structattn.studies.baselines import add_forms
 from structattn.studies.settings import apply_overrides
 from structattn.studies.tasks.registry import recipe_for
 
 ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A snippet that this file must not run has a comment with the reason in the line before it.
 SNIPPET = re.compile(
@@ -58,6 +61,7 @@ SLOW = {
 )
 def test_snippets_run_by_themselves(page, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(spec_forms, "FORMS", dict(FORMS))  # a page adds one
     text = page.read_text()
     for line, code in snippets(page):
         printed = StringIO()  # what the snippet prints, without the progress bars of other packages
@@ -119,6 +123,7 @@ def test_commands_in_pages_are_understood() -> None:
         ):
             command = parse(shlex.split(line, comments=True)[1:])
             if isinstance(command, TaskCommand):
+                command.fill()
                 apply_overrides(recipe_for(command.task, command.preset), command.set)
             found += 1
     assert found > 30
@@ -154,13 +159,56 @@ def test_every_page_is_once_in_the_navigation_of_the_site() -> None:
         assert len(re.findall(entry, navigation, flags=re.MULTILINE)) == 1, f"{page.name} in mkdocs.yml"
 
 
+def links(page: Path) -> list[str]:
+    """The targets of a page, without what follows #."""
+    text = re.sub(r"^```.*?^```$|`[^`]+`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r"^\[[\w.]+\]: (\S+)$", text, re.MULTILINE)
+    return [target.partition("#")[0] for target in found]
+
+
 def test_pages_link_to_files_that_are_there() -> None:
-    for page in PAGES:
-        text = re.sub(r"^```.*?^```$|`[^`]+`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) + re.findall(
-            r"^\[\w+\]: (\S+)$", text, re.MULTILINE
-        ):
-            assert (page.parent / target).exists(), f"{names(page)} links to {target}"
+    for page in [*PAGES, ROOT / "CHANGELOG.md"]:
+        for target in links(page):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{names(page)} links to {target}"
+
+
+def test_links_of_the_readme_work_on_a_package_index_and_name_files_that_are_here() -> None:
+    repository = PROJECT["urls"]["Repository"]
+    here = re.compile(
+        rf"(?:{repository}/blob|{repository.replace('github.com', 'raw.githubusercontent.com')})/main/(.+)"
+    )
+    targets = links(ROOT / "README.md")
+    assert len(targets) > 15
+    assert all(target.startswith("https://") for target in targets)
+    files = [match[1] for target in targets if (match := here.fullmatch(target))]
+    assert len(files) > 10
+    for file in [*files, *(match[1] for url in PROJECT["urls"].values() if (match := here.fullmatch(url)))]:
+        assert (ROOT / file).is_file(), f"the README or pyproject.toml links to {file}"
+    text = (ROOT / "README.md").read_text()
+    defined = re.findall(r"^\[(\w+)\]: ", text, re.MULTILINE)
+    assert sorted(defined) == sorted(set(re.findall(r"\]\[(\w+)\]", text)))
+
+
+def test_the_citation_has_the_version_and_the_repository_of_the_package() -> None:
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {PROJECT['version']}\n" in citation
+    assert f'\nrepository-code: "{PROJECT["urls"]["Repository"]}"\n' in citation
+    title = re.search(r"title\s*= \{(.*)\}", (ROOT / "README.md").read_text())
+    assert title is not None
+    assert f'title: "{title[1]}"' in citation
+
+
+def test_the_changelog_has_its_sections_and_dates() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert len(versions) >= 2
+    for version in versions:
+        heading = re.match(r"\[([\d.]+)\] - .*\d{4}-\d{2}-\d{2}", version)
+        assert heading, version.splitlines()[0]
+        sections = re.findall(r"^### (.*)$", version, re.MULTILINE)
+        assert sections == [name for name in ("Breaking", "Fixed", "Added", "Faster") if name in sections]
+        assert f"\n[{heading[1]}]: {PROJECT['urls']['Repository']}/" in text
 
 
 def test_the_picture_of_levels_is_drawn_from_a_layout(monkeypatch, tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from structattn import serve
 from structattn.errors import MissingDependencyError
+from structattn.extras import install_command
 from structattn.integrations.transformers import structurize
 
 VOCAB = 50
@@ -56,7 +58,7 @@ def text(tokens):
 def test_what_is_missing_is_named(monkeypatch) -> None:
     monkeypatch.setattr(serve, "_LIBRARIES", ("json", "no_such_library"))
     with pytest.raises(
-        SystemExit, match=r"transformers, which needs no_such_library: pip install 'structattn\[serve\]'"
+        SystemExit, match=re.escape(f"transformers, which needs no_such_library: {install_command('serve')}")
     ):
         serve.main(["model"])
     monkeypatch.setattr(serve, "_LIBRARIES", ())
@@ -76,9 +78,7 @@ def test_what_is_missing_is_named(monkeypatch) -> None:
         ),
     ],
 )
-@pytest.mark.skipif(
-    bool(NEEDS), reason=f"transformers' server needs {', '.join(NEEDS)}: pip install 'structattn[serve]'"
-)
+@pytest.mark.skipif(bool(NEEDS), reason=f"transformers' server needs {', '.join(NEEDS)}: {install_command('serve')}")
 def test_an_openai_client_gets_the_tokens_of_generate(tmp_path, options) -> None:
     import openai
 

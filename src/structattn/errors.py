@@ -19,6 +19,19 @@ class ConfigError(StructAttnError, ValueError):
     """A setting has a value that cannot work, or names something that does not exist."""
 
 
+class NotRegisteredError(ConfigError):
+    """A name, such as that of a form of specs or of a task, that nothing in this process defines, or whose package cannot be imported.
+
+    Args:
+        message: for who wrote the name.
+        reason: for who reads it in a file: what is not registered, and what to do. Default: the message.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
+
+
 class ShapeError(StructAttnError, ValueError):
     """A tensor has the wrong shape, dtype or device for the place where it was given."""
 
@@ -73,6 +86,12 @@ class StructAttnWarning(UserWarning):
 
 class StructAttnDeprecationWarning(StructAttnWarning, FutureWarning):
     """Something still works, and will not in the next version; the message says what to write instead."""
+
+
+def in_words(error: BaseException) -> str:
+    """An error of another library in one line."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}".removesuffix(": ")
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 from structattn.errors import MissingDependencyError, StructAttnError
+from structattn.extras import install_command
 
 _LIBRARIES = ("accelerate", "fastapi", "openai", "pydantic", "uvicorn")  # what transformers' server imports
 
@@ -24,7 +25,7 @@ def server() -> Callable[..., None]:
     """
     if missing := [name for name in _LIBRARIES if find_spec(name) is None]:
         raise MissingDependencyError(
-            f"structattn.serve starts the server of transformers, which needs {', '.join(missing)}: pip install 'structattn[serve]'"
+            f"structattn.serve starts the server of transformers, which needs {', '.join(missing)}: {install_command('serve')}"
         )
     import transformers
 
@@ -37,7 +38,7 @@ def server() -> Callable[..., None]:
     except ImportError as error:
         raise MissingDependencyError(
             "structattn.serve starts transformers.cli.serve.Serve, which transformers 5.17 to 5.24 have, and transformers "
-            f"{transformers.__version__} has not ({error}): pip install 'structattn[serve]'"
+            f"{transformers.__version__} has not ({error}): {install_command('serve')}"
         ) from error
 
     return Serve

@@ -216,7 +216,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare", "forecast", "--jbos", "2"], "did you mean '--jobs'"),
         (["compare", "forecast", "--jobs", "two"], "--jobs"),
         (["compare", "forecast", "extra"], "extra"),
-        (["compare"], "Missing from structattn compare: TASK"),
+        (["compare"], "expected TASK, one of nearest-neighbor"),
         (["train", "forecast", "--seed", "9" * 41], "--seed: expected a whole number"),
         (["settings", "forcast"], "did you mean 'forecast'"),
         (["mup", "check", "--heads", "0"], "--heads: expected a whole number of at least 1"),
@@ -316,7 +316,7 @@ def test_an_unwritable_folder_is_named(tmp_path: Path, capsys) -> None:
 
 def test_options_are_frozen() -> None:
     """Whoever adds an option changes this list, on purpose: most belong into a dataclass that --set reaches."""
-    task = {"task", "preset", "set", "out", "resume", "data", "time", "target"}
+    task = {"task", "preset", "config", "set", "out", "resume", "data", "time", "target"}
     expected = {
         commands.CompareCommand: task | {"attention", "seeds", "jobs", "widths", "budgets", "ray_address"},
         commands.TrainCommand: task | {"attention", "seed"},

@@ -33,7 +33,7 @@ def test_a_terminal_without_utf8_gets_the_same_line() -> None:
     said = set()
     for encoding in ("ascii", "utf-8"):
         done = subprocess.run(
-            [sys.executable, "-m", "structattn.cli", "train"],
+            [sys.executable, "-m", "structattn.cli", "evaluate"],
             env={**os.environ, "PYTHONIOENCODING": encoding},
             capture_output=True,
             text=True,

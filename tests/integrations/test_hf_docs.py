@@ -12,6 +12,7 @@ from structattn.integrations.transformers import StructAttnForCausalLM
 from structattn.integrations.transformers.caches import CACHE
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+FILES = PAGE.with_name("huggingface-use.md")
 
 
 def test_the_examples_run(monkeypatch, tmp_path) -> None:
@@ -28,7 +29,7 @@ def test_the_examples_run(monkeypatch, tmp_path) -> None:
         transformers.AutoTokenizer, "from_pretrained", lambda name: lambda text, return_tensors: encoding
     )
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(examples) == 7  # that of PEFT runs in test_hf_peft, those of several processes in test_hf_sequences
+    assert len(examples) == 5  # that of PEFT runs in test_hf_peft
     values: dict = {}
     exec(examples[0], values)
     assert type(values["model"]) is StructAttnForCausalLM
@@ -36,7 +37,7 @@ def test_the_examples_run(monkeypatch, tmp_path) -> None:
     values = {}
     exec(examples[1], values)
     assert type(values["model"]).__name__ == "StructAttnQwen3ForCausalLM"
-    shown = json.loads("{" + re.search(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)[1] + "}")["structattn"]
+    shown = json.loads("{" + re.search(r"```json\n(.*?)```", FILES.read_text(), re.DOTALL)[1] + "}")["structattn"]
     assert values["model"].config.structattn == shown | {"specs": ["mlr:64|32|32"] * 2, "rotations": ["halves:128"] * 2}
     values = {"batches": [tokens(2, 60)]}
     exec(examples[2], values)

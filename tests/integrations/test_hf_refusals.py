@@ -15,7 +15,7 @@ OURS = {name for name in vars(errors) if name.endswith("Error")} | {"_ForeignUse
 
 def rows() -> list[list[str]]:
     """What the rows of the tables of errors have in their first column, as code."""
-    page = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "huggingface-errors.md").read_text(encoding="utf-8")
     section = page[page.index("## Errors") : page.index("## Limits")]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
     found = [re.findall(r"`([^`]+)`", cell) for cell in cells]

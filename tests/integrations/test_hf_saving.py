@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import structattn
 from structattn.errors import CheckpointError, ConfigError
+from structattn.extras import install_command
 from structattn.integrations.transformers import StructAttnConfig, StructAttnForCausalLM, load_structurized, structurize
 from structattn.integrations.transformers.attention import StructuredAttention
 from structattn.testing.tolerances import COMPUTED, SIX_DIGITS
@@ -335,5 +336,5 @@ except structattn.errors.MissingDependencyError as error:
 
 def test_the_library_is_optional() -> None:
     missing, old = python(IMPORTS).splitlines()
-    assert "pip install 'structattn[hf]'" in missing
-    assert "5.16.3 is installed: pip install 'structattn[hf]'" in old
+    assert install_command("hf") in missing
+    assert f"5.16.3 is installed: {install_command('hf')}" in old

@@ -252,7 +252,7 @@ def test_no_token_lies_beyond_the_learned_positions() -> None:
         ([[1]], {"prefill_chunk": 0}, ConfigError, "prefill_chunk must be"),
         ([[1]], {"stop_tokens": [13]}, ConfigError, "stop_tokens"),
         ([[1]], {"max_new_tokens": CONTEXT}, ShapeError, "1 tokens in the longest prompt and 24 new ones make 25"),
-        ([[1]], {"use_cache": False, "prefill_chunk": 2}, ConfigError, "no effect without use_cache"),
+        ([[1]], {"use_cache": False, "prefill_chunk": 2}, ConfigError, "no effect without a cache"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_computed(prompts, options, error, message: str) -> None:

@@ -14,7 +14,7 @@ from cluster import Cluster
 
 from structattn.testing.tolerances import SAME_MODEL
 
-PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+PAGE = Path(__file__).parents[2] / "docs" / "huggingface-sequences.md"
 PACKED = {"position_ids": [[*range(20), *range(17)]]}
 
 

@@ -151,14 +151,14 @@ def test_mistakes_are_named_in_one_line(runs, tmp_path: Path, capsys) -> None:
     for arguments, message in (
         (["generate", str(other)], "is a run of nearest-neighbor, which is not a language model"),
         (["generate", str(tmp_path / "nowhere")], "no finished run"),
-        (["generate", run, "--prompt", ""], "prompt 0 is empty"),
+        (["generate", run, "--prompt", ""], "--prompt: expected a text to continue, got ''"),
         (
             ["generate", run, "--prompt", "na\u00efve"],
             "the prompt: expected newlines and printable ASCII, got '\u00ef'",
         ),
-        (["generate", run, "--temperature", "-1"], "temperature must be a finite number of at least 0"),
+        (["generate", run, "--temperature", "-1"], "--temperature: expected a finite number of at least 0"),
         (["generate", run, "--prompt", "x" * 33], "33 tokens in the longest prompt"),
-        (["generate", run, "--max-new-tokens", "0"], "max_new_tokens must be"),
+        (["generate", run, "--max-new-tokens", "0"], "--max-new-tokens: expected"),
         (["evaluate", str(other), "--cache"], "nearest-neighbor has none"),
         (["train", "text", "--target", "y"], "--target belongs to forecast, not to text"),
         (["train", "text", "--set", "task.rotary=round"], "unknown rotary split 'round'"),

@@ -59,7 +59,7 @@ def test_a_comparison_is_continued_as_what_it_was_begun(tmp_path: Path, capsys) 
     assert "training.learning_rate = 0.02, now 0.5" in said(capsys)
     (out / "results.json").unlink()
     assert main(["compare", "icl-regression", "--preset", "smoke", "--resume", "--out", str(out)]) == 2
-    assert "holds 'figures', 'report.html', 'runs', 'runs.csv', which" in said(capsys)
+    assert "holds 'config.yaml', 'figures', 'report.html', 'runs' and 1 more, which" in said(capsys)
     # Settings with separate runs may change.
     assert main([*COMPARE, "--resume", "--seeds", "2", "--out", str(out)]) == 0
     assert len(json.loads((out / "results.json").read_text())["rows"][0]["scores"]) == 2

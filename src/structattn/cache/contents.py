@@ -207,6 +207,8 @@ class Contents:
         """
         stores, length, oldest = list(self.stores()), plain["length"], plain["oldest"]
         names = [str(number) for number in range(len(stores))]
+        if self.latent is not None and len(tensors) == len(oldest) != len(names):
+            raise OtherLatentError("the latent is of another layer: it keeps other levels than the file has")
         if sorted(tensors) != sorted(names) or len(oldest) != len(names):
             raise CheckpointError(
                 f"expected {len(names)} tensors, {', '.join(names)}, got {', '.join(sorted(tensors))}"

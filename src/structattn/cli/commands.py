@@ -6,8 +6,10 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
+from structattn.extras import install_command
+
 if importlib.util.find_spec("tyro") is None:  # the library itself needs torch alone
-    raise SystemExit("structattn: the command line needs the extra 'train': pip install 'structattn[train]'")
+    raise SystemExit(f"structattn: the command line needs the extra 'train': {install_command('train')}")
 
 import tyro
 

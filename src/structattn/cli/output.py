@@ -6,6 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from structattn.errors import MissingDependencyError
+from structattn.extras import install_command
 
 if TYPE_CHECKING:  # imports PyTorch
     from structattn.studies.records.common import Results
@@ -16,7 +17,7 @@ def require_extra() -> None:
     for name in ("accelerate", "jinja2", "matplotlib", "pandas", "tabulate", "tensorboard", "tqdm"):
         if importlib.util.find_spec(name) is None:  # importing all of them would take seconds
             raise MissingDependencyError(
-                f"{name} is not installed: pip install 'structattn[train]' brings all that training needs"
+                f"{name} is not installed: {install_command('train')} brings all that training needs"
             )
 
 

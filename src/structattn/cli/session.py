@@ -37,7 +37,7 @@ class Session:
     @property
     def line(self) -> str:
         """The command line, for a shell."""
-        return shlex.join(["structattn", *self.words])
+        return _prefix() + shlex.join(["structattn", *self.words])
 
     def writes_to(self, folder: Path, takes: str = "") -> None:
         """Says where the results of a command will be, and what it takes."""
@@ -93,4 +93,10 @@ class Session:
                 if "--resume" not in words:
                     words.append("--resume")
         launched = "the same launcher and " if "WORLD_SIZE" in os.environ else ""
-        return f"{how}: {launched}{shlex.join(['structattn', *words])}"
+        return f"{how}: {launched}{_prefix()}{shlex.join(['structattn', *words])}"
+
+
+def _prefix() -> str:
+    """The variable that names modules of other packages (see ``structattn.extensions``), as a command line sets it."""
+    found = os.environ.get("STRUCTATTN_IMPORT")
+    return f"STRUCTATTN_IMPORT={shlex.quote(found)} " if found else ""

@@ -8,25 +8,35 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import tyro
 
 from structattn.cli.output import print_metrics, print_results, require_extra
 from structattn.cli.session import Session
-from structattn.cli.values import Count, Counts, OptionalCount, Positives, Seed, as_options, naming
+from structattn.cli.values import Count, Counts, OptionalCount, OptionalSeed, Positives, as_options, naming
 from structattn.errors import ConfigError
 from structattn.studies.tasks.registry import TASKS
 
+T = TypeVar("T")
 # The names are those of the registry, which imports no task for them.
 TaskName = Annotated[str, tyro.conf.arg(metavar="TASK", help=f"One of {', '.join(TASKS)}.")]
+_TaskName = Annotated[
+    str | None, tyro.conf.arg(metavar="TASK", help=f"One of {', '.join(TASKS)}; unless --config names it.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskCommand:
-    task: tyro.conf.Positional[TaskName]
-    preset: str = "default"
-    """Named settings of the task (see `structattn presets`)."""
+    # The options that a file may give as well, and their values where neither it nor the command line does.
+    in_file: ClassVar[dict[str, Any]] = {"preset": "default"}
+    _file: ClassVar[Any] = None  # of --config, once it is read
+
+    task: tyro.conf.Positional[_TaskName] = None
+    preset: str | None = None
+    """Named settings of the task (see `structattn presets`). Default: default."""
+    config: Path | None = None
+    """A file of settings, YAML or TOML, with the names of --set, such as the config.yaml of a run; the command line goes before it."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A setting, as section.field=value, such as training.steps=500; may be repeated."""
     out: Path | None = None
@@ -40,22 +50,53 @@ class TaskCommand:
     target: str | None = None
     """The column to predict, for a task that reads a table."""
 
-    def recipe(self) -> Any:
-        """The preset's recipe with the settings of the command line."""
-        from structattn.studies.settings import apply_overrides
-        from structattn.studies.tasks.registry import recipe_for, task_class
+    def execute(self, session: Session) -> None:
+        """Runs the command, with what --config says and the command line does not."""
+        self.fill()
+        self.run(session)
 
+    def run(self, session: Session) -> None:
+        """Runs the command, whose options are complete."""
+        raise NotImplementedError
+
+    def fill(self) -> None:
+        """Takes from --config, or else from the defaults, what the command line does not say."""
+        file = None
+        if self.config is not None:
+            from structattn.studies.config_file import ConfigFile
+
+            file = ConfigFile.read(self.config)
+        given = {**file.options(self.in_file, type(self)), "task": file.task} if file else {}
+        for name, default in {**self.in_file, "task": None}.items():
+            if getattr(self, name) in (None, ()):
+                object.__setattr__(self, name, given.get(name, default))
+        if self.task is None:
+            raise ConfigError(f"expected TASK, one of {', '.join(TASKS)}, or --config with a file that names it")
+        if given and given["task"] not in (None, self.task):
+            raise ConfigError(
+                f"{self.config} is of the task {given['task']}, not of {self.task}: leave one of the two out"
+            )
+        object.__setattr__(self, "_file", file)
+
+    def recipe(self) -> Any:
+        """The preset's recipe with the settings of --config and then those of the command line."""
+        from structattn.studies.settings import apply_overrides, with_changes
+        from structattn.studies.tasks.registry import recipe_for, task_class, usable_tasks
+
+        with naming("--preset"):
+            recipe = recipe_for(known(self.task), known(self.preset))
+        if self._file is not None:
+            with self._file.reading():
+                recipe = with_changes(recipe, self._file.changes(without=self.in_file))
         overrides = list(self.set)
-        options = task_class(self.task).data_options
+        options = task_class(known(self.task)).data_options
         for name, value in (("data", self.data), ("time", self.time), ("target", self.target)):
             if value is None:
                 continue
             if name not in options:
-                tasks = ", ".join(task for task in TASKS if name in task_class(task).data_options)
+                tasks = ", ".join(task for task in usable_tasks() if name in task_class(task).data_options)
                 raise ConfigError(f"--{name} belongs to {tasks}, not to {self.task}")
             overrides.append(f"task.{options[name].setting}={value}")
-        with naming("--preset"):
-            recipe = recipe_for(self.task, self.preset)
         return apply_overrides(recipe, tuple(overrides))
 
     def recipe_of_runs(self) -> Any:
@@ -63,12 +104,20 @@ class TaskCommand:
         from structattn.studies.settings import Change
 
         recipe = self.recipe()
-        for text in self.set:
-            name = Change.parse(text).name
+        file = self._file
+        found = [(f"--set {name}", name) for name in (Change.parse(text).name for text in self.set)]
+        found += [(f"{file.path}: {name}", name) for name in file.values if name not in self.in_file] if file else []
+        for written, name in found:
             if name.partition(".")[0] not in ("task", "training"):
                 instead = f"give --{name}" if name == "attention" else "leave it out"
-                raise ConfigError(f"--set {name} belongs to structattn compare: {instead}")
+                raise ConfigError(f"{written} belongs to structattn compare: {instead}")
         return recipe
+
+
+def known(value: T | None) -> T:
+    """An option that is filled in, by the command line, a file or a default."""
+    assert value is not None
+    return value
 
 
 def _check_no_launcher(command: str) -> None:
@@ -119,7 +168,7 @@ class CompareCommand(TaskCommand):
     ray_address: str = ""
     """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file system that its machines share."""
 
-    def execute(self, session: Session) -> None:
+    def run(self, session: Session) -> None:
         require_extra()
         from structattn.studies.compare import compare
         from structattn.studies.report.pages import text
@@ -134,10 +183,10 @@ class CompareCommand(TaskCommand):
             raise ConfigError("--jobs is only for this machine: on a Ray cluster its cores and GPUs decide")
         length = " or ".join(f"{budget:g} FLOPs" for budget in recipe.budgets) or f"{recipe.training.steps:,} steps"
         done = compare(
-            self.task,
+            known(self.task),
             recipe,
             self.out,
-            preset=self.preset,
+            preset=known(self.preset),
             command=session.line,
             resume=self.resume,
             on_open=partial(session.began, takes=f"{recipe.num_runs:,} runs of {length}"),
@@ -154,12 +203,14 @@ class TrainCommand(TaskCommand):
       structattn train text --attention "mlr:8|8|8|8" --out runs/text
     """
 
-    attention: str = "standard"
-    """The spec to train (see `structattn specs`)."""
-    seed: Seed = 0
-    """Seed of weights, data order and dropout."""
+    in_file: ClassVar[dict[str, Any]] = {**TaskCommand.in_file, "attention": "standard", "seed": 0}
 
-    def execute(self, session: Session) -> None:
+    attention: str | None = None
+    """The spec to train (see `structattn specs`). Default: standard."""
+    seed: OptionalSeed = None
+    """Seed of weights, data order and dropout. Default: 0."""
+
+    def run(self, session: Session) -> None:
         require_extra()
         from structattn.studies.folders import Owner, finished_in, opened
         from structattn.studies.old_folders import run_record
@@ -172,16 +223,17 @@ class TrainCommand(TaskCommand):
         if _num_processes() > 1 and self.out is None:
             raise ConfigError("the processes of a launcher share one folder: give --out")
         recipe = self.recipe_of_runs()
-        task = task_class(self.task)(recipe.task)
+        attention, seed = known(self.attention), known(self.seed)
+        task = task_class(known(self.task))(recipe.task)
         settings = {
-            "attention": self.attention,
-            "seed": self.seed,
+            "attention": attention,
+            "seed": seed,
             **task.identity(asdict(recipe.task)),
             "training": asdict(recipe.training),
         }
         free = tuple(f"training.{name}" for name in WITHOUT_EFFECT)
-        owner = Owner(command="train", task=self.task, settings=settings, free=free, recorded=run_record)
-        empty_model(task, self.attention, recipe.training.parametrization)  # a size that fits no machine is named first
+        owner = Owner(command="train", task=task.name, settings=settings, free=free, recorded=run_record)
+        empty_model(task, attention, recipe.training.parametrization)  # a size that fits no machine is named first
         folder, finished = finished_in(
             self.out, owner, resume=self.resume, read=lambda found: found if is_finished(found) else None
         )
@@ -192,10 +244,11 @@ class TrainCommand(TaskCommand):
         ):
             result = train(
                 task,
-                self.attention,
+                attention,
                 recipe.training,
-                seed=self.seed,
+                seed=seed,
                 run_dir=out,
+                preset=known(self.preset),
                 resume=self.resume,
                 on_steps=None if finished else lambda _: session.began(out, f"{recipe.training.steps:,} steps"),
             )
@@ -214,17 +267,27 @@ class SweepCommand(TaskCommand):
       structattn sweep forecast --param training.learning_rate=log:1e-4:1e-2 --trials 20
     """
 
+    in_file: ClassVar[dict[str, Any]] = {
+        **TaskCommand.in_file,
+        "param": (),
+        "trials": 20,
+        "attention": "standard",
+        "seed": 0,
+        "scheduler": "asha",
+        "grace_period": None,
+    }
+
     param: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A parameter to vary, in quotes: NAME=log:LOW:HIGH, NAME=uniform:LOW:HIGH, NAME=int:LOW:HIGH or NAME=choice:A,B,..., where NAME is a
     setting, such as training.learning_rate, or attention; may be repeated."""
-    trials: Count = 20
-    """Number of runs, including those of an interrupted sweep."""
-    attention: str = "standard"
-    """The spec to train, unless it is a parameter."""
-    seed: Seed = 0
-    """Seed of the runs and of the proposed values."""
-    scheduler: Literal["asha", "none"] = "asha"
-    """asha: stop trials that are not among the best quarter at their step; none: run every trial to its end."""
+    trials: OptionalCount = None
+    """Number of runs, including those of an interrupted sweep. Default: 20."""
+    attention: str | None = None
+    """The spec to train, unless it is a parameter. Default: standard."""
+    seed: OptionalSeed = None
+    """Seed of the runs and of the proposed values. Default: 0."""
+    scheduler: Literal["asha", "none"] | None = None
+    """asha, the default: stop trials that are not among the best quarter at their step; none: run every trial to its end."""
     grace_period: OptionalCount = None
     """Steps that every trial gets. Default: a sixteenth of the longest run, and at least training.eval_every."""
     jobs: OptionalCount = None
@@ -232,7 +295,7 @@ class SweepCommand(TaskCommand):
     ray_address: str = ""
     """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file system that its machines share."""
 
-    def execute(self, session: Session) -> None:
+    def run(self, session: Session) -> None:
         require_extra()
         from structattn.studies.report.sweep import text
         from structattn.studies.sweep.plan import SweepPlan
@@ -243,16 +306,16 @@ class SweepCommand(TaskCommand):
         recipe = self.recipe_of_runs()
         given = {"--data": self.data and self.data.absolute(), "--time": self.time, "--target": self.target}
         plan = SweepPlan(
-            task_name=self.task,
+            task_name=known(self.task),
             settings=RunSettings(task=recipe.task, training=recipe.training),
             params=self.param,
-            trials=self.trials,
-            attention=self.attention,
-            seed=self.seed,
-            scheduler=self.scheduler,
+            trials=known(self.trials),
+            attention=known(self.attention),
+            seed=known(self.seed),
+            scheduler=cast(Any, self.scheduler),  # a wrong word is named by the plan
             grace_period=self.grace_period,
-            preset=self.preset,
-            changes=self.set,
+            preset=known(self.preset),
+            changes=(*(self._file.texts(without=self.in_file) if self._file else ()), *self.set),
             given=tuple(word for option, value in given.items() if value is not None for word in (option, str(value))),
         )
         done = sweep(

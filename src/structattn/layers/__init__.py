@@ -1,1 +1,5 @@
 """Modules: scoring, attention, transformer blocks."""
+
+from structattn.layers.layer import AttentionLayer, CustomAttention, LayerCost, LayerShape, SequenceCost
+
+__all__ = ["AttentionLayer", "CustomAttention", "LayerCost", "LayerShape", "SequenceCost"]

@@ -202,8 +202,13 @@ class LanguageModel(nn.Module):
             return caches
         return LayerCaches(caches, text=TextHistory(self.text_units, self._units, caches.left_padding))
 
-    def cache_numbers(self) -> int:
-        """The numbers that ``new_cache`` holds at the context length, keys and values of all layers of one sequence."""
+    @property
+    def has_cache(self) -> bool:
+        """Whether every layer has a cache; a ``CustomAttention`` may have none."""
+        return self.trunk.has_cache
+
+    def cache_numbers(self) -> int | None:
+        """The numbers that ``new_cache`` holds at the context length, keys and values of all layers of one sequence; ``None`` without a cache."""
         return self.trunk.cache_numbers(self.context_length)
 
     def flops_per_example(self) -> int:
@@ -234,7 +239,8 @@ class LanguageModel(nn.Module):
             sampling: how tokens are chosen. Default: greedily.
             stop_tokens: a prompt ends with the first of these that it produces. Default: none.
             seed: of ``sampling``, from 0 to 2**63 - 1. Default ``None``: drawn from torch's global generator.
-            use_cache: ``False`` computes the whole sequence anew for each token: much slower, and there to check the cache.
+            use_cache: ``False`` computes the whole sequence anew for each token: much slower, and there to check the cache. So it is also where
+                a layer has no cache (``has_cache``).
             prefill_chunk: prompts are read in chunks of this many tokens, which bounds the memory of a long prompt. Default
                 ``None``: in one chunk.
             caches: from ``new_cache``, to keep them: they end with all tokens but the last. If they already hold tokens, the
@@ -294,8 +300,9 @@ class LanguageModel(nn.Module):
         if caches is not None:
             check_type("caches", caches, LayerCaches, "LayerCaches, as new_cache() makes them, or None")
             self.trunk.check_caches(caches)
+        use_cache = use_cache and self.has_cache
         if not use_cache and (caches is not None or prefill_chunk is not None):
-            raise ConfigError("caches and prefill_chunk have no effect without use_cache: leave them at None")
+            raise ConfigError("caches and prefill_chunk have no effect without a cache: leave them at None")
         seen = 0 if caches is None else _continued(caches, batch)
         needed = seen + batch.longest + max_new_tokens
         if self.trunk.position is not None and needed > self.context_length:

@@ -292,7 +292,7 @@ class Transformer(nn.Module):
         """Empty caches of all layers, for ``forward``; see ``LevelCache`` for the arguments.
 
         Raises:
-            ConfigError: the model is not causal, or an option is out of its range.
+            ConfigError: the model is not causal, a layer has no cache, or an option is out of its range.
         """
         return LayerCaches(
             block.attention.new_cache(max_length=max_length, page_size=page_size, left_padding=left_padding)
@@ -326,10 +326,20 @@ class Transformer(nn.Module):
         wanted = {unit for layout in self._text_layouts for unit in layout.units}
         return tuple(unit for unit in UNITS if unit in wanted)
 
-    def cache_numbers(self, num_tokens: int) -> int:
-        """The numbers that ``new_cache`` holds after that many tokens, keys and values of all layers of one sequence."""
+    @property
+    def has_cache(self) -> bool:
+        """Whether every layer has a cache, so that there is one of the model."""
+        return all(block.attention.has_cache for block in self.layers)
+
+    def cache_numbers(self, num_tokens: int) -> int | None:
+        """The numbers that ``new_cache`` holds after that many tokens, keys and values of all layers of one sequence; ``None`` where a layer has no
+        cache, or does not say how large it is."""
         check_size("num_tokens", num_tokens, MAX_COUNTED)
-        return sum(block.attention.cost(num_tokens).cache_numbers for block in self.layers)
+        if not self.has_cache:
+            return None
+        counts = [block.attention.cost(num_tokens).cache_numbers for block in self.layers]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
 
     def flops(self, num_tokens: int) -> int:
         """Forward FLOPs for one example of that many tokens, 2 per multiply-add."""

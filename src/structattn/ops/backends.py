@@ -29,7 +29,7 @@ from structattn.ops.native import library
 Backend = Literal["auto", "reference", "blocked", "native", "triton"]
 NAMED = ("auto", "reference", "blocked", "native", "triton")  # what a user may name
 
-# Beyond this number of scores the dense definition is never the fastest on a CPU (docs/speed.md).
+# Beyond this number of scores the dense definition is never the fastest on a CPU (docs/short-calls.md).
 DENSE_SCORES = 2**18
 # With a bias or a mask the blocked backend computes one batch row after another: short rows are dense, however many there are, within this.
 DENSE_BATCH_SCORES = 2**25

@@ -5,10 +5,25 @@ from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.rotary import Rotary, RotaryScaling
 from structattn.matrices import Structure
 from structattn.spec import rotary
-from structattn.spec.attention import format_spec, parse_spec
+from structattn.spec.attention import add_form, format_spec, parse_spec
+from structattn.spec.grammar import Form, flag, named, number, one_of, optional, positive, several, whole, write_term
 from structattn.spec.structure import format_structure, parse_structure
 
-__all__ = ["AttentionSpec", "parse_spec"]
+__all__ = [
+    "AttentionSpec",
+    "Form",
+    "add_form",
+    "flag",
+    "named",
+    "number",
+    "one_of",
+    "optional",
+    "parse_spec",
+    "positive",
+    "several",
+    "whole",
+    "write_term",
+]
 
 text_forms.register(AttentionSpec, parse_spec, format_spec)
 text_forms.register(Structure, parse_structure, format_structure)

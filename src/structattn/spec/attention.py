@@ -9,12 +9,15 @@ Options follow after commas: ``mlr:32|16|8|8,scaling=paper``, ``bilinear-btt:1,r
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from typing import Any, get_args
 
-from structattn.checks import check_type, quoted
-from structattn.errors import ConfigError
+from structattn import extensions
+from structattn.checks import check_type, describe, quoted
+from structattn.errors import ConfigError, NotRegisteredError, StructAttnError, in_words
 from structattn.layers.attention_spec import AttentionSpec
+from structattn.layers.layer import CustomAttention
 from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
 from structattn.layers.scoring_modules import ScoreScaling
 from structattn.layout.global_window import GlobalWindowLayout
@@ -40,6 +43,7 @@ from structattn.spec.grammar import (
 
 __all__ = ["FORMS", "AttentionSpec", "Halving", "describe_spec", "format_spec", "parse_spec"]
 
+logger = logging.getLogger(__name__)
 _SCORING = {"scaling": one_of("scaling", get_args(ScoreScaling)), "rms_cap": flag}
 _LAYOUT = {"scaling": one_of("scaling", SCALINGS), "values": several(positive)}
 _TEXT = "text such as 'standard' or 'mlr:32|16|8|8'"
@@ -177,26 +181,85 @@ FORMS: dict[str, Form] = {
 }
 
 
+GROUP = "structattn.attention"
+
+
 def add_form(name: str, form: Form) -> None:
     """Adds a form, such as that of a ``CustomAttention``, for every reader of specs in this process.
 
+    Other processes, such as those of ``compare --jobs``, do not see it: declare an entry point of the group ``structattn.attention``, or call
+    this at the import of a module that ``STRUCTATTN_IMPORT`` names.
+
     Args:
         name: before the colon.
-        form: whose ``make`` returns fields of an ``AttentionSpec``.
+        form: whose ``make`` returns a ``CustomAttention``, or fields of an ``AttentionSpec`` by name.
 
     Raises:
-        ConfigError: the name is that of another form.
+        ConfigError: the name cannot stand in a spec, or is that of another form.
+
+    Example:
+        >>> add_form("mean", Form("mean", "mean", "the mean of all tokens before", make=MeanAttention))
     """
+    check_type("a form", form, Form, "a structattn.spec.Form")
+    if not (isinstance(name, str) and re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name)):
+        raise ConfigError(f"the name of a form has letters, digits, - and _, got {quoted(name)}")
     if FORMS.setdefault(name, form) is not form:
         raise ConfigError(f"the form {name!r} is taken: choose another name")
 
 
+def all_forms() -> dict[str, Form]:
+    """Every form that this process can read, by name, those of installed packages too; a warning says why one of them is left out."""
+    extensions.import_modules()
+    for name in extensions.installed(GROUP):
+        try:
+            add_form(name, _installed(name))
+        except ConfigError as error:
+            logger.warning("%s", error)
+    return FORMS
+
+
+def _installed(name: str) -> Form:
+    """The form that an installed package declares; its package is imported."""
+    form = extensions.load("the form", extensions.installed(GROUP)[name])
+    if not isinstance(form, Form):
+        raise NotRegisteredError(
+            f"the entry point of the form {name!r} must name a structattn.spec.Form, got {describe(form)}"
+        )
+    return form
+
+
+def _form(name: str) -> Form:
+    """The form of a name. What is not known is looked for in modules that the environment names, then in installed packages.
+
+    Raises:
+        NotRegisteredError: there is none, or what should define it cannot be imported.
+    """
+    if name not in FORMS:
+        extensions.import_modules()
+    if name not in FORMS:
+        if name not in (declared := extensions.installed(GROUP)):
+            raise extensions.not_registered("form", name, {*FORMS, *declared})
+        add_form(name, _installed(name))
+    return FORMS[name]
+
+
 def _read_term(term: str) -> dict[str, Any]:
     """The fields of an ``AttentionSpec`` that a term sets."""
-    form = FORMS.get(re.split("[:,]", term.strip())[0].strip())
-    with reading("attention spec", term, form.help if form else _ALL_FORMS):
-        name, arguments = read_term(term, FORMS)
-        return FORMS[name].make(**arguments)
+    name = re.split("[:,]", term.strip())[0].strip()
+    with reading("attention spec", term, _ALL_FORMS):
+        form = _form(name)
+    with reading("attention spec", term, form.help):
+        _, arguments = read_term(term, {name: form})
+        try:
+            made: Any = form.make(**arguments)
+        except (TypeError, ValueError) as error:
+            raise error if isinstance(error, StructAttnError) else ConfigError(in_words(error)) from error
+        made = {"custom": made} if isinstance(made, CustomAttention) else made
+        if not isinstance(made, dict) or not made.keys() <= {field.name for field in dataclasses.fields(AttentionSpec)}:
+            raise ConfigError(
+                f"its form must make a CustomAttention, or fields of an AttentionSpec, got {describe(made)}"
+            )
+        return made
 
 
 def parse_spec(text: str) -> AttentionSpec:
@@ -247,9 +310,9 @@ def _in_words(term: str) -> str:
     if groups := re.search("kv_heads=([0-9]+)", options):
         words += f", {groups[1]} key and value {'head' if groups[1] == '1' else 'heads'}"
     default = " (1 by default)"
-    numbers = re.findall("[0-9]+", args) or (["1"] if default in words else [])
+    numbers = re.findall("[0-9]+(?:[.][0-9]+)?", args) or (["1"] if default in words else [])
     for letter, number in zip(
-        re.findall("[A-Z]", FORMS[name].syntax), numbers if "|" not in args else (), strict=False
+        re.findall("[A-Z]+", FORMS[name].syntax), numbers if "|" not in args else (), strict=False
     ):
         words = re.sub(rf"\b{letter}\b", number, words)
     return words.replace(default, "") + (", of the values too" if "values=" in options else "")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from structattn.checks import quoted
-from structattn.errors import ConfigError, nearest_name
+from structattn.errors import ConfigError, NotRegisteredError, nearest_name
 
 Value = TypeVar("Value")
 Number = TypeVar("Number", int, float)
@@ -60,6 +60,8 @@ def reading(what: str, text: str, help_text: str) -> Iterator[None]:
     """Within it, an error names the text that is read, and ends with a sentence of help."""
     try:
         yield
+    except NotRegisteredError as error:
+        raise NotRegisteredError(f"{what} {quoted(text)}: {error}. {help_text}", error.reason) from None
     except ConfigError as error:
         raise ConfigError(f"{what} {quoted(text)}: {error}. {help_text}") from None
 

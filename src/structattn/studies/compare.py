@@ -19,6 +19,7 @@ from structattn.models.language_model import LanguageModel
 from structattn.progress import progress_bar, say
 from structattn.studies.analysis.model_selection import search
 from structattn.studies.analysis.scaling_law import scaling_laws
+from structattn.studies.config_file import write_config
 from structattn.studies.decode_time import decode_times
 from structattn.studies.environment import origin
 from structattn.studies.folders import Owner, finished_in, opened
@@ -41,6 +42,7 @@ from structattn.studies.runner.base import Runner
 from structattn.studies.runner.job import Job
 from structattn.studies.runner.local import LocalRunner
 from structattn.studies.runner.train_all import train_all
+from structattn.studies.settings import fields_of
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
 from structattn.studies.training.config import WITHOUT_EFFECT
@@ -106,6 +108,7 @@ def compare(
         if finished is not None:
             record = finished.record
         else:
+            write_config(folder, "compare", _config(task_name, recipe, preset))
             rows, baselines = _results(folder, points, models, tasks, runner or LocalRunner(), resume, show_progress)
             record = _record(tasks[0], recipe, rows, baselines, command, preset)
         try:
@@ -116,6 +119,13 @@ def compare(
         except OSError as error:
             raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
     return Results(record=record, folder=folder)
+
+
+def _config(task_name: str, recipe: Recipe, preset: str) -> dict[str, Any]:
+    """All that determines a comparison, by the names of ``--set`` and of options."""
+    found = {name: value for name, _, value in fields_of(recipe)}
+    inside = {name: value for name, value in found.items() if "." in name}
+    return {"task": task_name, "preset": preset} | {name: found[name] for name in found if name not in inside} | inside
 
 
 def _finished(folder: Path, owner: Owner, points: Sequence[Point]) -> Results[ComparisonRecord] | None:
@@ -208,7 +218,7 @@ def _chosen(recipe: Recipe, spec: str, scores: dict[float, float] | None) -> flo
 
 def _decode_times(task: Task, costs: dict[str, ModelCosts]) -> dict[str, float]:
     """The milliseconds of a decoding step by spec, where caches differ; all runs are finished, so that none of them disturbs it."""
-    if len({cost.cache_numbers for cost in costs.values()} - {None}) < 2:
+    if len({cost.cache_numbers for cost in costs.values()}) < 2:
         return {}
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     models = {spec: task.build_model(spec).to(device) for spec in costs if costs[spec].cache_numbers is not None}

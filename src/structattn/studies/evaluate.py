@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from structattn.errors import CheckpointError, ConfigError, DataError
+from structattn.errors import CheckpointError, ConfigError, DataError, NotRegisteredError
 from structattn.models.language_model import LanguageModel
 from structattn.studies.data.corpus import Tokenizer
 from structattn.studies.data.plain_text import is_there
@@ -109,9 +109,11 @@ def _text_model(folder: Path, record: RunRecord) -> TextModel:
 
 @contextmanager
 def reading_run(folder: Path) -> Iterator[None]:
-    """A context in which read errors mean that the run is damaged."""
+    """A context in which read errors mean that the run is damaged, unless it needs what is not installed or imported here."""
     try:
         yield
+    except NotRegisteredError as error:
+        raise NotRegisteredError(f"the run in {folder} cannot be read here: {error.reason}") from error
     except (CheckpointError, DataError):
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -28,6 +28,7 @@ OWNER = "owner.json"
 RUNS = Path("runs")
 FORMAT_VERSION = 1
 _LOCK = ".lock"
+CONFIG = "config.yaml"  # the settings, for people and for ``--config``
 OF_EVERY_FOLDER = (OWNER, _LOCK)  # names of the files that are written here
 _SHOWN = 4  # names or differences of one message
 
@@ -148,7 +149,8 @@ def opened(
                 yield folder
             finally:
                 if not _names(folder):  # nothing came of it
-                    (folder / OWNER).unlink(missing_ok=True)
+                    for name in (OWNER, CONFIG):
+                        (folder / name).unlink(missing_ok=True)
     finally:
         if made:
             with contextlib.suppress(OSError):
@@ -180,9 +182,10 @@ def finished_in(
 
 
 def _names(folder: Path) -> list[str]:
-    """The names in a folder, without the files that this module writes."""
-    names = (path.name for path in folder.iterdir())
-    return sorted(name for name in names if name not in OF_EVERY_FOLDER and not name.startswith(TEMPORARY))
+    """The names in a folder, without the files that this module writes, and without the settings that a folder with an owner has."""
+    names = {path.name for path in folder.iterdir()}
+    left_out = {*OF_EVERY_FOLDER, *([CONFIG] if OWNER in names else [])}
+    return sorted(name for name in names - left_out if not name.startswith(TEMPORARY))
 
 
 def _check_owner(folder: Path, owner: Owner, *, resume: bool | None) -> None:

@@ -23,7 +23,7 @@ class TextGeneration:
         prompts: texts of at least one token each.
         tokenizer: of the model. Default: the 96 characters.
         max_new_tokens: most new tokens per prompt. Default ``None``: what fits the learned positions; 512 with rotary ones.
-        sampling, seed, use_cache: see ``LanguageModel.generate``.
+        sampling, seed, use_cache: see ``LanguageModel.generate``; a model without a cache computes everything again for each token.
         stop: a prompt ends with the first token after which its new text contains this text. Default ``""``: none.
 
     Attributes:
@@ -56,6 +56,7 @@ class TextGeneration:
             max_new_tokens = max(1, model.context_length - batch.longest) if is_limited else _NEW_TOKENS
         self.model = model
         self.caches = None
+        use_cache = use_cache and model.has_cache
         self._reserved = reserved_length(max(1, batch.longest + max_new_tokens - 1))
         if use_cache:
             self.caches = model.new_cache(max_length=self._reserved, left_padding=batch.left_padding)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 from dataclasses import asdict
 from typing import get_args
 
 import torch
 
 from structattn import mup
-from structattn.errors import BackendUnavailableError
+from structattn.errors import BackendUnavailableError, StructAttnError
 from structattn.layers.build import build_attention
 from structattn.layers.layer import LayerShape
 from structattn.layout.levels import LevelLayout
@@ -18,16 +19,19 @@ from structattn.models.language_model import LanguageModel
 from structattn.ops import Backend, explain
 from structattn.ops.backends import why_not
 from structattn.ops.costs import measured_costs
-from structattn.spec.attention import FORMS
+from structattn.spec.attention import all_forms
 from structattn.spec.layers import FORM as LAYER_FORM
 from structattn.spec.layers import LayerSpecs
 from structattn.studies.baselines import add_forms
 from structattn.studies.data.corpus import Bytes, text_units
 from structattn.studies.durations import estimates, in_words
 from structattn.studies.environment import hardware, versions
+from structattn.studies.report.numbers import DASH
 from structattn.studies.report.table import Table
 from structattn.studies.settings import as_text, fields_of, meanings, type_in_words
-from structattn.studies.tasks.registry import TASKS, about, presets_of, recipe_for, task_class
+from structattn.studies.tasks.registry import about, presets_of, recipe_for, task_class, usable_tasks
+
+logger = logging.getLogger(__name__)
 
 
 def structures() -> str:
@@ -50,12 +54,18 @@ def specs() -> str:
     shape = LayerShape(embed_dim=width, num_heads=heads, context_length=length)
     rows = []
     add_forms()
-    for form in FORMS.values():
-        with torch.device("meta"):
-            layer = build_attention(form.example, shape)
-        cost = layer.cost(length)
+    for name, form in all_forms().items():
+        try:
+            with torch.device("meta"):
+                layer = build_attention(form.example, shape)
+            cost = layer.cost(length)
+        except StructAttnError as error:  # one of another package, which need not fit this shape
+            logger.warning("the form %r: %s", name, error)
+            rows.append((form.syntax, form.example, DASH, DASH, DASH, form.meaning))
+            continue
         params = sum(p.numel() for p in layer.parameters())
-        counts = (f"{params:,}", f"{cost.flops / 1e6:,.0f}", f"{cost.cache_numbers:,}")
+        cached = DASH if cost.cache_numbers is None else f"{cost.cache_numbers:,}"
+        counts = (f"{params:,}", f"{cost.flops / 1e6:,.0f}", cached)
         rows.append((form.syntax, form.example, *counts, form.meaning))
     notes = (
         f"One layer of width {width}, {heads} heads, causal, {length:,} tokens; cache: numbers that it keeps of them; mlr-text: text without borders.",
@@ -95,7 +105,7 @@ def mup_roles(spec: str, width: int, num_heads: int) -> str:
 
 def presets() -> str:
     """Every task and its presets, one per line: name, number of attention variants, an estimate of its time here, what it is for."""
-    found = {task: presets_of(task) for task in TASKS}
+    found = {task: presets_of(task) for task in usable_tasks()}
     width = max(len(name) for presets in found.values() for name in presets)
     times = estimates()
     lines: list[str] = []

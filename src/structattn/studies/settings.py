@@ -19,9 +19,15 @@ from structattn.spec.grammar import assignment, flag, one_of, plain_number, spli
 from structattn.studies.training.config import TrainingConfig
 
 T = TypeVar("T")
+Value = str | tuple[str, ...] | None  # of a setting, as it is written: a list, or nothing, only in a file
 _FEW = 90  # characters of a setting's meaning
 # Common short names of these settings.
 _SHORT = {"training.lr": "training.learning_rate"}
+
+
+def full_name(name: str) -> str:
+    """The name of a setting in full, of one that has a short name."""
+    return _SHORT.get(name, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Change:
     """
 
     name: str
-    text: str
+    text: Value
     value: Any = None
 
     @classmethod
@@ -50,7 +56,7 @@ class Change:
             name, value = assignment(text)
         except ConfigError:
             raise ConfigError(f"a setting is written section.field=value, got {quoted(text)}") from None
-        return cls(_SHORT.get(name, name), value)
+        return cls(full_name(name), value)
 
     def __str__(self) -> str:
         return f"{self.name}={self.text}"
@@ -93,6 +99,8 @@ def _changed(config: T, changes: list[tuple[list[str], Change]]) -> T:
             )
         current = getattr(config, head)
         if dataclasses.is_dataclass(current):
+            if not rest and change.text is None and change.value is None:
+                continue  # a section of a file, in which all is left out
             if not rest:
                 fields = ", ".join(field.name for field in dataclasses.fields(current))
                 raise ConfigError(f"{name!r} is a section; set one of its fields: {fields}")
@@ -114,12 +122,31 @@ def _sections_with(config: Any, name: str) -> list[str]:
     return [full for full in known if full.endswith(f".{name}")]
 
 
-def convert(text: str, kind: Any, name: str) -> Any:
+def convert(text: Value, kind: Any, name: str) -> Any:
     """The text as a value of the annotated type of a field; ``name`` is that of the field, for the error."""
     try:
-        return _convert(text, kind, name)
+        if text is None:
+            return _nothing(kind)
+        return _convert(text, kind, name) if isinstance(text, str) else _listed(text, kind, name)
     except ConfigError as error:
         raise error if str(error).startswith(name) else ConfigError(f"{name}: {error}") from None
+
+
+def _nothing(kind: Any) -> None:
+    if type(None) not in typing.get_args(kind):
+        raise ConfigError(f"expected {type_in_words(kind)}, got nothing")
+
+
+def _listed(texts: tuple[str, ...], kind: Any, name: str) -> Any:
+    """A list of a file, whose items may have commas."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _listed(texts, next(a for a in args if a is not type(None)), name)
+    if origin is not tuple:
+        raise ConfigError(f"expected one value, {type_in_words(kind)}, got a list of {len(texts)}")
+    if args[-1] is not ... and len(texts) != len(args):
+        raise ConfigError(f"expected {len(args)} values, got {len(texts)}")
+    return tuple(_convert(text, args[0], name) for text in texts)
 
 
 def _convert(text: str, kind: Any, name: str) -> Any:

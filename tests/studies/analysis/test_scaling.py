@@ -78,8 +78,8 @@ def test_a_recipe_without_a_grid_is_one_point() -> None:
     [
         (("widths=64,64",), "widths must be unique"),
         (("widths=100",), "multiples of the head dimension, 64"),
-        (("budgets=0",), "must be positive"),
-        (("budgets=inf",), "must be positive"),
+        (("budgets=0",), "must be a finite number above 0"),
+        (("budgets=inf",), "expected a finite number"),
         (("training.parametrization=standard", "sweep_settings=", "widths=64,128"), "muP only"),
         (("equal=tokens",), "tokens"),
         (("variants=a: task.rotary=,a: task.rotary=low_far",), "names must be unique"),

@@ -1,5 +1,6 @@
 import gzip
 import hashlib
+import re
 import sys
 from importlib.resources import files
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from structattn.errors import ConfigError, DataError, MissingDependencyError
+from structattn.extras import install_command
 from structattn.studies.data.series import TimeSeries, WindowedSeries, split_points, usual_season
 from structattn.studies.data.series_file import read_columns, read_series
 
@@ -502,5 +504,5 @@ def test_gap_in_months(write):
 
 def test_pandas_is_optional(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'structattn\[train\]'"):
+    with pytest.raises(MissingDependencyError, match=re.escape(install_command("train"))):
         read_series(None, "date", "OT")

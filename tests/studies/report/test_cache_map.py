@@ -11,6 +11,7 @@ import structattn as sa
 from structattn.studies.records import ComparisonRecord
 from structattn.studies.report.cache_map import cache_table
 from structattn.studies.report.figures.comparison import draw
+from structattn.studies.report.numbers import DASH
 from tests.made_records import made_comparison, made_row
 
 SPECS = ["standard", "[standard,window:4]", "mlr:8|4|4,values=8|4|4", "sliding:8|8@-|4", "bilinear-btt:1"]
@@ -48,13 +49,18 @@ def test_the_table_has_bytes_scores_and_the_frontier() -> None:
         ("window:8", "16", "2.05", "0.200 ± 0.050", "1.50", "yes"),
         ("worse", "64", "4.00", "0.100 ± 0.050", "1.50", "no"),
         ("standard", "128", "1.05", "0.900 ± 0.050", "1.50", "yes"),
+        ("no cache", DASH, "3.05", "0.100 ± 0.050", "1.50", DASH),
     ]
 
 
 def test_without_caches_of_different_sizes_there_is_no_map(tmp_path: Path) -> None:
     record = recall()
-    one = made_comparison(record.rows[:1] + record.rows[3:], task="recall", metric="nats", config=record.config)
+    one = made_comparison(record.rows[:1], task="recall", metric="nats", config=record.config)
     assert cache_table(one) is None
+    one = made_comparison(record.rows[:1] + record.rows[3:], task="recall", metric="nats", config=record.config)
+    table = cache_table(one)
+    assert table is not None
+    assert [line.cells[1] for line in table.lines] == ["128", DASH]
     assert not {"cache", "decode-time"} & {figure.name for figure in draw(one, tmp_path)}
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from structattn.cli import main
 from structattn.errors import ConfigError
+from structattn.extras import install_command
 from structattn.spec.grammar import split_specs
 from structattn.studies.folders import Owner
 from structattn.studies.records.common import read_file, to_json
@@ -212,7 +213,7 @@ def test_a_sweep_needs_optuna_and_no_ray(tmp_path: Path, monkeypatch, capsys) ->
         with monkeypatch.context() as patched:
             patched.setitem(sys.modules, missing, None)
             assert main([*command, *more]) == 2
-        assert f"structattn[{extra}]" in capsys.readouterr().err
+        assert install_command(extra) in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(sweep_command(tmp_path / "out", "--scheduler", "none", trials=1)) == 0

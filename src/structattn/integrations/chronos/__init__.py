@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib.metadata
 
 from structattn.errors import MissingDependencyError
+from structattn.extras import install_command
 
 _NEEDED = "structattn.integrations.chronos needs chronos-forecasting >= 2.3"
-_INSTALL = "pip install 'structattn[chronos]'"
+_INSTALL = install_command("chronos")
 
 try:
     _version = importlib.metadata.version("chronos-forecasting")

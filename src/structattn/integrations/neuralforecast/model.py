@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from structattn.checks import check_int, describe, quoted
 from structattn.errors import ConfigError, MissingDependencyError
+from structattn.extras import install_command
 from structattn.layers.rotary import Rotary
 from structattn.models.forecaster import Forecaster
 
@@ -20,7 +21,7 @@ try:
     from ray import tune
 except ModuleNotFoundError as error:
     raise MissingDependencyError(
-        f"structattn.integrations.neuralforecast needs neuralforecast >= 3.3 ({error}): pip install 'structattn[forecast]'"
+        f"structattn.integrations.neuralforecast needs neuralforecast >= 3.3 ({error}): {install_command('forecast')}"
     ) from error
 
 WindowsBatch = Mapping[str, Tensor]

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from structattn.errors import MissingDependencyError
+from structattn.extras import install_command
 
 _NEEDED = "structattn.integrations.transformers needs transformers >= 5.17, < 6"
-_INSTALL = "pip install 'structattn[hf]'"
+_INSTALL = install_command("hf")
 
 try:
     import transformers

@@ -17,7 +17,7 @@ from structattn.files import write_atomic
 
 MODULE = "structattn_model"
 _PACKAGE = "structattn.integrations.transformers"
-_HEAD = f'''"""Loads this model through the Auto classes of transformers, with trust_remote_code=True; needs: pip install 'structattn[hf]'.
+_HEAD = f'''"""Loads this model through the Auto classes of transformers, with trust_remote_code=True; needs structattn with its extra 'hf'.
 
 With `import {_PACKAGE}` this file is not read.
 """

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from structattn.errors import BackendUnavailableError, CheckpointError
+from structattn.extras import requirement
 from structattn.files import cache_folder
 from structattn.ops.native import compiler
 
@@ -52,7 +53,8 @@ def why_not_here() -> str | None:
     if _package() is not None and _packaged() is None:
         return (
             "the package structattn-native holds its C++ code for another version of PyTorch or of structattn, or for other vector "
-            "instructions: run `pip install --force-reinstall --no-deps --no-cache-dir structattn-native`, or `structattn build-native`, once"
+            "instructions: run `structattn build-native` once, or "
+            f"`pip install --force-reinstall --no-deps --no-cache-dir {requirement('structattn-native')}`"
         )
     return "its C++ code is not built on this machine: run `structattn build-native` (or structattn.ops.build_native()) once"
 

@@ -136,6 +136,8 @@ def _from_run(folder: Path, layer: int, head: int) -> NamedMatrix:
     """M of one head: the score of two hidden states x, y is x^T M y, up to norms and scale."""
     run = load_run(folder)
     layers = [module for module in run.model.modules() if isinstance(module, Attention)]
+    if not layers:
+        raise ConfigError(f"{folder} has the attention {run.spec}, which has no score matrix: name a run of a scoring")
     if layer >= len(layers) or head >= layers[layer].num_heads:
         heads = layers[min(layer, len(layers) - 1)].num_heads
         raise ConfigError(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from structattn.errors import MissingDependencyError
+from structattn.extras import install_command
 from structattn.studies.records.comparison import BaselineRow, Choice, CriticalDifferences, Row
 
 _LEVEL = 0.95
@@ -78,7 +79,7 @@ def _games_howell(count: int, errors: tuple[float, float], sizes: tuple[int, int
         stats = import_module("scipy.stats")
     except ImportError as error:
         raise MissingDependencyError(
-            f"SciPy is not installed: pip install 'structattn[train]' brings it ({error})"
+            f"SciPy is not installed: {install_command('train')} brings it ({error})"
         ) from error
     freedom = both**2 / sum(error**2 / (size - 1) for error, size in zip(errors, sizes, strict=True))
     return float(stats.studentized_range.ppf(_LEVEL, count, freedom)) * math.sqrt(both / 2)

@@ -79,7 +79,7 @@ class GatedDeltaLayer(BaselineLayer):
         self.gate_proj = linear(self.embed_dim, heads * value)
         self.norm = nn.RMSNorm(value, eps=1e-5)
 
-    def mix(self, x: Tensor, positions: Tensor) -> Tensor:
+    def mix_at(self, x: Tensor, positions: Tensor) -> Tensor:
         """See ``BaselineLayer``."""
         inputs = self.qkv_proj(x)
         before = inputs.new_zeros(x.shape[0], _TAPS - 1, inputs.shape[2])

@@ -1,32 +1,22 @@
-"""What the baseline layers share: packed and padded sequences, caches, costs."""
+"""What the baseline layers share: caches and costs."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from structattn.cache import PAGE_SIZE
 from structattn.cache.undo import all_or_nothing
-from structattn.checks import check_sequences, check_type
+from structattn.checks import check_type
 from structattn.errors import ConfigError
 from structattn.layers.checks import check_states
-from structattn.layers.layer import AttentionLayer, LayerShape
+from structattn.layers.layer import AttentionLayer, LayerShape, SequenceCost
 from structattn.layers.scoring_modules import HeadShape
 from structattn.studies.baselines.tables import Table, TableCache
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaselineCost:
-    """FLOPs of one forward pass for one sequence, and the numbers that the cache keeps of it."""
-
-    flops: int
-    cache_numbers: int
-
 
 _MOST_UNEQUAL = 64  # widths of a linear layer; more is a mistake in a spec, and may take minutes
 _NARROW = 256
@@ -68,15 +58,14 @@ def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
 class BaselineLayer(AttentionLayer):
     """A causal layer that is no scoring and layout.
 
-    A class says how a whole sequence is mixed, how new tokens are with a cache, what the cache keeps, and what it costs. The rest is here:
-    packed sequences are mixed one after the other, padded ones from their first real token.
+    A class says how a whole sequence is mixed, how new tokens are with a cache, what the cache keeps, and what it costs.
 
     Args:
         name: the spec, for messages.
         shape: of the model.
         tables: of the cache.
         has_key_heads: whether ``num_kv_heads`` may differ from ``num_heads``. Default ``False``.
-        mixed_dim: M, what ``mix`` returns of a token. Default ``None``: E.
+        mixed_dim: M, what ``mix_at`` returns of a token. Default ``None``: E.
 
     Raises:
         ConfigError: heads do not divide, or the model is not causal, or has biases, dropout, or key heads that the layer has not.
@@ -105,16 +94,20 @@ class BaselineLayer(AttentionLayer):
         self.out_proj = linear(mixed_dim or shape.embed_dim, shape.embed_dim)
 
     @abstractmethod
-    def mix(self, x: Tensor, positions: Tensor) -> Tensor:
+    def mix_at(self, x: Tensor, positions: Tensor) -> Tensor:
         """A whole sequence, without the output projection: (B, T, E) to (B, T, M), T at least 1; ``positions`` are 0 ... T - 1."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        """See ``AttentionLayer``."""
+        return self.mix_at(x, torch.arange(x.shape[1], device=x.device))
 
     @abstractmethod
     def decode(self, x: Tensor, positions: Tensor, cache: TableCache) -> Tensor:
-        """As ``mix`` for new tokens, at positions (T,) or (B, T), which it adds to the cache."""
+        """As ``mix_at`` for new tokens, at positions (T,) or (B, T), which it adds to the cache."""
 
     @abstractmethod
     def mixing_flops(self, num_tokens: int) -> int:
-        """FLOPs of ``mix``; norms and softmax not counted."""
+        """FLOPs of ``mix_at``; norms and softmax not counted."""
 
     def forward(
         self,
@@ -126,41 +119,23 @@ class BaselineLayer(AttentionLayer):
         layout: None = None,
     ) -> Tensor:
         """See ``AttentionLayer``."""
+        if cache is None:
+            return super().forward(x, left_padding=left_padding, cu_seqlens=cu_seqlens, layout=layout)
         check_states("x", x, self.embed_dim, self.out_proj.weight)
         if layout is not None:
             raise ConfigError("this layer has no layout: leave it at None")
-        if cache is not None:
-            if left_padding is not None or cu_seqlens is not None:
-                raise ConfigError(
-                    "with a cache, leave cu_seqlens and left_padding at None; padding belongs to new_cache()"
-                )
-            self.check_cache(cache)
-            with all_or_nothing((cache,)):
-                positions = cache.take(x)
-                return self.out_proj(self.decode(x, positions, cache) if x.shape[1] else self._nothing(x))
-        check_sequences(x.shape[0], left_padding, cu_seqlens)
-        if cu_seqlens is not None and x.shape[1]:
-            parts = x.split(cu_seqlens.diff().tolist(), dim=1)
-            return self.out_proj(torch.cat([self._mixed(part) for part in parts if part.shape[1]], dim=1))
-        if left_padding is None:
-            return self.out_proj(self._mixed(x))
-        # The future does not change the past, so that padding at the end needs no mask.
-        steps, left = torch.arange(x.shape[1], device=x.device), left_padding.to(x.device)[:, None]
-        first = self._mixed(_at(x, (steps + left).clamp(max=x.shape[1] - 1)))
-        return self.out_proj(_at(first, (steps - left).clamp(min=0)))
+        if left_padding is not None or cu_seqlens is not None:
+            raise ConfigError("with a cache, leave cu_seqlens and left_padding at None; padding belongs to new_cache()")
+        self.check_cache(cache)
+        with all_or_nothing((cache,)):
+            positions = cache.take(x)
+            return self.out_proj(self.decode(x, positions, cache) if x.shape[1] else self._nothing(x))
 
-    def _mixed(self, x: Tensor) -> Tensor:
-        return self.mix(x, torch.arange(x.shape[1], device=x.device)) if x.shape[1] else self._nothing(x)
-
-    def _nothing(self, x: Tensor) -> Tensor:
-        """What is mixed of no tokens."""
-        return x.new_zeros(x.shape[0], 0, self.out_proj.in_features)
-
-    def cost(self, num_queries: int) -> BaselineCost:
+    def cost(self, num_queries: int) -> SequenceCost:
         """What a sequence of that many tokens costs."""
         numbers = sum(table.width * table.slots(num_queries) for table in self.tables.values())
         flops = self.mixing_flops(num_queries) + 2 * num_queries * self.out_proj.weight.numel()
-        return BaselineCost(flops=flops, cache_numbers=numbers)
+        return SequenceCost(flops=flops, cache_numbers=numbers)
 
     def new_cache(
         self,
@@ -179,8 +154,3 @@ class BaselineLayer(AttentionLayer):
         check_type("cache", cache, TableCache, "a TableCache, as new_cache() makes one")
         assert isinstance(cache, TableCache)
         cache.bind(self, self.tables)
-
-
-def _at(x: Tensor, index: Tensor) -> Tensor:
-    """x (B, T, E) at the tokens ``index`` (B, T) of each row."""
-    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))

@@ -84,7 +84,7 @@ class MLALayer(BaselineLayer):
         c, r = self.latent_proj(x).split((self.rank, self.rope), dim=-1)
         return self.norm(c), self._turned(r[:, None], positions)
 
-    def mix(self, x: Tensor, positions: Tensor) -> Tensor:
+    def mix_at(self, x: Tensor, positions: Tensor) -> Tensor:
         """See ``BaselineLayer``."""
         q, turned = self._queries(x, positions)
         c, r = self._latent(x, positions)

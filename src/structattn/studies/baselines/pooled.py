@@ -116,7 +116,7 @@ class PooledLayer(KeyValueLayer):
         keys = torch.cat([far_k, self.keys(k, held)], dim=2)
         return self.attended(q, keys, torch.cat([far_v, v], dim=2), torch.cat([is_far, is_near], dim=-1))
 
-    def mix(self, x: Tensor, positions: Tensor) -> Tensor:
+    def mix_at(self, x: Tensor, positions: Tensor) -> Tensor:
         """See ``BaselineLayer``."""
         rows, block = joined(*self.keys_and_values(x)), self.variant.block
         count = self.tables["blocks"].slots(x.shape[1])

@@ -72,7 +72,7 @@ class RecentLayer(KeyValueLayer):
         is_kept = (queries - keys < self.variant.window) | (keys < self.variant.sinks)
         return (keys >= 0) & (keys <= queries) & is_kept | (keys == queries)
 
-    def mix(self, x: Tensor, positions: Tensor) -> Tensor:
+    def mix_at(self, x: Tensor, positions: Tensor) -> Tensor:
         """See ``BaselineLayer``."""
         visible = self._visible(positions[:, None], positions)
         return self.attended(self.queries(x, positions), *self._pairs(x, positions), visible)

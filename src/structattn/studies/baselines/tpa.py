@@ -88,7 +88,7 @@ class TPALayer(BaselineLayer):
         heads, dims = self._split(factors)
         return (heads @ dims / dims.shape[2]).transpose(1, 2)
 
-    def mix(self, x: Tensor, positions: Tensor) -> Tensor:
+    def mix_at(self, x: Tensor, positions: Tensor) -> Tensor:
         """See ``BaselineLayer``."""
         q = self._product(self._turned(self.query_proj(x), positions))
         k = self._product(self._turned(self.key_proj(x), positions))

@@ -14,6 +14,7 @@ import numpy as np
 
 from structattn.checks import describe
 from structattn.errors import ConfigError, DataError, MissingDependencyError, nearest_name
+from structattn.extras import install_command
 from structattn.studies.data.plain_text import open_text
 
 _SEPARATORS = (",", ";", "\t", "|")
@@ -219,7 +220,7 @@ def pandas() -> Any:
         return import_module("pandas")
     except ImportError as error:
         raise MissingDependencyError(
-            "reading a time series needs pandas, which is not installed: pip install 'structattn[train]'"
+            f"reading a time series needs pandas, which is not installed: {install_command('train')}"
         ) from error
 
 

@@ -281,6 +281,8 @@ def plan_training(request: PlanRequest) -> TrainingPlan:
     num_params = sum(p.numel() for p in model.parameters())
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.trunk.layers]
     kept = activations(model, request.precision)
+    numbers = model.cache_numbers()
+    assert numbers is not None  # ``activations`` takes no layer without a cache
     states = States(
         weights=FLOAT32 * num_params,
         gradients=FLOAT32 * num_params,
@@ -297,7 +299,7 @@ def plan_training(request: PlanRequest) -> TrainingPlan:
         recomputed_flops_per_token=model.trunk.flops(length) / length,
         states=states,
         activations=kept,
-        cache_bytes=model.cache_numbers() * (2 if request.precision == "bf16" else FLOAT32),
+        cache_bytes=numbers * (2 if request.precision == "bf16" else FLOAT32),
         layout=suggest_layout(request, states, kept),
         sequence=None
         if request.sequence_gpus is None

@@ -24,7 +24,7 @@ def bytes_per_token(record: ComparisonRecord, row: Row) -> float:
 
 
 def cache_table(record: ComparisonRecord, metrics: tuple[str, ...] = ()) -> Table | None:
-    """A line for each attention variant, the smallest cache first.
+    """A line for each attention variant, the smallest cache first; of one without a cache the columns of caches have a dash.
 
     Args:
         record: of a task of language models.
@@ -32,15 +32,20 @@ def cache_table(record: ComparisonRecord, metrics: tuple[str, ...] = ()) -> Tabl
     """
     lines = []
     for name, part in by_variant(record).items():
-        rows = sorted(cached_rows(part), key=lambda row: bytes_per_token(record, row))
+        if len({row.cache_numbers for row in part.rows}) < 2:
+            continue
+        known = [row for row in part.rows if row.cache_numbers is not None]
+        rows = sorted(known, key=lambda row: bytes_per_token(record, row))
         places = on_frontier([bytes_per_token(record, row) for row in rows], [row.scores for row in rows])
-        for row, place in zip(rows, places, strict=True):
+        found: list[tuple[Row, str]] = list(zip(rows, places, strict=True))
+        found += [(row, DASH) for row in part.rows if row.cache_numbers is None]
+        for row, place in found:
             decoding = row.details.get("decode_ms")
             lines.append(
                 [
                     row.spec,
                     *([name] if name else []),
-                    f"{bytes_per_token(record, row):,.0f}",
+                    DASH if row.cache_numbers is None else f"{bytes_per_token(record, row):,.0f}",
                     fmt_row(row),
                     *(fmt_pm(row.metrics.get(metric), row.metrics_std.get(metric)) for metric in metrics),
                     DASH if decoding is None else f"{decoding:.2f}",

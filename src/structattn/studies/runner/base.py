@@ -6,9 +6,9 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
-from structattn.errors import StructAttnError, TrainingFailedError
+from structattn.errors import StructAttnError, TrainingFailedError, in_words
 from structattn.studies.runner.job import Job
 
 _STEPS_S = 0.2  # between two messages about steps
@@ -97,9 +97,3 @@ def _sendable(error: Exception) -> Exception:
     if isinstance(error, StructAttnError):
         return type(error)(str(error))
     return TrainingFailedError(in_words(error))
-
-
-def in_words(error: Any) -> str:
-    """An error of another library in one line."""
-    first = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first}".removesuffix(": ")

@@ -18,6 +18,8 @@ from typing import Any
 
 from structattn.checks import check_int
 from structattn.errors import ConfigError, MissingDependencyError, TrainingFailedError
+from structattn.extensions import VARIABLE
+from structattn.extras import install_command
 from structattn.studies import interrupt
 from structattn.studies.runner.base import Listener, run_in_worker
 from structattn.studies.runner.job import Job
@@ -34,9 +36,7 @@ def import_ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise MissingDependencyError(
-            f"Ray is not installed: pip install 'structattn[ray]' brings it ({error})"
-        ) from error
+        raise MissingDependencyError(f"Ray is not installed: {install_command('ray')} brings it ({error})") from error
 
 
 @contextmanager
@@ -147,7 +147,8 @@ class _Cluster:
             interrupt.check()
             self.numbers.append(job)
             there = replace(job, folder=job.folder.resolve())  # workers have other working folders
-            self.running[self.start(there, len(self.numbers) - 1, self.mailbox, Path.cwd())] = job
+            modules = os.environ.get(VARIABLE, "")
+            self.running[self.start(there, len(self.numbers) - 1, self.mailbox, Path.cwd(), modules)] = job
         return bool(self.running)
 
     def _handle_messages(self) -> None:
@@ -204,8 +205,9 @@ class _Mailbox:
                 waiting.set_result(True)
 
 
-def _run(job: Job, number: int, mailbox: Any, folder: Path) -> Exception | None:
-    """One job, in a process of Ray's."""
+def _run(job: Job, number: int, mailbox: Any, folder: Path, modules: str) -> Exception | None:
+    """One job, in a process of Ray's, with the modules of the process that started it (see ``extensions``)."""
+    os.environ[VARIABLE] = modules
     if folder.is_dir():
         os.chdir(folder)  # data paths are relative to the folder in which the command was started
     get = importlib.import_module("ray").get

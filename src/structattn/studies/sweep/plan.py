@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from structattn.checks import MAX_SEED, check_choice, check_int
 from structattn.errors import CheckpointError, ConfigError
+from structattn.extensions import shell_prefix
 from structattn.files import write_atomic
 from structattn.studies.recipe import MOST_RUNS
 from structattn.studies.records.common import read_file, to_json
@@ -111,7 +112,7 @@ class SweepPlan:
         changes = [p.setting(values[p.name]) for p in self.parameters if p.name != ATTENTION]
         words += [word for change in (*self.changes, *changes) for word in ("--set", change)]
         words += ["--attention", str(values.get(ATTENTION, self.attention)), "--seed", str(self.seed)]
-        return shlex.join(words)
+        return shell_prefix() + shlex.join(words)
 
     def identity(self) -> dict[str, Any]:
         """The settings that must be equal when a sweep is resumed; the number of trials may grow."""

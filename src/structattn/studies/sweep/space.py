@@ -66,7 +66,7 @@ def parse_parameters(
 def _parse(text: str, known: dict[str, Any], check_spec: CheckSpec) -> Parameter:
     with reading("parameter", text, f"Written NAME={_FORMS}"):
         setting = Change.parse(text)
-        name, (kind, _, body) = setting.name, setting.text.partition(":")
+        name, (kind, _, body) = setting.name, str(setting.text).partition(":")
         if name not in known:
             raise ConfigError(f"unknown setting {quoted(name)}: {nearest_name(name, known)}")
         hint = _without_none(known[name])

@@ -13,11 +13,19 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from structattn.errors import ConfigError, DataError, MissingDependencyError, ShapeError, TrainingDivergedError
+from structattn.errors import (
+    ConfigError,
+    DataError,
+    MissingDependencyError,
+    ShapeError,
+    TrainingDivergedError,
+    in_words,
+)
+from structattn.extras import install_command
 from structattn.progress import progress_bar
 from structattn.seeds import derive_seed
 from structattn.studies.records.sweep import Parameter, Status, Trial
-from structattn.studies.runner.base import Listener, Runner, in_words
+from structattn.studies.runner.base import Listener, Runner
 from structattn.studies.runner.job import Job
 from structattn.studies.sweep.halving import SuccessiveHalving
 from structattn.studies.sweep.plan import OVER, Journal, SweepPlan
@@ -27,7 +35,7 @@ from structattn.studies.training.build import empty_model
 try:
     import optuna
 except ImportError as error:
-    raise MissingDependencyError(f"sweeps need Optuna: pip install 'structattn[sweep]' brings it ({error})") from error
+    raise MissingDependencyError(f"sweeps need Optuna: {install_command('sweep')} brings it ({error})") from error
 
 NOT_FINITE = "the validation score is not finite"
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from structattn.errors import ConfigError, nearest_name
+import structattn
+from structattn import extensions
+from structattn.errors import ConfigError, NotRegisteredError, StructAttnError, in_words, nearest_name
 
 if TYPE_CHECKING:  # the command line lists the names without importing PyTorch
     from collections.abc import Callable
@@ -38,8 +39,8 @@ TASKS: dict[str, str] = {
 def register_task(name: str, package: str) -> None:
     """Adds a task that another package defines, unless an entry point of the group ``structattn.tasks`` in its metadata does.
 
-    Call it in the ``__init__`` of that package with ``__name__``: worker processes import the package with the settings of the task, and
-    so know the task as well.
+    Call it in the ``__init__`` of that package with ``__name__``, and name the package in ``STRUCTATTN_IMPORT``: every command and its worker
+    processes then import it. (Worker processes import it with the settings of the task in any case.)
 
     Args:
         name: on the command line; that of the package's ``TASK``.
@@ -53,17 +54,43 @@ def register_task(name: str, package: str) -> None:
 
 
 # Those of installed packages, which are imported at the first use of the task.
-for _point in entry_points(group="structattn.tasks"):
+for _points in extensions.installed("structattn.tasks").values():
     try:
-        register_task(_point.name, _point.value)
+        register_task(_points[0].name, extensions.the_one("the task", _points).value)
     except ConfigError as _error:
         logger.warning("%s", _error)
 
 
 def _package(name: str) -> Any:
+    """The package of a task; raises ``ConfigError`` where there is none, or it cannot be imported."""
     if name not in TASKS:
-        raise ConfigError(f"unknown task {name!r}: {nearest_name(name, TASKS)}")
-    return import_module(TASKS[name])
+        extensions.import_modules()
+    if name not in TASKS:
+        raise extensions.not_registered("task", name, TASKS)
+    try:
+        return import_module(TASKS[name])
+    except StructAttnError:
+        raise
+    except Exception as error:
+        if TASKS[name].startswith(f"{structattn.__name__}."):
+            raise
+        raise NotRegisteredError(
+            f"the task {name!r} cannot be imported from {TASKS[name]}: {in_words(error)}"
+        ) from error
+
+
+def usable_tasks() -> tuple[str, ...]:
+    """The names of the tasks, without those of other packages that cannot be imported: a warning says why."""
+    extensions.import_modules()
+    found = []
+    for name in TASKS:
+        try:
+            _package(name)
+        except ConfigError as error:
+            logger.warning("%s", error)
+        else:
+            found.append(name)
+    return tuple(found)
 
 
 def task_class(name: str) -> type[Task]:

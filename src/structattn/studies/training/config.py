@@ -8,9 +8,10 @@ from typing import Any, Literal, get_args
 from structattn.checks import check_choice, check_field_types, check_int, check_number, check_type
 from structattn.errors import ConfigError
 from structattn.studies.training.schedule import Schedule
+from structattn.studies.training.trackers import TENSORBOARD, check_tracker
 
 # Settings that may differ when a run is resumed: no result depends on them.
-WITHOUT_EFFECT = ("process_timeout", "context_parallel")
+WITHOUT_EFFECT = ("process_timeout", "context_parallel", "tracker")
 Parametrization = Literal["standard", "mup"]
 _LONGEST_TIMEOUT_S = 1e9  # the largest timeout of torch.distributed
 
@@ -31,7 +32,7 @@ class TrainingConfig:
         weight_decay: decoupled weight decay on parameters of two or more dimensions.
         betas: AdamW's decay rates of the moments.
         gradient_clip: largest global gradient norm; ``None``: gradients are not clipped.
-        eval_every: steps between validations (and TensorBoard entries of the validation score).
+        eval_every: steps between validations (and points of the validation score in the tracker).
         patience: validations without a better score before training stops; ``None`` always runs all steps. When
             set, the weights of the best validation are the result.
         checkpoint_every: steps between checkpoints; the last step always writes one.
@@ -47,9 +48,12 @@ class TrainingConfig:
         context_parallel: processes of a launcher that divide every sequence: they train the language models of the tasks text and recall
             on sequences that are too long for one. Their number divides that of all processes; the rest divides the batch. It may differ when
             a run is resumed. Default: 1.
+        tracker: of losses, scores and speed: ``"tensorboard"`` writes into the folder of the run; ``"none"``; or another that accelerate knows, such
+            as ``"wandb"``, ``"mlflow"`` or ``"aim"``, which is installed. It may differ when a run is resumed. Default: tensorboard.
 
     Raises:
         ConfigError: a value is out of its range.
+        MissingDependencyError: the tracker is not installed.
     """
 
     steps: int
@@ -71,6 +75,7 @@ class TrainingConfig:
     compile: bool = False
     process_timeout: float = 300.0
     context_parallel: int = 1
+    tracker: str = TENSORBOARD
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_every", "checkpoint_every", "base_fan_in", "context_parallel"):
@@ -97,6 +102,7 @@ class TrainingConfig:
         check_choice("training.precision", self.precision, ("no", "bf16"))
         check_choice("training.parametrization", self.parametrization, get_args(Parametrization))
         check_field_types(self, "training.")
+        check_tracker(self.tracker)
 
     def replaced(self, **values: Any) -> TrainingConfig:
         """A copy with other values; where only ``steps`` changes, the warm-up keeps at most its share of them."""

@@ -1,4 +1,4 @@
-"""The one training loop: accelerate underneath, exact resume, early stopping, TensorBoard."""
+"""The one training loop: accelerate underneath, exact resume, early stopping, curves for a tracker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from structattn.checks import MAX_SEED, check_int
 from structattn.errors import ConfigError
@@ -28,6 +27,7 @@ from structattn.studies.training.processes import named_loss
 from structattn.studies.training.run import TrainingRun
 from structattn.studies.training.speed import SpeedMeter, matmul_rate, wait_for_device
 from structattn.studies.training.step import train_step
+from structattn.studies.training.trackers import Curves
 
 _STEPS_BETWEEN_WAITS = 10  # for the device; where processes wait for each other at every step anyway, it is every step
 
@@ -54,6 +54,7 @@ def train(
     *,
     seed: int,
     run_dir: Path,
+    preset: str = "",
     resume: bool = False,
     show_progress: bool = True,
     on_steps: Callable[[int], None] | None = None,
@@ -69,7 +70,8 @@ def train(
         spec: attention variant.
         config: settings.
         seed: of weights, data order and dropout.
-        run_dir: folder of checkpoints, TensorBoard files, and at the end ``model.safetensors`` and ``run.json``.
+        run_dir: folder of ``config.yaml``, checkpoints, files of the tracker, and at the end ``model.safetensors`` and ``run.json``.
+        preset: its name, for ``config.yaml``. Default: none; all settings are there in any case.
         resume: continue from the last checkpoint there, if there is one; a finished run returns its result at once, and none of its files
             changes.
         show_progress: a progress bar on stderr.
@@ -94,6 +96,7 @@ def train(
     with named_loss(run.accelerator.process_index, run.accelerator.num_processes):
         finished = run.read_result()
         if finished is None:
+            run.write_config(preset)
             run.prepare_training()
             checkpoint = load_latest(run.checkpoints)
             if checkpoint is not None:
@@ -136,33 +139,7 @@ def _collect(run: TrainingRun, losses: list[Tensor]) -> tuple[float, int]:
     return float(values[-1]), (interrupt.asked() or signal.SIGTERM) if stops else 0
 
 
-class _Board:
-    """The curves of a run for TensorBoard: created with the first number, so that a run that fails earlier leaves no files.
-
-    Args:
-        folder: where they are; ``None`` in all processes but the main one.
-        step: earlier entries from this step on, of a killed session, are hidden.
-    """
-
-    def __init__(self, folder: Path | None, step: int) -> None:
-        self._folder, self._step = folder, step
-        self._writer: SummaryWriter | None = None
-
-    def add(self, name: str, value: float, step: int) -> None:
-        """Adds a point to a curve."""
-        if self._folder is None:
-            return
-        if self._writer is None:
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._step)
-        self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Writes the remaining entries."""
-        if self._writer is not None:
-            self._writer.close()
-
-
-def _validate(run: TrainingRun, board: _Board) -> bool:
+def _validate(run: TrainingRun, curves: Curves) -> bool:
     """Scores the model, keeps the best weights; returns whether to stop early."""
     state = run.state
     run.model.eval()
@@ -172,8 +149,7 @@ def _validate(run: TrainingRun, board: _Board) -> bool:
     entry = {"step": state.step, "compute": state.compute, "train_loss": train_loss}
     state.loss_sum, state.loss_count = 0.0, 0
     state.history.append(entry | {f"validation_{name}": value for name, value in metrics.items()})
-    for name, value in metrics.items():
-        board.add(f"validation/{name}", value, state.step)
+    curves.add({f"validation/{name}": value for name, value in metrics.items()}, state.step)
     score = metrics[run.task.metric]
     if score < state.best_score:
         state.best_score, state.best_step, state.bad_validations = score, state.step, 0
@@ -193,14 +169,13 @@ def _speed_meter(run: TrainingRun) -> SpeedMeter:
     return SpeedMeter(peak=peak, passes=4 if run.config.activation_checkpointing else 3)
 
 
-def _record_speed(run: TrainingRun, meter: SpeedMeter, board: _Board) -> None:
-    """Adds an entry to ``speeds``, measured by the main process, and to TensorBoard."""
+def _record_speed(run: TrainingRun, meter: SpeedMeter, curves: Curves) -> None:
+    """Adds an entry to ``speeds``, measured by the main process, and to the curves."""
     step = run.state.step
     speed, peak = meter.read(), peak_memory_bytes()
     run.state.speeds.append({"step": step} | speed | {"peak_memory_bytes": peak})
-    for name in ("tokens_per_second", "mfu", "hfu"):
-        board.add(f"speed/{name}", speed[name], step)
-    board.add("memory/peak_bytes", peak, step)
+    shown = {f"speed/{name}": speed[name] for name in ("tokens_per_second", "mfu", "hfu")}
+    curves.add(shown | {"memory/peak_bytes": peak}, step)
 
 
 def _loop(
@@ -211,7 +186,7 @@ def _loop(
 ) -> None:
     state, config, task = run.state, run.config, run.task
     main = run.accelerator.is_main_process
-    board = _Board(run.run_dir / "tensorboard" if main else None, state.step)
+    curves = run.curves()
     meter = _speed_meter(run)
     reset_peak_memory()
     before, started = state.seconds, time.perf_counter()
@@ -219,7 +194,7 @@ def _loop(
     is_single = run.accelerator.num_processes == 1
     between = 1 if not is_single and run.accelerator.device.type == "cpu" else _STEPS_BETWEEN_WAITS
     if state.step == 0 and task.scores_before_training and not state.history:
-        _validate(run, board)
+        _validate(run, curves)
         on_evaluation(state.history[-1])
     run.model.train()
     on_steps(state.step)
@@ -241,16 +216,15 @@ def _loop(
             asked = 0
             if validates or saves or len(losses) >= between or (is_single and interrupt.asked()):
                 newest, asked = _collect(run, losses)
-                board.add("train/loss", newest, state.step)
-                board.add("train/learning_rate", rate, state.step)
+                curves.add({"train/loss": newest, "train/learning_rate": rate}, state.step)
                 bar.set_postfix(loss=f"{newest:.4f}", refresh=False)
             saves = saves or (asked > 0 and state.step < config.steps)
             if validates or saves:
                 wait_for_device(run.accelerator.device)
                 meter.stop()
             if validates:
-                _record_speed(run, meter, board)
-                stop = _validate(run, board)
+                _record_speed(run, meter, curves)
+                stop = _validate(run, curves)
                 on_evaluation(state.history[-1])
             state.seconds = before + time.perf_counter() - started
             if saves and not stop:
@@ -263,4 +237,4 @@ def _loop(
         run.finish()
     finally:
         bar.close()
-        board.close()
+        curves.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from structattn.errors import CheckpointError, TrainingDivergedError
 from structattn.files import remove_temporary
+from structattn.studies.config_file import settings_of, write_config
 from structattn.studies.records.run import Progress, RunRecord, without_state
 from structattn.studies.tasks.base import Batch, Split, Task
 from structattn.studies.training import processes, sharding
@@ -24,6 +26,7 @@ from structattn.studies.training.config import TrainingConfig
 from structattn.studies.training.division import check_divisible, check_same, division_of
 from structattn.studies.training.finished import is_finished, progress_of, read_finished, write_finished
 from structattn.studies.training.identity import check_identity, identity_of
+from structattn.studies.training.trackers import NONE, Curves, TrackedRun
 from structattn.typed_records import read_as
 
 logger = logging.getLogger(__name__)
@@ -49,7 +52,7 @@ class LoopState:
 
     def progress(self) -> Progress:
         """The progress of the run, for its record."""
-        return read_as(Progress, without_state(dataclasses.asdict(self)), "the progress of the run")
+        return read_as(Progress, without_state(asdict(self)), "the progress of the run")
 
 
 class TrainingRun:
@@ -71,6 +74,8 @@ class TrainingRun:
                 mixed_precision=config.precision,
                 cpu=not torch.accelerator.is_available(),
                 kwargs_handlers=[timeout],
+                log_with=None if config.tracker == NONE else config.tracker,
+                project_dir=run_dir,
             )
         processes.watch(self.accelerator.process_index, self.accelerator.num_processes, config.process_timeout)
         self.identity = identity_of(task, spec, config, seed)
@@ -114,6 +119,28 @@ class TrainingRun:
         self.trained = compiled(self.wrapped) if self.config.compile else self.wrapped
         self.names = {p: name for name, p in self.model.named_parameters()}
 
+    def _settings(self, **more: Any) -> dict[str, Any]:
+        """All that determines the run, by the names of ``--set`` and of options."""
+        head = {"task": self.task.name, **more, "attention": self.spec, "seed": self.seed}
+        return head | settings_of(task=self.task.config, training=self.config)
+
+    def write_config(self, preset: str = "") -> None:
+        """Writes ``config.yaml``; in a run that is resumed, where it is missing, or a setting has changed that may."""
+        if self.accelerator.is_main_process:
+            write_config(self.run_dir, "train", self._settings(**({"preset": preset} if preset else {})))
+
+    def curves(self) -> Curves:
+        """What records the curves of the rest of the run."""
+        settings = self._settings()
+        run = TrackedRun(
+            folder=self.run_dir,
+            project=f"structattn-{self.task.name}",
+            name=f"{self.run_dir.name}: {self.spec}, seed {self.seed}",
+            step=self.state.step,
+            settings={name: x if isinstance(x, bool | int | float | str) else str(x) for name, x in settings.items()},
+        )
+        return Curves(self.accelerator, self.config.tracker, run)
+
     def loss(self, batch: Batch) -> Tensor:
         """The loss of the part of a batch that this process has; the gradients of all processes have the mean that the run follows."""
         task, context = self.task, self.division.context
@@ -150,7 +177,7 @@ class TrainingRun:
         groups = {"model": dict(self.model.state_dict()), "optimizer": moments, "best": self.best}
         tensors = {name: sharding.whole(group, keep=main) for name, group in groups.items()}
         if main:
-            state = {"settings": self.identity, "progress": dataclasses.asdict(self.state)}
+            state = {"settings": self.identity, "progress": asdict(self.state)}
             save_checkpoint(self.checkpoints, self.state.step, tensors=tensors, state=state)
         self.accelerator.wait_for_everyone()
 
@@ -190,7 +217,7 @@ class TrainingRun:
         progress = progress_of(found.record, self.run_dir)
         if progress is None:
             return None
-        check_identity(dataclasses.asdict(found.record), self.identity, self.task, self.run_dir)
+        check_identity(asdict(found.record), self.identity, self.task, self.run_dir)
         self.prepare_evaluation()
         self.load(found.weights)
         return progress

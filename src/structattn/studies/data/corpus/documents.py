@@ -12,6 +12,7 @@ from typing import IO, Any, NamedTuple
 
 from structattn.checks import MAX_LENGTH, check_size, describe
 from structattn.errors import ConfigError, DataError, MissingDependencyError
+from structattn.extras import install_command
 from structattn.studies.data.plain_text import ReadingStoppedError, is_there, open_text, read_text
 
 _TEXTS = (".txt", ".md", ".rst", ".text")
@@ -175,7 +176,7 @@ def _parquet(path: str, column: str) -> Iterator[Document]:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise MissingDependencyError(
-            f"{path} is Parquet, which needs pyarrow, which is not installed; pip install 'structattn[data]'"
+            f"{path} is Parquet, which needs pyarrow, which is not installed; {install_command('data')}"
         ) from error
     try:
         with parquet.ParquetFile(path) as file:
@@ -209,7 +210,7 @@ def _dataset(source: Source) -> Iterator[Document]:
         import datasets
     except ImportError as error:
         raise MissingDependencyError(
-            f"{source.path} is not a file, and data sets need datasets, which is not installed; pip install 'structattn[data]'"
+            f"{source.path} is not a file, and data sets need datasets, which is not installed; {install_command('data')}"
         ) from error
     name = KNOWN_DATASETS.get(source.path, source.path)
     try:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from structattn.checks import check_choice, shortened
 from structattn.errors import ConfigError, DataError, MissingDependencyError
+from structattn.extras import install_command
 from structattn.layout.text import TextUnits
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
@@ -221,7 +222,7 @@ def model_tokenizer(model: str) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise MissingDependencyError(
-            "the tokens of a model need transformers, which is not installed; pip install 'structattn[hf]'"
+            f"the tokens of a model need transformers, which is not installed; {install_command('hf')}"
         ) from error
     try:
         found = AutoTokenizer.from_pretrained(model)
@@ -241,7 +242,7 @@ def _library() -> Any:
         from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: F401 - attributes of the package from here on
     except ImportError as error:
         raise MissingDependencyError(
-            "byte pairs need tokenizers, which is not installed; pip install 'structattn[data]'"
+            f"byte pairs need tokenizers, which is not installed; {install_command('data')}"
         ) from error
     return tokenizers
 

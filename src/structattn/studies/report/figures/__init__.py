@@ -1,12 +1,13 @@
 """The figures of the reports."""
 
 from structattn.errors import MissingDependencyError
+from structattn.extras import install_command
 
 try:
     import matplotlib
 except ModuleNotFoundError as error:
     raise MissingDependencyError(
-        "figures need matplotlib, which is not installed; pip install 'structattn[train]'"
+        f"figures need matplotlib, which is not installed; {install_command('train')}"
     ) from error
 
 del matplotlib

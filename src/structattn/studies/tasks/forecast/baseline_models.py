@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from structattn.checks import quoted
 from structattn.errors import ConfigError, MissingDependencyError, nearest_name
+from structattn.extras import install_command
 from structattn.spec.grammar import assignment, one_of, reading, split_list
 
 PREFIX = "peer:"
@@ -109,7 +110,7 @@ class BaselineModel(nn.Module):
             models = import_module("neuralforecast.models")
         except ImportError as error:
             raise MissingDependencyError(
-                f"peer:{spec.name} is a model of neuralforecast, which is not installed: pip install 'structattn[forecast]' ({error})"
+                f"peer:{spec.name} is a model of neuralforecast, which is not installed: {install_command('forecast')} ({error})"
             ) from error
         known_model = _MODELS[spec.name]
         self.mixes_channels = known_model.mixes_channels

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from structattn.checks import quoted, shortened
 from structattn.errors import ConfigError, DataError, MissingDependencyError
+from structattn.extras import install_command
 from structattn.seeds import seeded
 from structattn.studies.data.corpus.tokenizers import model_tokenizer
 from structattn.studies.tasks.uptraining.taps import Attended, tapped
@@ -50,7 +51,7 @@ class Teacher:
             import transformers
         except ImportError as error:
             raise MissingDependencyError(
-                "uptraining needs transformers, which is not installed: pip install 'structattn[hf]'"
+                f"uptraining needs transformers, which is not installed: {install_command('hf')}"
             ) from error
         from structattn.integrations.transformers.discovery import find_attention
 

@@ -1,0 +1,94 @@
+"""Error messages name an installation that works, wherever the package came from."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from structattn import extras
+
+ROOT = Path(__file__).parent.parent
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+TEXTS = [p for folder in ("src", "docs", "benchmarks", "native") for p in sorted((ROOT / folder).rglob("*.[pm][yd]"))]
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """Makes this package an installed copy, with what pip has recorded about it."""
+
+    def install(record: str | None) -> None:
+        folder = tmp_path / "structattn-0.2.0.dist-info"
+        folder.mkdir(exist_ok=True)
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: structattn\nVersion: 0.2.0\n")
+        if record is not None:
+            (folder / "direct_url.json").write_text(record)
+        monkeypatch.setattr(extras, "__file__", str(tmp_path / "structattn" / "extras.py"))
+        monkeypatch.setattr(extras, "distribution", lambda name: metadata.Distribution.at(folder))
+
+    return install
+
+
+def test_in_a_clone_the_command_names_its_folder() -> None:
+    command = shlex.split(extras.install_command("train"))
+    assert command == ["pip", "install", "-e", f"{ROOT}[train]"]
+    assert extras.repository() == ROOT
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (None, "structattn[hf]"),
+        ("", "structattn[hf]"),
+        ("{", "structattn[hf]"),
+        ({"url": "file:///a/clone", "dir_info": {}}, "structattn[hf] @ file:///a/clone"),
+        (
+            {"url": "https://host/structattn", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            "structattn[hf] @ git+https://host/structattn@abc",
+        ),
+    ],
+    ids=["index", "empty", "damaged", "folder", "repository"],
+)
+def test_an_installed_copy_names_where_it_came_from(installed, record, expected) -> None:
+    installed(record if record is None or isinstance(record, str) else json.dumps(record))
+    assert extras.repository() is None
+    assert shlex.split(extras.install_command("hf")) == ["pip", "install", expected]
+
+
+def test_a_package_that_is_not_installed_has_its_name() -> None:
+    assert extras.requirement("structattn-nowhere") == "structattn-nowhere"
+
+
+def test_messages_and_pages_do_not_name_an_index_that_has_no_such_package() -> None:
+    assert len(TEXTS) > 100
+    for path in TEXTS:
+        if path.name != "extras.py":
+            found = re.findall(r"""pip install (?:-\S+ )*["']?structattn\b.*""", path.read_text())
+            found = [line for line in found if "--find-links" not in line]
+            assert not found, (
+                f"{path.relative_to(ROOT)}: {found[0]}: write install_command(...), or pip install -e '.[...]'"
+            )
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    sources = "".join(p.read_text() for p in (ROOT / "src").rglob("*.py"))
+    named = set(re.findall(r"""install_command\(["'](\w+)["']\)""", sources))
+    assert {"train", "hf", "data", "sweep"} <= named <= set(EXTRAS)
+    pages = "".join(p.read_text() for p in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    listed = re.findall(r"""pip install (?:-\S+ )*["']?\.\[([\w,-]+)\]""", pages)
+    assert {name for group in listed for name in group.split(",")} <= set(EXTRAS)
+
+
+def test_the_command_line_without_its_extra_says_the_whole_command() -> None:
+    program = (
+        "import importlib.util as u, sys; find = u.find_spec; "
+        "u.find_spec = lambda name, *a: None if name == 'tyro' else find(name, *a); import structattn.cli.commands"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert extras.install_command("train") in done.stderr
+    assert "Traceback" not in done.stderr

@@ -126,7 +126,9 @@ class LevelCache(OneLayerCache, OfOneLayer):
         if self._before is not None:
             self._take_back()
         if self._kept_length() != count:
-            raise CacheError("a compiled function broke off after several calls of this cache: reset() it and start again")
+            raise CacheError(
+                "a compiled function broke off after several calls of this cache: reset() it and start again"
+            )
 
     @property
     def batch_size(self) -> int | None:

@@ -42,7 +42,9 @@ def numbered(number: Tensor) -> Any:
         CacheError: it is gone.
     """
     if (thing := _objects.get(int(number))) is None:
-        raise CacheError("a compiled program was given a cache or a layer that is gone: call the compiled function again")
+        raise CacheError(
+            "a compiled program was given a cache or a layer that is gone: call the compiled function again"
+        )
     return thing
 
 

@@ -29,7 +29,7 @@ class NumberedLayer(torch.nn.Module):
         self.number = new_number(self)
 
     def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.set_number()
 
 

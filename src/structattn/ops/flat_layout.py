@@ -87,7 +87,11 @@ def any_layout_of(*values: Any) -> Layout | None:
     ranks, _, _, _, windows, scaling = values
     if not ranks:
         return None
-    return _global_window(tuple(ranks), *windows, scaling) if len(windows or ()) < len(ranks) and windows else layout_of(*values)
+    return (
+        _global_window(tuple(ranks), *windows, scaling)
+        if len(windows or ()) < len(ranks) and windows
+        else layout_of(*values)
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -190,7 +190,13 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return out[:, :, -count:]
 
     def append(
-        self, k: Tensor, v: Tensor, variant: Variant, *, module: object = None, left_padding: tuple[int, ...] | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        variant: Variant,
+        *,
+        module: object = None,
+        left_padding: tuple[int, ...] | None = None,
     ) -> None:
         """Appends new tokens; arguments and errors as ``attend``."""
         self._ready_for(k, v, variant, module, left_padding).append(k, v)
@@ -230,7 +236,9 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         count, cache = self._count, self._level_cache
         counted = count.tokens
         if cache is None and num_past != 0:
-            raise CacheError(f"this layer of the cache is empty, and the compiled program counts {num_past} tokens in it")
+            raise CacheError(
+                f"this layer of the cache is empty, and the compiled program counts {num_past} tokens in it"
+            )
         with nullcontext() if cache is None else cache.uncounted(num_past, again=again):
             try:
                 yield

@@ -44,10 +44,11 @@ def runtime_mask(
     padding_mask: Tensor | None, pairs: Tensor | None, num_queries: int, num_new: int, num_past: int, is_causal: bool
 ) -> StructuredMask:
     """The mask of a call while a compiled program runs, with its padding as ints."""
-    facts = (num_queries, num_new, num_past, is_causal)
-    is_versioned = padding_mask is not None and not padding_mask.is_inference()
-    if is_versioned and _last.given is not None and _last.given() is padding_mask:
-        if _last.facts == (*facts, padding_mask._version) and _last.mask is not None:
+    facts: tuple[Any, ...] = (num_queries, num_new, num_past, is_causal)
+    known = None if padding_mask is None or padding_mask.is_inference() else padding_mask
+    if known is not None:
+        facts = (*facts, known._version)
+        if _last.given is not None and _last.given() is known and _last.facts == facts and _last.mask is not None:
             return _last.mask
     mask = StructuredMask(
         num_queries=num_queries,
@@ -57,8 +58,8 @@ def runtime_mask(
         is_causal=is_causal,
         pairs=pairs,
     )
-    if is_versioned:
-        _last.given, _last.facts, _last.mask = weakref.ref(padding_mask), (*facts, padding_mask._version), mask
+    if known is not None:
+        _last.given, _last.facts, _last.mask = weakref.ref(known), facts, mask
     return mask
 
 
@@ -124,7 +125,7 @@ def _attend_layer(
 
 define(
     "attend_cache_layer(Tensor(a!) cache, Tensor? layer, Tensor? q, Tensor k, Tensor v, Tensor? padding_mask, Tensor? pairs, "
-    "Tensor? position_bias, Tensor? sinks, Tensor? alibi_slopes, SymInt num_past, bool is_causal, bool is_shared, float? scaling, "
+    "Tensor? position_bias, Tensor? sinks, Tensor? alibi_slopes, SymInt num_past, bool is_causal, bool is_shared, float? score_scale, "
     f"float? softcap, {flat_layout.SCHEMA}, int? window, int? chunk_size, str backend) -> Tensor",
     _attend_layer,
     lambda cache, layer, q, k, v, *_: empty_output(q, v),

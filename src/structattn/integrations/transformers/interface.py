@@ -148,9 +148,7 @@ def attend(
                 "and those before them are in a cache, which is for causal attention: give all tokens in one call"
             )
         if num_past > 0 and shows_weights:
-            weights = _cached_weights(
-                layer, q, k, v, variant, scaling=scaling, attn_mask=options["attn_mask"], **terms
-            )
+            weights = _cached_weights(layer, q, k, v, variant, scaling=scaling, attn_mask=options["attn_mask"], **terms)
         if in_program:
             out = attend_compiled(
                 module,

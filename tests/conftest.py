@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import settings
 
 # Without a GPU the Triton kernels run in Triton's interpreter, which is chosen before anything imports triton: structattn does, through torch._dynamo.
@@ -82,5 +83,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRUCTATTN_CACHE", str(root / "native"))
         library.why_not_here.cache_clear()
-        yield structattn.ops.build_native()
+        with FileLock(root / "native.lock"):  # one process compiles, the others find what it made
+            path = structattn.ops.build_native()
+        yield path
     library.why_not_here.cache_clear()

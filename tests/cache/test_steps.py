@@ -13,7 +13,7 @@ from structattn.cache import native_decode
 from structattn.errors import CacheError, ConfigError, ShapeError
 from structattn.testing.tolerances import assert_close
 
-pytestmark = [pytest.mark.full, pytest.mark.usefixtures("built")]
+pytestmark = pytest.mark.usefixtures("built")
 
 LEVELS = sa.LevelLayout((2, 2, 2), (64, 8, 4), value_ranks=(2, 2, 1))
 SLIDING = sa.LevelLayout.sliding((2, 2, 2), (None, 7, 3), value_ranks=(2, 2, 1))

@@ -14,7 +14,7 @@ from structattn.integrations.transformers.attention import HeadOrders
 from structattn.integrations.transformers.next_token import KnownCall
 from structattn.testing.tolerances import assert_close
 
-pytestmark = [pytest.mark.full, pytest.mark.usefixtures("built")]
+pytestmark = pytest.mark.usefixtures("built")
 
 SPECS = ("standard", "mlr:4|2|2", "mlr:4|2|2,values=4|2|2", "sliding:4|2|2@-|9|4", "window:6", "global-window:4|4@5")
 

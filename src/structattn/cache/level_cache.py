@@ -224,10 +224,10 @@ class LevelCache(OneLayerCache, OfOneLayer):
         try:
             out = attend(self._checked(q, k, v, layout, terms), q, k, v, terms, backend)
             self._end()
+            return out  # inside, so that an interruption here takes it back too
         except BaseException:
             self._take_back()
             raise
-        return out
 
     def again(self, q: Any, k: Any, v: Any, *, scale: float | None, order: Tensor | None = None) -> Tensor | None:
         """``attend`` of tokens in every respect like the last ones, in C++ and without checks; ``None``, with nothing appended, where one differs.
@@ -243,10 +243,10 @@ class LevelCache(OneLayerCache, OfOneLayer):
         try:
             out = self._kept.again(q, k, v, order)
             self._end()
+            return out  # inside, so that an interruption here takes it back too
         except BaseException:
             self._take_back()
             raise
-        return out
 
     @contextmanager
     def uncounted(self, num_past: int, *, again: bool = False) -> Iterator[None]:

@@ -49,7 +49,7 @@ class PlainCache(LevelCache):
 
     def __init__(self, max_length: int) -> None:
         super().__init__(max_length=max_length)
-        self._kept: tuple[Tensor, Tensor] | None = None
+        self._dense: tuple[Tensor, Tensor] | None = None
         self._length = 0
 
     @property
@@ -60,18 +60,18 @@ class PlainCache(LevelCache):
     @property
     def nbytes(self) -> int:
         """Bytes that are allocated."""
-        return 0 if self._kept is None else sum(x.nbytes for x in self._kept)
+        return 0 if self._dense is None else sum(x.nbytes for x in self._dense)
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Adds tokens."""
         assert self.max_length is not None
-        if self._kept is None:
-            self._kept = (
+        if self._dense is None:
+            self._dense = (
                 k.new_empty((*k.shape[:2], self.max_length, k.shape[3])),
                 v.new_empty((*v.shape[:2], self.max_length, v.shape[3])),
             )
         end = self._length + k.shape[2]
-        for x, kept in zip((k, v), self._kept, strict=True):
+        for x, kept in zip((k, v), self._dense, strict=True):
             kept[:, :, self._length : end] = x
         self._length = end
 
@@ -81,8 +81,8 @@ class PlainCache(LevelCache):
         """Adds one token and attends to all; the options are those of ``LevelCache``, and others than these are not given."""
         assert all(value is None for value in options.values())
         self.append(k, v)
-        assert self._kept is not None
-        keys, values = (x[:, :, : self._length] for x in self._kept)
+        assert self._dense is not None
+        keys, values = (x[:, :, : self._length] for x in self._dense)
         return F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=True)
 
     def crop(self, length: int) -> None:

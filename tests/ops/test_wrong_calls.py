@@ -93,7 +93,7 @@ PAIRS = [
     *({**ONE, "cu_seqlens": lengths, "layout": sa.LevelLayout((4, 4), (8, 4))} for lengths in LENGTHS),
     *(
         {**ONE, "cu_seqlens": torch.tensor(ends)}
-        for ends in ([0, 4], [1, 6], [0, 4, 4, 6], [0, 7], [0, 5, 3, 6], [0], [], [-1, 6])
+        for ends in ([0, 4], [1, 6], [0, 4, 3, 6], [0, 7], [0, 5, 3, 6], [0], [], [-1, 6])
     ),
     {**ONE, "q": Q[:1, :, :3], "cu_seqlens": torch.tensor([0, 3])},
     *({**ONE, "cu_seqlens": torch.tensor([0, 6]), "cu_seqlens_k": lengths} for lengths in LENGTHS),

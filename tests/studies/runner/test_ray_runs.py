@@ -32,7 +32,7 @@ SMALL = [
 
 def test_without_ray_the_extra_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingDependencyError, match=r"structattn\[ray\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install .*\[ray\]"):
         RayRunner("local")
 
 

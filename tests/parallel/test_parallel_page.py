@@ -1,4 +1,4 @@
-"""The examples of docs/parallel.md run as the page says."""
+"""The examples of docs/parallel.md and docs/parallel-heads.md run as the page says."""
 
 import re
 import subprocess
@@ -9,12 +9,12 @@ import pytest
 
 from structattn.testing.tolerances import SAME_MODEL
 
-PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
+PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("parallel.md", "parallel-heads.md")]
 
 
 def printed(folder: Path, marker: str, processes: int) -> str:
     """What the first example after a marker prints under torchrun."""
-    code = re.search(marker + r".*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code = re.search(marker + r".*?```python\n(.*?)```", "".join(page.read_text() for page in PAGES), re.DOTALL)
     assert code is not None
     (folder / "example.py").write_text(code[1])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]

@@ -99,7 +99,7 @@ SMALL = {
     "icl-regression": (("task.dim=4", "task.num_points=7"), 14),
     "text": (("task.context_length=20",), 20),
     "chronos": (("task.context_length=30", "task.season=12", "task.prediction_length=6", "task.num_synthetic=6"), 38),
-    "uptraining": (("task.context_length=20",), 20),
+    "uptraining": (("task.context_length=20", "task.model=random"), 20),
     "recall": (("task.context_length=24", "task.num_pairs=2"), 24),
 }
 

@@ -23,6 +23,7 @@ from structattn.integrations.transformers.adapters import adapted_class, complet
 from structattn.integrations.transformers.arguments import POSITION_BIAS, TERMS, check_arguments
 from structattn.integrations.transformers.caches import CACHE, has_state, is_plain
 from structattn.integrations.transformers.effect import register
+from structattn.integrations.transformers.loading import check_plain
 from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.integrations.transformers.masks import StructuredMask
 from structattn.integrations.transformers.rotation import LATENT, read_rotation
@@ -173,6 +174,7 @@ def find_attention(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
 
     Cost: three or four forward passes of 64 tokens.
     """
+    check_plain(model)
     name = type(model).__name__
     latent = [child for module in model.modules() for child, _ in module.named_children() if child.startswith(LATENT)]
     if latent:

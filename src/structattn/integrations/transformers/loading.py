@@ -21,6 +21,7 @@ from structattn.errors import CheckpointError, ConfigError, ShapeError, nearest_
 from structattn.integrations.transformers.auto_map import NotCopied
 from structattn.integrations.transformers.caches import CACHE, guarded, level_cache_layer, packed_cache, take_cache
 from structattn.integrations.transformers.effect import is_registered
+from structattn.integrations.transformers.hub import WHERE
 from structattn.integrations.transformers.inputs import check_inputs
 
 
@@ -43,15 +44,14 @@ def check_safe(path: object, arguments: dict[str, Any]) -> None:
             )
         indices = sorted(folder.glob("*.index.json"))
     else:  # a name on the hub, where transformers looks for the same index
-        known = {name: arguments[name] for name in _WHERE if arguments.get(name) is not None}
+        known = {name: arguments[name] for name in WHERE if arguments.get(name) is not None}
         index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **_MAY_BE_MISSING, **known)
         indices = [] if index is None else [Path(index)]
     for index in indices:
         _check_index(index)
 
 
-# Arguments that say where on the hub, and that a missing file is no error here.
-_WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+# A missing file is no error here.
 _MAY_BE_MISSING = {
     "_raise_exceptions_for_gated_repo": False,
     "_raise_exceptions_for_missing_entries": False,
@@ -227,6 +227,14 @@ class StructuredModelMixin(NotCopied):
                 level_cache_layer(cache, index)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
+
+
+def check_plain(model: object) -> None:
+    """Raises ``ConfigError`` for a model that has structured attention already."""
+    if isinstance(model, StructuredModelMixin):
+        raise ConfigError(
+            f"{type(model).__name__} is structurized already: give the original model, with its own weights (the model card of this one names it)"
+        )
 
 
 def _given_by_config(kind: type, asked: object) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from structattn.checks import check_path, check_type, describe, is_int, quoted, shortened
-from structattn.errors import ConfigError, StructAttnError
+from structattn.checks import check_path, check_type, describe, is_int
+from structattn.errors import ConfigError
 from structattn.integrations.transformers.attention import IMPLEMENTATION
 from structattn.integrations.transformers.calibration.absorb import Absorption
 from structattn.integrations.transformers.calibration.basis import pair_order
@@ -18,13 +18,14 @@ from structattn.integrations.transformers.calibration.record import Calibration
 from structattn.integrations.transformers.discovery import AttentionLayer, find_attention
 from structattn.integrations.transformers.families import (
     StructureRecord,
-    StructurizedModel,
     check_frequencies,
     install,
     saved_class,
     structurized_class,
     structurized_config,
 )
+from structattn.integrations.transformers.hub import source_config
+from structattn.integrations.transformers.loading import check_plain
 from structattn.integrations.transformers.pair_orders import CALIBRATED, AnySplit, check_any_split
 from structattn.integrations.transformers.variant import trained_spec
 from structattn.layers.checks import check_fits
@@ -89,10 +90,7 @@ def structurize(
         KQ-SVD (2512.05916) for keys without rotary positions. Levels by distance are ours.
     """
     check_type("model", model, PreTrainedModel, "a model of transformers")
-    if isinstance(model, StructurizedModel):
-        raise ConfigError(
-            f"{type(model).__name__} is structurized already: structurize the plain model again, from its original weights"
-        )
+    check_plain(model)
     old = model.config
     split = check_any_split(rotary_split)
     check_type(
@@ -219,14 +217,7 @@ def load_structurized(path: str | Path, **options: Any) -> Any:
         CheckpointError: see ``StructuredModelMixin.from_pretrained``.
     """
     check_path("path", path)
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except StructAttnError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{quoted(str(path))} is neither a folder with the config.json of a model nor the name of one on the hub: {shortened(str(error))}"
-        ) from error
+    config = source_config(path, **options)
     names = config.architectures or []
     if (own := saved_class(config, names)) is not None:
         return own.from_pretrained(path, **options)

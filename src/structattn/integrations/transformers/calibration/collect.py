@@ -20,9 +20,9 @@ from structattn.integrations.transformers.calibration.record import Calibration,
 from structattn.integrations.transformers.calibration.sensitivity import sensitivities
 from structattn.integrations.transformers.discovery import AttentionLayer, find_attention, observed
 from structattn.integrations.transformers.effect import register
-from structattn.integrations.transformers.families import StructurizedModel
 from structattn.integrations.transformers.inputs import check_inputs
 from structattn.integrations.transformers.interface import attend
+from structattn.integrations.transformers.loading import check_plain
 from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.integrations.transformers.masks import Sequences, StructuredMask
 from structattn.integrations.transformers.variant import Variant
@@ -282,8 +282,7 @@ def calibrate(
         much as keys, CARE (2603.17946) uses the covariance of activations; none distinguishes distances.
     """
     check_type("model", model, PreTrainedModel, "a model of transformers")
-    if isinstance(model, StructurizedModel):
-        raise ConfigError(f"{type(model).__name__} is structurized already: calibrate the plain model")
+    check_plain(model)
     check_type("batches", batches, Iterable, "an iterable of tensors (batch, tokens) or of dicts with input_ids")
     if num_queries is not None:
         check_size("num_queries", num_queries, MAX_LENGTH)

@@ -194,6 +194,7 @@ class ModelTokens(BytePairs):
 
         Raises:
             MissingDependencyError: transformers is not installed.
+            ConfigError: there is no such model.
             DataError: there is none.
         """
         found = model_tokenizer(model)
@@ -216,16 +217,20 @@ def model_tokenizer(model: str) -> Any:
 
     Raises:
         MissingDependencyError: transformers is not installed.
-        DataError: there is none. For a folder without its files some classes of transformers make one that knows special tokens only.
+        ConfigError: there is no such model.
+        DataError: it has none. For a folder without its files some classes of transformers make one that knows special tokens only.
     """
     try:
         from transformers import AutoTokenizer
+
+        from structattn.integrations.transformers.hub import check_source
     except ImportError as error:
         raise MissingDependencyError(
             f"the tokens of a model need transformers, which is not installed; {install_command('hf')}"
         ) from error
+    source = check_source(model)
     try:
-        found = AutoTokenizer.from_pretrained(model)
+        found = AutoTokenizer.from_pretrained(source)
         known = set(found.encode("Some text", add_special_tokens=False)) - set(found.all_special_ids)
     except Exception as error:  # transformers raises many kinds
         raise DataError(f"expected a model with a tokenizer at {model}, got: {shortened(str(error))}") from error

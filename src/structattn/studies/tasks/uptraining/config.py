@@ -12,14 +12,16 @@ from structattn.files import absolute
 
 Split = Literal["low_far", "interleaved", "calibrated"]
 
+RANDOM = "random"  # a model: of new weights
+
 
 @dataclass(frozen=True, kw_only=True)
 class UptrainConfig:
     """The trained model, its text, and what the student learns from.
 
     Args:
-        model: the teacher: a folder that ``save_pretrained`` of transformers wrote, or the name of a model on the hub. Empty: a small Llama
-            with new weights, to try the command out.
+        model: the teacher: a folder that ``save_pretrained`` of transformers wrote, or the name of a model on the hub. ``"random"``: a small
+            Llama with new weights, to try the command out (a folder of that name is ``./random``). It must be given.
         data: the folder of a corpus with the tokens of the model, from ``structattn data prepare text --tokens model``. Made absolute. Empty:
             the packaged excerpt, in characters, which needs a model of at least 96 tokens.
         context_length: T, tokens of a window that predict the one after each.
@@ -55,7 +57,7 @@ class UptrainConfig:
     def __post_init__(self) -> None:
         check_field_types(self, "task.")
         object.__setattr__(self, "data", absolute(self.data))
-        if Path(self.model).expanduser().is_dir():
+        if self.model not in ("", RANDOM) and Path(self.model).expanduser().is_dir():
             object.__setattr__(self, "model", absolute(self.model))
         for name in ("context_length", "calibration_windows", "eval_windows", "recall_tokens"):
             check_int(f"task.{name}", getattr(self, name), minimum=1, maximum=2**24)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from structattn.studies.recipe import Preset, Recipe
-from structattn.studies.tasks.uptraining.config import UptrainConfig
+from structattn.studies.tasks.uptraining.config import RANDOM, UptrainConfig
 from structattn.studies.training.config import TrainingConfig
 
 _SMALL = Recipe(
@@ -42,7 +42,8 @@ _RESULT = replace(
 
 PRESETS = {
     "default": Preset(
-        _SMALL, "four times smaller keys and values, 100 steps of 2,048 tokens, the first 80 on attention alone"
+        _SMALL,
+        "four times smaller keys and values, 100 steps of 2,048 tokens, the first 80 on attention alone; needs task.model",
     ),
     "result": Preset(
         _RESULT,
@@ -68,7 +69,12 @@ PRESETS = {
         replace(
             _SMALL,
             task=UptrainConfig(
-                context_length=64, attention_steps=3, eval_windows=4, calibration_windows=4, recall_tokens=8
+                model=RANDOM,
+                context_length=64,
+                attention_steps=3,
+                eval_windows=4,
+                calibration_windows=4,
+                recall_tokens=8,
             ),
             training=replace(_SMALL.training, steps=6, warmup_steps=1, eval_every=3, batch_size=2),
             attention=("cache:2", "unchanged"),

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from structattn.errors import DataError
+from structattn.errors import ConfigError, DataError
 from structattn.progress import counted
 from structattn.seeds import generator
 from structattn.studies.data.text_data import open_text_data
 from structattn.studies.tasks.base import Baseline, Batch, DataOption, Split, Task
-from structattn.studies.tasks.uptraining.config import UptrainConfig
+from structattn.studies.tasks.uptraining.config import RANDOM, UptrainConfig
 from structattn.studies.tasks.uptraining.memory import cache_bytes, decode_ms
 from structattn.studies.tasks.uptraining.recall import (
     MOST_LOOKED_UP,
@@ -30,7 +30,7 @@ from structattn.studies.tasks.uptraining.recall import (
 )
 from structattn.studies.tasks.uptraining.student import Student, attention_loss, with_adapters
 from structattn.studies.tasks.uptraining.students import Structured, student_form
-from structattn.studies.tasks.uptraining.teacher import Teacher
+from structattn.studies.tasks.uptraining.teacher import Teacher, checked_config
 
 _MOST_CALIBRATED = 8  # windows in one pass
 
@@ -40,7 +40,7 @@ class UptrainTask(Task):
 
     Raises:
         MissingDependencyError: transformers is not installed.
-        ConfigError: the model cannot be loaded or structurized.
+        ConfigError: no model is given, it cannot be loaded or structurized, or it has fewer positions than a window.
         DataError: the corpus is too short for one window, or has other tokens than the model.
     """
 
@@ -56,6 +56,13 @@ class UptrainTask(Task):
 
     def __init__(self, config: UptrainConfig) -> None:
         super().__init__(config)
+        if not config.model:
+            raise ConfigError(
+                f"uptraining needs a trained model: --set task.model=FOLDER, or --set task.model={RANDOM}, a small Llama with new weights, to try "
+                "the command out"
+            )
+        if config.model != RANDOM:
+            checked_config(config.model, config.context_length)
         self.corpus_tokenizer, self.splits, text_sha256, source = open_text_data(config.data)
         self.teacher = Teacher(config.model, self.corpus_tokenizer.vocab_size)
         self._check_tokens(source)
@@ -94,7 +101,7 @@ class UptrainTask(Task):
 
     def data_summary(self) -> dict[str, str]:
         return {
-            "model": self.config.model or "a small Llama with new weights",
+            "model": "a small Llama with new weights" if self.config.model == RANDOM else self.config.model,
             "data": self.config.data or "a public-domain excerpt, in the package",
             "tokens": ", ".join(f"{len(tokens):,} {split}" for split, tokens in self.splits.items()),
             "window": f"{self.config.context_length} tokens of context",

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from structattn.checks import quoted, shortened
-from structattn.errors import ConfigError, DataError, MissingDependencyError
-from structattn.extras import install_command
+from structattn.errors import ConfigError, DataError
 from structattn.seeds import seeded
 from structattn.studies.data.corpus.tokenizers import model_tokenizer
+from structattn.studies.tasks.uptraining.config import RANDOM
 from structattn.studies.tasks.uptraining.taps import Attended, tapped
 
-# The sizes of the model that is made where none is given.
+# The sizes of the model that is made of new weights.
 _SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -29,11 +28,41 @@ _SMALL = {
 }
 
 
+def checked_config(source: str, context_length: int, name: str = "task.context_length") -> Any:
+    """The config of a model, before anything else of it is read.
+
+    Args:
+        source: a folder or a name on the hub.
+        context_length: T, tokens of a window.
+        name: what the context length is called in an error.
+
+    Raises:
+        MissingDependencyError: transformers is not installed.
+        ConfigError: there is no such model, it is structurized already, or it has fewer positions than a window.
+    """
+    from structattn.integrations.transformers import StructAttnConfig
+    from structattn.integrations.transformers.families import StructurizedConfig
+    from structattn.integrations.transformers.hub import positions_of, source_config
+
+    config = source_config(source)
+    if isinstance(config, StructAttnConfig | StructurizedConfig):
+        raise ConfigError(
+            f"{quoted(source)} is structurized already: give the original model, with its own weights (the model card of this one names it)"
+        )
+    positions = positions_of(config)
+    if positions is not None and context_length > positions:
+        raise ConfigError(
+            f"{name}: expected at most {positions:,}, the positions of the model (max_position_embeddings), got {context_length:,}"
+        )
+    return config
+
+
 class Teacher:
     """A plain model of transformers in eval mode whose weights stay as they are.
 
     Args:
-        source: a folder or a name on the hub; empty: a small Llama with new weights, the same in every process.
+        source: a folder or a name on the hub that ``checked_config`` accepts; ``"random"``: a small Llama with new weights, the same in every
+            process.
         vocab_size: of that new one.
 
     Attributes:
@@ -43,28 +72,19 @@ class Teacher:
 
     Raises:
         MissingDependencyError: transformers is not installed.
-        ConfigError: there is no such model, its weights are no safetensors, or its attention cannot be structurized.
+        ConfigError: its weights are no safetensors or not all there, or its attention cannot be structurized.
     """
 
     def __init__(self, source: str, vocab_size: int) -> None:
-        try:
-            import transformers
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"uptraining needs transformers, which is not installed: {install_command('hf')}"
-            ) from error
         from structattn.integrations.transformers.discovery import find_attention
 
         self.tokenizer: Any = None
         with torch.device("cpu"):
-            if source:
-                self.model: Any = _loaded(transformers, source)
-                self.tokenizer = _tokenizer(source)
+            if source == RANDOM:
+                self.model: Any = _new(vocab_size)
             else:
-                with seeded(0, torch.device("cpu")):
-                    self.model = transformers.LlamaForCausalLM(
-                        transformers.LlamaConfig(vocab_size=vocab_size, **_SMALL)
-                    )
+                self.model = _loaded(source)
+                self.tokenizer = _tokenizer(source)
             self.model.eval().requires_grad_(False)
             self.layers: list[nn.Module] = [layer.module for layer in find_attention(self.model)]
         digest = hashlib.sha256()
@@ -92,12 +112,21 @@ class Teacher:
         return found
 
 
-def _loaded(transformers: Any, source: str) -> Any:
-    if Path(source).is_absolute() and not Path(source).is_dir():
-        raise ConfigError(f"expected the folder of a model at {source}, got no such folder. Check task.model")
+def _new(vocab_size: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with seeded(0, torch.device("cpu")):
+        return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **_SMALL))
+
+
+def _loaded(source: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from structattn.integrations.transformers.hub import check_source
+
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        model, report = AutoModelForCausalLM.from_pretrained(
+            check_source(source), dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
     except Exception as error:  # transformers raises many kinds, from a wrong name to weights that are damaged
         raise ConfigError(

@@ -1,0 +1,108 @@
+"""Where a model is read from: a folder, or a name on the hub, told apart before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from structattn.checks import quoted, shortened
+from structattn.errors import ConfigError, StructAttnError
+
+_TIMEOUT = 5  # seconds
+# Arguments of from_pretrained that say where on the hub.
+WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_KNOWN_BY = (
+    "config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+)  # one of them is in the cache of a model that was loaded
+
+
+def check_source(source: str | Path, **options: Any) -> str | Path:
+    """The source of a model, with the folder of a user's ``~`` in full.
+
+    What looks like a path is one: absolute, with ``.`` or ``~`` first, with several slashes, in a folder that exists, or no name that the hub
+    allows. Anything else is looked up in the local cache of the hub, and else asked for once: transformers asks many times, which takes most of a
+    minute without a network.
+
+    Args:
+        source: a folder that ``save_pretrained`` wrote, or a name on the hub.
+        **options: of ``from_pretrained``, of which those that say where on the hub count.
+
+    Raises:
+        ConfigError: there is no such folder, and no such model on this machine or on the hub.
+
+    Cost: of a name that is not in the cache, one request of at most 5 seconds.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    text, path = str(source), Path(source).expanduser()
+    if path.is_dir():
+        return path
+    try:
+        validate_repo_id(text)
+        is_name = not (isinstance(source, Path) and path.is_absolute()) and not text.startswith((".", "~"))
+    except HFValidationError:
+        is_name = False
+    if not is_name or ("/" in text and path.parent.is_dir()) or path.exists():
+        found = "a file" if path.exists() else "no such folder"
+        raise ConfigError(
+            f"expected the folder of a model at {quoted(text)}, got {found}: give one that save_pretrained wrote"
+        )
+    if reason := _why_not_on_hub(text, options):
+        raise ConfigError(
+            f"there is no folder {quoted(text)}, and {reason}: give a folder that save_pretrained wrote, or the name of a model on the hub"
+        )
+    return source
+
+
+def _why_not_on_hub(name: str, options: dict[str, Any]) -> str | None:
+    """Why a model is neither in the local cache nor on the hub, in words."""
+    import huggingface_hub as hub
+    from huggingface_hub import constants
+
+    cache = {key: options.get(key) for key in ("cache_dir", "revision")}
+    if any(isinstance(hub.try_to_load_from_cache(name, file, **cache), str) for file in _KNOWN_BY):
+        return None
+    if options.get("local_files_only") or constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "local_files_only is set"
+        return f"the hub is not asked for it, since {why}"
+    try:
+        hub.HfApi(token=options.get("token")).model_info(name, revision=options.get("revision"), timeout=_TIMEOUT)
+    except hub.errors.GatedRepoError:
+        return "the model of that name on the hub asks for permission first, and for `hf auth login`"
+    except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError):
+        return "the hub has no model of that name that you may read"
+    except Exception as error:  # of the network, of which there are many kinds
+        return f"the hub cannot be reached ({shortened(str(error) or type(error).__name__, 80)})"
+    return None
+
+
+def source_config(source: str | Path, **options: Any) -> PreTrainedConfig:
+    """The config of a model of transformers, before its weights are read.
+
+    Raises:
+        ConfigError: see ``check_source``; or a folder without one, or transformers cannot read it.
+    """
+    source = check_source(source, **options)
+    if Path(source).is_dir() and not Path(source, options.get("subfolder") or "", "config.json").is_file():
+        raise ConfigError(
+            f"expected the folder of a model at {quoted(str(source))}, got one without config.json: give one that save_pretrained wrote"
+        )
+    try:
+        return AutoConfig.from_pretrained(source, **{key: options[key] for key in WHERE if key in options})
+    except StructAttnError:
+        raise
+    except Exception as error:  # transformers raises many kinds
+        raise ConfigError(
+            f"the config of the model {quoted(str(source))} cannot be read: {shortened(str(error))}"
+        ) from error
+
+
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """The longest text of a model, in tokens; ``None`` where its config does not say, as with ALiBi."""
+    found = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None

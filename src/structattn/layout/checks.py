@@ -22,6 +22,10 @@ def positive_ints(values: object, name: str, maximum: int = MAX_SIZE) -> tuple[i
     return checked
 
 
+def _bars(ranks: Sequence[int]) -> str:
+    return "|".join(map(str, ranks))
+
+
 def check_sum(
     name: str, ranks: Sequence[int], expected: int, what: str, error: type[StructAttnError] = ConfigError
 ) -> None:
@@ -29,9 +33,9 @@ def check_sum(
     total = sum(ranks)
     if total == expected:
         return
-    message = f"{name} must sum to {what}: expected {expected}, got {'|'.join(map(str, ranks))} = {total}"
+    message = f"{name} must sum to {what}: expected {expected}, got {_bars(ranks)} = {total}"
     if expected > 0 and all(rank * expected % total == 0 for rank in ranks):
-        message += f"; in the same proportions: {'|'.join(str(rank * expected // total) for rank in ranks)}"
+        message += f"; in the same proportions: {_bars([rank * expected // total for rank in ranks])}"
     raise error(message)
 
 
@@ -72,7 +76,9 @@ def checked_value_ranks(ranks: tuple[int, ...], value_ranks: object) -> tuple[in
     """The dimensions of the value in each level; or ``ConfigError``."""
     checked = positive_ints(value_ranks, "value_ranks")
     if len(checked) != len(ranks):
-        raise ConfigError(f"value_ranks needs one dimension per level: expected {len(ranks)}, got {checked}")
+        raise ConfigError(
+            f"value_ranks needs one dimension per level: expected {len(ranks)}, as there are ranks ({_bars(ranks)}), got {len(checked)} ({_bars(checked)})"
+        )
     return checked
 
 

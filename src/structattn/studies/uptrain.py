@@ -21,7 +21,8 @@ from structattn.studies.recipe import Recipe
 from structattn.studies.records.common import Results
 from structattn.studies.records.comparison import ComparisonRecord
 from structattn.studies.settings import Change, apply_overrides
-from structattn.studies.tasks.registry import recipe_for, shared_task, task_class
+from structattn.studies.tasks.registry import recipe_for, shared_task
+from structattn.studies.tasks.uptraining.students import check_student
 from structattn.studies.tasks.uptraining.teacher import checked_config
 from structattn.studies.training.finished import read_finished
 
@@ -146,8 +147,8 @@ def uptrain(
     )
     student = attention or f"cache:{_COMPRESSION if compression is None else compression:g}"
     recipe = apply_overrides(replace(recipe, attention=(student,)), tuple(changes))
-    task_class(_TASK).check_spec(student)
-    checked_config(str(model), context_length, "--context-length")
+    config = checked_config(str(model), context_length, "--context-length")
+    check_student(student, config, context_length)
     source = None if is_corpus else _source(data, corpus, document_start)
     if on_open is not None:
         on_open(out, f"{steps * batch_size * context_length:,} tokens, {steps:,} steps")
@@ -210,6 +211,8 @@ def _naming_options() -> Iterator[None]:
     except (ConfigError, DataError) as error:
         text = str(error)
         for setting, option in _OPTIONS.items():
+            if "." not in setting:  # a common word
+                continue
             text = re.sub(rf"(?<!\S){re.escape(setting)}\b|(?<=\(){re.escape(setting)}\b", option, text)
         raise type(error)(text) from error
 

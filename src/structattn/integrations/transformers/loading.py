@@ -18,10 +18,10 @@ from structattn.cache.numbers import is_traced
 from structattn.cache.paged import PackedCache
 from structattn.checks import check_path, quoted
 from structattn.errors import CheckpointError, ConfigError, ShapeError, nearest_name
+from structattn.integrations.hub import WHERE
 from structattn.integrations.transformers.auto_map import NotCopied
 from structattn.integrations.transformers.caches import CACHE, guarded, level_cache_layer, packed_cache, take_cache
 from structattn.integrations.transformers.effect import is_registered
-from structattn.integrations.transformers.hub import WHERE
 from structattn.integrations.transformers.inputs import check_inputs
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from structattn.checks import check_path, check_type, describe, is_int
 from structattn.errors import ConfigError
+from structattn.integrations.hub import source_config
 from structattn.integrations.transformers.attention import IMPLEMENTATION
 from structattn.integrations.transformers.calibration.absorb import Absorption
 from structattn.integrations.transformers.calibration.basis import pair_order
@@ -24,7 +25,6 @@ from structattn.integrations.transformers.families import (
     structurized_class,
     structurized_config,
 )
-from structattn.integrations.transformers.hub import source_config
 from structattn.integrations.transformers.loading import check_plain
 from structattn.integrations.transformers.pair_orders import CALIBRATED, AnySplit, check_any_split
 from structattn.integrations.transformers.variant import trained_spec

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the command line lists the names without importing PyTorch
 logger = logging.getLogger(__name__)
 # The package of each task, imported at its first use. It has a documentation string, ``TASK``, a subclass of ``Task``, and ``PRESETS``, the
 # ``Preset`` by name, among them "default" and "smoke". What a report adds for it is in its module ``figures``, if there is one: ``FIGURES``
-# and ``TABLES``, and ``name_of``, where figures name its specs otherwise.
+# and ``TABLES``, ``name_of``, where figures name its specs otherwise, and ``verdict``, where its results are said in other words.
 TASKS: dict[str, str] = {
     "nearest-neighbor": "structattn.studies.tasks.nearest_neighbor",
     "forecast": "structattn.studies.tasks.forecast",
@@ -121,6 +121,12 @@ def figures_of(name: str) -> dict[str, Callable[[ComparisonRecord], Drawing | No
 def spec_namer(name: str) -> Callable[[str], str]:
     """What names the specs of a task in figures; by default a spec is its own name."""
     found: Callable[[str], str] = _report(name, "name_of", str)
+    return found
+
+
+def verdict_of(name: str) -> Callable[[ComparisonRecord], str | None] | None:
+    """What says in words what a comparison of a task at one setting shows, where that is not which attention is best; it may have none."""
+    found: Callable[[ComparisonRecord], str | None] | None = _report(name, "verdict", None)
     return found
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from structattn.checks import check_choice, shortened
 from structattn.errors import ConfigError, DataError, MissingDependencyError
 from structattn.extras import install_command
+from structattn.integrations.hub import check_source
 from structattn.layout.text import TextUnits
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
@@ -220,15 +221,13 @@ def model_tokenizer(model: str) -> Any:
         ConfigError: there is no such model.
         DataError: it has none. For a folder without its files some classes of transformers make one that knows special tokens only.
     """
+    source = check_source(model)
     try:
         from transformers import AutoTokenizer
-
-        from structattn.integrations.transformers.hub import check_source
     except ImportError as error:
         raise MissingDependencyError(
             f"the tokens of a model need transformers, which is not installed; {install_command('hf')}"
         ) from error
-    source = check_source(model)
     try:
         found = AutoTokenizer.from_pretrained(source)
         known = set(found.encode("Some text", add_special_tokens=False)) - set(found.all_special_ids)

@@ -13,6 +13,7 @@ from structattn.files import absolute
 Split = Literal["low_far", "interleaved", "calibrated"]
 
 RANDOM = "random"  # a model: of new weights
+CALIBRATED: Split = "calibrated"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,8 @@ class UptrainConfig:
         data: the folder of a corpus with the tokens of the model, from ``structattn data prepare text --tokens model``. Made absolute. Empty:
             the packaged excerpt, in characters, which needs a model of at least 96 tokens.
         context_length: T, tokens of a window that predict the one after each.
-        rotary_split: which rotary pairs level 1 gets, see ``structurize``.
+        rotary_split: which rotary pairs level 1 gets, see ``structurize``. With ``"calibrated"`` a spec without a scaling has the one that this needs,
+            ``standard``.
         calibration_windows: windows of the training text by which the teacher is calibrated.
         attention_steps: the first steps train attention alone: each layer gets the teacher's inputs and learns the teacher's outputs.
         distillation: weight of the Kullback-Leibler divergence from the teacher's predictions in the loss of all later steps; the
@@ -44,7 +46,7 @@ class UptrainConfig:
     model: str = ""
     data: str = ""
     context_length: int = 256
-    rotary_split: Split = "calibrated"
+    rotary_split: Split = CALIBRATED
     calibration_windows: int = 32
     attention_steps: int = 0
     distillation: float = 0.9

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from structattn.errors import ConfigError
+from structattn.layers.checks import check_fits
+from structattn.layout.halving import Halving
+from structattn.layout.levels import LevelLayout
+from structattn.layout.text import TextLayout
+from structattn.spec.attention import AttentionSpec
 from structattn.spec.grammar import Form, number, one_of, positive, read_term, reading
 from structattn.spec.layers import LayerSpecs
-from structattn.studies.tasks.uptraining.config import Split
+from structattn.studies.tasks.uptraining.config import CALIBRATED, Split
 
 _PER_LAYER, _UNIFORM = "per_layer", "uniform"
 Calibrate = Callable[[], Any]  # the calibration of the teacher, made at the first call
@@ -39,12 +44,31 @@ class _SeesAll:
 
 @dataclass(frozen=True)
 class Structured(_SeesAll):
-    """Levels of the ranks that a spec gives, see ``structurize``."""
+    """Levels of the ranks that a spec gives, see ``structurize``.
+
+    A spec with the default scaling gets that of the trained scores, ``standard``, where the split is calibrated: it needs that.
+    """
 
     specs: LayerSpecs
 
     def build(self, model: Any, calibrate: Calibrate, split: Split, length: int) -> Any:
-        return _structurized(model, str(self.specs), calibrate, split, length)
+        self.check(model, length)
+        pattern = tuple(map(_of_trained_scores, self.specs.pattern)) if split == CALIBRATED else self.specs.pattern
+        return _structurized(model, str(LayerSpecs(pattern)), calibrate, split, length)
+
+    def check(self, model: Any, length: int) -> None:
+        """Raises ``ConfigError`` unless the ranks sum to the dimensions of the heads of a model, which may be on the meta device."""
+        from structattn.integrations.transformers.discovery import find_attention
+
+        layers = find_attention(model)
+        for layer, spec in zip(layers, self.specs.layers(len(layers)), strict=True):
+            layout = spec.layout_for(length)
+            if layout is None or isinstance(layout, TextLayout):  # structurize says why not
+                continue
+            try:
+                check_fits(layout, layer.head_dim, layer.value_dim)
+            except ConfigError as error:
+                raise ConfigError(f"{error}. {ranks_hint(layer.head_dim, layer.value_dim)}") from error
 
     def describe(self) -> str:
         return self.specs.describe()
@@ -159,6 +183,19 @@ class Unchanged(_SeesAll):
         return "the model as it is, trained further"
 
 
+def _of_trained_scores(spec: AttentionSpec) -> AttentionSpec:
+    """A spec of levels with the scaling ``standard`` in place of the default one."""
+    layout = spec.layout
+    is_default = isinstance(layout, Halving | LevelLayout) and layout.scaling == "variance"
+    return replace(spec, layout=replace(layout, scaling="standard")) if is_default else spec
+
+
+def ranks_hint(head_dim: int, value_dim: int) -> str:
+    """What to write for a model with these heads, in words."""
+    keys, values = ("|".join(str(dim // part) for part in (2, 4, 4)) for dim in (head_dim, value_dim))
+    return f"Heads of this model have {head_dim} dimensions: write mlr:{keys}, and values={values} for smaller values too, or others of these sums"
+
+
 FORMS: dict[str, tuple[Form, type[Any]]] = {
     "cache": (
         Form(
@@ -208,8 +245,24 @@ def student_form(text: str) -> StudentForm:
         return found
 
 
+def check_student(text: str, config: Any, length: int) -> None:
+    """Raises ``ConfigError`` unless a text names a student of models with a config of transformers, before their weights are read."""
+    try:
+        form = student_form(text)
+    except ConfigError as error:
+        heads, width = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
+        dim = getattr(config, "head_dim", None) or (width // heads if heads and width else None)
+        hint = f". {ranks_hint(dim, dim)}" if dim is not None and text.startswith("mlr:") else ""
+        raise ConfigError(f"{error}{hint}") from error
+    if isinstance(form, Structured):
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            form.check(AutoModelForCausalLM.from_config(config), length)
+
+
 def _structurized(model: Any, specs: Any, calibrate: Calibrate, split: Split, length: int) -> Any:
     from structattn.integrations.transformers import structurize
 
-    options: dict[str, Any] = {"calibration": calibrate()} if split == "calibrated" else {}
+    options: dict[str, Any] = {"calibration": calibrate()} if split == CALIBRATED else {}
     return structurize(model, specs, rotary_split=split, context_length=length, **options)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from structattn.checks import quoted, shortened
 from structattn.errors import ConfigError, DataError
+from structattn.integrations.hub import check_source, positions_of, source_config
 from structattn.seeds import seeded
 from structattn.studies.data.corpus.tokenizers import model_tokenizer
 from structattn.studies.tasks.uptraining.config import RANDOM
@@ -40,9 +41,9 @@ def checked_config(source: str, context_length: int, name: str = "task.context_l
         MissingDependencyError: transformers is not installed.
         ConfigError: there is no such model, it is structurized already, or it has fewer positions than a window.
     """
+    check_source(source)  # before transformers is imported, which takes seconds
     from structattn.integrations.transformers import StructAttnConfig
     from structattn.integrations.transformers.families import StructurizedConfig
-    from structattn.integrations.transformers.hub import positions_of, source_config
 
     config = source_config(source)
     if isinstance(config, StructAttnConfig | StructurizedConfig):
@@ -121,8 +122,6 @@ def _new(vocab_size: int) -> Any:
 
 def _loaded(source: str) -> Any:
     from transformers import AutoModelForCausalLM
-
-    from structattn.integrations.transformers.hub import check_source
 
     try:
         model, report = AutoModelForCausalLM.from_pretrained(

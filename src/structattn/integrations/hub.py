@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
-
 from structattn.checks import quoted, shortened
-from structattn.errors import ConfigError, StructAttnError
+from structattn.errors import ConfigError, MissingDependencyError, StructAttnError
 
 _TIMEOUT = 5  # seconds
 # Arguments of from_pretrained that say where on the hub.
@@ -33,11 +31,17 @@ def check_source(source: str | Path, **options: Any) -> str | Path:
 
     Raises:
         ConfigError: there is no such folder, and no such model on this machine or on the hub.
+        MissingDependencyError: transformers is not installed.
 
     Cost: of a name that is not in the cache, one request of at most 5 seconds.
     """
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    try:  # transformers brings it; to import transformers itself would take seconds
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
+    except ImportError as error:
+        raise MissingDependencyError(
+            "models of transformers need transformers, which is not installed: pip install 'structattn[hf]'"
+        ) from error
 
     text, path = str(source), Path(source).expanduser()
     if path.is_dir():
@@ -81,13 +85,15 @@ def _why_not_on_hub(name: str, options: dict[str, Any]) -> str | None:
     return None
 
 
-def source_config(source: str | Path, **options: Any) -> PreTrainedConfig:
+def source_config(source: str | Path, **options: Any) -> Any:
     """The config of a model of transformers, before its weights are read.
 
     Raises:
         ConfigError: see ``check_source``; or a folder without one, or transformers cannot read it.
     """
     source = check_source(source, **options)
+    from transformers import AutoConfig
+
     if Path(source).is_dir() and not Path(source, options.get("subfolder") or "", "config.json").is_file():
         raise ConfigError(
             f"expected the folder of a model at {quoted(str(source))}, got one without config.json: give one that save_pretrained wrote"
@@ -102,7 +108,7 @@ def source_config(source: str | Path, **options: Any) -> PreTrainedConfig:
         ) from error
 
 
-def positions_of(config: PreTrainedConfig) -> int | None:
+def positions_of(config: Any) -> int | None:
     """The longest text of a model, in tokens; ``None`` where its config does not say, as with ALiBi."""
     found = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from structattn.checks import check_bool, check_int, check_number, check_path, check_size, check_type, quoted
 from structattn.errors import ConfigError, DataError
-from structattn.files import TEMPORARY
+from structattn.files import TEMPORARY, write_atomic
 from structattn.studies.compare import compare
 from structattn.studies.data.corpus import Corpus, PrepareConfig, Source, prepare
 from structattn.studies.data.corpus.corpus import MANIFEST
@@ -22,6 +22,7 @@ from structattn.studies.records.common import Results
 from structattn.studies.records.comparison import ComparisonRecord
 from structattn.studies.settings import Change, apply_overrides
 from structattn.studies.tasks.registry import recipe_for, shared_task
+from structattn.studies.tasks.uptraining.card import README, model_card
 from structattn.studies.tasks.uptraining.students import check_student
 from structattn.studies.tasks.uptraining.teacher import checked_config
 from structattn.studies.training.finished import read_finished
@@ -165,7 +166,7 @@ def uptrain(
         results = compare(_TASK, recipe, out / RESULTS, command=command, resume=resume, show_progress=show_progress)
     folder = out / MODEL
     if not folder.is_dir():
-        _write_model(recipe, results.folder, folder)
+        _write_model(recipe, results, data.name, folder)
     return Uptrained(model=folder, results=results)
 
 
@@ -260,10 +261,10 @@ def _longest_document(data: Path, out: Path) -> int | None:
     return None if files is None else max(_SHORTEST_PART, sum(Path(file).stat().st_size for file in files) // _PARTS)
 
 
-def _write_model(recipe: Recipe, folder: Path, out: Path) -> None:
-    """The student of the only run of a comparison, as transformers saves it, with the tokenizer of the teacher."""
+def _write_model(recipe: Recipe, results: Results[ComparisonRecord], data: str, out: Path) -> None:
+    """The student of the only run of a comparison, as transformers saves it, with the tokenizer of the teacher and a model card."""
     (point,) = points_of(_TASK, recipe)
-    (job,) = point.jobs(folder, recipe.attention[0], recipe.training.learning_rate)
+    (job,) = point.jobs(results.folder, recipe.attention[0], recipe.training.learning_rate)
     task = cast(Any, shared_task(_TASK, point.recipe.task))
     student = task.build_model(recipe.attention[0])
     student.load_state_dict(read_finished(job.folder).weights)
@@ -273,4 +274,5 @@ def _write_model(recipe: Recipe, folder: Path, out: Path) -> None:
     model.eval().save_pretrained(partial)
     if task.teacher.tokenizer is not None:
         task.teacher.tokenizer.save_pretrained(partial)
+    write_atomic(partial / README, model_card(results.record, model.config, data))
     partial.rename(out)

@@ -27,7 +27,8 @@ from structattn.studies.report.rows import (
     standard_row,
 )
 from structattn.studies.report.table import Line, Table
-from structattn.studies.tasks.registry import TASKS, tables_of, task_class
+from structattn.studies.tasks.base import Task
+from structattn.studies.tasks.registry import TASKS, tables_of, task_class, verdict_of
 
 
 def table(record: ComparisonRecord) -> Table:
@@ -68,6 +69,7 @@ def table(record: ComparisonRecord) -> Table:
             )
             for row in record.baselines
         ),
+        baselines_title=_task_of(record).baselines_title,
         words=("settings",),
         bars=record.metric,
         notes=("; ".join([f"{record.metric}: {record.metric_label}, lower is better", *marks]),),
@@ -94,9 +96,14 @@ def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
             "± is the standard deviation over seeds." if several else "One seed was run, so no spread is known.",
             "FLOPs are those of the forward pass of one example, 2 per multiply-add, counted on the structure.",
             "Peak memory is the resident set of the process; seconds are wall-clock on this machine.",
-            "Baselines are computed without attention on the same data; their costs were not measured.",
+            *([_task_of(record).baselines_note] if record.baselines else []),
         ),
     )
+
+
+def _task_of(record: ComparisonRecord) -> type[Task]:
+    """The class of the task; that of any task where it is not installed."""
+    return task_class(record.task) if record.task in TASKS else Task
 
 
 def byline(record: ComparisonRecord) -> list[str]:
@@ -117,9 +124,13 @@ def facts(record: ComparisonRecord) -> dict[str, str]:
 
 
 def task_sections(record: ComparisonRecord) -> list[Section]:
+    """The tables that the task adds, each in a section."""
+    return [Section(table=one) for one in task_tables(record)]
+
+
+def task_tables(record: ComparisonRecord) -> list[Table]:
     """The tables that the task adds."""
-    made = [make(record) for make in tables_of(record.task).values()]
-    return [Section(table=one) for one in made if one is not None]
+    return [one for make in tables_of(record.task).values() if (one := make(record)) is not None]
 
 
 def verdict(record: ComparisonRecord) -> str:
@@ -130,7 +141,7 @@ def verdict(record: ComparisonRecord) -> str:
 
     Returns:
         Which attention is best and by how much over ``standard``, whether that exceeds the seed spread, and
-        a plain statement when a baseline beats every attention row.
+        a plain statement when a baseline beats every attention row; or what the task says instead.
     """
     parts = by_variant(record)
     if len(parts) > 1:
@@ -139,13 +150,16 @@ def verdict(record: ComparisonRecord) -> str:
 
 
 def _verdict(record: ComparisonRecord) -> str:
+    of_task = verdict_of(record.task)
+    if of_task is not None and (said := of_task(record)) is not None:
+        return said
     ranked = ranked_rows(record)
     if not ranked:
         return "No attention finished with a finite score, so there is nothing to compare."
     sentences = [_lead(record, ranked)]
     best_score = score_of(ranked[0])
     assert best_score is not None
-    no_skill = task_class(record.task).no_skill_score if record.task in TASKS else None
+    no_skill = _task_of(record).no_skill_score
     if no_skill is not None and best_score > 0.95 * no_skill:
         sentences.append(
             f"No attention variant got clearly below {no_skill:g}, the score without skill: none learned the task."

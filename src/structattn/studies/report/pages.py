@@ -23,9 +23,10 @@ def _kind(record: ComparisonRecord) -> tuple[Any, Any]:
 
 
 def text(record: ComparisonRecord) -> str:
-    """The table and the verdict for a terminal."""
+    """The tables and the verdict for a terminal."""
     kind, _ = _kind(record)
-    return f"{kind.table(record).text()}\n\n{kind.verdict(record)}"
+    tables = [kind.table(record), *(comparison.task_tables(record) if kind is comparison else ())]
+    return "\n\n".join([*(table.text() for table in tables), kind.verdict(record)])
 
 
 def write_pages(record: ComparisonRecord, out: Path) -> Path:

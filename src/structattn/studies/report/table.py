@@ -37,6 +37,7 @@ class Table:
         header: names of the columns.
         lines: those of what is compared.
         baselines: further lines, set off from the others.
+        baselines_title: above them, on the page.
         words: names of the columns that hold words, aligned left as the first one is; numbers are aligned right.
         bars: name of the column with a bar below each number.
         title: above the table.
@@ -46,6 +47,7 @@ class Table:
     header: tuple[str, ...]
     lines: tuple[Line, ...]
     baselines: tuple[Line, ...] = ()
+    baselines_title: str = "Baselines"
     words: tuple[str, ...] = ()
     bars: str = ""
     title: str = ""

@@ -76,6 +76,8 @@ class Task(ABC):
         reads_text: whether its models know words, lines and paragraphs, which are the levels of ``mlr-text``.
         no_skill_score: the score of a model that has learned nothing, where that is the same for all data; ``None`` where it is not.
         divides_sequences: whether processes can divide its sequences (``training.context_parallel``): it has ``loss_of_shard`` and ``evaluate_shard``.
+        baselines_title: the heading of the baselines in a report.
+        baselines_note: what the baselines are, one sentence for the report.
         scores_before_training: whether the first entry of a run's history is of the model before its first step.
     """
 
@@ -86,6 +88,10 @@ class Task(ABC):
     no_skill_score: ClassVar[float | None] = None
     divides_sequences: ClassVar[bool] = False
     scores_before_training: ClassVar[bool] = False
+    baselines_title: ClassVar[str] = "Baselines without attention"
+    baselines_note: ClassVar[str] = (
+        "Baselines are computed without attention on the same data; their costs were not measured."
+    )
     metric: str
     metric_label: str
     question: ClassVar[str]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from structattn.studies.records.comparison import ComparisonRecord
 from structattn.studies.report.figures.octaves import loss_by_position
-from structattn.studies.report.numbers import fmt_count
+from structattn.studies.report.numbers import DASH, fmt_count
 from structattn.studies.report.plot import Drawing, label_left, mark_axis, panel_grid, shared_legend, spec_style
 from structattn.studies.report.table import Table
 from structattn.studies.tasks.uptraining.recall import MOST_LOOKED_UP
 
-_LOSS_MARKS = (-0.1, -0.05, 0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_LINEAR = 0.1  # nats; the axis of losses is logarithmic above
+_LOSS_MARKS = (-5, -2, -1, -0.5, -0.2, -0.1, -0.05, 0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_FEWEST_MARKS = 3
+_LOST = 5e-5  # nats per token: less is 0.0000 in the table
 
 
 def _variants(record: ComparisonRecord) -> list[str | None]:
@@ -26,17 +34,27 @@ def _teacher(record: ComparisonRecord, variant: str | None) -> Any:
 
 def healing(record: ComparisonRecord) -> Drawing | None:
     """Validation loss above the teacher's against the tokens of training, from the student as it was made."""
-    caption = "From the student as it was made (0 tokens) to the healed one; dotted, the teacher. The axis is logarithmic above 0.1."
+    caption = "From the student as it was made (0 tokens) to the healed one; dotted, the teacher. Where it reaches beyond 0.2, the axis is logarithmic above 0.1."
     label = "validation loss above the teacher's, nats per token"
     drawing = _against_tokens(record, record.metric, label, caption, "Healing.", is_above_teacher=True)
     if drawing is not None:
-        for ax in drawing[0].axes:
-            ax.set_yscale("symlog", linthresh=0.1)  # students that lose much and little in one panel
-            lowest = min(float(y) for line in ax.lines for y in np.asarray(line.get_ydata()))
-            ax.set_ylim(bottom=lowest - 0.01)
-            low, high = ax.get_ylim()
-            mark_axis(ax.yaxis, [mark for mark in _LOSS_MARKS if low <= mark <= high])
+        _mark_losses(drawing[0].axes)
     return drawing
+
+
+def _mark_losses(panels: Sequence[Axes]) -> None:
+    """One axis of losses for all panels: logarithmic where students lose much and little, with three marks at least."""
+    values = [float(y) for ax in panels for line in ax.lines for y in np.asarray(line.get_ydata())]
+    room = 0.05 * max(max(values) - min(values), 0.01)
+    low, high = min(values) - room, max(values) + room
+    marks = [mark for mark in _LOSS_MARKS if low <= mark <= high]
+    for ax in panels:
+        if max(abs(low), abs(high)) > 2 * _LINEAR and len(marks) >= _FEWEST_MARKS:
+            ax.set_yscale("symlog", linthresh=_LINEAR)
+            mark_axis(ax.yaxis, marks)
+        else:
+            mark_axis(ax.yaxis, MaxNLocator(nbins=6, min_n_ticks=_FEWEST_MARKS).tick_values(low, high))
+        ax.set_ylim(low, high)
 
 
 def recall_healing(record: ComparisonRecord) -> Drawing | None:
@@ -129,53 +147,146 @@ def _recall(metrics: dict[str, float]) -> list[tuple[float, float]]:
     return sorted(pairs)
 
 
-def costs(record: ComparisonRecord) -> Table | None:
-    """What each student needs to decode, and what it lost and won back."""
+@dataclass(frozen=True, kw_only=True)
+class Healed:
+    """A student beside the original model, on the validation split.
+
+    Attributes:
+        spec, variant: of the row.
+        losses: nats per token, of the original, and of the student before and after training.
+        recalls: the shares of right guesses at the longest distance, of the same three; ``None`` where it was not measured.
+        distance: that distance, in tokens.
+        cache_bytes: of the original and of the student, at full context.
+        decode_ms: milliseconds of a token there, of the same two; ``None`` where it was not measured.
+    """
+
+    spec: str
+    variant: str | None
+    losses: tuple[float, float, float]
+    recalls: tuple[float, float, float] | None
+    distance: int | None
+    cache_bytes: tuple[int, int]
+    decode_ms: tuple[float | None, float | None]
+
+
+def healed_rows(record: ComparisonRecord) -> list[Healed]:
+    """The students of a comparison that were scored before and after training, as means over seeds."""
     key, far = f"validation_{record.metric}", _farthest(record)
-    rows = []
+    looked_up = f"validation_recall_{far}"
+    found = []
     for row in record.rows:
         teacher = _teacher(record, row.variant)
-        before = [history[0][key] for history in row.histories if history and key in history[0]]
-        after = [history[-1][key] for history in row.histories if history and key in history[-1]]
-        if teacher is None or not before or "cache_bytes" not in row.details:
+        histories = [history for history in row.histories if history and key in history[0] and key in history[-1]]
+        if teacher is None or not histories or "cache_bytes" not in row.details:
             continue
-        one_shot = _mean(before) - teacher.validation
-        healed = _mean(after) - teacher.validation
-        looked_up = f"validation_recall_{far}"
-        rows.append(
-            [
-                row.variant or "",
-                row.spec,
-                f"{teacher.details['cache_bytes'] / row.details['cache_bytes']:.2f}",
-                f"{one_shot:+.4f}",
-                f"{healed:+.4f}",
-                f"{100 * (1 - healed / one_shot):.0f} %" if one_shot > 0 else "",
-                *(
-                    f"{_mean([history[at][looked_up] for history in row.histories]):.2f}"
-                    if looked_up in row.histories[0][at]
-                    else ""
-                    for at in (0, -1)
-                ),
-                "" if row.details["decode_ms"] is None else f"{row.details['decode_ms']:.2f}",
-            ]
+        original = teacher.details.get("validation", {}).get(f"recall_{far}")
+        has_recall = original is not None and all(looked_up in history[at] for history in histories for at in (0, -1))
+        first, last = (_mean([history[at][key] for history in histories]) for at in (0, -1))
+        found.append(
+            Healed(
+                spec=row.spec,
+                variant=row.variant,
+                losses=(teacher.validation, first, last),
+                recalls=(original, *(_mean([history[at][looked_up] for history in histories]) for at in (0, -1)))
+                if has_recall
+                else None,
+                distance=far,
+                cache_bytes=(teacher.details["cache_bytes"], row.details["cache_bytes"]),
+                decode_ms=(teacher.details["decode_ms"], row.details["decode_ms"]),
+            )
         )
-    if not rows:
+    return found
+
+
+def recovered(losses: tuple[float, float, float]) -> str:
+    """The share of the loss of one student that training won back, in words: a dash where nothing was lost."""
+    teacher, before, after = losses
+    if before - teacher < _LOST:
+        return DASH
+    return "all" if after <= teacher else f"{100 * (before - after) / (before - teacher):.0f} %"
+
+
+def costs(record: ComparisonRecord) -> Table | None:
+    """What each student needs to decode beside the original model, and what it lost and won back."""
+    found = healed_rows(record)
+    if not found:
         return None
-    return Table.of(
-        ("setting", "attention", "cache", "one-shot", "healed", "recovered", "recall", "healed recall", "ms per token"),
-        rows,
+    has_variants = any(row.variant for row in found)
+    columns: list[tuple[str, Callable[[Healed], str]]] = [
+        *([("setting", lambda row: row.variant or "")] if has_variants else []),
+        ("attention", lambda row: row.spec),
+        ("cache bytes, original", lambda row: f"{row.cache_bytes[0]:,}"),
+        ("cache bytes", lambda row: f"{row.cache_bytes[1]:,}"),
+        ("times smaller", lambda row: f"{row.cache_bytes[0] / row.cache_bytes[1]:.2f}"),
+        ("ms per token, original", lambda row: _fmt_ms(row.decode_ms[0])),
+        ("ms per token", lambda row: _fmt_ms(row.decode_ms[1])),
+        ("loss, original", lambda row: f"{row.losses[0]:.4f}"),
+        ("before", lambda row: f"{row.losses[1] - row.losses[0]:+.4f}"),
+        ("after", lambda row: f"{row.losses[2] - row.losses[0]:+.4f}"),
+        ("recovered", lambda row: recovered(row.losses)),
+    ]
+    if any(row.recalls for row in found):
+        names = ("recall, original", "recall before", "recall after")
+        columns += [(name, partial(_fmt_recall, at)) for at, name in enumerate(names)]
+    distance = next((row.distance for row in found if row.recalls), None)
+    return Table.of_columns(
+        columns,
+        found,
         words=("setting", "attention"),
-        title="Cost and quality",
+        title="Cost and quality, beside the original model",
         notes=(
-            "cache: how many times smaller than the teacher's at full context; one-shot, healed: validation loss above the teacher's, before and "
-            "after training; recovered: the share of the one-shot loss that training won back; recall, healed recall: "
-            f"the share of right guesses {far or 'some'} tokens after the first passage, before and after training; ms per token: of decoding at full context.",
+            "cache bytes: at full context; ms per token: of decoding there, on this machine, one prompt. loss: on the validation split, nats per token; "
+            "before, after: that of the student minus that of the original, before and after training. recovered: the share of the loss before "
+            f"training that training won back; {DASH}: nothing was lost; all: the loss is that of the original or below."
+            + (
+                f" recall: the share of right guesses {distance} tokens after the first passage."
+                if distance is not None
+                else ""
+            ),
         ),
     )
 
 
+def _fmt_ms(value: float | None) -> str:
+    return DASH if value is None else f"{value:.2f}"
+
+
+def _fmt_recall(at: int, row: Healed) -> str:
+    return DASH if row.recalls is None else f"{row.recalls[at]:.2f}"
+
+
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
+
+
+def verdict(record: ComparisonRecord) -> str | None:
+    """The original model, and each student before and after training, in plain sentences."""
+    found = healed_rows(record)
+    if not found:
+        return None
+    first = found[0]
+    ms = first.decode_ms[0]
+    original = [f"loss {first.losses[0]:.4f}", f"a cache of {first.cache_bytes[0]:,} bytes"]
+    original += [] if ms is None else [f"{ms:.2f} ms per token"]
+    if first.recalls:
+        original.append(f"recall {first.recalls[0]:.2f} at {first.distance} tokens")
+    return "\n".join([f"The original model: {', '.join(original)}.", *map(_sentence, found)])
+
+
+def _sentence(row: Healed) -> str:
+    """A student in one sentence."""
+    (teacher, before, after), (whole, size), (ms, own_ms) = row.losses, row.cache_bytes, row.decode_ms
+    parts = [
+        f"loss {before:.4f} before training and {after:.4f} after it ({after - teacher:+.4f})",
+        f"a cache of {size:,} bytes"
+        + (f", {whole / size:.2f} times smaller" if size < whole else ", no smaller one" if size == whole else ""),
+    ]
+    if ms is not None and own_ms is not None:
+        pace = "slower" if own_ms > ms else "faster"
+        parts.append(f"{own_ms:.2f} ms per token, {abs(own_ms / ms - 1):.0%} {pace}")
+    if row.recalls:
+        parts.append(f"recall {row.recalls[1]:.2f} before and {row.recalls[2]:.2f} after")
+    return f"{row.spec}: {'; '.join(parts)}."
 
 
 FIGURES = {

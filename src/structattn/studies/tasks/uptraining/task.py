@@ -53,6 +53,8 @@ class UptrainTask(Task):
     metric_label = "cross entropy of the next token, nats"
     question = "How much of a trained model's quality does a smaller key/value cache keep?"
     scores_before_training = True
+    baselines_title = "The original model"
+    baselines_note = "The original model is scored as it was given, on the same windows; its bytes and its time of a token are in the table of costs."
 
     def __init__(self, config: UptrainConfig) -> None:
         super().__init__(config)

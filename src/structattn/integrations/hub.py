@@ -37,7 +37,6 @@ def check_source(source: str | Path, **options: Any) -> str | Path:
     """
     try:  # transformers brings it; to import transformers itself would take seconds
         from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils import validate_repo_id
     except ImportError as error:
         raise MissingDependencyError(
             "models of transformers need transformers, which is not installed: pip install 'structattn[hf]'"
@@ -47,30 +46,34 @@ def check_source(source: str | Path, **options: Any) -> str | Path:
     if path.is_dir():
         return path
     try:
-        validate_repo_id(text)
-        is_name = not (isinstance(source, Path) and path.is_absolute()) and not text.startswith((".", "~"))
+        is_cached, is_name = _is_cached(text, options), True
     except HFValidationError:
-        is_name = False
-    if not is_name or ("/" in text and path.parent.is_dir()) or path.exists():
+        is_cached = is_name = False
+    if not is_name or text.startswith((".", "~")) or ("/" in text and path.parent.is_dir()) or path.exists():
         found = "a file" if path.exists() else "no such folder"
         raise ConfigError(
             f"expected the folder of a model at {quoted(text)}, got {found}: give one that save_pretrained wrote"
         )
-    if reason := _why_not_on_hub(text, options):
+    if not is_cached and (reason := _why_not_on_hub(text, options)):
         raise ConfigError(
             f"there is no folder {quoted(text)}, and {reason}: give a folder that save_pretrained wrote, or the name of a model on the hub"
         )
     return source
 
 
+def _is_cached(name: str, options: dict[str, Any]) -> bool:
+    """Whether something of a model is on this machine; raises ``HFValidationError`` for what is no name of the hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    where = {key: options.get(key) for key in ("cache_dir", "revision")}
+    return any(isinstance(try_to_load_from_cache(name, file, **where), str) for file in _KNOWN_BY)
+
+
 def _why_not_on_hub(name: str, options: dict[str, Any]) -> str | None:
-    """Why a model is neither in the local cache nor on the hub, in words."""
+    """Why the hub does not give a model, in words; ``None`` if it does."""
     import huggingface_hub as hub
     from huggingface_hub import constants
 
-    cache = {key: options.get(key) for key in ("cache_dir", "revision")}
-    if any(isinstance(hub.try_to_load_from_cache(name, file, **cache), str) for file in _KNOWN_BY):
-        return None
     if options.get("local_files_only") or constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "local_files_only is set"
         return f"the hub is not asked for it, since {why}"

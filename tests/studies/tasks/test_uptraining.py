@@ -17,8 +17,11 @@ from structattn.errors import ConfigError, DataError
 from structattn.integrations.transformers import load_structurized
 from structattn.studies.data.corpus import PrepareConfig, Source, prepare
 from structattn.studies.data.corpus.tokenizers import BytePairs
+from structattn.studies.report.numbers import DASH
+from structattn.studies.report.plot import new_canvas
 from structattn.studies.tasks.registry import recipe_for
 from structattn.studies.tasks.uptraining.config import UptrainConfig
+from structattn.studies.tasks.uptraining.figures import _mark_losses, recovered
 from structattn.studies.tasks.uptraining.recall import KnownPassages, RandomPassages, distances, recall
 from structattn.studies.tasks.uptraining.students import Compressed, SharedHeads, Window, student_form
 from structattn.studies.tasks.uptraining.task import UptrainTask
@@ -213,7 +216,7 @@ def test_a_model_is_uptrained_and_saved(trained, tmp_path) -> None:
     before = task.build_model(row.spec).model
     assert weights.keys() == dict(before.named_parameters()).keys()
     assert not torch.equal(loaded(ids).logits, before(ids).logits)  # it was trained
-    with pytest.raises(ConfigError, match="has files"):
+    with pytest.raises(ConfigError, match="has results of structattn uptrain already"):
         uptrain(trained["model"], text, tmp_path / "out", changes=changes, **options)
     stamp = (done.model / "model.safetensors").stat().st_mtime_ns
     text.unlink()  # the corpus is made: the text is not needed any more
@@ -226,17 +229,17 @@ def test_what_does_not_fit_is_named(trained, tmp_path, task) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         UptrainTask(UptrainConfig(model=str(tmp_path / "nowhere")))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"without config\.json"):
         UptrainTask(UptrainConfig(model=str(tmp_path / "empty")))
     with pytest.raises(DataError, match="those of another tokenizer"):
-        UptrainTask(UptrainConfig(model=str(trained["model"])))
+        UptrainTask(UptrainConfig(model=str(trained["model"]), context_length=64))
     prepare(
         PrepareConfig(source=Source(path=str(trained["lines"])), tokens="model", model=str(trained["model"])),
         tmp_path / "corpus",
         show_progress=False,
     )
     with pytest.raises(DataError, match="expected more than 16777216 tokens in each split"):
-        UptrainTask(UptrainConfig(model=str(trained["model"]), data=str(tmp_path / "corpus"), context_length=2**24))
+        UptrainTask(UptrainConfig(model="random", data=str(tmp_path / "corpus"), context_length=2**24))
     with pytest.raises(ConfigError, match="groups of equal size"):
         task.build_model("heads:3")
     with pytest.raises(ConfigError, match="belong together"):
@@ -322,3 +325,225 @@ def test_a_killed_run_ends_with_the_same_weights(trained, tmp_path) -> None:
     assert main([*words, "--out", str(tmp_path / "killed"), "--resume"]) == 0
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> dict:
+    """A Llama with heads of 64 dimensions and 128 positions, its tokenizer, and a text of documents that begin with PEP."""
+    root = tmp_path_factory.mktemp("wide")
+    text = "".join(f"PEP: {n}\n" + " ".join(f"word{(n * k) % 37} of {k}" for k in range(60)) + "\n" for n in range(60))
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        max_position_embeddings=128,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(root / "model")
+    tokenizer = BytePairs.train([text], 300)
+    (root / "model" / "tokenizer.json").write_text(json.dumps(tokenizer.description()["definition"]))
+    (root / "model" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (root / "model" / "README.md").write_text("---\nbase_model: someone/first\nlicense: apache-2.0\n---\n")
+    (root / "text.txt").write_text(text)
+    return {"model": str(root / "model"), "text": str(root / "text.txt"), "root": root}
+
+
+SMALL = ["--context-length", "32", "--batch-size", "2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "1"], "--tokens: expected at least 128, 2 steps of 2 windows of 32 tokens, got 1"),
+        (["--tokens", "0"], "--tokens: expected a whole number of at least 1, got '0'"),
+        (["--context-length", "0"], "--context-length: expected a whole number of at least 1, got '0'"),
+        (["--batch-size", "0"], "--batch-size: expected a whole number of at least 1, got '0'"),
+        (["--learning-rate", "0"], "--learning-rate: expected a finite number above 0, got '0'"),
+        (["--lora-rank", "-1"], "--lora-rank: expected a whole number of at least 0, got '-1'"),
+        (["--compression", "0.5"], "--compression: expected a finite number of at least 1, got '0.5'"),
+        (["--context-length", "129"], "--context-length: expected at most 128, the positions of the model"),
+        (["--attention", "unchanged", "--compression", "2"], "--compression 2 and --attention 'unchanged' both say"),
+        (["--set", "task.model=x"], "--set task.model: MODEL gives this setting"),
+        (["--set", "training.lr=1"], "--set training.lr: --learning-rate gives this setting"),
+        (["--set", "attention=unchanged"], "--set attention: --attention or --compression gives this setting"),
+        (["--set", "seeds=2"], "--set seeds belongs to structattn compare"),
+        (["--set", "task.no=2"], "unknown setting 'task.no'"),
+        (["--attention", "mlr:16|8|8,values=16|16"], "write mlr:32|16|16, and values=32|16|16"),
+        (["--attention", "mlr:20|14|8"], "expected 64, got 20|14|8 = 42. Heads of this model have 64 dimensions"),
+        (["--attention", "mlr:32|32,values=16|16"], "expected 64, got 16|16 = 32; in the same proportions: 32|32"),
+        (["--data", "nowhere.txt"], "got no such file"),
+    ],
+)
+def test_wrong_options_are_named_before_anything_is_written(wide, tmp_path, capsys, options, message) -> None:
+    words = ["uptrain", wide["model"], "--data", wide["text"], "--tokens", "5000", *SMALL]
+    assert main([*words, "--out", str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": 0}, "tokens must be an int of at least 1"),
+        ({"batch_size": 0}, "batch_size must be an int"),
+        ({"context_length": -1}, "context_length must be an int"),
+        ({"learning_rate": 0.0}, "learning_rate must be a finite number above 0"),
+        ({"lora_rank": -1}, "lora_rank must be an int"),
+        ({"compression": 0}, "compression must be a finite number"),
+    ],
+)
+def test_wrong_arguments_are_named(wide, tmp_path, options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        uptrain(wide["model"], wide["text"], tmp_path / "out", **({"tokens": 50000} | options))
+
+
+def test_a_window_is_not_longer_than_the_positions_of_the_model(wide) -> None:
+    with pytest.raises(ConfigError, match=r"task\.context_length: expected at most 128"):
+        UptrainTask(UptrainConfig(model=wide["model"], context_length=129))
+
+
+def test_a_model_that_is_not_there_is_named_at_once(tmp_path, monkeypatch) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def model_info(self, name, **options):
+        asked.append((name, options["timeout"]))
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for source in ("/nowhere", "./nowhere", "~/nowhere", "a/b/c", "two words", "models/nowhere"):
+        with pytest.raises(ConfigError, match="got no such folder"):
+            UptrainTask(UptrainConfig(model=source))
+        with pytest.raises(ConfigError, match="got no such folder"):
+            load_structurized(source)
+        with pytest.raises(ConfigError, match="got no such folder"):
+            prepare_with(source, tmp_path)
+    assert not asked
+    for call in (lambda: UptrainTask(UptrainConfig(model="no/such")), lambda: load_structurized("no/such")):
+        with pytest.raises(ConfigError, match="no folder 'no/such', and the hub cannot be reached"):
+            call()
+    assert [name for name, timeout in asked if timeout <= 5] == ["no/such"] * 2
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="since HF_HUB_OFFLINE is set"):
+        UptrainTask(UptrainConfig(model="no/such"))
+    assert len(asked) == 2
+
+
+def prepare_with(model: str, root) -> None:
+    (root / "text.txt").write_text("some text\n" * 10)
+    prepare(
+        PrepareConfig(source=Source(path=str(root / "text.txt")), tokens="model", model=model),
+        root / "corpus",
+        show_progress=False,
+    )
+
+
+def test_a_model_must_be_given(tmp_path, capsys) -> None:
+    for command in ("compare", "train"):
+        assert main([command, "uptraining", "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert "--set task.model=FOLDER" in error
+        assert "--set task.model=random" in error
+
+
+def test_a_structurized_model_is_no_teacher(wide, tmp_path) -> None:
+    from structattn.integrations.transformers import calibrate, structurize
+    from structattn.integrations.transformers.discovery import find_attention
+
+    model = structurize(transformers.LlamaForCausalLM.from_pretrained(wide["model"]), "mlr:32|32")
+    model.save_pretrained(tmp_path / "model")
+    for call in (
+        lambda: find_attention(model),
+        lambda: calibrate(model, [torch.zeros(1, 8, dtype=torch.int64)]),
+        lambda: structurize(model, "mlr:32|32"),
+        lambda: UptrainTask(UptrainConfig(model=str(tmp_path / "model"))),
+        lambda: uptrain(tmp_path / "model", wide["text"], tmp_path / "out", tokens=50000),
+    ):
+        with pytest.raises(ConfigError, match="is structurized already: give the original model"):
+            call()
+
+
+def test_calibrated_levels_keep_the_scale_of_the_trained_scores() -> None:
+    task = UptrainTask(SMOKE)
+    plain, standard = (task.build_model(spec) for spec in ("mlr:8|8", "mlr:8|8,scaling=standard"))
+    assert plain.model.config.structattn == standard.model.config.structattn
+    with pytest.raises(ConfigError, match="has scaling=mup"):
+        task.build_model("mlr:8|8,scaling=mup")
+
+
+def test_the_example_of_the_help_runs_and_its_results_go_on(wide, tmp_path, capsys) -> None:
+    from huggingface_hub import ModelCard
+
+    words = ["uptrain", wide["model"], "--data", wide["text"], "--tokens", "200", *SMALL]
+    words += [
+        "--attention",
+        "mlr:32|16|16,values=32|16|16",
+        "--document-start",
+        "PEP: ",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    words += ["--set", "task.recall_tokens=8", "--set", "task.eval_windows=4"]
+    assert main([*words, "--resume"]) == 0  # nothing is there yet
+    seen = capsys.readouterr()
+    assert "(192 tokens, 3 steps)" in seen.err
+    assert "Cost and quality, beside the original model" in seen.out
+    assert "The original model: loss" in seen.out
+    assert "the only attention with a score" not in seen.out
+    manifest = json.loads((tmp_path / "out" / "corpus" / "manifest.json").read_text())
+    assert str(manifest).count("PEP: ") >= 1
+    page = (tmp_path / "out" / "results" / "report.html").read_text()
+    assert "The original model" in page
+    assert "aselines" not in page
+    card = ModelCard.load(tmp_path / "out" / "model" / "README.md")
+    assert (card.data.base_model, card.data.license, card.data.library_name) == (
+        "someone/first",
+        "apache-2.0",
+        "transformers",
+    )
+    assert str(wide["root"]) not in card.content
+    assert "192 tokens of text.txt" in card.content
+    assert r"`mlr:32\|16\|16,scaling=standard,values=32\|16\|16`" in card.content
+    loaded = load_structurized(tmp_path / "out" / "model")
+    assert loaded.config.structattn["specs"][0] == "mlr:32|16|16,scaling=standard,values=32|16|16"
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "has results of structattn uptrain already: continue with structattn uptrain" in error
+    assert "'mlr:32|16|16,values=32|16|16'" in error
+    assert "--resume" in error
+    assert main([*words, "--resume"]) == 0
+    assert "The original model: loss" in capsys.readouterr().out
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").write_text("mine")
+    assert main([*words, "--out", str(tmp_path / "other"), "--resume"]) == 2
+    assert "which structattn uptrain did not write" in capsys.readouterr().err
+    assert main([*words, "--out", str(tmp_path / "new"), "--data", str(tmp_path / "out" / "corpus")]) == 2
+    assert "--document-start is for text" in capsys.readouterr().err
+
+
+def test_what_was_lost_and_recovered() -> None:
+    assert recovered((2.0, 2.4, 2.1)) == "75 %"
+    assert recovered((2.0, 1.9, 1.8)) == DASH
+    assert recovered((2.0, 2.0, 2.1)) == DASH
+    assert recovered((2.0, 2.4, 1.9)) == "all"
+    assert recovered((2.0, 2.4, 2.5)) == "-25 %"
+
+
+@pytest.mark.parametrize("top", [1e-4, 0.003, 0.05, 0.3, 1.5, 9])
+@pytest.mark.parametrize("bottom", [-0.2, -0.002, 0])
+def test_the_axis_of_losses_has_three_marks(top, bottom) -> None:
+    figure = new_canvas(3)
+    ax = figure.subplots()
+    ax.plot([0, 1, 2], [top, top / 2, bottom])
+    _mark_losses([ax])
+    low, high = ax.get_ylim()
+    assert low < bottom <= top < high
+    assert sum(low <= mark <= high for mark in ax.get_yticks()) >= 3

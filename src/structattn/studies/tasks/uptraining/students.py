@@ -186,8 +186,9 @@ class Unchanged(_SeesAll):
 def _of_trained_scores(spec: AttentionSpec) -> AttentionSpec:
     """A spec of levels with the scaling ``standard`` in place of the default one."""
     layout = spec.layout
-    is_default = isinstance(layout, Halving | LevelLayout) and layout.scaling == "variance"
-    return replace(spec, layout=replace(layout, scaling="standard")) if is_default else spec
+    if not isinstance(layout, Halving | LevelLayout) or layout.scaling != "variance":
+        return spec
+    return replace(spec, layout=replace(layout, scaling="standard"))
 
 
 def ranks_hint(head_dim: int, value_dim: int) -> str:

@@ -27,8 +27,7 @@ from structattn.studies.report.rows import (
     standard_row,
 )
 from structattn.studies.report.table import Line, Table
-from structattn.studies.tasks.base import Task
-from structattn.studies.tasks.registry import TASKS, tables_of, task_class, verdict_of
+from structattn.studies.tasks.registry import class_of_record, tables_of, verdict_of
 
 
 def table(record: ComparisonRecord) -> Table:
@@ -69,7 +68,7 @@ def table(record: ComparisonRecord) -> Table:
             )
             for row in record.baselines
         ),
-        baselines_title=_task_of(record).baselines_title,
+        baselines_title=class_of_record(record.task).baselines_title,
         words=("settings",),
         bars=record.metric,
         notes=("; ".join([f"{record.metric}: {record.metric_label}, lower is better", *marks]),),
@@ -96,14 +95,9 @@ def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
             "± is the standard deviation over seeds." if several else "One seed was run, so no spread is known.",
             "FLOPs are those of the forward pass of one example, 2 per multiply-add, counted on the structure.",
             "Peak memory is the resident set of the process; seconds are wall-clock on this machine.",
-            *([_task_of(record).baselines_note] if record.baselines else []),
+            *([class_of_record(record.task).baselines_note] if record.baselines else []),
         ),
     )
-
-
-def _task_of(record: ComparisonRecord) -> type[Task]:
-    """The class of the task; that of any task where it is not installed."""
-    return task_class(record.task) if record.task in TASKS else Task
 
 
 def byline(record: ComparisonRecord) -> list[str]:
@@ -159,7 +153,7 @@ def _verdict(record: ComparisonRecord) -> str:
     sentences = [_lead(record, ranked)]
     best_score = score_of(ranked[0])
     assert best_score is not None
-    no_skill = _task_of(record).no_skill_score
+    no_skill = class_of_record(record.task).no_skill_score
     if no_skill is not None and best_score > 0.95 * no_skill:
         sentences.append(
             f"No attention variant got clearly below {no_skill:g}, the score without skill: none learned the task."

@@ -99,6 +99,13 @@ def task_class(name: str) -> type[Task]:
     return found
 
 
+def class_of_record(name: str) -> type[Task]:
+    """The class of the task of a record; ``Task`` itself where it is not installed."""
+    from structattn.studies.tasks.base import Task
+
+    return task_class(name) if name in TASKS else Task
+
+
 def presets_of(name: str) -> dict[str, Preset]:
     """The presets of a task by name; raises ``ConfigError`` with the nearest name of a task."""
     found: dict[str, Preset] = _package(name).PRESETS

@@ -22,7 +22,7 @@ from structattn.studies.report.plot import (
     write_figures,
 )
 from structattn.studies.report.rows import baselines_in_view, lowest, ranked_rows, row_name, seed_words
-from structattn.studies.tasks.registry import figures_of
+from structattn.studies.tasks.registry import class_of_record, figures_of
 
 
 def draw(record: ComparisonRecord, folder: Path) -> list[Figure]:
@@ -65,6 +65,6 @@ def draw_scores(record: ComparisonRecord) -> Drawing | None:
             arrowprops={"arrowstyle": "-", "color": GREY, "lw": 0.6, "shrinkA": 0, "shrinkB": 0},
         )  # fmt: skip
     caption = f"A bar for the score of each seed and a dot for their mean ({seed_words(record)})"
-    dashed = "; dashed lines are the baselines" if lines else ""
+    dashed = f"; dashed lines: {class_of_record(record.task).baselines_title}" if lines else ""
     alt = f"Dot plot of the score of {len(rows)} attention variants{lowest(record)}."
     return figure, f"{caption}{dashed}{away}.", alt

@@ -9,6 +9,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from structattn.studies.records.comparison import ComparisonRecord
 from structattn.studies.report.plot import DASHES, GREY, Drawing, end_labels, log_axis, new_canvas, row_style, wide
 from structattn.studies.report.rows import curve, lowest, row_name
+from structattn.studies.tasks.registry import class_of_record
 
 
 def draw_curves(
@@ -53,6 +54,6 @@ def draw_curves(
     end_labels(ax, ends, 3.0)
     several = max(len(vs) for _, _, values in curves for vs in values) > 1
     band = "mean over seeds, band from lowest to highest" if several else "one seed, so no spread is shown"
-    dashed = "; dashed lines are the baselines" if levels else ""
+    dashed = f"; dashed lines: {class_of_record(record.task).baselines_title}" if levels else ""
     caption = f"Error on validation data against {label} ({band}{dashed})."
     return figure, caption, f"Error against {label}{lowest(record)}."

@@ -7,6 +7,7 @@ from typing import Any
 
 from structattn.checks import quoted, shortened
 from structattn.errors import ConfigError, MissingDependencyError, StructAttnError
+from structattn.extras import install_command
 
 _TIMEOUT = 5  # seconds
 # Arguments of from_pretrained that say where on the hub.
@@ -39,7 +40,7 @@ def check_source(source: str | Path, **options: Any) -> str | Path:
         from huggingface_hub.errors import HFValidationError
     except ImportError as error:
         raise MissingDependencyError(
-            "models of transformers need transformers, which is not installed: pip install 'structattn[hf]'"
+            f"models of transformers need transformers, which is not installed: {install_command('hf')}"
         ) from error
 
     text, path = str(source), Path(source).expanduser()

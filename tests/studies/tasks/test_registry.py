@@ -103,7 +103,7 @@ OTHER_MEANINGS = {
 
 
 # Files of public functions that are of one task only, by its name.
-FUNCTIONS = {"studies/forecast.py": "forecast"}
+FUNCTIONS = {"studies/forecast.py": "forecast", "studies/uptrain.py": "uptraining"}
 
 
 def test_no_file_outside_of_its_folder_knows_a_task() -> None:

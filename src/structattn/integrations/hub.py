@@ -20,11 +20,11 @@ _KNOWN_BY = (
 
 
 def check_source(source: str | Path, **options: Any) -> str | Path:
-    """The source of a model, with the folder of a user's ``~`` in full.
+    """Where to load a model from: a folder, or a name that the hub has.
 
     What looks like a path is one: absolute, with ``.`` or ``~`` first, with several slashes, in a folder that exists, or no name that the hub
-    allows. Anything else is looked up in the local cache of the hub, and else asked for once: transformers asks many times, which takes most of a
-    minute without a network.
+    allows. For anything else the hub is asked once, and where it does not answer, the local cache is the folder: transformers asks many times for
+    each file, which takes minutes without a network.
 
     Args:
         source: a folder that ``save_pretrained`` wrote, or a name on the hub.
@@ -34,7 +34,7 @@ def check_source(source: str | Path, **options: Any) -> str | Path:
         ConfigError: there is no such folder, and no such model on this machine or on the hub.
         MissingDependencyError: transformers is not installed.
 
-    Cost: of a name that is not in the cache, one request of at most 5 seconds.
+    Cost: of a name, one request of at most 5 seconds.
     """
     try:  # transformers brings it; to import transformers itself would take seconds
         from huggingface_hub.errors import HFValidationError
@@ -47,27 +47,29 @@ def check_source(source: str | Path, **options: Any) -> str | Path:
     if path.is_dir():
         return path
     try:
-        is_cached, is_name = _is_cached(text, options), True
+        cached, is_name = _cached(text, options), True
     except HFValidationError:
-        is_cached = is_name = False
+        cached, is_name = None, False
     if not is_name or text.startswith((".", "~")) or ("/" in text and path.parent.is_dir()) or path.exists():
         found = "a file" if path.exists() else "no such folder"
         raise ConfigError(
             f"expected the folder of a model at {quoted(text)}, got {found}: give one that save_pretrained wrote"
         )
-    if not is_cached and (reason := _why_not_on_hub(text, options)):
+    reason = _why_not_on_hub(text, options)
+    if reason and cached is None:
         raise ConfigError(
             f"there is no folder {quoted(text)}, and {reason}: give a folder that save_pretrained wrote, or the name of a model on the hub"
         )
-    return source
+    return source if reason is None or cached is None else cached
 
 
-def _is_cached(name: str, options: dict[str, Any]) -> bool:
-    """Whether something of a model is on this machine; raises ``HFValidationError`` for what is no name of the hub."""
+def _cached(name: str, options: dict[str, Any]) -> Path | None:
+    """The folder of a model in the local cache; raises ``HFValidationError`` for what is no name of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     where = {key: options.get(key) for key in ("cache_dir", "revision")}
-    return any(isinstance(try_to_load_from_cache(name, file, **where), str) for file in _KNOWN_BY)
+    found = (try_to_load_from_cache(name, file, **where) for file in _KNOWN_BY)
+    return next((Path(file).parent for file in found if isinstance(file, str)), None)
 
 
 def _why_not_on_hub(name: str, options: dict[str, Any]) -> str | None:

@@ -98,7 +98,6 @@ OTHER_MEANINGS = {
     ("studies/tasks/chronos/task.py", "forecast"),  # the same, and a word of a seed
     ("studies/tasks/uptraining/recall.py", "recall"),  # a word of a seed
     ("studies/tasks/uptraining/figures.py", "recall"),  # the head of a column
-    ("studies/uptrain.py", "uptraining"),  # the function that runs this task
 }
 
 

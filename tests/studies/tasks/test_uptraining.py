@@ -14,6 +14,7 @@ import transformers
 
 from structattn.cli import main
 from structattn.errors import ConfigError, DataError
+from structattn.integrations.hub import check_source
 from structattn.integrations.transformers import load_structurized
 from structattn.studies.data.corpus import PrepareConfig, Source, prepare
 from structattn.studies.data.corpus.tokenizers import BytePairs
@@ -435,6 +436,23 @@ def test_a_model_that_is_not_there_is_named_at_once(tmp_path, monkeypatch) -> No
     with pytest.raises(ConfigError, match="since HF_HUB_OFFLINE is set"):
         UptrainTask(UptrainConfig(model="no/such"))
     assert len(asked) == 2
+
+
+def test_a_model_in_the_cache_of_the_hub_needs_no_network(wide, tmp_path, monkeypatch) -> None:
+    import huggingface_hub
+
+    def model_info(self, name, **options):
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    place = tmp_path / "models--some--tiny"
+    shutil.copytree(wide["model"], place / "snapshots" / "abc")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("abc")
+    assert check_source("some/tiny", cache_dir=tmp_path) == place / "snapshots" / "abc"
+    with pytest.raises(ConfigError, match="the hub cannot be reached"):
+        check_source("some/tiny", cache_dir=tmp_path / "other")
 
 
 def prepare_with(model: str, root) -> None:

@@ -41,11 +41,11 @@ def checked_config(source: str, context_length: int, name: str = "task.context_l
         MissingDependencyError: transformers is not installed.
         ConfigError: there is no such model, it is structurized already, or it has fewer positions than a window.
     """
-    check_source(source)  # before transformers is imported, which takes seconds
+    found = check_source(source)  # before transformers is imported, which takes seconds
     from structattn.integrations.transformers import StructAttnConfig
     from structattn.integrations.transformers.families import StructurizedConfig
 
-    config = source_config(source)
+    config = source_config(found)
     if isinstance(config, StructAttnConfig | StructurizedConfig):
         raise ConfigError(
             f"{quoted(source)} is structurized already: give the original model, with its own weights (the model card of this one names it)"

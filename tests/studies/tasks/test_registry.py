@@ -97,7 +97,6 @@ OTHER_MEANINGS = {
     ("studies/report/figures/examples.py", "forecast"),  # a field of an example
     ("studies/tasks/chronos/task.py", "forecast"),  # the same, and a word of a seed
     ("studies/tasks/uptraining/recall.py", "recall"),  # a word of a seed
-    ("studies/tasks/uptraining/figures.py", "recall"),  # the head of a column
 }
 
 

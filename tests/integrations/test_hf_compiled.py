@@ -4,9 +4,11 @@ import pytest
 import torch
 from hf_models import llama, tokens, trained
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DynamicCache
 
 from structattn.errors import CacheError
 from structattn.integrations.transformers import LevelCacheLayer, level_cache, structurize
+from structattn.integrations.transformers.caches import CACHE
 from structattn.testing.tolerances import assert_close
 
 SPECS = [
@@ -70,6 +72,26 @@ def test_other_numbers_of_tokens_and_rows_are_programs_of_their_own() -> None:
         steps(compiled, ids[rows], cache, expected[rows], 28, 34)
         cache.reorder_cache(torch.arange(cache.layers[0].batch_size).flip(0))
         assert_close(compiled(ids[rows].flip(0)[:, 34:35], cache=cache).logits, expected[rows].flip(0)[:, 34:35])
+
+
+@pytest.mark.quick(given=("none",))
+@pytest.mark.parametrize("given", ["none", "empty", "gradient"])
+def test_a_prompt_without_our_cache_is_one_graph_and_its_cache_goes_on(given) -> None:
+    model, ids = made(["mlr:16", "mlr:8|8@64|16"]), tokens(2, 34)
+    expected = model(ids, use_cache=False).logits
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model.forward, backend=counter)
+    cache = {"cache": DynamicCache(config=model.config)} if given == "empty" else {}
+    with torch.set_grad_enabled(given == "gradient"):
+        model.requires_grad_(given == "gradient")
+        out = compiled(ids[:, :10], **cache)
+    assert counter.frame_count == 1
+    assert_close(out.logits.detach(), expected[:, :10])
+    cache = getattr(out, CACHE)
+    steps(compiled, ids, cache, expected, 10, 12)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        steps(compiled, ids, cache, expected, 12, 34)
+    assert counter.frame_count <= 3
 
 
 def test_a_step_that_fails_changes_nothing(monkeypatch) -> None:

@@ -35,3 +35,25 @@ def test_fifty_steps_take_two_graphs(spec, rotary) -> None:
         assert caches.length == 62
     assert counter.frame_count <= 3
     torch._dynamo.reset()
+
+
+@pytest.mark.full
+def test_a_cache_that_is_made_in_the_program_is_used_there_and_afterwards() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = sa.LanguageModel(31, "mlr:8|4|4", num_layers=2, embed_dim=64, num_heads=4, context_length=64).eval()
+
+    def read(ids):
+        caches = model.new_cache()
+        return model(ids, caches=caches), caches
+
+    with torch.no_grad():
+        ids = torch.randint(31, (2, 20))
+        expected = model(ids)
+        out, caches = torch.compile(read, backend="eager")(ids[:, :10])
+        assert_close(out, expected[:, :10])
+        compiled = torch.compile(model.forward, backend="eager")
+        for i in range(10, 20):
+            step = model.forward if i < 12 else compiled
+            assert_close(step(ids[:, i : i + 1], caches=caches), expected[:, i : i + 1])
+    torch._dynamo.reset()

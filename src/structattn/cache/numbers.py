@@ -27,12 +27,27 @@ def is_traced() -> bool:
     return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
 
 
-def new_number(thing: object) -> Tensor:
-    """A number for an object of this process, int64 (1,) on the CPU; the object is not kept alive."""
+def new_number(thing: object) -> Tensor | None:
+    """A number for an object of this process, int64 (1,) on the CPU; the object is not kept alive.
+
+    ``None`` in code that ``torch.compile`` traces: a cache that is made there is filled there too, and ``give_numbers`` comes later.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return None
     number = next(_numbers)
     _objects[number] = thing
     with torch.inference_mode(False):
         return torch.tensor([number], device="cpu")
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="the layers of a cache that a compiled program made are numbered once, in Python: give level_cache(model), or leave fullgraph away"
+)
+def give_numbers(things: list[Any]) -> None:
+    """Numbers for those that have none: a compiled program leaves it to Python, once, before it goes on with a cache that another has made."""
+    for thing in things:
+        if thing.number is None:
+            thing.number = new_number(thing)
 
 
 def numbered(number: Tensor) -> Any:

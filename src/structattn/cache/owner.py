@@ -22,7 +22,7 @@ class NumberedLayer(torch.nn.Module):
         number: see ``new_number``; it is no buffer and is not saved.
     """
 
-    number: Tensor
+    number: Tensor | None
 
     def set_number(self) -> None:
         """Gives the layer its number, once when it is made."""

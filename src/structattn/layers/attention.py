@@ -324,7 +324,7 @@ class Attention(AttentionLayer, NumberedLayer):
         q, k, v, scale = self._cached(x, cache)
         if isinstance(cache, BoundedCache):
             return self._merged(cache.attend(q, k, v, scale=scale))
-        if is_traced() and layout is None:
+        if is_traced() and layout is None and cache.number is not None:
             return self._merged(
                 attend_compiled(cache, self, q, k, v, scale=scale, backend=self.backend, attn_mask=mask)
             )

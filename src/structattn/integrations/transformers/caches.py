@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from structattn.cache import PAGE_SIZE
-from structattn.cache.numbers import is_traced
+from structattn.cache.numbers import give_numbers, is_traced
 from structattn.cache.paged import PackedCache
 from structattn.checks import check_size, check_type
 from structattn.errors import CacheError, ConfigError
@@ -67,6 +67,15 @@ def given_packed_cache() -> PackedCache | None:
 def of_decoder(cache: Any) -> Any:
     """The cache of a decoder alone: some models make one for cross attention too, even where they have none (RoCBert)."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def number_layers(cache: Any) -> None:
+    """Numbers for our layers of a cache that an earlier call made in a compiled program, where this call is in one too."""
+    cache = of_decoder(cache)
+    if isinstance(cache, Cache) and is_traced():
+        layers = [layer for layer in cache.layers if isinstance(layer, LevelCacheLayer)]
+        if any(layer.number is None for layer in layers):
+            give_numbers(layers)
 
 
 def check_layers(cache: Cache) -> None:

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from structattn.checks import INT_DTYPES, check_bool, check_int, check_int_tensor, check_tensor, check_type, describe
 from structattn.errors import ConfigError, ShapeError
 from structattn.integrations.transformers.adapters import has_adapter
-from structattn.integrations.transformers.caches import CACHE, CACHE_NAMES, take_cache
+from structattn.integrations.transformers.caches import CACHE, CACHE_NAMES, number_layers, take_cache
 from structattn.integrations.transformers.effect import asking_for_weights
 from structattn.integrations.transformers.masks import StructuredMask
 
@@ -38,6 +38,7 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         given["cache"] = given.get(own_cache)
         if torch.compiler.is_compiling():  # a compiled program cannot keep what is known
+            number_layers(given["cache"])
             check_inputs(self.config, given)
             return run(self, given, args, kwargs)
         seen = (self.config, *(given.get(name) for name in _CHECKED))

@@ -81,7 +81,7 @@ def attend(
     given = variant
     check_arguments(module, arguments, (*TERMS, POSITION_BIAS, "output_attentions"))
     is_shared = isinstance(key, PendingStates) and key.is_appended
-    in_program = layer is not None and is_traced()
+    in_program = layer is not None and layer.number is not None and is_traced()
     if is_shared and layer is not None and not in_program:
         layer.undo()  # levels may drop what earlier ones of these queries need, so that every reader appends the keys again
     k, v = (x.states if isinstance(x, PendingStates) else x for x in (key, value))

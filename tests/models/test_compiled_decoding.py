@@ -55,5 +55,6 @@ def test_a_cache_that_is_made_in_the_program_is_used_there_and_afterwards() -> N
         compiled = torch.compile(model.forward, backend="eager")
         for i in range(10, 20):
             step = model.forward if i < 12 else compiled
-            assert_close(step(ids[:, i : i + 1], caches=caches), expected[:, i : i + 1])
+            with torch._dynamo.config.patch(error_on_recompile=i >= 14):
+                assert_close(step(ids[:, i : i + 1], caches=caches), expected[:, i : i + 1])
     torch._dynamo.reset()

@@ -89,7 +89,7 @@ define(
 )
 
 
-def with_past(number: Tensor, k: Tensor, v: Tensor, num_past: int) -> tuple[Tensor, Tensor]:
+def with_past(number: Tensor | None, k: Tensor, v: Tensor, num_past: int) -> tuple[Tensor, Tensor]:
     """Keys (or hidden states) and values of all tokens, the new ones with their gradients."""
     past = torch.ops.structattn.dense_past(number, k.detach(), v.detach(), num_past)
     keys, values = (torch.cat([old, new], dim=2) for old, new in zip(past, (k, v), strict=True))

@@ -41,13 +41,12 @@ def new_number(thing: object) -> Tensor | None:
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason="the layers of a cache that a compiled program made are numbered once, in Python: give level_cache(model), or leave fullgraph away"
+    reason="a cache that a compiled program made is numbered once, in Python: make it outside of the program, or leave fullgraph away"
 )
 def give_numbers(things: list[Any]) -> None:
-    """Numbers for those that have none: a compiled program leaves it to Python, once, before it goes on with a cache that another has made."""
+    """Numbers for caches or layers that have none and hold tokens: a compiled program made them, and another one goes on with them."""
     for thing in things:
-        if thing.number is None:
-            thing.number = new_number(thing)
+        thing.number = new_number(thing)
 
 
 def numbered(number: Tensor) -> Any:

@@ -294,10 +294,8 @@ class Transformer(nn.Module):
         Raises:
             ConfigError: the model is not causal, a layer has no cache, or an option is out of its range.
         """
-        return LayerCaches(
-            block.attention.new_cache(max_length=max_length, page_size=page_size, left_padding=left_padding)
-            for block in self.layers
-        )
+        options: dict[str, Any] = {"max_length": max_length, "page_size": page_size, "left_padding": left_padding}
+        return LayerCaches([block.attention.new_cache(**options) for block in self.layers])
 
     def check_caches(self, caches: LayerCaches) -> None:
         """Raises ``ConfigError`` for caches of another model, and ``CacheError`` where layers hold different tokens."""

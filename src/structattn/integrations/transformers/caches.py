@@ -70,11 +70,11 @@ def of_decoder(cache: Any) -> Any:
 
 
 def number_layers(cache: Any) -> None:
-    """Numbers for our layers of a cache that an earlier call made in a compiled program, where this call is in one too."""
+    """In a compiled program: ``give_numbers`` to our layers of a cache that need them."""
     cache = of_decoder(cache)
     if isinstance(cache, Cache) and is_traced():
-        layers = [layer for layer in cache.layers if isinstance(layer, LevelCacheLayer)]
-        if any(layer.number is None for layer in layers):
+        own = [layer for layer in cache.layers if isinstance(layer, LevelCacheLayer)]
+        if layers := [layer for layer in own if layer.number is None and layer.get_seq_length() > 0]:
             give_numbers(layers)
 
 

@@ -324,7 +324,7 @@ def test_options_are_frozen() -> None:
         | {"param", "trials", "attention", "seed", "scheduler", "grace_period", "jobs", "ray_address"},
         commands.UptrainCommand: {
             *("model", "data", "tokens", "out", "compression", "context_length", "batch_size", "learning_rate"),
-            *("lora_rank", "attention", "set", "resume"),
+            *("lora_rank", "attention", "document_start", "set", "resume"),
         },
         commands.EvaluateCommand: {"run", "data", "cache"},
         commands.ForecastCommand: {

@@ -370,3 +370,17 @@ def test_processes_give_the_numbers_of_one_and_the_history_of_trials_is_replayed
     resumed = read(there)["trials"]
     assert resumed[1]["params"]["training.learning_rate"] == 0.005
     assert resumed[3]["params"] not in [trial["params"] for trial in resumed[:3]]
+
+
+def test_a_model_that_no_trial_can_train_is_named_before_any_begins(tmp_path, capsys) -> None:
+    words = ["sweep", "nearest-neighbor", "--preset", "demo", "--param", "training.learning_rate=log:1e-4:1e-2"]
+    for more, message in (
+        (["--attention", "nope"], "unknown form 'nope'"),
+        (["--set", "task.num_heads=3"], "num_heads must divide embed_dim"),
+        (["--ray-address", "127.0.0.1:1"], "expected a Ray cluster at '127.0.0.1:1'"),
+    ):
+        assert main([*words, *more, "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -56,8 +56,8 @@ def connected(address: str) -> Iterator[dict[str, float]]:
     ray = import_ray()
     began = not ray.is_initialized()
     if began:
+        _check_answers(address)
         try:
-            _check_answers(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
         except Exception as error:  # Ray raises plain ones, too, such as for a machine too busy to start it in time
             reason = str(error).strip().splitlines()[0]
@@ -65,9 +65,7 @@ def connected(address: str) -> Iterator[dict[str, float]]:
                 raise ConfigError(
                     f"Ray did not start on this machine: {reason} What was done is kept: try --resume"
                 ) from error
-            raise ConfigError(
-                f"expected a Ray cluster at {address!r}: {reason}. Start one with `ray start --head`, or give local"
-            ) from error
+            raise _no_cluster(address, reason) from error
     interrupt.listen()
     try:
         yield ray.cluster_resources()
@@ -77,11 +75,21 @@ def connected(address: str) -> Iterator[dict[str, float]]:
 
 
 def _check_answers(address: str) -> None:
-    """Ray waits minutes for a port that is closed, and then ends the process: checking the port takes no time."""
+    """Raises ``ConfigError`` where no port answers: Ray waits minutes for one that is closed, and then ends the process."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon and port.isdigit():
+    if not (colon and port.isdigit()):
+        return
+    try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
             pass
+    except (OSError, OverflowError, UnicodeError) as error:  # the last two: no port, and no name of a machine
+        raise _no_cluster(address, str(error)) from error
+
+
+def _no_cluster(address: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"expected a Ray cluster at {address!r}: {reason}. Start one with `ray start --head`, or give local"
+    )
 
 
 class RayRunner:
@@ -94,13 +102,14 @@ class RayRunner:
 
     Raises:
         MissingDependencyError: without Ray.
-        ConfigError: fewer than one worker; in ``run``, nothing answers at the address.
+        ConfigError: fewer than one worker, or nothing answers at the address.
     """
 
     def __init__(self, address: str, workers: int | None = None) -> None:
         if workers is not None:
             check_int("jobs", workers, minimum=1)
         import_ray()
+        _check_answers(address)
         self.address, self.workers = address, workers
 
     def run(self, jobs: Iterable[Job], listener: Listener) -> None:

@@ -69,6 +69,8 @@ class SweepPlan:
         check_spec = task_class(self.task_name).check_spec
         object.__setattr__(self, "parameters", parse_parameters(self.params, self.settings, check_spec))
         swept = {parameter.name for parameter in self.parameters}
+        if ATTENTION not in swept:
+            check_spec(self.attention)
         fixed = {Change.parse(change).name for change in self.changes}
         if self.attention != "standard":
             fixed.add(ATTENTION)

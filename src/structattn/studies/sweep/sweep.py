@@ -19,6 +19,7 @@ from structattn.studies.sweep.halving import REDUCTION
 from structattn.studies.sweep.plan import OVER, Journal, SweepPlan
 from structattn.studies.tasks.base import Task
 from structattn.studies.tasks.registry import shared_task
+from structattn.studies.training.build import empty_model
 from structattn.studies.training.config import WITHOUT_EFFECT
 
 
@@ -49,7 +50,7 @@ def sweep(
 
     Raises:
         MissingDependencyError: without Optuna.
-        ConfigError: an unusable folder, or ``resume`` with another plan than before.
+        ConfigError: an unusable folder, ``resume`` with another plan than before, or a model that no parameter changes and that does not fit.
         CheckpointError: the record of an interrupted sweep cannot be read, or the results cannot be written.
         TrainingFailedError: no trial finished; the report gives the status of each.
 
@@ -70,6 +71,9 @@ def sweep(
     out, found = finished_in(out, owner, resume=resume, read=lambda folder: _finished(folder, plan))
     if found is not None:
         return _checked(found)
+    if all(parameter.name.startswith("training.") for parameter in plan.parameters):
+        # All trials train this model: if it does not fit, none would run.
+        empty_model(task, plan.attention, plan.settings.training.parametrization)
     with opened(out, owner, resume=resume, on_open=on_open) as folder:
         for left in folder.glob("runs/trial-*"):
             remove_temporary(left)  # of a call that was killed

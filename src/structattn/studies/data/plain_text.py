@@ -74,7 +74,7 @@ def open_text(path: str, expected: str = "text") -> Iterator[IO[str]]:
     try:
         if "\0" in path:
             raise FileNotFoundError
-        _check_regular(Path(path).stat(), path, expected)
+        check_regular(Path(path).stat(), path, expected)
         with Path(path).open("rb") as raw:
             is_gzip = raw.peek(2)[:2] == _GZIP
             data: IO[bytes] = gzip.GzipFile(fileobj=raw) if is_gzip else raw  # type: ignore[assignment]
@@ -92,7 +92,7 @@ def read_text(path: str, expected: str = "text") -> str:
             handle = os.open(path, _READ_ONLY)
             try:
                 found = os.fstat(handle)
-                _check_regular(found, path, expected)
+                check_regular(found, path, expected)
                 data = os.read(handle, min(found.st_size, _AT_ONCE) + 1)
             finally:
                 os.close(handle)
@@ -119,7 +119,8 @@ def _named(error: Exception, path: str, expected: str) -> DataError:
     return ReadingStoppedError(f"expected {expected} at {path}, got: {why or error}. Check its permissions")
 
 
-def _check_regular(found: os.stat_result, path: str, expected: str) -> None:
+def check_regular(found: os.stat_result, path: str, expected: str) -> None:
+    """Raises ``DataError`` unless this is a file, and not a folder, a pipe or a device."""
     if stat.S_ISREG(found.st_mode):
         return
     if stat.S_ISDIR(found.st_mode):

@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 from structattn.checks import MAX_LENGTH, check_size, describe
 from structattn.errors import ConfigError, DataError, MissingDependencyError
 from structattn.extras import install_command
-from structattn.studies.data.plain_text import ReadingStoppedError, is_there, open_text, read_text
+from structattn.studies.data.plain_text import ReadingStoppedError, check_regular, is_there, open_text, read_text
 
 _TEXTS = (".txt", ".md", ".rst", ".text")
 _LINES = (".jsonl", ".ndjson")
@@ -66,7 +66,7 @@ class Source:
         """The files that are read, in the order of their paths; ``None`` for a data set.
 
         Raises:
-            DataError: nothing is there, or a folder without any.
+            DataError: nothing is there, a pipe or a device, or a folder without any.
             ReadingStoppedError: a folder cannot be read; also while the files are asked for.
         """
         root, there = Path(self.path), is_there(self.path)
@@ -79,6 +79,7 @@ class Source:
                 )
             return chain([first], found)
         if there:
+            check_regular(root.stat(), self.path, "a text file")
             return iter([str(root)])
         if self.path.startswith((".", "/", "~")) or root.suffix.lower() in (*_TEXTS, *_LINES, _PARQUET, ".json", ".gz"):
             raise DataError(f"expected a text file or a folder at {self.path}, got no such file. Check the path")

@@ -232,6 +232,8 @@ def _whole_steps(tokens: int, batch_size: int, context_length: int) -> int:
 def _check_folder(out: Path, resume: bool, command: str) -> None:
     """Raises ``ConfigError`` unless a folder is new or empty, or holds what is continued."""
     if not out.is_dir():
+        if out.exists():
+            raise ConfigError(f"{out} is not a folder: give another --out")
         return
     names = sorted(path.name for path in out.iterdir() if not path.name.startswith(TEMPORARY))
     others = [name for name in names if name not in (MODEL, CORPUS, RESULTS)]

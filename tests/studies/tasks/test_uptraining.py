@@ -374,7 +374,9 @@ SMALL = ["--context-length", "32", "--batch-size", "2"]
         (["--attention", "mlr:16|8|8,values=16|16"], "write mlr:32|16|16, and values=32|16|16"),
         (["--attention", "mlr:20|14|8"], "expected 64, got 20|14|8 = 42. Heads of this model have 64 dimensions"),
         (["--attention", "mlr:32|32,values=16|16"], "expected 64, got 16|16 = 32; in the same proportions: 32|32"),
+        (["--attention", "bilinear-btt:1"], "asks for a bilinear scoring, which cannot keep trained"),
         (["--data", "nowhere.txt"], "got no such file"),
+        (["--data", "/dev/null"], "expected a text file at /dev/null, got a pipe or a device"),
     ],
 )
 def test_wrong_options_are_named_before_anything_is_written(wide, tmp_path, capsys, options, message) -> None:

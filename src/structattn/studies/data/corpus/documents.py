@@ -68,6 +68,7 @@ class Source:
         Raises:
             DataError: nothing is there, a pipe or a device, or a folder without any.
             ReadingStoppedError: a folder cannot be read; also while the files are asked for.
+            MissingDependencyError: a data set, and ``datasets`` is not installed.
         """
         root, there = Path(self.path), is_there(self.path)
         if there and root.is_dir():
@@ -83,6 +84,7 @@ class Source:
             return iter([str(root)])
         if self.path.startswith((".", "/", "~")) or root.suffix.lower() in (*_TEXTS, *_LINES, _PARQUET, ".json", ".gz"):
             raise DataError(f"expected a text file or a folder at {self.path}, got no such file. Check the path")
+        _datasets(self)
         return None
 
     def documents(self, skip: int = 0) -> Iterator[Document]:
@@ -206,13 +208,19 @@ def _field(record: Any, column: str, where: str) -> str:
     return value
 
 
-def _dataset(source: Source) -> Iterator[Document]:
+def _datasets(source: Source) -> Any:
+    """The library of data sets; raises ``MissingDependencyError`` where it is not installed."""
     try:
         import datasets
     except ImportError as error:
         raise MissingDependencyError(
             f"{source.path} is not a file, and data sets need datasets, which is not installed; {install_command('data')}"
         ) from error
+    return datasets
+
+
+def _dataset(source: Source) -> Iterator[Document]:
+    datasets = _datasets(source)
     name = KNOWN_DATASETS.get(source.path, source.path)
     try:
         stream = datasets.load_dataset(name, split=source.dataset_split, streaming=True)

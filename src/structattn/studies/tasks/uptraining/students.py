@@ -57,13 +57,17 @@ class Structured(_SeesAll):
         return _structurized(model, str(LayerSpecs(pattern)), calibrate, split, length)
 
     def check(self, model: Any, length: int) -> None:
-        """Raises ``ConfigError`` unless the ranks sum to the dimensions of the heads of a model, which may be on the meta device."""
+        """Raises ``ConfigError`` unless the specs keep trained weights, and the ranks sum to the dimensions of the heads of a model, which may be
+        on the meta device."""
         from structattn.integrations.transformers.discovery import find_attention
+        from structattn.integrations.transformers.variant import trained_spec
 
+        for spec in self.specs.pattern:
+            trained_spec(spec)
         layers = find_attention(model)
         for layer, spec in zip(layers, self.specs.layers(len(layers)), strict=True):
             layout = spec.layout_for(length)
-            if layout is None or isinstance(layout, TextLayout):  # structurize says why not
+            if layout is None or isinstance(layout, TextLayout):
                 continue
             try:
                 check_fits(layout, layer.head_dim, layer.value_dim)

@@ -1,8 +1,10 @@
-"""Benchmark "llama": one decoding step of a Llama of transformers with S tokens in its cache, with levels and as it is.
+"""Benchmarks of a Llama of transformers, with levels and as it is: "llama", a decoding step with S tokens in its cache, and "prompt", a prompt
+of S tokens into an empty cache.
 
 The baseline is the model as transformers makes it, with SDPA and the default ``DynamicCache``, which copies all keys and values with every
 token. The caches are filled by a prompt. S is the context length of the layouts, so that after the step every block of every level is full: the
-worst case for a cache with levels. The step is taken back before the next one, which is not timed.
+worst case for a cache with levels. The step is taken back before the next one, which is not timed. A prompt is given in one piece, as
+``model.generate`` gives it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ SHAPES = {
     "cuda": ModelShape(num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8),
 }
 LENGTHS = {"cpu": (512, 2048, 8192), "cuda": (8192, 32768)}
+PROMPT_SHAPES = {"cpu": ModelShape(num_layers=4, embed_dim=256, num_heads=4, num_kv_heads=4), "cuda": SHAPES["cuda"]}
+PROMPT_LENGTHS = {"cpu": (8192, 16384, 32768), "cuda": (8192, 32768)}
 
 
 def specs(shape: ModelShape, length: int) -> dict[str, str | None]:
@@ -70,6 +74,20 @@ def build_llama(
     )
     model = LlamaForCausalLM(config).eval().requires_grad_(False).to(device, dtype)
     return model if spec is None else structurize(model, spec)
+
+
+def _new_cache(model: Any, spec: str | None, **options: Any) -> dict[str, Any]:
+    """An empty cache of a model with that spec, by the name that this transformers has for it."""
+    from structattn.integrations.transformers import level_cache
+    from structattn.integrations.transformers.caches import CACHE
+
+    from transformers import DynamicCache  # isort: skip
+
+    return {CACHE: DynamicCache(config=model.config) if spec is None else level_cache(model, **options)}
+
+
+def _tokens(length: int, device: torch.device) -> Tensor:
+    return torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(SEED)).to(device)
 
 
 def _hidden_size(shape: ModelShape) -> int:
@@ -138,17 +156,11 @@ def _case(label: str, shape: ModelShape, length: int, device: torch.device, dtyp
 
     @torch.no_grad()
     def build() -> LlamaStep:
-        from structattn.integrations.transformers import level_cache
-        from structattn.integrations.transformers.caches import CACHE
-
-        from transformers import DynamicCache  # isort: skip
-
         sizes = {"vocab_size": VOCABULARY, "intermediate_size": hidden}
         model = build_llama(shape, spec, device, dtype, length=length, **sizes)
-        cache = DynamicCache(config=model.config) if spec is None else level_cache(model, max_length=length)
-        ids = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(SEED)).to(device)
-        given = {CACHE: cache}
+        given, ids = _new_cache(model, spec, max_length=length), _tokens(length, device)
         model(ids[:, :-1], use_cache=True, logits_to_keep=1, **given)
+        (cache,) = given.values()
         return LlamaStep(model=model, cache=cache, ids=ids, given=given)
 
     layer = 2 * width * (width + shape.num_kv_heads * shape.head_dim) + 3 * width * hidden
@@ -188,3 +200,81 @@ def layout_of_spec(spec: str | None, shape: ModelShape, length: int) -> LevelLay
 def llama(device: torch.device, dtype: torch.dtype) -> Iterator[Group]:
     """CPU: 6 layers of width 512, S 512 to 8,192. CUDA: 32 layers of width 4,096, S 8,192 and 32,768."""
     yield from llama_groups(device, dtype)
+
+
+@dataclass(kw_only=True)
+class LlamaPrompt:
+    """A prompt, in one piece, into an empty cache.
+
+    Attributes:
+        model: of transformers.
+        spec: with which it is structurized; ``None``: as it is.
+        ids: the prompt, (1, S).
+    """
+
+    model: Any
+    spec: str | None
+    ids: Tensor
+
+    @torch.no_grad()
+    def __call__(self) -> tuple[Tensor, Any]:
+        """The logits after the prompt, (1, 1, vocabulary), and the cache."""
+        given = _new_cache(self.model, self.spec)
+        return self.model(self.ids, use_cache=True, logits_to_keep=1, **given).logits, given
+
+    @torch.no_grad()
+    def check(self) -> Iterator[Check]:
+        """Against the prompt without a cache, in float64."""
+        exact = copy.deepcopy(self.model).double()(self.ids, use_cache=False, logits_to_keep=1).logits
+        yield self()[0], exact
+
+
+def prompt_groups(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    shape: ModelShape | None = None,
+    lengths: Iterable[int] | None = None,
+) -> Iterator[Group]:
+    """One group per length."""
+    shape = PROMPT_SHAPES[device.type] if shape is None else shape
+    for length in PROMPT_LENGTHS[device.type] if lengths is None else lengths:
+        cases = tuple(_prompt_case(label, shape, length, device, dtype) for label in specs(shape, length))
+        yield Group(mode="prefill", cases=cases)
+
+
+def _prompt_case(label: str, shape: ModelShape, length: int, device: torch.device, dtype: torch.dtype) -> Case:
+    spec, width, hidden = specs(shape, length)[label], shape.embed_dim, _hidden_size(shape)
+
+    def build() -> LlamaPrompt:
+        sizes = {"vocab_size": VOCABULARY, "intermediate_size": hidden}
+        model = build_llama(shape, spec, device, dtype, length=length, **sizes)
+        return LlamaPrompt(model=model, spec=spec, ids=_tokens(length, device))
+
+    layer = 2 * width * (width + shape.num_kv_heads * shape.head_dim) + 3 * width * hidden
+    layout = layout_of_spec(spec, shape, length)
+    scores = shape.num_heads * (layout.score_flops(length) + layout.value_flops(length, shape.head_dim))
+    return Case(
+        benchmark="prompt",
+        label=label,
+        sizes={"S": length, "L": shape.num_layers, "E": width},
+        build=build,
+        flops=shape.num_layers * (2 * layer * length + scores) + 2 * VOCABULARY * width,
+        # The least: weights, and the states of every layer read and written once.
+        bytes=dtype.itemsize * (shape.num_layers * (layer + 2 * width * length) + VOCABULARY * width),
+        is_baseline=label == BASELINE,
+        measures_memory=True,
+        tokens=length,
+    )
+
+
+@benchmark(
+    "prompt",
+    "A prompt of S tokens through a Llama of transformers into an empty cache, structurized and as it is: time and peak memory.",
+    baseline=BASELINE,
+    axis="S",
+    quick={"cpu": (8192,), "cuda": (8192,)},
+)
+def prompt(device: torch.device, dtype: torch.dtype) -> Iterator[Group]:
+    """CPU: 4 layers of width 256, S 8,192 to 32,768. CUDA: 32 layers of width 4,096, S 8,192 and 32,768."""
+    yield from prompt_groups(device, dtype)

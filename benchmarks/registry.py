@@ -56,7 +56,7 @@ class Case:
         flops: FLOPs of one call, 2 per multiply-add.
         bytes: the fewest bytes that one call must move: every input and weight read once, every output written once.
         is_baseline: whether it is what a user would pick instead.
-        measures_memory: whether the peak memory of a call is measured too (``memory.peak_bytes``).
+        measures_memory: whether the peak memory of a call is measured too (``memory.peak``).
         tokens: that one call makes or trains on, all rows of the batch together, for the tokens per second; ``None`` for no such column.
         cached_tokens: that a key/value cache holds after a call, all rows together, for its bytes per token; the work is a
             ``CachingWork``. ``None`` where there is no cache.

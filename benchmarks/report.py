@@ -23,6 +23,8 @@ OPTIONAL_COLUMNS = {
     "times fewer": ("wire_ratio", 1),
     "peak MiB": ("peak_bytes", 2**20),
     "of the baseline's": ("peak_ratio", 1),
+    "peak of tensors MiB": ("tensor_bytes", 2**20),
+    "of the baseline's tensors": ("tensor_ratio", 1),
 }
 
 

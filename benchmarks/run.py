@@ -170,13 +170,18 @@ def _add_memory(
     for case in group.cases:
         if case.measures_memory and case.label in by_label:
             try:
-                by_label[case.label]["peak_bytes"] = memory.peak_bytes(bench, group, case, device, dtype)
+                found = memory.peak(bench, group, case, device, dtype)
             except memory.MemoryMeasurementError as error:
                 failed.append(f"peak memory of {group.name_of(case)}: {error}")
-    base = by_label[group.baseline.label].get("peak_bytes", 0)
-    for row in rows:
-        if base >= memory.RESOLUTION and "peak_bytes" in row:
-            row["peak_ratio"] = row["peak_bytes"] / base
+                continue
+            by_label[case.label]["peak_bytes"] = found.resident
+            if found.tensors is not None:
+                by_label[case.label]["tensor_bytes"] = found.tensors
+    for name, ratio in (("peak_bytes", "peak_ratio"), ("tensor_bytes", "tensor_ratio")):
+        base = by_label[group.baseline.label].get(name, 0)
+        for row in rows:
+            if base >= memory.RESOLUTION and name in row:
+                row[ratio] = row[name] / base
     return failed
 
 

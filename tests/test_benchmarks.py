@@ -298,7 +298,20 @@ def test_peak_memory_is_that_of_one_call() -> None:
     group = next(iter(run.chosen_groups(bench, CPU, FLOAT32, only="forward/T=512,.*D=64/dense")))
     (case,) = (case for case in group.cases if case.label == attention.DENSE)
     scores = 4 * 512 * 512 * 4
-    assert scores < memory.peak_bytes(bench, group, case, CPU, FLOAT32) < 20 * scores
+    found = memory.peak(bench, group, case, CPU, FLOAT32)
+    assert scores < found.resident < 20 * scores
+    assert found.tensors is not None
+    assert scores < found.tensors < 4 * scores
+
+
+def test_the_peak_of_tensors_counts_what_is_there_at_once() -> None:
+    def work() -> torch.Tensor:
+        for _ in range(3):  # one is freed before the next is there
+            torch.zeros(2**20, dtype=torch.uint8)
+        pair = [torch.zeros(2**20, dtype=torch.uint8) for _ in range(2)]
+        return torch.cat(pair)
+
+    assert memory.tensor_growth(work) == 4 * 2**20
 
 
 def test_quick_takes_the_registered_sizes() -> None:
@@ -317,7 +330,7 @@ def test_quick_takes_the_registered_sizes() -> None:
 @pytest.mark.full
 def test_a_run_with_memory_has_a_figure_and_exponents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     peaks = {attention.BASELINE: 4 * 2**20, "mlr 8x8": 10 * 2**20}
-    monkeypatch.setattr(memory, "peak_bytes", lambda bench, group, case, device, dtype: peaks[case.label])
+    monkeypatch.setattr(memory, "peak", lambda *names: memory.Peak(peaks[names[2].label], peaks[names[2].label] // 2))
     monkeypatch.setattr(run, "measure_ceilings", lambda *_: timing.Ceilings(flops_per_s=1e9, bytes_per_s=1e9))
     monkeypatch.setattr(attention, "MEMORY_LENGTHS", (256,))
     bench = replace(
@@ -334,14 +347,14 @@ def test_a_run_with_memory_has_a_figure_and_exponents(monkeypatch: pytest.Monkey
     assert sorted(paths) == sorted(tmp_path.iterdir())
     assert paths[2].read_bytes().startswith(b"\x89PNG\r\n")
     text = paths[1].read_text()
-    assert "| peak MiB | of the baseline's |" in text
-    assert "| 10 | 2.5 |" in text
+    assert "| peak MiB | of the baseline's | peak of tensors MiB | of the baseline's tensors |" in text
+    assert "| 10 | 2.5 | 5 | 2.5 |" in text
     assert "## Exponent" in text
     assert "Code blocked: mlr 8x8" in text
     peaks[attention.BASELINE] = memory.RESOLUTION - 1
     result = run.run(bench, device="cpu", dtype="float32", repeats=1, only=only, patience_s=0)
     assert not any("peak_ratio" in row for row in result["rows"])
-    assert "| peak MiB |\n" in report.markdown(result)
+    assert "| peak MiB | peak of tensors MiB |" in report.markdown(result)
     assert report.write(result | {"quick": True}, tmp_path)[0].stem.endswith("-quick")
 
 
@@ -477,7 +490,7 @@ def test_the_reference_of_decoding_is_the_definition() -> None:
 
 @pytest.mark.full
 def test_a_run_of_decoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "peak_bytes", lambda bench, group, case, device, dtype: 4 * 2**20)
+    monkeypatch.setattr(memory, "peak", lambda *_: memory.Peak(4 * 2**20, None))
     monkeypatch.setattr(run, "measure_ceilings", lambda *_: timing.Ceilings(flops_per_s=1e9, bytes_per_s=1e9))
     monkeypatch.setattr(decode, "MEMORY_LENGTHS", (256,))
     bench = replace(

@@ -1,4 +1,4 @@
-"""The benchmark of a Llama's decoding step: the logits of every variant are right, and their caches are as large as they say."""
+"""The benchmarks of a Llama: the logits of every variant are right, their caches are as large as they say, and prompts take no more memory."""
 
 import importlib.util
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import llama as bench
+from benchmarks import memory
 from structattn.testing.tolerances import FORWARD, relative_error
 
 SHAPE = bench.ModelShape(num_layers=2, embed_dim=64, num_heads=2, num_kv_heads=1)
@@ -26,4 +27,29 @@ def test_every_variant_is_right() -> None:
     assert sizes[bench.BASELINE] == sizes["one level"] == plain
     assert sizes["mlr 8 levels"] == sizes["sliding 8 levels"] < plain
     flops = {case.label: case.flops for case in group.cases}
+    assert flops["mlr 8 levels, values"] < flops["mlr 8 levels"] < flops["one level"] == flops[bench.BASELINE]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_a_prompt_takes_no_more_tensors_than_that_of_the_plain_model() -> None:
+    shape = bench.ModelShape(num_layers=2, embed_dim=256, num_heads=4, num_kv_heads=4)
+    (group,) = bench.prompt_groups(torch.device("cpu"), torch.float32, shape=shape, lengths=[8192])
+    found = {}
+    for case in group.cases:
+        if case.label in (bench.BASELINE, "mlr 8 levels, values", "sliding 8 levels"):
+            work = case.build()
+            with torch.no_grad():
+                found[case.label] = memory.tensor_growth(work)
+    assert found["mlr 8 levels, values"] < found["sliding 8 levels"] < found[bench.BASELINE]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_every_prompt_is_right() -> None:
+    (group,) = bench.prompt_groups(torch.device("cpu"), torch.float32, shape=SHAPE, lengths=[256])
+    flops = {}
+    for case in group.cases:
+        for actual, expected in case.build().check():
+            assert relative_error(actual, expected) <= FORWARD[torch.float32]
+        flops[case.label] = case.flops
     assert flops["mlr 8 levels, values"] < flops["mlr 8 levels"] < flops["one level"] == flops[bench.BASELINE]

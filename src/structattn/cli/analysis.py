@@ -234,7 +234,9 @@ class PlanCommand:
             print(format_plans(plans(request, self.attention)))
 
 
-BenchmarkName = Literal["attention", "call", "context-parallel", "decode", "linear", "llama", "model", "serve", "step"]
+BenchmarkName = Literal[
+    "attention", "call", "context-parallel", "decode", "linear", "llama", "model", "prompt", "serve", "step"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +248,7 @@ class BenchCommand:
     """
 
     name: tyro.conf.Positional[Annotated[BenchmarkName, tyro.conf.arg(metavar="BENCHMARK")]]
-    """attention, call, context-parallel, decode, linear, llama, model, serve or step."""
+    """attention, call, context-parallel, decode, linear, llama, model, prompt, serve or step."""
     quick: bool = False
     """A few sizes and repeats, no peak memory: a minute or two."""
     device: Literal["cpu", "cuda"] = "cpu"

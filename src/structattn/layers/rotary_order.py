@@ -227,6 +227,10 @@ class RunOrder:
         """The dimension at each position, int64 (1, D) on the CPU; ``None`` where they stay."""
         return _index(self.runs)[None] if len(self.runs) > 1 else None
 
+    def of_heads(self, first: int, end: int) -> RunOrder:
+        """The same: heads share it."""
+        return self
+
 
 UNCHANGED = RunOrder(())
 

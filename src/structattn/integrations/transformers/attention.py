@@ -132,6 +132,10 @@ class HeadOrders:
         index = index.repeat_interleave(x.shape[1] // len(self.orders), dim=0)
         return x.gather(-1, index[None, :, None, :].expand(x.shape[0], -1, x.shape[2], -1))
 
+    def of_heads(self, first: int, end: int) -> HeadOrders:
+        """See ``Reorder``."""
+        return HeadOrders(self.orders[first:end])
+
 
 class StructuredAttention(NumberedLayer):
     """A mixin that precedes an attention class of transformers. Its projections, norms and rotary positions stay what they are.

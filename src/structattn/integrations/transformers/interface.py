@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -15,6 +16,7 @@ from structattn.cache.paged import PackedCache
 from structattn.checks import check_choice, quoted
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers.arguments import POSITION_BIAS, TERMS, check_arguments
+from structattn.integrations.transformers.by_heads import attention_by_heads, heads_at_once
 from structattn.integrations.transformers.cache import LevelCacheLayer, PendingStates
 from structattn.integrations.transformers.call_masks import check_lengths, checked_mask
 from structattn.integrations.transformers.compiled import attend_compiled
@@ -107,7 +109,7 @@ def attend(
     check_fits(variant.layout, query.shape[-1], v.shape[-1])
     check_lengths(query, k, mask, is_new=layer is not None)
     # Under autocast rotary embedding and norms give float32, projections 16 bits.
-    k, q = (reorder(x).to(v.dtype) for x in (k, query))
+    k = reorder(k).to(v.dtype)
     has_cache = layer is not None or bool(arguments.get("use_cache"))
     position_ids = None if layer is not None and layer.has_positions else arguments.get("position_ids")
     sequences = mask.sequences(position_ids, arguments.get("cu_seq_lens_q"), has_cache=has_cache)
@@ -115,6 +117,7 @@ def attend(
 
     options = {
         "scaling": scaling,
+        "dropout": dropout,
         "sequences": sequences,
         "is_causal": mask.is_causal,
         "attn_mask": mask.attn_mask(is_training=module.training, position_bias=arguments.get(POSITION_BIAS)),
@@ -123,8 +126,14 @@ def attend(
     asked = arguments.get("output_attentions")
     shows_weights = collects_weights() if asked is None else bool(asked)  # GPT-2 hands no argument to its attention
 
+    step = k.shape[1] if num_past > 0 or shows_weights else heads_at_once(query, k, v, options)
+    is_by_heads = step < k.shape[1]
+    q = query if is_by_heads else reorder(query).to(v.dtype)
+
     def whole() -> Tensor:
-        return variant.attend(q, k, v, dropout=dropout, **options)
+        if is_by_heads:
+            return attention_by_heads(partial(variant.attend, **options), query, k, v, reorder, step)
+        return variant.attend(q, k, v, **options)
 
     weights = variant.weights(q, k, **options) if shows_weights and num_past == 0 else None
     if layer is None:

@@ -27,6 +27,9 @@ class Reorder(Protocol):
     def index(self) -> Tensor | None:
         """That order, as ``LevelCache.again`` takes it."""
 
+    def of_heads(self, first: int, end: int) -> Reorder:
+        """That of the key heads ``first`` to ``end - 1``, and of the query heads that read them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KnownCall:

@@ -154,10 +154,10 @@ class Variant:
         )
 
     def weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
-        """The attention weights, (B, H, T, S), of all levels; arguments as ``attend``, without dropout.
+        """The attention weights, (B, H, T, S), of all levels, before dropout; arguments as ``attend``.
 
         Cost: the values of ``attend`` are the S unit vectors: T S^2 multiply-adds for each head.
         """
         layout = replace(self.layout, value_ranks=None) if isinstance(self.layout, LevelLayout) else self.layout
         each = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-        return replace(self, layout=layout, backend="reference").attend(q, k, each, dropout=0.0, **options)
+        return replace(self, layout=layout, backend="reference").attend(q, k, each, **options | {"dropout": 0.0})

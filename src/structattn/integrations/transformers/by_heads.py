@@ -1,0 +1,65 @@
+"""Attention over a long prompt a few key heads at a time: what it copies, and needs for a moment, is then that of a few heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from structattn.integrations.transformers.next_token import Reorder
+
+# Numbers of the queries that are computed together: with fewer, the calls of many small operators would take longer.
+_NUMBERS = 2**20
+
+
+def heads_at_once(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> int:
+    """How many key heads are computed together: all of a short prompt, of one that is trained on or traced, on a GPU, and where an
+    option differs from head to head.
+
+    Args:
+        q: (B, H, T, D).
+        k, v: (B, G, S, D) and (B, G, S, V).
+        options: of ``Variant.attend``.
+    """
+    heads = k.shape[1]
+    if torch.compiler.is_compiling() or not q.is_cpu or q.numel() <= _NUMBERS:
+        return heads
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return heads
+    mask = options.get("attn_mask")
+    if options["dropout"] > 0 or any(options.get(name) is not None for name in ("sinks", "alibi_slopes")):
+        return heads
+    if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
+        return heads
+    per_thread = -(-torch.get_num_threads() // q.shape[0])  # a product of many matrices is divided by them
+    return min(heads, max(per_thread, _NUMBERS * heads // q.numel()))
+
+
+def attention_by_heads(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, reorder: Reorder, step: int
+) -> Tensor:
+    """Attention of some key heads after others.
+
+    Args:
+        attend: computes it: (B, h, T, D), (B, g, S, D) and (B, g, S, V) to (B, h, T, V).
+        q: (B, H, T, D), in the model's order of dimensions.
+        k, v: (B, G, S, D) and (B, G, S, V); keys in the order of the levels.
+        reorder: puts queries in that order.
+        step: key heads at a time.
+
+    Returns:
+        (B, H, T, V), in memory as (B, T, H, V).
+
+    Cost: that of ``attend``. Besides the result, memory for copies of the queries and values of ``step`` heads in place of all.
+    """
+    repeats = q.shape[1] // k.shape[1]
+    out = v.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+    for first in range(0, k.shape[1], step):
+        end = min(first + step, k.shape[1])
+        own = slice(first * repeats, end * repeats)
+        query = reorder.of_heads(first, end)(q[:, own]).to(v.dtype)
+        value = v[:, first:end].contiguous()  # rows of all heads lie between those of one, which products read often
+        out[:, :, own] = attend(query, k[:, first:end], value).transpose(1, 2)
+    return out.transpose(1, 2)

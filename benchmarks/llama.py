@@ -1,10 +1,11 @@
-"""Benchmarks of a Llama of transformers, with levels and as it is: "llama", a decoding step with S tokens in its cache, and "prompt", a prompt
-of S tokens into an empty cache.
+"""Benchmarks of a Llama of transformers, with levels and as it is.
 
-The baseline is the model as transformers makes it, with SDPA and the default ``DynamicCache``, which copies all keys and values with every
-token. The caches are filled by a prompt. S is the context length of the layouts, so that after the step every block of every level is full: the
-worst case for a cache with levels. The step is taken back before the next one, which is not timed. A prompt is given in one piece, as
-``model.generate`` gives it.
+"llama" is a decoding step with S tokens in its cache, "prompt" a prompt of S tokens into an empty cache.
+
+The baseline is the model as transformers makes it, with SDPA and the default ``DynamicCache``, which copies all
+keys and values with every token. S is the context length of the layouts, so that after a step every block of every
+level is full: the worst case for a cache with levels. The caches of a step are filled by a prompt. A step is taken
+back before the next one, which is not timed. A prompt is given in one piece, as ``model.generate`` gives it.
 """
 
 from __future__ import annotations
@@ -95,6 +96,17 @@ def _hidden_size(shape: ModelShape) -> int:
     return 128 * round(shape.embed_dim / 48)
 
 
+def _layer_weights(shape: ModelShape) -> int:
+    """Weights of a layer, norms aside."""
+    attention = 2 * shape.embed_dim * (shape.embed_dim + shape.num_kv_heads * shape.head_dim)
+    return attention + 3 * shape.embed_dim * _hidden_size(shape)
+
+
+def _model(shape: ModelShape, spec: str | None, length: int, device: torch.device, dtype: torch.dtype) -> Any:
+    sizes = {"vocab_size": VOCABULARY, "intermediate_size": _hidden_size(shape)}
+    return build_llama(shape, spec, device, dtype, length=length, **sizes)
+
+
 @dataclass(kw_only=True)
 class LlamaStep:
     """A decoding step of a model; ``prepare`` comes before each.
@@ -152,19 +164,17 @@ def llama_groups(
 
 
 def _case(label: str, shape: ModelShape, length: int, device: torch.device, dtype: torch.dtype) -> Case:
-    spec, width, hidden = specs(shape, length)[label], shape.embed_dim, _hidden_size(shape)
+    spec, width = specs(shape, length)[label], shape.embed_dim
 
     @torch.no_grad()
     def build() -> LlamaStep:
-        sizes = {"vocab_size": VOCABULARY, "intermediate_size": hidden}
-        model = build_llama(shape, spec, device, dtype, length=length, **sizes)
+        model = _model(shape, spec, length, device, dtype)
         given, ids = _new_cache(model, spec, max_length=length), _tokens(length, device)
         model(ids[:, :-1], use_cache=True, logits_to_keep=1, **given)
         (cache,) = given.values()
         return LlamaStep(model=model, cache=cache, ids=ids, given=given)
 
-    layer = 2 * width * (width + shape.num_kv_heads * shape.head_dim) + 3 * width * hidden
-    weights = shape.num_layers * layer + VOCABULARY * width
+    weights = shape.num_layers * _layer_weights(shape) + VOCABULARY * width
     layout = layout_of_spec(spec, shape, length)
     per_head = layout.key_cache_size(length) + layout.value_cache_size(length, shape.head_dim)
     kept = shape.num_layers * shape.num_kv_heads * per_head
@@ -244,14 +254,12 @@ def prompt_groups(
 
 
 def _prompt_case(label: str, shape: ModelShape, length: int, device: torch.device, dtype: torch.dtype) -> Case:
-    spec, width, hidden = specs(shape, length)[label], shape.embed_dim, _hidden_size(shape)
+    spec, width = specs(shape, length)[label], shape.embed_dim
 
     def build() -> LlamaPrompt:
-        sizes = {"vocab_size": VOCABULARY, "intermediate_size": hidden}
-        model = build_llama(shape, spec, device, dtype, length=length, **sizes)
-        return LlamaPrompt(model=model, spec=spec, ids=_tokens(length, device))
+        return LlamaPrompt(model=_model(shape, spec, length, device, dtype), spec=spec, ids=_tokens(length, device))
 
-    layer = 2 * width * (width + shape.num_kv_heads * shape.head_dim) + 3 * width * hidden
+    layer = _layer_weights(shape)
     layout = layout_of_spec(spec, shape, length)
     scores = shape.num_heads * (layout.score_flops(length) + layout.value_flops(length, shape.head_dim))
     return Case(
@@ -270,7 +278,7 @@ def _prompt_case(label: str, shape: ModelShape, length: int, device: torch.devic
 
 @benchmark(
     "prompt",
-    "A prompt of S tokens through a Llama of transformers into an empty cache, structurized and as it is: time and peak memory.",
+    "A prompt of S tokens through a Llama of transformers into an empty cache: time and peak memory.",
     baseline=BASELINE,
     axis="S",
     quick={"cpu": (8192,), "cuda": (8192,)},

@@ -1,4 +1,4 @@
-"""The benchmarks of a Llama: the logits of every variant are right, their caches are as large as they say, and prompts take no more memory."""
+"""The benchmarks of a Llama: logits are right, caches are as large as they say, and prompts take no more memory."""
 
 import importlib.util
 
@@ -32,15 +32,16 @@ def test_every_variant_is_right() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_a_prompt_takes_no_more_tensors_than_that_of_the_plain_model() -> None:
-    shape = bench.ModelShape(num_layers=2, embed_dim=256, num_heads=4, num_kv_heads=4)
-    (group,) = bench.prompt_groups(torch.device("cpu"), torch.float32, shape=shape, lengths=[8192])
-    found = {}
-    for case in group.cases:
-        if case.label in (bench.BASELINE, "mlr 8 levels, values", "sliding 8 levels"):
-            work = case.build()
-            with torch.no_grad():
-                found[case.label] = memory.tensor_growth(work)
-    assert found["mlr 8 levels, values"] < found["sliding 8 levels"] < found[bench.BASELINE]
+    # Narrow feed-forward layers: with those of a Llama they have the peak, whatever attention takes.
+    shape, length = bench.ModelShape(num_layers=4, embed_dim=256, num_heads=4, num_kv_heads=4), 8192
+    sizes = {"vocab_size": 64, "intermediate_size": 128}
+    ids, found = torch.randint(64, (1, length)), {}
+    for label in (bench.BASELINE, "mlr 8 levels, values", "sliding 8 levels"):
+        spec = bench.specs(shape, length)[label]
+        model = bench.build_llama(shape, spec, torch.device("cpu"), torch.float32, length=length, **sizes)
+        found[label] = memory.tensor_growth(bench.LlamaPrompt(model=model, spec=spec, ids=ids))
+    assert found["mlr 8 levels, values"] < 0.8 * found[bench.BASELINE]
+    assert found["sliding 8 levels"] < found[bench.BASELINE]
 
 
 @pytest.mark.full

@@ -73,7 +73,6 @@ def test_what_differs_from_head_to_head_or_is_trained_is_computed_at_once(one_he
     model(ids).logits.sum().backward()
     assert not calls
     with torch.no_grad():
-        model.set_attn_implementation(model.config._attn_implementation)
         model(ids, output_attentions=True)
         assert not calls
         by_head = torch.ones(2, 8, 9, 9, dtype=torch.bool).tril()

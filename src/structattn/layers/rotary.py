@@ -304,7 +304,7 @@ class RotaryEmbedding(nn.Module):
                 f"{'|'.join(map(str, self.ranks))}; got {x.dtype} of shape {tuple(x.shape)}"
             )
         batch, _, length, _ = x.shape
-        # Of equal dimensions only: a batch that is compared with a length is a guard, and an exported program refuses them when equal.
+        # A batch is not compared with a length: an exported program would then refuse inputs where they are equal.
         if positions.shape != ((batch, length) if positions.dim() == 2 else (length,)):
             raise ShapeError(
                 f"positions must have shape ({length},) or ({batch}, {length}) for x of shape {tuple(x.shape)}, got "

@@ -1,4 +1,4 @@
-"""Attention over a long prompt a few key heads at a time: what it copies, and needs for a moment, is then that of a few heads."""
+"""Attention over a long prompt a few key heads at a time, so that copies are those of a few heads and not of all."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _NUMBERS = 2**20
 
 
 def heads_at_once(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> int:
-    """How many key heads are computed together: all of a short prompt, of one that is trained on or traced, on a GPU, and where an
-    option differs from head to head.
+    """How many key heads are computed together.
+
+    All of them: in a short prompt, in training, in a traced program, on a GPU, and where an option differs by head.
 
     Args:
         q: (B, H, T, D).
@@ -52,7 +53,7 @@ def attention_by_heads(
     Returns:
         (B, H, T, V), in memory as (B, T, H, V).
 
-    Cost: that of ``attend``. Besides the result, memory for copies of the queries and values of ``step`` heads in place of all.
+    Cost: that of ``attend``; besides the result, memory for the copied queries and values of ``step`` heads.
     """
     repeats = q.shape[1] // k.shape[1]
     out = v.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))

@@ -27,7 +27,7 @@ _SHORTEST = 32  # shorter sequences are padded to this length
 # Scores at once: per thread what a core's second cache holds twice; on other devices enough to hide the launches.
 _SCORES_PER_THREAD = 2**17
 _SCORES_ON_DEVICE = 2**24
-_SLIDING = 2  # times as many with sliding levels: of their many small tiles, calls cost more than a buffer that leaves the cache
+_SLIDING = 2  # times as many with sliding levels, which have many small tiles: fewer calls, and still a small buffer
 _FEW_QUERIES = 32
 
 

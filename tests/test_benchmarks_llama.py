@@ -31,7 +31,10 @@ def test_every_variant_is_right() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-def test_a_prompt_takes_no_more_tensors_than_that_of_the_plain_model() -> None:
+@pytest.mark.quick(threads=[16])
+@pytest.mark.parametrize("threads", [2, 16])
+def test_a_prompt_takes_no_more_tensors_than_that_of_the_plain_model(threads, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # buffers grow with them
     # Narrow feed-forward layers: with those of a Llama they have the peak, whatever attention takes.
     shape, length = bench.ModelShape(num_layers=4, embed_dim=256, num_heads=4, num_kv_heads=4), 8192
     sizes = {"vocab_size": 64, "intermediate_size": 128}
@@ -40,7 +43,7 @@ def test_a_prompt_takes_no_more_tensors_than_that_of_the_plain_model() -> None:
         spec = bench.specs(shape, length)[label]
         model = bench.build_llama(shape, spec, torch.device("cpu"), torch.float32, length=length, **sizes)
         found[label] = memory.tensor_growth(bench.LlamaPrompt(model=model, spec=spec, ids=ids))
-    assert found["mlr 8 levels, values"] < 0.8 * found[bench.BASELINE]
+    assert found["mlr 8 levels, values"] < 0.85 * found[bench.BASELINE]
     assert found["sliding 8 levels"] < found[bench.BASELINE]
 
 

@@ -34,8 +34,9 @@ def heads_at_once(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -
         return heads
     if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
         return heads
-    per_thread = -(-torch.get_num_threads() // q.shape[0])  # a product of many matrices is divided by them
-    return min(heads, max(per_thread, _NUMBERS * heads // q.numel()))
+    per_thread = -(-torch.get_num_threads() // q.shape[0])  # threads divide the matrices of a product
+    half = -(-heads // 2)  # with many threads too, so that copies are those of half the heads at most
+    return max(min(per_thread, half), _NUMBERS * heads // q.numel())
 
 
 def attention_by_heads(

@@ -24,10 +24,11 @@ from structattn.ops.costs import costs_here
 from structattn.ops.sequences import SequenceSpan, sequences_of
 
 _SHORTEST = 32  # shorter sequences are padded to this length
-# Scores at once: per thread what a core's second cache holds twice; on other devices enough to hide the launches.
-_SCORES_PER_THREAD = 2**17
-_SCORES_ON_DEVICE = 2**24
-_SLIDING = 2  # times as many with sliding levels, which have many small tiles: fewer calls, and still a small buffer
+# Scores at once: per thread of a CPU what a core's second cache holds twice, up to a limit that keeps the buffers small on many cores.
+_SCORES_PER_THREAD, _SCORES_ON_CPU = 2**17, 2**20
+# Sliding levels have many small tiles: more scores at once are fewer calls. They hold more copies, so that the limit is lower.
+_SLIDING_SCORES_PER_THREAD, _SLIDING_SCORES_ON_CPU = 2**18, 2**19
+_SCORES_ON_DEVICE = 2**24  # enough to hide the launches
 _FEW_QUERIES = 32
 
 
@@ -312,10 +313,12 @@ def _parameters(call: Call, group: _Group, q: Tensor, k: Tensor, bias: Tensor | 
             queries=group.queries.pad(dropout.query_positions(q), q.shape[1] // k.shape[1]),
             keys=group.keys.pad(dropout.key_positions(k), 1),
         )
-    is_cpu = q.device.type == "cpu"
-    budget = _SCORES_PER_THREAD * torch.get_num_threads() if is_cpu else _SCORES_ON_DEVICE
-    if call.layout.windows is not None:
-        budget *= _SLIDING
+    if not q.is_cpu:
+        budget = _SCORES_ON_DEVICE
+    elif call.layout.windows is None:
+        budget = min(_SCORES_PER_THREAD * torch.get_num_threads(), _SCORES_ON_CPU)
+    else:
+        budget = min(_SLIDING_SCORES_PER_THREAD * torch.get_num_threads(), _SLIDING_SCORES_ON_CPU)
     return ScoreParameters(
         layout=call.layout,
         scale=call.scale,

@@ -31,7 +31,7 @@ def test_every_variant_is_right() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-@pytest.mark.quick(threads=[16])
+@pytest.mark.full
 @pytest.mark.parametrize("threads", [2, 16])
 def test_a_prompt_takes_no_more_tensors_than_that_of_the_plain_model(threads, monkeypatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # buffers grow with them

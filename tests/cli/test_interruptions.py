@@ -108,7 +108,7 @@ def scores(folder: Path) -> object:
         (DATA, "manifest.json"),
     ],
 )
-@pytest.mark.quick(moment=["owner.json", "manifest.json"])
+@pytest.mark.quick(moment=["manifest.json"])
 def test_the_last_line_completes_the_work(command: list[str], moment: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = "".join(f"# {number}\n{'ab ' * number}\n" for number in range(100))

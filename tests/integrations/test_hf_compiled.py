@@ -74,7 +74,7 @@ def test_other_numbers_of_tokens_and_rows_are_programs_of_their_own() -> None:
         assert_close(compiled(ids[rows].flip(0)[:, 34:35], cache=cache).logits, expected[rows].flip(0)[:, 34:35])
 
 
-@pytest.mark.quick(given=("none",))
+@pytest.mark.full
 @pytest.mark.parametrize("given", ["none", "empty", "gradient"])
 def test_a_prompt_without_our_cache_is_one_graph_and_its_cache_goes_on(given) -> None:
     model, ids = made(["mlr:16", "mlr:8|8@64|16"]), tokens(2, 34)
@@ -94,6 +94,7 @@ def test_a_prompt_without_our_cache_is_one_graph_and_its_cache_goes_on(given) ->
     assert counter.frame_count <= 3
 
 
+@pytest.mark.full
 def test_a_step_that_fails_changes_nothing(monkeypatch) -> None:
     model, ids = made("mlr:8|8@64|16"), tokens(2, 30)
     expected = model(ids, use_cache=False).logits

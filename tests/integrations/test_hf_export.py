@@ -148,6 +148,7 @@ def check_lengths(module, length, *, with_mask, batch=3) -> None:
             assert_close(program(tokens), module(tokens))
 
 
+@pytest.mark.quick(with_mask=(True,))
 @pytest.mark.parametrize("with_mask", [False, True], ids=["alone", "mask"])
 def test_whole_sequences_of_one_and_two_tokens(with_mask) -> None:
     check_lengths(Logits(structurized("llama")), torch.export.Dim("length"), with_mask=with_mask)

@@ -92,6 +92,7 @@ class Runs:
                 assert scores(a) == pytest.approx(scores(b), abs=SAME_MODEL)
 
 
+@pytest.mark.full
 def test_two_copies_of_two_processes_train_as_one_does(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     odd = [

@@ -84,6 +84,7 @@ def package(tmp_path: Path, monkeypatch) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_a_package_is_compared_continued_and_evaluated(package, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     words = ["compare", *SMOKE, "--attention", "standard", "decay:0.1", "--jobs", "2", "--out", str(out)]

@@ -499,6 +499,7 @@ def test_calibrated_levels_keep_the_scale_of_the_trained_scores() -> None:
         task.build_model("mlr:8|8,scaling=mup")
 
 
+@pytest.mark.full
 def test_the_example_of_the_help_runs_and_its_results_go_on(wide, tmp_path, capsys) -> None:
     from huggingface_hub import ModelCard
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/transformers-oldest
-INPUTS := pyproject.toml constraints.txt
+INPUTS := pyproject.toml lab/pyproject.toml constraints.txt
 # Modules are compiled afterwards, by all cores, except those that few tests import.
 INSTALL := $(BIN)/python -m pip install -q --no-compile
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests/|/rllib/|/transformers/models/' $(VENV)/lib || true
@@ -55,21 +55,21 @@ $(BIN)/python:
 		  $(PYTHON) -m pip --python $(VENV)/bin/python install pip setuptools; }
 
 $(VENV)/.installed-train: $(BIN)/python $(INPUTS)
-	$(INSTALL) -c constraints.txt -e ".[train]"
+	$(INSTALL) -c constraints.txt -e . -e ./lab
 	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-dev: $(BIN)/python $(INPUTS)
-	$(INSTALL) -c constraints.txt -e ".[dev]"
+	$(INSTALL) -c constraints.txt -e ".[dev]" -e ./lab
 	@$(COMPILE)
 	@touch $@ $(VENV)/.installed-train
 
 $(VENV)/.installed-more: $(VENV)/.installed-dev
-	$(INSTALL) -c constraints.txt -e ".[dev,test-more]"
+	$(INSTALL) -c constraints.txt -e ".[dev,test-more]" -e ./lab
 	@touch $@
 
 $(VENV)/.installed-docs: $(BIN)/python $(INPUTS)
-	$(INSTALL) -c constraints.txt -e ".[docs]"
+	$(INSTALL) -c constraints.txt -e ".[docs]" -e ./lab
 	@touch $@
 
 $(OLDEST)/.installed: $(VENV)/.installed-dev
@@ -78,4 +78,4 @@ $(OLDEST)/.installed: $(VENV)/.installed-dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info native/build native/*.egg-info native/structattn_native/*.so .pytest_cache .mypy_cache .ruff_cache htmlcov .coverage*
+	rm -rf $(VENV) build dist site src/*.egg-info lab/build lab/src/*.egg-info native/build native/*.egg-info native/structattn_native/*.so .pytest_cache .mypy_cache .ruff_cache htmlcov .coverage*

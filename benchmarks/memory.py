@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.machine import ROOT
 from benchmarks.registry import BENCHMARKS, Benchmark, Case, Group, Work
-from structattn.studies.training.memory import peak_memory_bytes, reset_peak_memory
+from structattn_lab.training.memory import peak_memory_bytes, reset_peak_memory
 
 RESOLUTION = 2**20  # bytes; a smaller peak is not to be divided by
 _PROCESSES = 3  # of whose resident sets the median is taken

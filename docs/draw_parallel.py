@@ -1,4 +1,4 @@
-"""Draws the picture of docs/parallel-extrapolation.md, from the simulation of the studies: ``python docs/draw_parallel.py``."""
+"""Draws the picture of docs/parallel-extrapolation.md, from the simulation of the lab: ``python docs/draw_parallel.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 import structattn as sa
-from structattn.studies.planning.parallel_time import SCHEMES, Devices, Layer, layer_time
+from structattn_lab.planning.parallel_time import SCHEMES, Devices, Layer, layer_time
 
 IMAGE = Path(__file__).parent / "images" / "parallel-extrapolation.png"
 T, GPUS, HEADS, DIM = 2**20, 64, 32, 128

@@ -9,8 +9,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from structattn.studies.records import ComparisonRecord, FitsRecord, MupRecord, RunRecord, ScoreRecord, SweepRecord
 from structattn.typed_records import typed_fields
+from structattn_lab.records import ComparisonRecord, FitsRecord, MupRecord, RunRecord, ScoreRecord, SweepRecord
 
 FOLDER = Path(__file__).parent / "schemas"
 _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}

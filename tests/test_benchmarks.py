@@ -21,10 +21,10 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks are no part of the package
 
-import structattn  # noqa: E402
 from benchmarks import attention, decode, figure, linear, memory, report, run, step, timing  # noqa: E402
 from benchmarks.registry import BENCHMARKS, CaseUnavailableError, Group  # noqa: E402
-from structattn import LevelLayout, StructuredLinear, cli, structured_attention  # noqa: E402
+
+from structattn import LevelLayout, StructuredLinear, cli, extras, structured_attention  # noqa: E402
 from structattn.errors import ConfigError  # noqa: E402
 from structattn.testing.tolerances import SAME_MODEL, assert_close  # noqa: E402
 
@@ -600,7 +600,7 @@ def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.Ca
 def test_without_a_checkout_the_command_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(structattn, "__file__", str(tmp_path / "lib" / "structattn" / "__init__.py"))
+    monkeypatch.setattr(extras, "__file__", str(tmp_path / "structattn" / "extras.py"))
     assert cli.main(["bench", "attention"]) == 2
     error = capsys.readouterr().err
     assert "clone it" in error

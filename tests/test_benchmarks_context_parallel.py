@@ -4,8 +4,8 @@ import multiprocessing
 
 import pytest
 import torch
-
 from benchmarks import context_parallel as bench
+
 from structattn.testing.tolerances import FORWARD, GRADIENT, relative_error
 
 

@@ -24,6 +24,7 @@ from benchmarks.gpu.results import reproduction  # noqa: E402
 from benchmarks.gpu.rows import Row, Settings  # noqa: E402
 from benchmarks.sdpa import TRIALS, fastest_sdpa  # noqa: E402
 from benchmarks.timing import CpuClock, WrongResultError  # noqa: E402
+
 from structattn.errors import ConfigError  # noqa: E402
 from structattn.parallel import local  # noqa: E402
 from structattn.testing.tolerances import assert_close  # noqa: E402

@@ -4,9 +4,9 @@ import importlib.util
 
 import pytest
 import torch
-
 from benchmarks import llama as bench
 from benchmarks import memory
+
 from structattn.testing.tolerances import FORWARD, relative_error
 
 SHAPE = bench.ModelShape(num_layers=2, embed_dim=64, num_heads=2, num_kv_heads=1)

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-
 from benchmarks import model as bench
 from benchmarks import report, timing, training
 from benchmarks.gpu import results as gpu_results
 from benchmarks.registry import Check
+
 from structattn.testing.tolerances import FORWARD, assert_close, relative_error
 
 SHAPE_TRAINED = bench.ModelShape(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=2)

@@ -4,9 +4,9 @@ import importlib.util
 
 import pytest
 import torch
-
 from benchmarks import serve as bench
 from benchmarks import storm
+
 from structattn import serve
 from structattn.testing.tolerances import FORWARD, relative_error
 

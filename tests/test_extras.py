@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +13,9 @@ from structattn import extras
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-TEXTS = [p for folder in ("src", "docs", "benchmarks", "native") for p in sorted((ROOT / folder).rglob("*.[pm][yd]"))]
+TEXTS = [
+    p for folder in ("src", "lab", "docs", "benchmarks", "native") for p in sorted((ROOT / folder).rglob("*.[pm][yd]"))
+]
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_messages_and_pages_do_not_name_an_index_that_has_no_such_package() -> N
 
 
 def test_every_extra_that_is_named_exists() -> None:
-    sources = "".join(p.read_text() for p in (ROOT / "src").rglob("*.py"))
+    sources = "".join(p.read_text() for folder in ("src", "lab/src") for p in (ROOT / folder).rglob("*.py"))
     named = set(re.findall(r"""install_command\(["'](\w+)["']\)""", sources))
     assert {"train", "hf", "data", "sweep"} <= named <= set(EXTRAS)
     pages = "".join(p.read_text() for p in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -84,11 +84,12 @@ def test_every_extra_that_is_named_exists() -> None:
     assert {name for group in listed for name in group.split(",")} <= set(EXTRAS)
 
 
-def test_the_command_line_without_its_extra_says_the_whole_command() -> None:
-    program = (
-        "import importlib.util as u, sys; find = u.find_spec; "
-        "u.find_spec = lambda name, *a: None if name == 'tyro' else find(name, *a); import structattn.cli.commands"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert extras.install_command("train") in done.stderr
-    assert "Traceback" not in done.stderr
+def test_where_structattn_lab_comes_from(installed) -> None:
+    assert shlex.split(extras.install_lab()) == ["pip", "install", "-e", str(ROOT), "-e", str(ROOT / "lab")]
+    installed(json.dumps({"url": "file:///a/clone", "dir_info": {}}))
+    assert shlex.split(extras.install_lab()) == ["pip", "install", "structattn-lab @ file:///a/clone/lab"]
+    installed(json.dumps({"url": "https://host/structattn", "vcs_info": {"vcs": "git", "commit_id": "abc"}}))
+    expected = "structattn-lab @ git+https://host/structattn@abc#subdirectory=lab"
+    assert shlex.split(extras.install_lab()) == ["pip", "install", expected]
+    installed("")
+    assert extras.install_lab() == "pip install structattn-lab"

@@ -8,12 +8,10 @@ import torch
 
 import structattn as sa
 from structattn.errors import ConfigError, StructAttnError
-from structattn.spec.attention import FORMS
+from structattn.spec.attention import all_forms
 from structattn.spec.structure import FORMS as STRUCTURES
 from structattn.spec.structure import parse_structure
-from structattn.studies.baselines import add_forms
 
-add_forms()
 HUGE = ("100000", "1000000000", "9" * 20, "9" * 400)
 
 
@@ -38,7 +36,7 @@ def run(make) -> None:
     assert time.process_time() - start < 5
 
 
-@pytest.mark.parametrize("spec", written(form.example for form in FORMS.values()))
+@pytest.mark.parametrize("spec", written(form.example for form in all_forms().values()))
 def test_of_an_attention_spec(spec) -> None:
     def make():
         model = sa.LanguageModel(16, spec, num_layers=1, embed_dim=128, num_heads=2, context_length=128)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from structattn.studies.data.corpus.preparation import split_of
-from structattn.studies.tasks.uptraining.presets import PRESETS
+from structattn_lab.data.corpus.preparation import split_of
+from structattn_lab.tasks.uptraining.presets import PRESETS
 
 START, HELD_OUT = "PEP: ", 0.05
 SHARE = 1 / 3  # of all characters

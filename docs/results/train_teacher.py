@@ -25,8 +25,8 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from structattn.studies.data.corpus import Corpus
-from structattn.studies.data.corpus.corpus import Tokens
+from structattn_lab.data.corpus import Corpus
+from structattn_lab.data.corpus.corpus import Tokens
 
 LENGTH, BATCH = 512, 16
 KEYS_FROM = 405  # steps on text alone: what text is like comes first

@@ -27,6 +27,17 @@ def install_command(extra: str) -> str:
     return f"pip install {requirement('structattn', extra)}"
 
 
+def install_lab() -> str:
+    """The line for a shell, in any folder, that installs structattn-lab: from where this package was installed."""
+    if clone := repository():
+        return f"pip install -e {shlex.quote(str(clone))} -e {shlex.quote(str(clone / 'lab'))}"
+    url = _origin("structattn")
+    if url is None:
+        return "pip install structattn-lab"
+    folder = f"{url}#subdirectory=lab" if "+" in url.partition("://")[0] else f"{url}/lab"
+    return f"pip install {shlex.quote(f'structattn-lab @ {folder}')}"
+
+
 def requirement(package: str, extra: str = "") -> str:
     """A package, quoted for a shell, from where it was installed.
 

@@ -16,7 +16,6 @@ from structattn.models.forecaster import Forecaster
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.models.transformer import Transformer
 from structattn.optim.roles import Role
-from structattn.studies.tasks.nearest_neighbor.model import NearestNeighborModel
 
 LEVELS = sa.LevelLayout((4, 4), (8, 4))
 FREE = sa.LevelLayout.from_boundaries((4, 4), [((0,), (0, 3)), ((0,), (0, 2, 5))])
@@ -45,7 +44,6 @@ FORECASTER = Forecaster(
     "standard", look_back=8, horizon=2, patch_length=2, stride=2, embed_dim=8, num_layers=1, num_heads=2, num_future=1
 )
 REGRESSOR = ICLRegressor("standard", dim=3, num_points=4, embed_dim=8, num_layers=1, num_heads=2)
-NEAREST = NearestNeighborModel("standard", dim=8, num_points=4, num_heads=2)
 LAYER = sa.StructuredLinear(8, 8, "btt:1")
 LINEARS = nn.Sequential(nn.Linear(8, 8))
 ROTATION = RotaryEmbedding(sa.Rotary(), (4, 4))
@@ -292,19 +290,6 @@ TABLE = {
         },
     ),
     "ICLRegressor.flops": (REGRESSOR.flops, {"num_points": 4}, {"num_points": (None, *SIZE)}),
-    "NearestNeighborModel": (
-        NearestNeighborModel,
-        {"spec": "standard", "dim": 8, "num_points": 4, "num_heads": 2},
-        {"spec": TEXT, "dim": SIZE, "num_points": SIZE, "num_heads": SIZE, "qk_norm": FLAG},
-    ),
-    "NearestNeighborModel.forward": (
-        NEAREST,
-        {"query": torch.randn(2, 8), "points": torch.randn(2, 4, 8)},
-        {
-            "query": (*TENSOR, torch.randn(8), torch.randn(3, 8)),
-            "points": (*TENSOR, torch.randn(4, 8), torch.randn(2, 4, 7)),
-        },
-    ),
 }
 
 

@@ -1,14 +1,11 @@
 """Paragraphs, lines and words as levels: against their meaning in characters, and attention against the dense definition."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import structattn as sa
-from structattn.errors import ConfigError, ShapeError
 from structattn.layout.text import UNITS, TextHistory, TextLayout, TextUnits
-from structattn.studies.data.corpus import Bytes, Characters, text_units
 from structattn.testing.tolerances import assert_close
 
 TOKENS = ["a", "b", " ", "\n", " the", "\n\n", ".\n", "\n ", "é", "  ", "\nand", "e\n\nf", "x ", "\n\n\n"]
@@ -115,69 +112,3 @@ def test_no_token_changes_a_segment_before_it() -> None:
         changed[:, i:] = torch.randint(len(TOKENS), (1, 40 - i), generator=torch.Generator().manual_seed(i))
         for old, new in zip(before, TABLE.segments(changed).rows[0], strict=True):
             assert [start for start in old if start < i] == [start for start in new if start < i]
-
-
-def test_tokenizers_know_their_newlines() -> None:
-    text = "To be,\nor not.\n\nThat is.\n"
-    for tokenizer in (Characters(), Bytes()):
-        found = text_units(tokenizer).segments(torch.from_numpy(tokenizer.encode(text).astype("int64"))[None])
-        assert found.rows == (((0, 16), (0, 7, 15, 16), (0, 3, 7, 10, 15, 16, 21)),)
-
-
-def test_byte_pairs_know_their_newlines() -> None:
-    pytest.importorskip("tokenizers")
-    from structattn.studies.data.corpus import BytePairs
-
-    text = "the cat,\nthe mat.\n\nthe cat and the mat\n"
-    tokenizer = BytePairs.train([text * 4], 300)
-    tokens = tokenizer.encode(text).astype("int64")
-    pieces = [tokenizer.decode([token]) for token in tokens]
-    assert len(pieces) < len(text)
-    assert any(piece.startswith(" ") and len(piece) > 2 for piece in pieces)
-    found = text_units(tokenizer).segments(torch.from_numpy(tokens)[None]).rows[0]
-    segments = {
-        unit: ["".join(pieces[a:b]) for a, b in zip(starts, [*starts[1:], None], strict=True)]
-        for unit, starts in zip(UNITS, found, strict=True)
-    }
-    assert segments["paragraph"] == ["the cat,\nthe mat.\n\n", "the cat and the mat\n"]
-    assert segments["line"] == ["the cat,\n", "the mat.\n", "\n", "the cat and the mat\n"]
-    assert segments["word"][-5:] == ["the", " cat", " and", " the", " mat\n"]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TextLayout((4,)), "2 to 4 ranks"),
-        (lambda: TextLayout((4, 1, 1, 1, 1)), "2 to 4 ranks"),
-        (lambda: TextLayout((4, 4), ("verse",)), "unknown text unit 'verse'"),
-        (lambda: TextLayout((4, 4, 4), ("line",)), "one unit for each rank but the first"),
-        (lambda: TextLayout((4, 4, 4), ("line", "paragraph")), "from the largest to the smallest"),
-        (lambda: TextLayout((4, 0)), "level 2 must be an int of at least 1"),
-        (lambda: TextLayout((4, 4), value_ranks=(3,)), "one dimension per level"),
-        (lambda: TABLE.segments(torch.tensor([[99]])), r"token ids lie in \[0, 14\)"),
-        (lambda: sa.Attention(8, 1, layout=TextLayout((4, 4)))(torch.zeros(1, 2, 8)), "needs the layout of each text"),
-        (
-            lambda: sa.Attention(8, 1)(torch.zeros(1, 2, 8), layout=TextLayout((4, 4)).bound),
-            "leave layout at None",
-        ),
-        (
-            lambda: sa.LevelCache(TextLayout((4, 4))).append(torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8)),
-            "needs its levels with the segments",
-        ),
-        (
-            lambda: sa.LevelCache(TextLayout((4, 4))).append(
-                torch.zeros(2, 1, 2, 8), torch.zeros(2, 1, 2, 8), layout=TextLayout((4, 4)).bound
-            ),
-            "one entry per batch row: expected 2, got 1",
-        ),
-        (
-            lambda: sa.LevelCache().append(
-                torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8), layout=TextLayout((4, 4)).bound
-            ),
-            "leave layout at None",
-        ),
-    ],
-)
-def test_mistakes_are_named(make, message: str) -> None:
-    with pytest.raises((ConfigError, ShapeError), match=message):
-        make()

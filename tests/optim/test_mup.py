@@ -19,7 +19,6 @@ from structattn.models.forecaster import Forecaster
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.optim.roles import Role
 from structattn.spec.attention import FORMS, parse_spec
-from structattn.studies.tasks.nearest_neighbor.model import NearestNeighborModel
 from structattn.testing.tolerances import assert_close
 
 E, H = 32, 4
@@ -108,9 +107,9 @@ def test_roles_of_the_other_models() -> None:
     assert roles["embed.weight"].kind == "embedding"
     assert roles["embed.bias"] == roles["head.bias"] == BIAS
     assert roles["head.weight"] == output(4 * E)
-    nearest = mup.roles_of(NearestNeighborModel("bilinear-btt:1", dim=32, num_points=4, num_heads=2))
-    assert nearest["attention.value_proj.weight"] == hidden(32)
-    assert nearest["attention.scoring.matrix.left"] == factor(8)
+    bilinear = mup.roles_of(sa.Attention(32, 2, scoring=sa.scoring.BTT(rank=1)))
+    assert bilinear["value_proj.weight"] == hidden(32)
+    assert bilinear["scoring.matrix.left"] == factor(8)
     biased = mup.roles_of(sa.Attention(32, 4, bias=True))
     assert biased["value_proj.bias"] == biased["out_proj.bias"] == biased["scoring.q_norm.bias"] == BIAS
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import structattn as sa
 from structattn.layers.block import MLP
-from structattn.studies.baselines import add_forms
+from structattn.layers.layer import AttentionLayer
 from structattn.testing.tolerances import assert_close
 
 VOCABULARY = 33  # no multiple of the processes
@@ -288,6 +288,13 @@ def compare_tied(mesh: DeviceMesh) -> None:
     same_results(one, parts, (tokens_of(0),))
 
 
+class OwnLayer(AttentionLayer):
+    """Attention that is neither a scoring nor a layout."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        return x
+
+
 def refused(mesh: DeviceMesh, name: str) -> Any:
     """The error of a model that cannot be divided; afterwards nothing of it has changed."""
     wrong: Any = mesh
@@ -300,8 +307,8 @@ def refused(mesh: DeviceMesh, name: str) -> Any:
             mlp = model[0].trunk.layers[1].mlp
             mlp.up, mlp.down = nn.Linear(24, 9), nn.Linear(9, 24)
         case "layer":
-            add_forms()
-            model = sa.LanguageModel(VOCABULARY, "mla:8,rope=4", **{**OPTIONS, "num_kv_heads": None})
+            model = language_model("standard")
+            model.trunk.layers[0].attention = OwnLayer(32, 4)
         case "linear":
             model = language_model("standard")
             sa.replace_linears(model, lambda linear: "btt:1" if linear.out_features == 256 else None)

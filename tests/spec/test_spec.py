@@ -9,7 +9,6 @@ from structattn.errors import ConfigError
 from structattn.layout.halving import Halving
 from structattn.spec.attention import FORMS, describe_spec
 from structattn.spec.layers import LayerSpecs
-from structattn.studies.training.build import spec_for
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,6 @@ def test_every_list_round_trips(texts: list[str]) -> None:
 def test_mup_scales_every_spec_of_a_list() -> None:
     specs = LayerSpecs.parse("[standard,mlr:4|4,scaling=paper,mlr:4|4]").with_scaling("mup")
     assert str(specs) == "[standard,scaling=mup,mlr:4|4,scaling=paper,mlr:4|4,scaling=mup]"
-    assert spec_for("[mlr:4|4,window:3]", "mup") == "[mlr:4|4,scaling=mup,standard,scaling=mup+window:3]"
 
 
 @pytest.mark.parametrize(

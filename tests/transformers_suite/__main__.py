@@ -60,10 +60,9 @@ def main() -> int:
     warnings.simplefilter("ignore")
 
     from cases import CONTROL, MODELS
+    from tests import test_modeling_common
     from transformers import set_seed
     from transformers.utils import logging
-
-    from tests import test_modeling_common
 
     logging.disable_default_handler()
     logging.disable_progress_bar()

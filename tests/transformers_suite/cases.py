@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from tests import test_configuration_common, test_modeling_common
 from tests.causal_lm_tester import CausalLMModelTest, CausalLMModelTester
 from transformers import (
     Gemma3TextModel,
@@ -21,7 +22,6 @@ from transformers import (
 import structattn.integrations.transformers as ours
 from structattn.integrations.transformers import LevelCacheLayer, register_attention
 from structattn.integrations.transformers.attention import IMPLEMENTATION
-from tests import test_configuration_common, test_modeling_common
 
 # Texts of the tests have 7 tokens: with blocks of 8 and 4 both levels have an effect, and with one level nothing changes.
 LEVELS, ONE_LEVEL, CONTEXT = "mlr:8|8", "mlr:16", 8

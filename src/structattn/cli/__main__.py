@@ -1,4 +1,4 @@
-"""``python -m structattn.cli``, the same as ``structattn``."""
+"""The command ``structattn``, also as ``python -m structattn``."""
 
 from __future__ import annotations
 

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 
 from structattn.cli.failures import close_output, in_one_line, is_full_disk, open_standard_streams
-from structattn.cli.parsing import parse
 from structattn.cli.session import Session
-from structattn.progress import inner_bars
-from structattn.studies import interrupt
+
+AtOnce = Callable[[int], None]
+# Packages that replace the commands of this one declare a function of a session and of what ends the process after a signal.
+GROUP = "structattn.commands"
 
 
-def call(session: Session, at_once: Callable[[int], None]) -> int:
-    """Runs a command.
+def call(session: Session, at_once: AtOnce | None = None) -> int:
+    """Runs a command: that of structattn-lab where it is installed, else that of this package.
 
     Args:
         session: its words.
-        at_once: called with the number of a signal that comes where nothing has to be saved first; see ``interrupt.handled``.
+        at_once: called with the number of a signal that comes where nothing has to be saved first. Default: an exception ends the command.
 
     Returns:
-        The exit status: see ``main``.
+        The exit status: see ``structattn.cli.main``.
     """
     open_standard_streams()
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
-        with interrupt.handled(lambda _: session.ended(), at_once), inner_bars():
-            _run(session)
+        _runner()(session, at_once)
         sys.stdout.flush()
     except BrokenPipeError:
         close_output()  # the reader, such as ``head``, has seen enough
@@ -36,7 +36,7 @@ def call(session: Session, at_once: Callable[[int], None]) -> int:
     except KeyboardInterrupt as error:
         session.flush()
         session.ended()
-        return error.status if isinstance(error, interrupt.Stopped) else 130
+        return int(getattr(error, "status", 130))  # the lab's knows the signal
     except Exception as error:
         line = in_one_line(error)
         if line is None or session.with_traceback:
@@ -49,8 +49,10 @@ def call(session: Session, at_once: Callable[[int], None]) -> int:
     return 0
 
 
-def _run(session: Session) -> None:
-    if session.words == ["--version"]:
-        print(f"structattn {importlib.metadata.version('structattn')}")
-        return
-    parse(session.words).execute(session)
+def _runner() -> Callable[[Session, AtOnce | None], None]:
+    for point in entry_points(group=GROUP):
+        runner: Callable[[Session, AtOnce | None], None] = point.load()
+        return runner
+    from structattn.cli.commands import run
+
+    return run

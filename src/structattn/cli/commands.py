@@ -1,82 +1,115 @@
-"""The table of commands: each is a dataclass of its options, with a method that runs it."""
+"""The commands of this package, which need no other: argparse reads their words."""
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
 
-from structattn.extras import install_command
-
-if importlib.util.find_spec("tyro") is None:  # the library itself needs torch alone
-    raise SystemExit(f"structattn: the command line needs the extra 'train': {install_command('train')}")
-
-import tyro
-
-from structattn.cli import completion
-from structattn.cli.analysis import BenchCommand, FitCommand, MupCheckCommand, MupRolesCommand, PlanCommand
-from structattn.cli.data import DataInfoCommand, DataPrepareCommand
-from structattn.cli.lists import (
-    BuildNativeCommand,
-    InfoCommand,
-    MeasureCostsCommand,
-    PresetsCommand,
-    SettingsCommand,
-    SpecsCommand,
-    StructuresCommand,
-)
-from structattn.cli.runs import EvaluateCommand, ForecastCommand, GenerateCommand
 from structattn.cli.session import Session
-from structattn.cli.train import CompareCommand, SweepCommand, TrainCommand
-from structattn.cli.uptrain import UptrainCommand
+from structattn.errors import ConfigError, nearest_name
+from structattn.extras import install_lab
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionCommand:
-    """Print a script with which a shell completes commands, options, tasks, presets and settings.
+class Command:
+    """A command without options.
 
-    Write it to a file that the shell reads: ~/.local/share/bash-completion/completions/structattn, _structattn in a folder of zsh's fpath,
-    or ~/.config/fish/completions/structattn.fish. It holds all words, so that completing takes no time; write it again after an update.
-
-    Example:
-      structattn completion bash
+    Attributes:
+        about: what it does, in a sentence.
+        run: does it, and prints.
     """
 
-    shell: tyro.conf.Positional[Annotated[Literal["bash", "zsh", "fish"], tyro.conf.arg(metavar="SHELL")]]
-    """bash, zsh or fish."""
-
-    def execute(self, session: Session) -> None:
-        print(completion.script(self.shell, COMMANDS))
+    about: str
+    run: Callable[[], None]
 
 
-class Command(Protocol):
-    """A dataclass of options, with a method that runs it."""
+def _info() -> None:
+    from structattn.cli import listings
 
-    def execute(self, session: Session) -> None: ...
+    print(listings.info())
 
 
-# Every command by the words that name it, in the order of the help.
-COMMANDS: dict[str, type[Command]] = {
-    "compare": CompareCommand,
-    "train": TrainCommand,
-    "sweep": SweepCommand,
-    "uptrain": UptrainCommand,
-    "evaluate": EvaluateCommand,
-    "forecast": ForecastCommand,
-    "generate": GenerateCommand,
-    "fit": FitCommand,
-    "mup check": MupCheckCommand,
-    "mup roles": MupRolesCommand,
-    "data prepare": DataPrepareCommand,
-    "data info": DataInfoCommand,
-    "plan": PlanCommand,
-    "bench": BenchCommand,
-    "build-native": BuildNativeCommand,
-    "measure-costs": MeasureCostsCommand,
-    "info": InfoCommand,
-    "specs": SpecsCommand,
-    "structures": StructuresCommand,
-    "presets": PresetsCommand,
-    "settings": SettingsCommand,
-    "completion": CompletionCommand,
+def _specs() -> None:
+    from structattn.cli import listings
+
+    print(listings.specs())
+
+
+def _structures() -> None:
+    from structattn.cli import listings
+
+    print(listings.structures())
+
+
+def _build_native() -> None:
+    from structattn.ops.native import library
+
+    print("compiling for this machine, unless that was done: half a minute", flush=True)
+    print(f"built {library.build_native()}; backend='auto' uses it on this machine")
+
+
+def _measure_costs() -> None:
+    from structattn.ops import costs
+
+    path = costs.measure_costs()
+    print(f"wrote {path}; backend='auto' and 'blocked' decide by it on this machine. Remove it to undo that")
+
+
+COMMANDS = {
+    "build-native": Command(
+        about="Build the C++ code that makes attention with levels faster on a CPU, once on each machine (half a minute).",
+        run=_build_native,
+    ),
+    "measure-costs": Command(
+        about="Measure what small operations cost on this machine, and store it: attention without the C++ code then decides by it (four seconds).",
+        run=_measure_costs,
+    ),
+    "info": Command(about="List versions, devices, and which backends can run here (and why not).", run=_info),
+    "specs": Command(about="List the text forms of attention variants, with parameters and cost.", run=_specs),
+    "structures": Command(
+        about="List the text forms of structured matrices, with parameters and cost.", run=_structures
+    ),
 }
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ConfigError(f"{message}; {self.prog} --help shows what it takes")
+
+
+def run(session: Session, at_once: object = None) -> None:
+    """Runs the command that the words of a session describe; without words it prints the help.
+
+    Raises:
+        ConfigError: the words describe none.
+    """
+    words = session.words
+    if words == ["--version"]:
+        import structattn
+
+        print(f"structattn {structattn.__version__}")
+        return
+    named = [word for word in words[:1] if not word.startswith("-")]
+    if named and named[0] not in COMMANDS:
+        raise ConfigError(
+            f"unknown command {named[0]!r}: {nearest_name(named[0], COMMANDS)}. structattn-lab, which is not installed, "
+            f"has the commands that train, compare and measure: {install_lab()}"
+        )
+    parser = _Parser(
+        prog="structattn",
+        description="What structattn has and can do here. Commands that train, compare and measure are in structattn-lab: "
+        f"{install_lab()}",
+        epilog="structattn --version prints the version. With --traceback, an error shows where it was raised.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser)
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.about, description=command.about).set_defaults(command=command)
+    if not words:
+        parser.print_help(sys.stdout)
+        return
+    chosen = parser.parse_args(words)
+    if not hasattr(chosen, "command"):
+        raise ConfigError(f"expected a command, got {words[0]!r}: one of {', '.join(COMMANDS)}")
+    chosen.command.run()

@@ -12,9 +12,6 @@ if TYPE_CHECKING:  # this file is imported before Ctrl-C is handled: each import
     from collections.abc import Sequence
     from pathlib import Path
 
-# The commands that have --resume. The others are run again, which takes as long as before.
-RESUMABLE = ("compare", "train", "sweep", "uptrain", "data prepare")
-
 
 class Session:
     """What is known of a call of the command line while it runs.
@@ -25,12 +22,14 @@ class Session:
     Attributes:
         words: the arguments that say what to do.
         with_traceback: whether an error is shown with its traceback.
+        resumable: commands that have ``--resume``. The others are run again, which takes as long as before.
     """
 
     def __init__(self, arguments: Sequence[str] | None = None) -> None:
         self._arguments = list(sys.argv[1:] if arguments is None else arguments)
         self.words = [word for word in self._arguments if word != "--traceback"]
         self.with_traceback = self.words != self._arguments
+        self.resumable: tuple[str, ...] = ()
         self._folder: Path | None = None
         self._said = False
 
@@ -83,7 +82,7 @@ class Session:
     def continuation(self) -> str:
         """How to go on: the command line that continues, or the same one where there is none."""
         words = [*self._arguments]
-        if " ".join(words[:1]) not in RESUMABLE and " ".join(words[:2]) not in RESUMABLE:
+        if " ".join(words[:1]) not in self.resumable and " ".join(words[:2]) not in self.resumable:
             how = "run it again with"
         else:
             how = "continue with"

@@ -1,0 +1,205 @@
+"""Scripts with which shells complete command lines: they hold all words, so that completing takes no time."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import tyro
+
+from structattn_lab.tasks.registry import TASKS
+
+
+def script(shell: str, kinds: Mapping[str, type[Any]]) -> str:
+    """A script for bash, zsh or fish.
+
+    Args:
+        shell: its name.
+        kinds: the dataclass of options of every command, by the words that name it.
+    """
+    commands = [_Words.of(name, kind) for name, kind in kinds.items()]
+    if shell == "fish":
+        return "\n".join(_fish(commands))
+    return "\n".join([*_HEADS[shell], *_candidates(commands), _WRAPPERS[shell]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Words:
+    """What may follow a command.
+
+    Attributes:
+        name: of the command.
+        about: the command in a sentence.
+        flags: options without a value.
+        values: the other options, with the words of their values: none where any text or file may follow.
+        first: the words of the argument without a name.
+    """
+
+    name: str
+    about: str
+    flags: tuple[str, ...]
+    values: dict[str, tuple[str, ...]]
+    first: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, kind: type[Any]) -> _Words:
+        hints = typing.get_type_hints(kind, include_extras=True)
+        flags, values = ["--help"], dict[str, tuple[str, ...]]()
+        first: tuple[str, ...] = ()
+        for field in dataclasses.fields(kind):
+            hint, option = hints[field.name], f"--{field.name.replace('_', '-')}"
+            known = _literals(hint)
+            if tyro.conf.Positional in getattr(hint, "__metadata__", ()):
+                first = known or (tuple(TASKS) if field.name == "task" else ())
+            elif hint is bool:
+                flags.append(f"--no-{option[2:]}" if field.default is True else option)
+            else:
+                values[option] = known
+        about = (kind.__doc__ or "").partition("\n")[0].rstrip(".")
+        return cls(name=name, about=about, flags=tuple(flags), values=values, first=first)
+
+
+def _literals(hint: Any) -> tuple[str, ...]:
+    """The words of a type, if it has some."""
+    if typing.get_origin(hint) is Literal:
+        return typing.get_args(hint)
+    return next((words for one in typing.get_args(hint) if (words := _literals(one))), ())
+
+
+def _by_task() -> dict[str, dict[str, tuple[str, ...]]]:
+    """The words of the options whose values depend on the task."""
+    from structattn_lab.settings import fields_of
+    from structattn_lab.tasks.registry import presets_of
+
+    found = {task: presets_of(task) for task in TASKS}
+    settings = {
+        task: tuple(f"{name}=" for name, _, _ in fields_of(presets["default"].recipe))
+        for task, presets in found.items()
+    }
+    return {"--preset": {task: tuple(presets) for task, presets in found.items()}, "--set": settings}
+
+
+# How the first lines differ: zsh knows by one which command it completes.
+_HEADS = {"bash": ("# bash completion of structattn",), "zsh": ("#compdef structattn",)}
+_WRAPPERS = {
+    "bash": """_structattn() {
+    local current="${COMP_WORDS[COMP_CWORD]}" word
+    local -a before=()
+    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
+        [ "$word" = "=" ] || before+=("$word")
+    done
+    [ "$current" = "=" ] && current=""
+    COMPREPLY=($(compgen -W "$(_structattn_candidates "${before[@]}")" -- "$current"))
+    case "${COMPREPLY[0]}" in *=) compopt -o nospace ;; esac
+}
+complete -o default -F _structattn structattn""",
+    "zsh": """_structattn() {
+    local -a before found
+    before=("${(@)words[2,CURRENT-1]}")
+    if [[ "$PREFIX" == --*=* ]]; then
+        before+=("${PREFIX%%=*}")
+        compset -P '*='
+    fi
+    found=(${=$(_structattn_candidates "${before[@]}")})
+    if (( $#found )); then
+        compadd -q -S '' -- ${(M)found:#*=}
+        compadd -- ${found:#*=}
+    else
+        _files
+    fi
+}
+if [ "$funcstack[1]" = "_structattn" ]; then
+    _structattn "$@"
+else
+    compdef _structattn structattn
+fi""",
+}
+
+
+def _candidates(commands: Iterable[_Words]) -> Iterator[str]:
+    """A function of bash and of zsh: from the words before the cursor to those that may come; nothing where a file may."""
+    commands = list(commands)
+    heads = list(dict.fromkeys(one.name.split()[0] for one in commands))
+    groups = {head: [one.name.split()[1] for one in commands if one.name.startswith(f"{head} ")] for head in heads}
+    groups = {head: seconds for head, seconds in groups.items() if seconds}
+    yield from (
+        "_structattn_candidates() {",
+        '    local word name="" task="" previous=""',
+        '    for word in "$@"; do',
+        '        case "$name" in',
+        '            "") name="$word" ;;',
+        f'            {"|".join(groups)}) name="$name $word" ;;',
+        "        esac",
+        f'        case "$word" in {"|".join(TASKS)}) task="$word" ;; esac',
+        '        previous="$word"',
+        "    done",
+        '    case "$name" in',
+        f'        "") echo "{" ".join([*heads, "--help", "--version"])}"; return ;;',
+    )
+    for head, seconds in groups.items():
+        yield f'        "{head}") echo "{" ".join(seconds)}"; return ;;'
+    yield "    esac"
+    yield '    case "$name $previous" in'
+    by_task = _by_task()
+    for one in commands:
+        for option, words in one.values.items():
+            if option not in by_task:
+                yield f'        "{one.name} {option}") echo "{" ".join(words)}"; return ;;'
+    yield "    esac"
+    for option, words_of in by_task.items():
+        yield '    case "$previous:$task" in'
+        for task, words in words_of.items():
+            yield f'        "{option}:{task}") echo "{" ".join(words)}"; return ;;'
+        yield "    esac"
+    yield '    case "$name" in'
+    for one in commands:
+        options = " ".join([*one.values, *one.flags])
+        if one.first:
+            yield f'        "{one.name}") [ "$previous" = "{one.name.split()[-1]}" ] && echo "{" ".join(one.first)}" || echo "{options}" ;;'
+        else:
+            yield f'        "{one.name}") echo "{options}" ;;'
+    yield from ("    esac", "}")
+
+
+def _fish(commands: Iterable[_Words]) -> Iterator[str]:
+    """The lines of a script of fish."""
+    commands = list(commands)
+    yield from (
+        "# fish completion of structattn",
+        "function __structattn_has",
+        "    set -l words (commandline -opc)",
+        '    test "$words[2]" = "$argv[1]"; or return 1',
+        '    test (count $argv) -eq 1; or test "$words[3]" = "$argv[2]"',
+        "end",
+        "function __structattn_at",
+        "    test (count (commandline -opc)) -eq (math (count $argv) + 1); and __structattn_has $argv",
+        "end",
+    )
+    by_task = _by_task()
+    for one in commands:
+        head, _, second = one.name.partition(" ")
+        at = f'-n "__structattn_at {head}"' if second else "-n __fish_use_subcommand"
+        yield f"complete -c structattn -f {at} -a {second or head} -d {_quoted(one.about)}"
+        if second:
+            yield f"complete -c structattn -f -n __fish_use_subcommand -a {head}"
+        has = f'-n "__structattn_has {one.name}"'
+        if one.first:
+            yield f'complete -c structattn -f -n "__structattn_at {one.name}" -a "{" ".join(one.first)}"'
+        for flag in one.flags:
+            yield f"complete -c structattn {has} -l {flag[2:]}"
+        for option, words in one.values.items():
+            if option not in by_task:
+                what = f'-x -a "{" ".join(words)}"' if words else "-r"
+                yield f"complete -c structattn {has} -l {option[2:]} {what}"
+                continue
+            for task, words_of in by_task[option].items():
+                both = f'-n "__structattn_has {one.name}; and contains -- {task} (commandline -opc)"'
+                yield f'complete -c structattn {both} -l {option[2:]} -x -a "{" ".join(words_of)}"'
+
+
+def _quoted(text: str) -> str:
+    """A text of fish."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

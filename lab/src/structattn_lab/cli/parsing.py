@@ -1,0 +1,139 @@
+"""From the words of a command line to a command, with every mistake in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import io
+import operator
+from collections.abc import Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
+
+import tyro
+
+from structattn.errors import ConfigError, nearest_name
+from structattn_lab.cli.commands import COMMANDS, Command
+from structattn_lab.cli.values import KINDS, choice, constructor
+
+_DESCRIPTION = """Compare, train and inspect attention variants.
+
+Examples:
+  structattn compare nearest-neighbor --preset demo    train five attention variants, write a report
+  structattn train text --attention "mlr:8|8|8|8"      train one language model
+  structattn specs                                     list what --attention takes
+  structattn settings forecast                         list what --set takes
+  structattn compare --help                            the options of one command
+
+structattn --version prints the version. With --traceback, an error shows where it was raised."""
+
+
+_VALUES = tyro.constructors.ConstructorRegistry()
+
+
+@_VALUES.primitive_rule
+def _values(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    """The options that take one value, or at least one, and declare no bounds of their own."""
+    if info._primitive_spec is not None:
+        return None
+    kind: Any = info.type
+    if isinstance(kind, UnionType) and len(kinds := [one for one in get_args(kind) if one is not NoneType]) == 1:
+        kind = kinds[0]
+    several = get_args(kind)[1:] == (...,)
+    markers: set[Any] = set(info.markers)
+    if several and tyro.conf.UseAppendAction not in markers:
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return constructor(choice(get_args(kind)), several=several)
+    return constructor(KINDS[kind], several=several) if kind in KINDS else None
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """The command that the words after the program's name describe.
+
+    Prints help and exits if the words ask for it, or if there are none.
+
+    Raises:
+        ConfigError: an unknown command or option (the nearest is named), a missing or wrong value.
+    """
+    _check_encoding(arguments)
+    words = [word for word in arguments[:2] if not word.startswith("-")]
+    name = next((name for name in (" ".join(words), *words[:1]) if name in COMMANDS), None)
+    if name is not None and list(arguments[: len(name.split())]) == name.split():
+        rest = arguments[len(name.split()) :]
+        return cast(Command, _read(COMMANDS[name], rest, f"structattn {name}"))
+    group = {known: kind for known, kind in COMMANDS.items() if known.split()[0] in words[:1]}
+    if words[:1] and not group:
+        raise ConfigError(f"unknown command {words[0]!r}: {nearest_name(words[0], COMMANDS)}")
+    if group and len(words) > 1:
+        raise ConfigError(f"unknown command {' '.join(words)!r}: {nearest_name(' '.join(words), group)}")
+    if not arguments or {"-h", "--help"} & set(arguments):
+        _print_help(group or COMMANDS)
+        raise SystemExit(0)
+    got = f", got {arguments[0]!r}"
+    raise ConfigError(
+        f"expected a command before its options{got}: one of {', '.join(group or COMMANDS)}; structattn --help says what they do"
+    )
+
+
+def _check_encoding(arguments: Sequence[str]) -> None:
+    """Bytes that are no UTF-8 come as halves of surrogate pairs, which no record, report or log can hold: better here than after training."""
+    for before, word in zip(("", *arguments), arguments, strict=False):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            option, equals, value = word.partition("=")
+            if not (option.startswith("--") and equals):
+                option, value = before if before.startswith("--") else "the argument", word
+            raise ConfigError(
+                f"{option}: expected text in UTF-8, got {value!r}, with other bytes in it. Rename the file, or write it in UTF-8"
+            ) from None
+
+
+def _print_help(commands: dict[str, type[Command]]) -> None:
+    """The commands with the first line of their docstrings."""
+    kinds: list[Any] = [
+        Annotated[kind, tyro.conf.subcommand(name, description=(kind.__doc__ or "").partition("\n")[0])]
+        for name, kind in commands.items()
+    ]
+    with contextlib.suppress(SystemExit):
+        tyro.cli(functools.reduce(operator.or_, kinds), args=["--help"], prog="structattn", description=_DESCRIPTION)
+
+
+def _read(kind: type[Any], arguments: Sequence[str], program: str) -> object:
+    """The command of one class; tyro's own report of a mistake becomes one line."""
+    report = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(report), _VALUES:
+            return tyro.cli(kind, args=arguments, prog=program, description=inspect.cleandoc(kind.__doc__ or ""))
+    except SystemExit as end:
+        if not end.code:
+            raise
+    options = [
+        f"--{'no-' if negative else ''}{field.name.replace('_', '-')}"
+        for field in dataclasses.fields(kind)
+        if "Positional" not in str(field.type)
+        for negative in ((False, True) if field.type == "bool" else (False,))
+    ]
+    for word in arguments:
+        option = word.partition("=")[0].replace("_", "-")
+        if option.startswith("--") and option not in [*options, "--help"]:
+            positive = [known for known in options if not known.startswith("--no-")]
+            raise ConfigError(f"unknown option {option!r} of {program}: {nearest_name(option, positive)}")
+    raise ConfigError(f"{_first_part(report.getvalue())}; {program} --help shows what it takes")
+
+
+def _first_part(report: str) -> str:
+    """What tyro says before its first rule, without the frame, in one line; a terminal without UTF-8 has a rule below the title too."""
+    lines = [line.strip("│╭╰╮╯ ") for line in report.splitlines()][1:]
+    content: list[str] = []
+    for line in lines:
+        if set(line) in ({"─"}, {"-"}):
+            if content:
+                break
+            continue
+        content.append(line)
+    words = " ".join(content).replace("(required)", "").removeprefix("Error parsing ")
+    return " ".join(words.split()).rstrip(".")

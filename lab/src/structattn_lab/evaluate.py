@@ -1,0 +1,148 @@
+"""Read a finished run back: its task, and its model with the trained weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from structattn.errors import CheckpointError, ConfigError, DataError, NotRegisteredError
+from structattn.models.language_model import LanguageModel
+from structattn.typed_records import read_as
+from structattn_lab.data.corpus import Tokenizer
+from structattn_lab.data.plain_text import is_there
+from structattn_lab.records.run import RunRecord
+from structattn_lab.tasks.base import Task, TextModel
+from structattn_lab.tasks.registry import task_class
+from structattn_lab.training.build import spec_for
+from structattn_lab.training.finished import FinishedRun, read_finished, read_record
+
+M = TypeVar("M", bound=nn.Module)
+
+# Settings, none larger than the number of weights.
+_SIZES = ("num_layers", "embed_dim", "num_heads", "head_dim", "mlp_dim", "dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """The model of a finished run, in eval mode with its trained weights, and its task, spec and seed."""
+
+    task: Task
+    spec: str
+    seed: int
+    model: nn.Module
+
+
+def load_run(folder: Path, data_path: Path | None = None) -> TrainedModel:
+    """The run that ``structattn train`` (or a comparison) finished in ``folder``.
+
+    Args:
+        folder: of the run.
+        data_path: current location of its training data. Default: the location at training time.
+
+    Raises:
+        CheckpointError: the folder has no finished run, or its files are damaged or do not belong together.
+        DataError: the training data are missing or have changed.
+        ConfigError: ``data_path`` is given for a task without user data.
+    """
+    found = read_finished(folder)
+    record = found.record
+    with reading_run(folder):
+        kind = task_class(record.task)
+        config = record.task_config
+        before = kind.data_path(config)
+    if data_path is not None:
+        if before is None:
+            raise ConfigError(f"the run in {folder} was trained on data of the package: leave --data out")
+        config = kind.with_data_path(config, str(data_path))
+    elif before is not None and not is_there(before):
+        raise DataError(
+            f"the run in {folder} was trained on {before}, which is not there: put it back, or give its new location with --data"
+        )
+    with reading_run(folder):
+        task = kind(read_as(kind.config_class, config, f"the run in {folder} is damaged"))
+        if record.data not in (None, task.data_sha256):  # the first runs did not record it
+            raise DataError(
+                f"the data have changed since the run in {folder} was trained, so that a score would be meaningless: restore them, or "
+                "give their new location with --data"
+            )
+        model = trained_model(folder, found, task.build_model)
+        return TrainedModel(task=task, spec=record.spec, seed=record.seed, model=model)
+
+
+def load_language_model(folder: Path) -> LanguageModel:
+    """The model of a finished run of language modelling, in eval mode; the text that it was trained on is not needed.
+
+    Raises:
+        CheckpointError: as ``load_run``.
+        ConfigError: the run is of a task whose models generate no text.
+    """
+    found = read_finished(folder)
+    model = _text_model(folder, found.record)
+    with reading_run(folder):
+        return trained_model(folder, found, model.build)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a finished run of language modelling.
+
+    Raises:
+        CheckpointError, ConfigError: as ``load_language_model``.
+    """
+    return _text_model(folder, read_record(folder)).tokenizer
+
+
+def _text_model(folder: Path, record: RunRecord) -> TextModel:
+    with reading_run(folder):
+        found = task_class(record.task).text_model(record.task_config, record.record)
+    if found is None:
+        raise ConfigError(
+            f"{folder} is a run of {record.task}, which is not a language model: train one with 'structattn train text'"
+        )
+    return found
+
+
+@contextmanager
+def reading_run(folder: Path) -> Iterator[None]:
+    """A context in which read errors mean that the run is damaged, unless it needs what is not installed or imported here."""
+    try:
+        yield
+    except NotRegisteredError as error:
+        raise NotRegisteredError(f"the run in {folder} cannot be read here: {error.reason}") from error
+    except (CheckpointError, DataError):
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the run in {folder} is damaged: {error}; train it again") from error
+
+
+def trained_model(folder: Path, found: FinishedRun, build: Callable[[str], M]) -> M:
+    """The model of a run with its weights, in eval mode.
+
+    Raises:
+        CheckpointError: its weights are not those of this model; a model that is too large takes no memory before.
+    """
+    record, most = found.record, sum(weight.numel() for weight in found.weights.values())
+    sizes = {name: size for name in _SIZES if isinstance(size := record.task_config.get(name), int)}
+    too_large = {name: size for name, size in sizes.items() if size > most}
+    if not too_large and sizes.get("num_layers", 1) * sizes.get("embed_dim", 1) > most:
+        too_large = {"num_layers": sizes["num_layers"]}
+    for name, size in too_large.items():
+        raise CheckpointError(
+            f"the run in {folder} is damaged: {name} = {size:,} in its run.json is too large for its weights, {most:,} numbers; train it again"
+        )
+    # The first runs did not record a parametrization: there was only the standard one.
+    spec = spec_for(record.spec, record.config.get("parametrization", "standard"))
+    with torch.device("meta"):
+        size = sum(tensor.numel() for tensor in build(spec).state_dict().values())
+    if size != most:
+        raise CheckpointError(
+            f"the run in {folder} is damaged: its run.json is of a model of {size:,} numbers, its weights are {most:,}; train it again"
+        )
+    model = build(spec)
+    model.load_state_dict(found.weights, strict=True)
+    return model.eval()

@@ -1,0 +1,218 @@
+"""A comparison of attention variants at one setting: table, verdict and page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from structattn_lab.records.comparison import ComparisonRecord, Row
+from structattn_lab.report.numbers import (
+    DASH,
+    finite,
+    finite_list,
+    fmt_count,
+    fmt_date,
+    fmt_mib,
+    fmt_score,
+    fmt_seconds,
+)
+from structattn_lab.report.page import Figure, Origin, Page, Section
+from structattn_lab.report.rows import (
+    Column,
+    baseline_score,
+    by_variant,
+    fmt_row,
+    metric_columns,
+    ranked_rows,
+    score_of,
+    standard_row,
+)
+from structattn_lab.report.table import Line, Table
+from structattn_lab.tasks.registry import class_of_record, tables_of, verdict_of
+
+
+def table(record: ComparisonRecord) -> Table:
+    """A line for each attention variant in the order asked for, the best one marked, and below them the baselines."""
+    best = next(iter(ranked_rows(record)), None)
+    scores = [score_of(row) for row in record.rows] + [baseline_score(record, row) for row in record.baselines]
+    longest = max((score for score in scores if score is not None), default=0.0)
+
+    def share(score: float | None) -> float | None:
+        return max(0.0, score / longest) if score is not None and longest > 0 else None
+
+    columns = [Column("attention", lambda row: row.spec, lambda baseline: baseline.name)]
+    if any(row.variant for row in record.rows):
+        columns.append(Column("settings", lambda row: row.variant or DASH, lambda baseline: baseline.variant or DASH))
+    columns += metric_columns(record)
+    if any(row.rank is not None for row in record.rows):
+        columns.append(Column("rank", lambda row: DASH if row.rank is None else str(row.rank)))
+    columns += [
+        Column("parameters", lambda row: fmt_count(row.num_params)),
+        Column("FLOPs/example", lambda row: fmt_count(row.flops_per_example)),
+        Column("seconds", lambda row: fmt_seconds(row.seconds)),
+        Column("peak MiB", lambda row: fmt_mib(row.peak_memory_bytes)),
+    ]
+    marks = ["best attention variant marked"] if best else []
+    if any(finite(row.score_std) is not None for row in record.rows):
+        marks.append("± standard deviation over seeds")
+    return Table(
+        header=tuple(column.name for column in columns),
+        lines=tuple(
+            Line(cells=tuple(column.of_row(row) for column in columns), is_best=row is best, share=share(score_of(row)))
+            for row in record.rows
+        ),
+        baselines=tuple(
+            Line(
+                cells=tuple(column.of_baseline(row) for column in columns),
+                note=row.note,
+                share=share(baseline_score(record, row)),
+            )
+            for row in record.baselines
+        ),
+        baselines_title=class_of_record(record.task).baselines_title,
+        words=("settings",),
+        bars=record.metric,
+        notes=("; ".join([f"{record.metric}: {record.metric_label}, lower is better", *marks]),),
+    )
+
+
+def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
+    """Verdict, table, the tables and figures of the task, how to repeat it."""
+    several = len(record.seeds) > 1
+    return Page(
+        title=f"Attention compared: {record.task}",
+        question=record.question,
+        byline=byline(record),
+        facts=facts(record),
+        verdict=verdict(record),
+        sections=[
+            Section(heading="Results", table=table(record)),
+            *task_sections(record),
+            *([Section(heading="Figures", figures=figures)] if figures else []),
+        ],
+        origin=Origin.of(record),
+        notes=(
+            f"The score is {record.metric}: {record.metric_label}. Lower is better; the bars below the scores share one linear scale.",
+            "± is the standard deviation over seeds." if several else "One seed was run, so no spread is known.",
+            "FLOPs are those of the forward pass of one example, 2 per multiply-add, counted on the structure.",
+            "Peak memory is the resident set of the process; seconds are wall-clock on this machine.",
+            *([class_of_record(record.task).baselines_note] if record.baselines else []),
+        ),
+    )
+
+
+def byline(record: ComparisonRecord) -> list[str]:
+    """Preset, date and seeds."""
+    seeds = f"seed{'s' if len(record.seeds) > 1 else ''} {', '.join(map(str, record.seeds))}"
+    return [f"preset {record.preset}", fmt_date(record.created), seeds]
+
+
+def facts(record: ComparisonRecord) -> dict[str, str]:
+    """What was compared on what: the data, the length of the training, and every spec in words."""
+    points = list(dict.fromkeys(row.variant for row in record.rows))
+    several = {"settings": f"{len(points)}; the data and the training below are those of the first, {points[0]}"}
+    training, found = record.config.get("training"), (several if len(points) > 1 else {}) | record.data
+    if training:
+        most = "at most " if training.get("patience") else ""
+        found["training"] = f"{most}{training['steps']:,} steps of {training['batch_size']:,} examples"
+    return found | record.meanings
+
+
+def task_sections(record: ComparisonRecord) -> list[Section]:
+    """The tables that the task adds, each in a section."""
+    return [Section(table=one) for one in task_tables(record)]
+
+
+def task_tables(record: ComparisonRecord) -> list[Table]:
+    """The tables that the task adds."""
+    return [one for make in tables_of(record.task).values() if (one := make(record)) is not None]
+
+
+def verdict(record: ComparisonRecord) -> str:
+    """What the comparison shows, and what it does not.
+
+    Args:
+        record: what ``results.json`` holds.
+
+    Returns:
+        Which attention is best and by how much over ``standard``, whether that exceeds the seed spread, and
+        a plain statement when a baseline beats every attention row; or what the task says instead.
+    """
+    parts = by_variant(record)
+    if len(parts) > 1:
+        return "\n".join(f"{name}: {_verdict(part)}" for name, part in parts.items())
+    return _verdict(record)
+
+
+def _verdict(record: ComparisonRecord) -> str:
+    of_task = verdict_of(record.task)
+    if of_task is not None and (said := of_task(record)) is not None:
+        return said
+    ranked = ranked_rows(record)
+    if not ranked:
+        return "No attention finished with a finite score, so there is nothing to compare."
+    sentences = [_lead(record, ranked)]
+    best_score = score_of(ranked[0])
+    assert best_score is not None
+    no_skill = class_of_record(record.task).no_skill_score
+    if no_skill is not None and best_score > 0.95 * no_skill:
+        sentences.append(
+            f"No attention variant got clearly below {no_skill:g}, the score without skill: none learned the task."
+        )
+    sentences.extend(_baseline_sentence(record, best_score))
+    return " ".join(sentences)
+
+
+def _lead(record: ComparisonRecord, ranked: list[Row]) -> str:
+    """The sentence on the best row and the row it is measured against."""
+    metric, best, standard = record.metric, ranked[0], standard_row(record)
+    value = f"{best.spec} has the lowest {metric} ({fmt_row(best)})"
+    if standard is None:
+        note = " (standard has no finite score)" if _has_standard(record) else " (standard was not compared)"
+        if len(ranked) == 1:
+            return f"{best.spec} is the only attention with a score: {metric} {fmt_row(best)}{note}."
+        return f"{value}{note}; {_against(best, ranked[1])}"
+    if best is not standard:
+        return f"{value}; {_against(best, standard)}"
+    if len(ranked) == 1:
+        return f"standard is the only attention with a score: {metric} {fmt_row(best)}."
+    return f"{value}: no structured score improves on it; {_against(best, ranked[1])}"
+
+
+def _has_standard(record: ComparisonRecord) -> bool:
+    return any(row.spec.split(":")[0] == "standard" for row in record.rows)
+
+
+def _against(best: Row, other: Row) -> str:
+    """By how much ``best`` leads ``other``, and whether that is more than the spread over seeds."""
+    low, high = score_of(best), score_of(other)
+    assert low is not None
+    assert high is not None
+    if high == low:
+        return f"{other.spec} has the same score."
+    share = f"{100 * (high - low) / high:.2g} % below " if high > 0 else f"{fmt_score(high - low)} below "
+    if high > 0 and high - low >= 0.995 * high:
+        share = f"{high / low:.3g} times below " if low > 0 else "far below "
+    text = f"that is {share}{other.spec} ({fmt_row(other)})"
+    seeds = min(len(finite_list(best.scores)), len(finite_list(other.scores)))
+    stds = finite(best.score_std), finite(other.score_std)
+    if stds[0] is None or stds[1] is None or seeds < 2:
+        return f"{text} — one seed: spread unknown."
+    few = " (few seeds: take it as an indication)" if seeds < 3 else ""
+    if high - low > stds[0] + stds[1]:
+        return f"{text}, more than the spread over {seeds} seeds{few}."
+    return f"{text}, within the spread over {seeds} seeds, so the two are not statistically distinguishable."
+
+
+def _baseline_sentence(record: ComparisonRecord, best_score: float) -> list[str]:
+    """A sentence when a baseline beats all attention rows, or when all baselines were beaten."""
+    scored = [(s, b.name) for b in record.baselines if (s := baseline_score(record, b)) is not None]
+    if not scored:
+        return []
+    low, name = min(scored)
+    if low < best_score:
+        more = sum(1 for s, _ in scored if s < best_score) - 1
+        also = f" ({more} more baseline{'s' if more > 1 else ''} too)" if more else ""
+        return [f'The baseline "{name}" is better than every attention here: {fmt_score(low)}{also}.']
+    if low == best_score:
+        return [f'The baseline "{name}" ties with the best attention.']
+    return [f'The best baseline, "{name}", reaches {fmt_score(low)}.']

@@ -1,0 +1,135 @@
+"""The muP check: table, verdict and page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from structattn_lab.records.mup import Coordinates, MupRecord, Transfer
+from structattn_lab.report.numbers import DASH, fmt_date, fmt_seconds
+from structattn_lab.report.page import Figure, Origin, Page, Section
+from structattn_lab.report.table import Table
+
+KINDS = {"mup": "muP", "standard": "standard parametrisation"}
+FLAT = 0.1
+
+
+def _where(record: MupRecord, row: Coordinates) -> str:
+    largest = row.largest
+    return DASH if largest is None else f"{record.quantities[largest.quantity]}, step {largest.step}"
+
+
+def largest_slope(row: Coordinates) -> str:
+    return "diverged" if row.largest is None else f"{row.largest.slope:+.2f}"
+
+
+def _steepness(row: Coordinates) -> float:
+    return math.inf if row.largest is None else abs(float(row.largest.slope))
+
+
+def _transfer_of(record: MupRecord, row: Coordinates) -> Transfer | None:
+    return next(
+        (t for t in record.transfers if (t.structure, t.parametrization) == (row.structure, row.parametrization)), None
+    )
+
+
+def _rate(rate: float | None) -> str:
+    return DASH if rate is None else f"2^{math.log2(rate):g}"
+
+
+def table(record: MupRecord) -> Table:
+    """A line for each structure and parametrisation."""
+
+    def of_transfer(text: Callable[[Transfer], str]) -> Callable[[Coordinates], str]:
+        return lambda row: DASH if (found := _transfer_of(record, row)) is None else text(found)
+
+    columns: list[tuple[str, Callable[[Coordinates], str]]] = [
+        ("structure", lambda row: row.structure),
+        ("parametrisation", lambda row: KINDS[row.parametrization]),
+        ("largest slope", largest_slope),
+        ("where", lambda row: _where(record, row)),
+        ("best rates", of_transfer(lambda found: " ".join(map(_rate, found.best_rates)))),
+        ("spread", of_transfer(lambda found: DASH if found.spread is None else f"{found.spread:.0f}")),
+    ]
+    words = ("parametrisation", "where")
+    return Table.of_columns(columns, record.coordinates, words=words, notes=_notes(record))
+
+
+def text(record: MupRecord) -> str:
+    """The table and the verdict for a terminal."""
+    return f"{table(record).text()}\n\n{verdict(record)}"
+
+
+def _notes(record: MupRecord) -> tuple[str, ...]:
+    first = record.coordinates[0]
+    fitted = ", ".join(map(str, first.slope_widths))
+    words = [f"largest slope: of log size against log width, furthest from 0, fitted to the widths {fitted}; 0 is flat"]
+    if record.transfers:
+        shown = ", ".join(map(str, record.transfers[0].widths))
+        words.append(
+            f"best rates: of the widths {shown}, tried in factors of 2; spread: log2 of the largest over the smallest"
+        )
+    return tuple(words)
+
+
+def verdict(record: MupRecord) -> str:
+    """Which structures are flat under muP, how far the standard parametrisation is from it, and how far best rates move."""
+    rows = {kind: [r for r in record.coordinates if r.parametrization == kind] for kind in KINDS}
+    flat = [row.structure for row in rows["mup"] if _steepness(row) <= FLAT]
+    other = [row for row in rows["mup"] if row.structure not in flat]
+    words = f"Under muP every size is flat (slopes within {FLAT:g}) for {', '.join(flat) or 'no structure'}"
+    for row in other:
+        words += f"; {row.structure} has a slope of {largest_slope(row)} ({_where(record, row)})"
+    steepest = max(rows["standard"], key=_steepness)
+    words += (
+        f". In the standard parametrisation the steepest is {largest_slope(steepest)} "
+        f"({steepest.structure}: {_where(record, steepest)})."
+    )
+    spreads = {
+        kind: [t.spread for t in record.transfers if t.parametrization == kind and t.spread is not None]
+        for kind in KINDS
+    }
+    if all(spreads.values()):
+        words += (
+            f" Over the widths the best learning rate moves by at most a factor of 2^{max(spreads['mup']):.0f} under muP "
+            f"and 2^{max(spreads['standard']):.0f} without."
+        )
+    return words
+
+
+def page(record: MupRecord, figures: Sequence[Figure]) -> Page:
+    """Verdict, table, figures, all slopes, how to repeat it."""
+    return Page(
+        title="Does muP hold?",
+        question="Are the sizes inside the model and the best learning rate the same at every width of the model?",
+        byline=(fmt_date(record.created), f"{fmt_seconds(record.seconds)} seconds"),
+        verdict=verdict(record),
+        sections=(
+            Section(heading="Results", table=table(record)),
+            Section(heading="Figures", figures=figures),
+            Section(heading="Slopes", table=_slopes(record)),
+        ),
+        origin=Origin.of(record),
+        notes=(
+            "Sizes are root mean squares on held-out prompts, after steps on one fixed batch of in-context regression.",
+            "Learned scores: attention scores of the trained weights minus those of the initial weights, for the same hidden states. Under "
+            "muP the initial scores themselves fade like one over the root of the head dimension.",
+            "Standard: every matrix starts at 1/sqrt(fan-in), scores are divided by the root of their dimension, one learning rate for all.",
+        ),
+    )
+
+
+def _slopes(record: MupRecord) -> Table:
+    rows = []
+    for row in record.coordinates:
+        for name, words in record.quantities.items():
+            found = [slope for step, slope in row.slopes[name].items() if step != "0"]
+            cells = [DASH if slope is None else f"{slope:+.2f}" for slope in found]
+            rows.append([row.structure, KINDS[row.parametrization], words, *cells])
+    first = record.coordinates[0]
+    steps = [f"step {step}" for step in first.slopes["output"] if step != "0"]
+    fitted = ", ".join(map(str, first.slope_widths))
+    title = f"Of log size against log width at the widths {fitted}"
+    return Table.of(
+        ("structure", "parametrisation", "size", *steps), rows, words=("parametrisation", "size"), title=title
+    )

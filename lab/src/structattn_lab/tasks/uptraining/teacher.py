@@ -1,0 +1,146 @@
+"""The trained model that a student is made from and learns from."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from structattn.checks import quoted, shortened
+from structattn.errors import ConfigError, DataError
+from structattn.integrations.hub import check_source, positions_of, source_config
+from structattn.seeds import seeded
+from structattn_lab.data.corpus.tokenizers import model_tokenizer
+from structattn_lab.tasks.uptraining.config import RANDOM
+from structattn_lab.tasks.uptraining.taps import Attended, tapped
+
+# The sizes of the model that is made of new weights.
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def checked_config(source: str, context_length: int, name: str = "task.context_length") -> Any:
+    """The config of a model, before anything else of it is read.
+
+    Args:
+        source: a folder or a name on the hub.
+        context_length: T, tokens of a window.
+        name: what the context length is called in an error.
+
+    Raises:
+        MissingDependencyError: transformers is not installed.
+        ConfigError: there is no such model, it is structurized already, or it has fewer positions than a window.
+    """
+    found = check_source(source)  # before transformers is imported, which takes seconds
+    from structattn.integrations.transformers import StructAttnConfig
+    from structattn.integrations.transformers.families import StructurizedConfig
+
+    config = source_config(found)
+    if isinstance(config, StructAttnConfig | StructurizedConfig):
+        raise ConfigError(
+            f"{quoted(source)} is structurized already: give the original model, with its own weights (the model card of this one names it)"
+        )
+    positions = positions_of(config)
+    if positions is not None and context_length > positions:
+        raise ConfigError(
+            f"{name}: expected at most {positions:,}, the positions of the model (max_position_embeddings), got {context_length:,}"
+        )
+    return config
+
+
+class Teacher:
+    """A plain model of transformers in eval mode whose weights stay as they are.
+
+    Args:
+        source: a folder or a name on the hub that ``checked_config`` accepts; ``"random"``: a small Llama with new weights, the same in every
+            process.
+        vocab_size: of that new one.
+
+    Attributes:
+        model: float32, on the CPU until it is asked.
+        tokenizer: its own, where it has one.
+        sha256: of its weights.
+
+    Raises:
+        MissingDependencyError: transformers is not installed.
+        ConfigError: its weights are no safetensors or not all there, or its attention cannot be structurized.
+    """
+
+    def __init__(self, source: str, vocab_size: int) -> None:
+        from structattn.integrations.transformers.discovery import find_attention
+
+        self.tokenizer: Any = None
+        with torch.device("cpu"):
+            if source == RANDOM:
+                self.model: Any = _new(vocab_size)
+            else:
+                self.model = _loaded(source)
+                self.tokenizer = _tokenizer(source)
+            self.model.eval().requires_grad_(False)
+            self.layers: list[nn.Module] = [layer.module for layer in find_attention(self.model)]
+        digest = hashlib.sha256()
+        for name, value in sorted(self.model.state_dict().items()):
+            digest.update(name.encode() + value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        self.sha256 = digest.hexdigest()
+
+    def to(self, device: torch.device) -> Teacher:
+        """On a device, where it stays."""
+        if self.model.device != device:
+            self.model.to(device)
+        return self
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, V) of tokens (B, T)."""
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    @torch.no_grad()
+    def attended(self, tokens: Tensor) -> Attended:
+        """What enters and leaves its attention layers."""
+        with tapped(self.layers) as found:
+            self.model(input_ids=tokens, use_cache=False)
+        return found
+
+
+def _new(vocab_size: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with seeded(0, torch.device("cpu")):
+        return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **_SMALL))
+
+
+def _loaded(source: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            check_source(source), dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:  # transformers raises many kinds, from a wrong name to weights that are damaged
+        raise ConfigError(
+            f"task.model={quoted(source)} cannot be loaded as a language model of transformers: {shortened(str(error))}"
+        ) from error
+    if report["missing_keys"] or report["mismatched_keys"]:
+        raise ConfigError(
+            f"task.model={quoted(source)} has not all weights of a {type(model).__name__}: {shortened(', '.join(map(str, report['missing_keys'])))} "
+            "are missing: give a whole model"
+        )
+    return model
+
+
+def _tokenizer(source: str) -> Any:
+    try:
+        return model_tokenizer(source)
+    except DataError:  # a model may come without one: then the corpus says what its tokens are
+        return None

@@ -1,1 +1,0 @@
-"""Recipes (which settings) and the comparison that runs them."""

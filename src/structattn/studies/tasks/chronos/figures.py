@@ -1,7 +1,0 @@
-"""The figure of Chronos: examples of forecasts."""
-
-from __future__ import annotations
-
-from structattn.studies.report.figures.examples import examples_figure
-
-FIGURES = {"examples": examples_figure}

@@ -22,13 +22,17 @@ class _Renamed(MetaPathFinder, Loader):
         return ModuleSpec(name, self) if name == _OLD or name.startswith(f"{_OLD}.") else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return importlib.import_module("structattn_lab" + spec.name.removeprefix(_OLD))
+        module = importlib.import_module("structattn_lab" + spec.name.removeprefix(_OLD))
+        spec.loader_state = module.__spec__  # the machinery replaces it
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It was executed under its own name."""
+        """Nothing is executed again: the module is that of today."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
 
 
 def add_old_names() -> None:
     """Makes the old names importable; more than once is as good as once."""
     if not any(isinstance(finder, _Renamed) for finder in sys.meta_path):
-        sys.meta_path.append(_Renamed())
+        sys.meta_path.insert(0, _Renamed())  # before the one that would load the files again, under the old name

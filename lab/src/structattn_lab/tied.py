@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def without_copies(module: nn.Module) -> None:
@@ -33,3 +35,14 @@ def _add_copies(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
     for name, owner in _copies(module).items():
         if prefix + owner in state:
             state.setdefault(prefix + name, state[prefix + owner])
+
+
+def on_meta_device(module: M) -> M:
+    """The module with tensors that have no data; parameters that it shares stay shared, which ``nn.Module.to`` would undo."""
+    moved: dict[int, Any] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                new = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                part._parameters[name] = moved.setdefault(id(parameter), new)
+    return module.to("meta")

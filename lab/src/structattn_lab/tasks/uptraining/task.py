@@ -31,6 +31,7 @@ from structattn_lab.tasks.uptraining.recall import (
 from structattn_lab.tasks.uptraining.student import Student, attention_loss, with_adapters
 from structattn_lab.tasks.uptraining.students import Structured, student_form
 from structattn_lab.tasks.uptraining.teacher import Teacher, checked_config
+from structattn_lab.tied import on_meta_device
 
 _MOST_CALIBRATED = 8  # windows in one pass
 
@@ -134,7 +135,7 @@ class UptrainTask(Task):
             if config.lora_rank:
                 model = with_adapters(model, layers, config.lora_rank)
             student = Student(model, layers, form, config.context_length)
-        return student.to("meta") if wanted.type == "meta" else student
+        return on_meta_device(student) if wanted.type == "meta" else student
 
     def _layers_of(self, model: Any) -> list[nn.Module]:
         """The attention of a copy of the teacher, at the places of the teacher's."""

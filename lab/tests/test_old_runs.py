@@ -1,17 +1,18 @@
 """Files that older versions wrote are read, with the numbers of then; see README.md."""
 
 import json
+import os
 import shutil
-import zipfile
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from old_files.archives import unpacked
 
-import structattn as sa
 from structattn.cli import main
-from structattn.testing.tolerances import ANOTHER_ORDER, SIX_DIGITS, assert_close
+from structattn.testing.tolerances import ANOTHER_ORDER, SIX_DIGITS
 from structattn_lab.data.corpus import Corpus
 from structattn_lab.records import read_comparison
 from structattn_lab.records.common import read_file
@@ -21,29 +22,20 @@ from structattn_lab.records.sweep import SweepRecord
 from structattn_lab.report.pages import write_pages
 from structattn_lab.training.finished import progress_of, read_finished
 
-HERE = Path(__file__).parent
-SPECS = [  # in the order of make.py, which numbers the caches by it and gives every second one rotary positions
-    "standard",
-    "bilinear-btt:1",
-    "bilinear-mlr:2|1|1",
-    "bilinear-monarch",
-    "bilinear-mlbtc:1x1x2|2x2x8s",
-    "mlr:2|1|1",
-    "mlr:2|1|1,values=2|1|1",
-    "window:5",
-    "global-window:2|2@4",
-    "mlr-text:2|1|1",
-    "[standard,bilinear-dense+mlr:4|4]",
-]
 TASKS = ("nearest-neighbor", "text", "forecast", "icl-regression", "chronos")
 
 
-@pytest.fixture(scope="module", params=["0.1.0", pytest.param("0.2.0.dev0", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("before-the-lab"), pytest.param("0.1.0"), pytest.param("0.2.0.dev0", marks=pytest.mark.full)],
+)
 def old(request, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("old")
-    with zipfile.ZipFile(HERE / f"{request.param}.zip") as archive:
-        archive.extractall(folder)
-    return folder
+    return unpacked(request.param, tmp_path_factory.mktemp("old"))
+
+
+@pytest.fixture(scope="module")
+def newest(tmp_path_factory) -> Path:
+    return unpacked("before-the-lab", tmp_path_factory.mktemp("old"))
 
 
 def expected(old: Path) -> dict:
@@ -67,6 +59,32 @@ def test_a_run_is_scored_as_before(task: str, old: Path, capsys) -> None:
     found, before = numbers(capsys.readouterr().out.splitlines()), numbers(expected(old)[task])
     assert found == pytest.approx(before, rel=ANOTHER_ORDER)
     assert found
+
+
+@pytest.mark.parametrize("task", ["recall", "uptraining"])
+def test_a_run_of_a_newer_task_is_scored_as_before(task: str, newest: Path, capsys) -> None:
+    test_a_run_is_scored_as_before(task, newest, capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mean", ["old-mean", "--preset", "smoke"]),
+        ("decay", ["text", "--preset", "smoke", "--set", "training.steps=2", "--attention", "old-decay:0.1"]),
+    ],
+)
+def test_packages_of_then_are_found_by_their_entry_points(name: str, words: list[str], newest: Path, tmp_path) -> None:
+    """In a new process, as after their installation: they import names that are old now."""
+    path = os.pathsep.join([str(newest / "packages"), *sys.path])
+    command = [sys.executable, "-m", "structattn", "compare", *words, "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [[row["spec"], row["score"]] for row in plain(tmp_path / "out/results.json")["rows"]]
+    before = json.loads((newest / "packages.json").read_text())[name]
+    if name == "mean":
+        assert rows == [[spec, pytest.approx(score, rel=ANOTHER_ORDER)] for spec, score in before]
+    else:  # fewer steps
+        assert [spec for spec, _ in rows] == [spec for spec, _ in before]
 
 
 def test_a_text_is_generated_as_before(old: Path, capsys) -> None:
@@ -160,61 +178,3 @@ def test_a_corpus_is_read(kind: str, old: Path, capsys) -> None:
         f"Book {number}.\n" + "".join(f"{i} is {i * number}\n" for i in range(8)) for number in range(6)
     ]  # as make.py writes them
     assert sorted(line for text in texts for line in text.splitlines()) == sorted("".join(books).splitlines())
-
-
-def weights_of(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    start = f"{name} weight "
-    return {key.removeprefix(start): value for key, value in tensors.items() if key.startswith(start)}
-
-
-def test_weights_and_caches_of_every_attention_are_those_of_before(old: Path) -> None:
-    tensors = load_file(old / "models.safetensors")
-    ids = tensors["ids"]
-    assert sorted(SPECS) == sorted(name.removesuffix(" logits") for name in tensors if name.endswith(" logits"))
-    for index, spec in enumerate(SPECS):
-        reads_text = "text" in spec
-        model = sa.LanguageModel(
-            11,
-            spec,
-            num_layers=2 if "[" in spec else 1,
-            embed_dim=8,
-            num_heads=2,
-            context_length=16,
-            rotary=None if index % 2 or reads_text else sa.Rotary(),
-            text_units=sa.TextUnits.of([*"ab \ncdef. g"]) if reads_text else None,
-        ).eval()
-        model.load_state_dict(weights_of(tensors, spec))
-        latents = [layer.latent for layer in model.new_cache(max_length=16)]
-        caches = sa.LayerCaches.load(old / "caches" / f"{index}.safetensors", latents=latents)
-        with torch.no_grad():
-            assert_close(model(ids), tensors[f"{spec} logits"])
-            assert_close(model(ids[:, 4:], caches=caches), tensors[f"{spec} logits"][:, 4:])
-
-
-def test_weights_of_every_matrix_are_those_of_before(old: Path) -> None:
-    tensors = load_file(old / "models.safetensors")
-    names = [name.removesuffix(" outputs") for name in tensors if name.endswith(" outputs")]
-    assert len(names) == 9
-    for name in names:
-        layer = sa.StructuredLinear(8, 8, name.removeprefix("matrix "))
-        layer.load_state_dict(weights_of(tensors, name))
-        assert_close(layer(torch.eye(8)), tensors[f"{name} outputs"])
-
-
-@pytest.mark.parametrize("name", ["structurized", "own", "chronos"])
-def test_models_of_transformers_give_the_logits_of_before(name: str, old: Path) -> None:
-    ids = load_file(old / "models.safetensors")["ids"]
-    logits = load_file(old / "transformers/expected.safetensors")[name]
-    folder = old / "transformers" / name
-    if name == "chronos":
-        pytest.importorskip("chronos")
-        from structattn.integrations.chronos import load_pipeline
-
-        model = load_pipeline(folder).inner_model
-        found = model(ids, decoder_input_ids=ids[:, :3]).logits
-    else:
-        from structattn.integrations.transformers import StructAttnForCausalLM, load_structurized
-
-        load = load_structurized if name == "structurized" else StructAttnForCausalLM.from_pretrained
-        found = load(folder).eval()(ids).logits
-    assert_close(found, logits)

@@ -154,10 +154,10 @@ def test_a_check_sees_a_wrong_kernel(tmp_path: Path, monkeypatch) -> None:
     assert found["status"] == "ok"
     assert found["code"] == "triton"
     assert 0 < found["share of tolerance"] <= 1
-    from structattn.ops.triton import attention
+    from structattn.ops.triton import backend
 
-    right = attention.forward
-    monkeypatch.setattr(attention, "forward", lambda *tensors: [1.01 * x for x in right(*tensors)])
+    right = backend.forward
+    monkeypatch.setattr(backend, "forward", lambda *tensors: [1.01 * x for x in right(*tensors)])
     found = worker.outcome(row, settings)
     assert found["status"] == "wrong"
     assert "out 1.0e-02 (at most 1e-05), lse 1.0e-02" in found["message"]

@@ -19,7 +19,7 @@ from benchmarks.gpu.plain_kernel import plain_kernel
 from benchmarks.gpu.sass import Loop, loops_of
 from structattn.layout.levels import LevelLayout
 from structattn.ops.call import Call
-from structattn.ops.triton import attention as host
+from structattn.ops.triton import backend as host
 from structattn.ops.triton.backward import gradient_kernel
 from structattn.ops.triton.cached_attention import tiles_for
 from structattn.ops.triton.cached_decode import cached_kernel

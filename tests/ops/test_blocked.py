@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import structattn as sa
 from structattn.layout.cost import visible_pairs_per_level
 from structattn.ops import operators
-from structattn.ops.blocked import attention as blocked
+from structattn.ops.blocked import backend as blocked
 from structattn.ops.blocked import sliding, spans
 from structattn.ops.call import Call
 from structattn.testing.tolerances import assert_close

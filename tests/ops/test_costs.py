@@ -121,7 +121,7 @@ def test_no_choice_changes_a_result(
     per_unit: Costs, values: tuple[int, ...] | None, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("structattn.ops.small_causal.costs_here", lambda: per_unit)
-    monkeypatch.setattr("structattn.ops.blocked.attention.costs_here", lambda: per_unit)
+    monkeypatch.setattr("structattn.ops.blocked.backend.costs_here", lambda: per_unit)
     monkeypatch.setattr("structattn.ops.backends.costs_here", lambda: per_unit)
     for layout in (
         sa.LevelLayout.halving((8, 4, 2, 2), 150, value_ranks=values),

@@ -5,7 +5,7 @@ import torch
 
 import structattn as sa
 from structattn.ops import dropout
-from structattn.ops.blocked import attention as blocked
+from structattn.ops.blocked import backend as blocked
 from structattn.testing.tolerances import assert_close
 
 LEVELS = sa.LevelLayout.halving((2, 2, 2), 64)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import structattn as sa
 from structattn.cache import native_decode
 from structattn.errors import BackendUnavailableError
-from structattn.ops.native import attention, compiler, library
+from structattn.ops.native import backend, compiler, library
 from structattn.testing.tolerances import assert_close
 
 LAYOUTS = (
@@ -35,7 +35,7 @@ def test_intervals_are_the_pairs_that_share_a_level(layout, is_causal, window) -
     """Also of queries before the first key, which share level 1 of blocks with every key."""
     first, count, num_keys = -4, 30, 26
     window = layout.window_of(1, window)
-    low, high = attention._intervals(layout, first, count, is_causal, window)
+    low, high = backend._intervals(layout, first, count, is_causal, window)
     i, j = torch.arange(first, first + count)[:, None], torch.arange(num_keys)
     shared = layout.shared_levels(i, j)
     visible = (i >= j) | torch.tensor(not is_causal)

@@ -27,7 +27,7 @@ from structattn.testing.tolerances import FORWARD, GRADIENT, relative_error
 triton = pytest.importorskip("triton", reason="triton is not installed")
 tl = pytest.importorskip("triton.language", reason="triton is not installed")
 
-from structattn.ops.triton import attention as triton_attention  # noqa: E402
+from structattn.ops.triton import backend as triton_attention  # noqa: E402
 from structattn.ops.triton.config import INTERPRETED, KernelConfig  # noqa: E402
 from structattn.ops.triton.plan import Tiles, coarse_of, make_plan  # noqa: E402
 from structattn.ops.triton.primitives import sliding_range  # noqa: E402

@@ -19,11 +19,11 @@ from torch import Tensor
 from structattn.checks import check_choice, holds
 from structattn.errors import BackendUnavailableError
 from structattn.ops import derivatives, sdpa, small
-from structattn.ops.blocked import attention as blocked
+from structattn.ops.blocked import backend as blocked
 from structattn.ops.call import Call
 from structattn.ops.checks import is_eager, is_onnx_export, is_transformed
 from structattn.ops.costs import Work, costs_here
-from structattn.ops.native import attention as native
+from structattn.ops.native import backend as native
 from structattn.ops.native import library
 
 Backend = Literal["auto", "reference", "blocked", "native", "triton"]
@@ -74,9 +74,9 @@ def _no_native() -> str | None:
 
 
 def _triton() -> ModuleType:
-    from structattn.ops.triton import attention  # where it is used: Triton may not be installed
+    from structattn.ops.triton import backend  # where it is used: Triton may not be installed
 
-    return attention
+    return backend
 
 
 TABLE: dict[str, BackendRow] = {

@@ -16,7 +16,7 @@ from structattn.layout.levels import LevelLayout
 from structattn.layout.shards import KeySpan
 from structattn.ops import backends
 from structattn.ops.backends import has_fused
-from structattn.ops.blocked import attention as blocked
+from structattn.ops.blocked import backend as blocked
 from structattn.ops.call import Call
 from structattn.ops.sequences import SequenceSpan
 from structattn.parallel.pieces import Piece, pieces_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from structattn.layout.levels import LevelLayout
-from structattn.ops.blocked import attention as blocked
+from structattn.ops.blocked import backend as blocked
 from structattn.ops.call import Call
 from structattn.ops.sequences import SequenceSpan, sequences_of
 

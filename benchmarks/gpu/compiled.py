@@ -83,16 +83,16 @@ def sources(
         tiles: instead of those of the rules.
     """
     call = Call(layout=layout) if call is None else replace(call, layout=layout)
-    masked = call.attn_mask is not None
+    masked = call.terms.attn_mask is not None
     config = default_config(layout, dtype, value_dim, masked)
     assert config is not None, "no tiles fit"
     x, y = f"*{NAMES[dtype]}", "*fp32"
-    given = {"mask": call.attn_mask, "slopes": call.alibi_slopes}
+    given = {"mask": call.terms.attn_mask, "slopes": call.terms.alibi_slopes}
     absent = {name: None for name, value in given.items() if value is None}
     packed = {} if call.cu_seqlens is not None else dict.fromkeys(("cu_seqlens", "cu_seqlens_k", "tile_map"))
 
     def constants(own: Tiles, **more: Any) -> dict[str, Any]:
-        plan = make_plan(layout, call.scale, value_dim, own, softcap=call.softcap)
+        plan = make_plan(layout, call.terms.scale, value_dim, own, softcap=call.terms.softcap)
         return host._constants(plan, call) | {"OWN": own.own, "WALK": own.walk} | absent | packed | more
 
     own = tiles or config.forward
@@ -111,13 +111,13 @@ def sources(
         return  # a packed call does not decode
     own = tiles or config.decode
     # The last query is at the end of its blocks, so that every level is shared.
-    plan = make_plan(layout, call.scale, value_dim, own, layout.num_levels, call.softcap)
+    plan = make_plan(layout, call.terms.scale, value_dim, own, layout.num_levels, call.terms.softcap)
     types = {"q": x, "k": x, "v": x, "partial": y, "partial_lse": y}
     fixed = {"PLAN": plan.constants, "OWN": own.own, "WALK": own.walk, "IS_CAUSAL": call.is_causal}
     fixed |= {"HAS_WINDOW": call.window is not None} | absent
     yield Source(name="decode", kernel=decode_kernel, tiles=own, types=types, constants=fixed)
     if call.is_causal:
-        yield cached(layout, dtype, value_dim, softcap=call.softcap, absent=absent)
+        yield cached(layout, dtype, value_dim, softcap=call.terms.softcap, absent=absent)
 
 
 def cached(

@@ -84,10 +84,6 @@ class StructAttnWarning(UserWarning):
     """Base of structattn's warnings."""
 
 
-class StructAttnDeprecationWarning(StructAttnWarning, FutureWarning):
-    """Something still works, and will not in the next version; the message says what to write instead."""
-
-
 def in_words(error: BaseException) -> str:
     """An error of another library in one line."""
     first = next(iter(str(error).splitlines()), "")

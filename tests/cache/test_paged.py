@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from structattn.cache.options import ScoreOptions
 from structattn.cache.paged import LayerShape, PagedCache, PagePool, ShapeProbe, Tokens
 from structattn.cache.paged.geometry import groups_of, page_numbers
 from structattn.errors import CacheError, ConfigError
 from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.levels import LevelLayout
 from structattn.ops import structured_attention
+from structattn.ops.terms import ScoreTerms
 from structattn.testing.tolerances import assert_close
 
 LAYOUTS = {
@@ -102,7 +102,7 @@ class Served:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_decoding_and_chunks_are_the_whole_text(name) -> None:
     torch.manual_seed(0)
-    served = Served([shape(name)], {"a": 40, "b": 23, "c": 9}, ScoreOptions(), most_slots=4)
+    served = Served([shape(name)], {"a": 40, "b": 23, "c": 9}, ScoreTerms(), most_slots=4)
     served.step({"a": 17, "b": 1})
     served.step({"b": 1, "c": 2, "a": 1})
     while any(served.done[other] < len(served.expected[other, 0][0, 0]) for other in served.done):
@@ -124,13 +124,13 @@ def test_any_arrivals_and_any_chunks(seed) -> None:
         shape(draw.choice(list(LAYOUTS)), draw.choice((1, 2, 4)), draw.choice((1, 2, 4)))
         for _ in range(draw.randint(1, 3))
     ]
-    options = ScoreOptions(
+    options = ScoreTerms(
         scale=draw.choice((None, 0.3)),
         softcap=draw.choice((None, 2.0)),
         sinks=draw.choice((None, torch.randn(HEADS, dtype=torch.float64))),
     )
     if any(isinstance(layer.layout, GlobalWindowLayout) for layer in layers):
-        options = ScoreOptions()
+        options = ScoreTerms()
     lengths = {str(number): draw.randint(1, 40) for number in range(draw.randint(1, 5))}
     served = Served(layers, lengths, options, most_slots=draw.choice((1, 3, 8, 256)))
     waiting = set(lengths)
@@ -156,7 +156,7 @@ def test_what_another_request_left_is_not_read() -> None:
         )
         assert pages.reserve(name, past, count)
         with cache.step([Tokens(name, past, count)]):
-            return cache.attend(0, q, k, v, ScoreOptions(), layout=layer.layout, window=layer.window)
+            return cache.attend(0, q, k, v, ScoreTerms(), layout=layer.layout, window=layer.window)
 
     most = max(n for n in range(1, 200) if pages.missing("x", 0, n) <= pages.num_pages)
     call("broken", 0, most, torch.nan)
@@ -198,7 +198,7 @@ def test_wrong_use_is_named() -> None:
 
     def attend(index=0, layout=layer.layout, tokens=2):
         return cache.attend(
-            index, q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], ScoreOptions(), layout=layout, window=None
+            index, q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], ScoreTerms(), layout=layout, window=None
         )
 
     with pytest.raises(CacheError, match="within step"):
@@ -227,7 +227,7 @@ def test_wrong_use_is_named() -> None:
 def test_a_probe_finds_what_a_layer_keeps() -> None:
     probe, layer = ShapeProbe(), shape("values", keys=1)
     q, k, v = (torch.randn(1, heads, 1, dim) for heads, dim in ((4, 8), (1, 8), (2, 6)))
-    out = probe.attend(3, q, k, v, ScoreOptions(), layout=layer.layout, window=None)
+    out = probe.attend(3, q, k, v, ScoreTerms(), layout=layer.layout, window=None)
     assert_close(out, v.repeat_interleave(2, dim=1))
     assert probe.layers == {3: layer}
     assert probe.places == {(torch.float32, torch.device("cpu"))}

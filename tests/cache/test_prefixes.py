@@ -6,13 +6,13 @@ from collections import Counter
 import pytest
 import torch
 
-from structattn.cache.options import ScoreOptions
 from structattn.cache.paged import LayerShape, PagedCache, PagePool, Tokens
 from structattn.cache.paged.geometry import groups_of
 from structattn.cache.paged.prefixes import PrefixIndex, share_unit
 from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.levels import LevelLayout
 from structattn.ops import structured_attention
+from structattn.ops.terms import ScoreTerms
 from structattn.testing.tolerances import assert_close
 
 LAYERS = {
@@ -327,7 +327,7 @@ def test_attention_over_shared_pages_is_that_of_the_whole_text(name) -> None:
                         q[:, :, new],
                         k[:, :, new],
                         v[:, :, new],
-                        ScoreOptions(),
+                        ScoreTerms(),
                         layout=layer.layout,
                         window=None,
                     )

@@ -11,6 +11,7 @@ from transformers.masking_utils import sdpa_mask
 from structattn.layout.levels import LevelLayout
 from structattn.ops import reference
 from structattn.ops.call import Call
+from structattn.ops.terms import ScoreTerms
 
 VOCAB, DIM, LAYERS, HEAD_DIM, CONTEXT = 50, 32, 2, 8, 64
 _SIZES = {
@@ -180,7 +181,7 @@ def by_definition(model, layouts, split, window=None):
                 layout=layout or LevelLayout((HEAD_DIM,), (CONTEXT,)),
                 window=window,
                 left_padding=padding,
-                attn_mask=attention_mask,
+                terms=ScoreTerms(attn_mask=attention_mask),
             ),
         )
         return out.transpose(1, 2), None

@@ -14,6 +14,7 @@ from structattn.integrations.transformers import export_decoder, level_cache, st
 from structattn.integrations.transformers.attention import IMPLEMENTATION
 from structattn.ops import reference
 from structattn.ops.call import Call
+from structattn.ops.terms import ScoreTerms
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS, relative_error
 
 # 6 heads: slopes of a number of heads that is no power of 2 have a formula of their own.
@@ -84,7 +85,7 @@ def test_alibi_by_its_definition(case, monkeypatch) -> None:
             Call(
                 layout=module.structure.variant.layout,
                 left_padding=padding,
-                alibi_slopes=slopes(family, query.shape[1])[None] / divisor,
+                terms=ScoreTerms(alibi_slopes=slopes(family, query.shape[1])[None] / divisor),
             ),
         )
         errors.append(relative_error(out.transpose(1, 2), expected))

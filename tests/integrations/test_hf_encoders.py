@@ -16,6 +16,7 @@ from structattn.integrations.transformers.mask_functions import structured_mask
 from structattn.layout.levels import LevelLayout
 from structattn.ops import reference
 from structattn.ops.call import Call
+from structattn.ops.terms import ScoreTerms
 from structattn.testing.tolerances import assert_close
 
 PLAIN = register_attention("standard", name="encoder_plain")
@@ -107,7 +108,7 @@ def by_definition(model):
             query[..., order] * scaling * HEAD_DIM**0.5,
             key[..., order],
             value,
-            Call(layout=LAYOUT, is_causal=False, attn_bias=bias, left_padding=padding),
+            Call(layout=LAYOUT, is_causal=False, terms=ScoreTerms(attn_bias=bias), left_padding=padding),
         )
         return out.transpose(1, 2), None
 

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import structattn as sa
-from structattn.errors import BackendUnavailableError, ConfigError, ShapeError, StructAttnDeprecationWarning
+from structattn.errors import BackendUnavailableError, ConfigError, ShapeError
 from structattn.layout.levels import LevelLayout
 from structattn.ops import backends, explain, operators
 from structattn.ops.call import Call
-from structattn.testing.tolerances import assert_close
 
 LAYOUTS = {
     "none": None,
@@ -40,13 +39,16 @@ NAMED = [name for name in backends.NAMED if name != "auto" and backends.why_not(
 def ran(monkeypatch):
     """The backends that ran, in order, from their forward functions."""
     found = []
-    for name, row in backends.TABLE.items():
+    for constant in ("REFERENCE", "SDPA", "SMALL", "BLOCKED", "NATIVE", "TRITON"):
+        row = getattr(backends, constant)
 
-        def forward(*call, name=name, row=row):
-            found.append(name)
+        def forward(*call, row=row):
+            found.append(row.name)
             return row.forward(*call)
 
-        monkeypatch.setitem(backends.TABLE, name, replace(row, forward=forward))
+        counted = replace(row, forward=forward)
+        monkeypatch.setattr(backends, constant, counted)
+        monkeypatch.setitem(backends.TABLE, row.name, counted)
     return found
 
 
@@ -138,37 +140,11 @@ def test_a_vector_of_no_dimensions_is_refused() -> None:
             sa.structured_attention(**{"q": q, "k": k, "v": v, **changes})
 
 
-def test_options_by_position_warn_and_still_work() -> None:
+def test_options_are_given_by_name() -> None:
     q, k, v = make()
-    values = (False, 0.5, 3, None, 0.0, None, None, "reference", True)
-    names = (
-        "is_causal",
-        "scale",
-        "window",
-        "attn_bias",
-        "dropout_p",
-        "cu_seqlens",
-        "left_padding",
-        "backend",
-        "return_lse",
-    )
-    for count in range(1, len(values) + 1):
-        with pytest.warns(StructAttnDeprecationWarning, match="is_causal=") as caught:
-            actual = sa.structured_attention(q, k, v, None, *values[:count])
-        assert caught[0].filename == __file__
-        expected = sa.structured_attention(q, k, v, None, **dict(zip(names[:count], values[:count], strict=True)))
-        for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (actual, expected)), strict=True):
-            assert_close(a, b)
-    with pytest.warns(StructAttnDeprecationWarning):
-        said = explain(q, k, v, None, False, None, None, None, 0.0, None, None, True)
-    assert said == explain(q, k, v, is_causal=False, return_lse=True)
-    with pytest.raises(TypeError, match="at most 13 arguments, got 14"):
-        sa.structured_attention(q, k, v, None, *values, None)
-    with (
-        pytest.warns(StructAttnDeprecationWarning),
-        pytest.raises(ConfigError, match="is_causal must be True or False"),
-    ):
-        sa.structured_attention(q, k, v, None, 3)
+    for function in (sa.structured_attention, explain):
+        with pytest.raises(TypeError, match="positional arguments"):
+            function(q, k, v, None, False)
 
 
 def test_a_layout_is_checked_once_and_not_once_per_call(monkeypatch) -> None:
@@ -184,7 +160,7 @@ def test_a_layout_is_checked_once_and_not_once_per_call(monkeypatch) -> None:
     assert not checked
     operator = torch.ops.structattn.attention
     for _ in range(3):
-        operator(q, k, v, *operators._flat(Call(layout=layout), "blocked"))
+        operator(q, k, v, *operators._flat(Call(layout=layout), backends.BLOCKED))
     assert len(checked) <= 1
 
 
@@ -216,7 +192,7 @@ def test_few_files_take_part_before_the_first_score() -> None:
     files = {"layers/attention.py"} | {
         name for name in visited[start:] if name not in ("checks.py", "ops/costs.py") and not name.startswith("layout/")
     }
-    assert len(files) <= 9, sorted(files)
+    assert len(files) <= 10, sorted(files)
     # Down through the files in one order, and back up only from the pass to its tiles.
     first = sorted(files, key=(["layers/attention.py", *visited[start:]]).index)
     assert first.index("ops/backends.py") < first.index("ops/operators.py") < first.index("ops/blocked/backend.py")

@@ -13,10 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import structattn as sa
 from structattn.layout.cost import visible_pairs_per_level
-from structattn.ops import operators
+from structattn.ops import backends, operators
 from structattn.ops.blocked import backend as blocked
 from structattn.ops.blocked import sliding, spans
 from structattn.ops.call import Call
+from structattn.ops.terms import ScoreTerms
 from structattn.testing.tolerances import assert_close
 
 
@@ -179,8 +180,8 @@ def test_exports() -> None:
 def test_the_operator_is_registered_right() -> None:
     layout = sa.LevelLayout((2, 2), (8, 4))
     leaves = tensors(1, 2, 2, 9, 9, 4, 3)
-    call = Call(layout=layout, softcap=1.5, alibi_slopes=torch.tensor([[0.3, 0.05]]))
-    arguments = (*leaves, *operators._flat(call, "blocked"))
+    call = Call(layout=layout, terms=ScoreTerms(softcap=1.5, alibi_slopes=torch.tensor([[0.3, 0.05]])))
+    arguments = (*leaves, *operators._flat(call, backends.BLOCKED))
     torch.library.opcheck(torch.ops.structattn.attention.default, arguments)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import structattn as sa
 from structattn.ops import explain, small_causal
 from structattn.ops.call import Call
+from structattn.ops.terms import ScoreTerms
 from structattn.testing.tolerances import assert_close
 
 
@@ -38,7 +39,7 @@ def test_spans_of_every_level_are_the_definition(heads, length, ranks, steps, sc
     for step in steps[: len(ranks) - 1]:
         sizes.insert(0, sizes[0] * step)
     layout = sa.LevelLayout(ranks, sizes, scaling)
-    call = Call(layout=layout, scale=scale)
+    call = Call(layout=layout, terms=ScoreTerms(scale=scale))
     leaves = draw(2, heads, length, sum(ranks), value_dim)
     cotangent = torch.randn(2, heads, length, value_dim, dtype=torch.float64)
     expected = results(

@@ -156,7 +156,8 @@ def test_large_problems_keep_their_memory_inside_of_a_transform(monkeypatch) -> 
     monkeypatch.setattr(backends, "DENSE_BATCH_SCORES", 10)
     monkeypatch.setattr(backends, "DENSE_SCORES", 10)
     q, k, v = make(4)
-    monkeypatch.setitem(backends.TABLE, "reference", None)  # dense scores would fail
+    monkeypatch.setattr(backends, "REFERENCE", None)  # dense scores would fail
+    monkeypatch.setitem(backends.TABLE, "reference", None)
     per_row = vmap(grad(lambda q, k, v: sa.structured_attention(q[None], k[None], v[None]).square().sum()))(q, k, v)
     monkeypatch.undo()
     expected = grad(lambda q: sa.structured_attention(q, k, v).square().sum())(q)

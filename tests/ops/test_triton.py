@@ -22,6 +22,7 @@ from structattn.errors import BackendUnavailableError
 from structattn.layout.levels import LevelLayout
 from structattn.ops import reference
 from structattn.ops.call import Call
+from structattn.ops.terms import ScoreTerms
 from structattn.testing.tolerances import FORWARD, GRADIENT, relative_error
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -91,15 +92,17 @@ class Case:
         cu_seqlens = None if self.ends is None else torch.tensor((0, *self.ends), dtype=torch.int32, device=DEVICE)
         keys = None if self.key_ends is None else torch.tensor((0, *self.key_ends), device=DEVICE)
         window = self.layout.window_of(1, self.window)
-        options = {"cu_seqlens_k": keys, "window": window, "scale": self.scale, "softcap": self.softcap}
+        options = {"cu_seqlens_k": keys, "window": window}
+        terms = {"scale": self.scale, "softcap": self.softcap}
         if self.has_slopes:
             slopes = torch.linspace(0.02, 0.5, self.batch * self.heads[0], device=DEVICE)
-            options["alibi_slopes"] = slopes.view(self.batch, self.heads[0])
+            terms["alibi_slopes"] = slopes.view(self.batch, self.heads[0])
         if self.masked is not None:
             shape = zip("BHTS", (self.batch, self.heads[0], *self.lengths), strict=True)
             sizes = [n if name in self.masked else 1 for name, n in shape]
-            options["attn_mask"] = (torch.rand(sizes, generator=torch.Generator().manual_seed(1)) < 0.6).to(DEVICE)
-        return Call(layout=self.layout, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **options)
+            terms["attn_mask"] = (torch.rand(sizes, generator=torch.Generator().manual_seed(1)) < 0.6).to(DEVICE)
+        own = {"is_causal": self.is_causal, "cu_seqlens": cu_seqlens}
+        return Call(layout=self.layout, terms=ScoreTerms(**terms), **own, **options)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         torch.manual_seed(0)
@@ -413,10 +416,16 @@ def test_through_the_public_function() -> None:
 
 def test_says_what_it_lacks() -> None:
     def reason(
-        layout: LevelLayout = HALVING, device: str = DEVICE, dtype: torch.dtype = torch.float32, **options: object
+        layout: LevelLayout = HALVING,
+        device: str = DEVICE,
+        dtype: torch.dtype = torch.float32,
+        attn_bias: Tensor | None = None,
+        **options: object,
     ) -> str | None:
         q = torch.empty(1, 1, 8, layout.head_dim, device=device, dtype=dtype)
-        return triton_attention.why_not(q, q, q[..., :16], Call(layout=layout, **options))
+        return triton_attention.why_not(
+            q, q, q[..., :16], Call(layout=layout, terms=ScoreTerms(attn_bias=attn_bias), **options)
+        )
 
     assert "CUDA" in str(reason(device="meta"))
     if REASON is not None:
@@ -504,12 +513,13 @@ import torch
 from benchmarks.gpu.compiled import compile_for, sources
 from structattn.layout import LevelLayout
 from structattn.ops.call import Call
+from structattn.ops.terms import ScoreTerms
 
 levels = LevelLayout.halving((8,) * 4, 512)
 sliced = LevelLayout.halving((64, 32, 32), 4096, value_ranks=(64, 32, 32))
 sliding = LevelLayout.sliding((8,) * 8, [4096 >> level for level in range(8)])
-packed = Call(layout=levels, cu_seqlens=torch.tensor([0, 1]), alibi_slopes=torch.ones(1, 1))
-masked = Call(layout=sliced, is_causal=False, softcap=50.0, attn_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
+packed = Call(layout=levels, cu_seqlens=torch.tensor([0, 1]), terms=ScoreTerms(alibi_slopes=torch.ones(1, 1)))
+masked = Call(layout=sliced, is_causal=False, terms=ScoreTerms(softcap=50.0, attn_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool)))
 found = [
     compile_for(source, (9, 0))
     for layout, dtype, value_dim, call in (

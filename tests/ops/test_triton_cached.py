@@ -18,6 +18,7 @@ from torch import Tensor
 from structattn.layout.levels import LevelLayout
 from structattn.ops import reference
 from structattn.ops.call import Call
+from structattn.ops.terms import ScoreTerms
 from structattn.testing.tolerances import FORWARD, relative_error
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -184,11 +185,13 @@ class Case:
                 v[one, :, :length],
                 Call(
                     layout=self.layout,
-                    scale=self.scale,
                     window=self.window,
-                    softcap=self.softcap,
-                    attn_mask=mask,
-                    alibi_slopes=None if (slopes := self.slopes) is None else slopes[row : row + 1],
+                    terms=ScoreTerms(
+                        scale=self.scale,
+                        softcap=self.softcap,
+                        attn_mask=mask,
+                        alibi_slopes=None if (slopes := self.slopes) is None else slopes[row : row + 1],
+                    ),
                 ),
             )
         return out, lse

@@ -14,7 +14,6 @@ from structattn.cache import decode
 from structattn.cache.append import append
 from structattn.cache.contents import Contents
 from structattn.cache.decode import KeyValueView
-from structattn.cache.options import ScoreOptions
 from structattn.checks import check_choice
 from structattn.errors import BackendUnavailableError
 from structattn.layout.global_window import Layout
@@ -25,12 +24,13 @@ from structattn.ops.backends import why_not as why_not_backend
 from structattn.ops.checks import autocasted, check_tensors, without_autocast
 from structattn.ops.chunks import chunked_attention
 from structattn.ops.reference import with_sinks
+from structattn.ops.terms import ScoreTerms
 
 # Up to this many new tokens are decoded from the pages, run by run; more are computed as queries of the whole sequence.
 _FEW_TOKENS = 16
 
 
-def attend(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, backend: Backend) -> Tensor:
+def attend(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> Tensor:
     """Appends new tokens and computes their attention; see ``LevelCache.attend``."""
     check_choice("backend", backend, NAMED)
     q, k, v = autocasted(q, k, v)
@@ -55,7 +55,7 @@ def attend(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOp
     return torch.cat(outs, dim=2)
 
 
-def _decoded(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, backend: Backend) -> Tensor:
+def _decoded(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> Tensor:
     """The attention of tokens of one run, straight from the pages."""
     if q.shape[2] == 1 and backend == "auto" and options.has_scale_only and (step := contents.step(k, v)) is not None:
         out = step.attend(q, k, v, options.scale, contents.length, contents.before)
@@ -68,7 +68,7 @@ def _decoded(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: Score
         return (fused_attention if is_fused else decode.attention)(q, view, options)
 
 
-def weights(contents: Contents, q: Tensor, k: Tensor, options: ScoreOptions) -> Tensor:
+def weights(contents: Contents, q: Tensor, k: Tensor, options: ScoreTerms) -> Tensor:
     """The weights of new tokens, which are not appended; see ``LevelCache.weights``."""
     q, k = autocasted(q, k)
     keys, layout = _all_keys(contents, k), contents.layout
@@ -77,7 +77,7 @@ def weights(contents: Contents, q: Tensor, k: Tensor, options: ScoreOptions) -> 
     return _dense(contents, q, keys, each, layout, options, "reference")
 
 
-def _is_direct(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, backend: Backend) -> bool:
+def _is_direct(contents: Contents, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> bool:
     """Whether new tokens are decoded straight from what is kept: few ones, past the padding, without a gradient."""
     if torch.is_grad_enabled() and (options.needs_gradient or any(x.requires_grad for x in (q, k, v))):
         return False
@@ -103,7 +103,7 @@ def _dense(
     k: Tensor,
     v: Tensor,
     layout: Layout | None,
-    options: ScoreOptions,
+    options: ScoreTerms,
     backend: Backend,
 ) -> Tensor:
     """Attention over the dense keys and values of a cache."""
@@ -127,7 +127,7 @@ def over_dense(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    options: ScoreOptions,
+    options: ScoreTerms,
     *,
     layout: Layout | None,
     window: int | None,
@@ -160,7 +160,7 @@ def over_dense(
     )
 
 
-def why_not_fused(q: Tensor, view: KeyValueView, options: ScoreOptions) -> str | None:
+def why_not_fused(q: Tensor, view: KeyValueView, options: ScoreTerms) -> str | None:
     """The reason why the fused Triton kernel cannot run a step, as a sentence for the user, or ``None`` when it can."""
     if view.latent is not None:
         return "the fused kernel reads keys, and the cache keeps hidden states"
@@ -186,7 +186,7 @@ def why_not_fused(q: Tensor, view: KeyValueView, options: ScoreOptions) -> str |
     )
 
 
-def fused_attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
+def fused_attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
     """As ``decode.attention``, by the fused Triton kernel; raises ``BackendUnavailableError`` where it cannot run."""
     reason = why_not_fused(q, view, options)
     if reason is not None:

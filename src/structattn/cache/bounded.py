@@ -11,12 +11,12 @@ from structattn.cache.attend import over_dense
 from structattn.cache.decode import grouped, product
 from structattn.cache.level_cache import LevelCache
 from structattn.cache.levels import Level, Softmax, softmaxes_of, value_levels
-from structattn.cache.options import ScoreOptions
 from structattn.checks import MAX_LENGTH, check_size
 from structattn.errors import ConfigError
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
 from structattn.ops import Backend
+from structattn.ops.terms import ScoreTerms
 
 
 def _start(level: Level, position: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class BoundedLevels:
             found.append(torch.where(is_here, x.transpose(2, 3), tensor))
         return found
 
-    def attention(self, q: Tensor, tensors: Sequence[Tensor], last: Tensor, options: ScoreOptions) -> Tensor:
+    def attention(self, q: Tensor, tensors: Sequence[Tensor], last: Tensor, options: ScoreTerms) -> Tensor:
         """Attention of the last token of each row, which is held already.
 
         Scores have a column for each slot of the level that is kept longest; what another level adds is gathered from its slots.
@@ -168,7 +168,7 @@ class BoundedLevels:
         widest: Level,
         columns: Tensor,
         last: Tensor,
-        options: ScoreOptions,
+        options: ScoreTerms,
     ) -> Tensor:
         """The weights (B, H, 1, N) of one softmax, whose tensors are the next of ``keys``; its columns are the positions that ``widest`` holds."""
         score, scale = q.new_zeros(()), q.new_zeros(())
@@ -224,7 +224,7 @@ class BoundedCache:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """As ``LevelCache.attend``; what is computed is made of PyTorch's own operators."""
-        options = ScoreOptions(scale=scale, softcap=softcap, sinks=sinks)
+        options = ScoreTerms(scale=scale, softcap=softcap, sinks=sinks)
         if self.tensors is None:
             self.tensors = self.levels.filled(k, v, self._last)
             # PyTorch's fused kernel, or the definition: programs run where this package and its operators are not there.

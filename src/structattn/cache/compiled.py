@@ -14,9 +14,9 @@ from torch import Tensor
 from structattn.cache.attend import over_dense
 from structattn.cache.level_cache import LevelCache
 from structattn.cache.numbers import numbered
-from structattn.cache.options import ScoreOptions
 from structattn.errors import ConfigError
 from structattn.ops.checks import autocasted
+from structattn.ops.terms import ScoreTerms
 
 _LIBRARY = torch.library.Library("structattn", "FRAGMENT")
 
@@ -132,7 +132,7 @@ def attend_compiled(
             q,
             keys,
             values,
-            ScoreOptions(scale=scale, attn_mask=attn_mask),
+            ScoreTerms(scale=scale, attn_mask=attn_mask),
             layout=cache.layout,
             window=cache.window,
             left_padding=None if padding is None else padding.to(q.device).clamp(max=keys.shape[2]),

@@ -23,7 +23,8 @@ from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.memory import check_memory
-from structattn.ops.checks import DTYPES, check_layout
+from structattn.ops.checks import check_layout
+from structattn.ops.terms import DTYPES
 
 
 class OtherLatentError(ConfigError):

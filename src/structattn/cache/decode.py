@@ -11,8 +11,8 @@ from torch import Tensor
 
 from structattn.cache.latent import Latent
 from structattn.cache.levels import Level, Softmax
-from structattn.cache.options import ScoreOptions
 from structattn.cache.store import Store
+from structattn.ops.terms import ScoreTerms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +255,7 @@ def _latent_scores(
 
 
 def _weights(
-    q: Tensor, view: KeyValueView, softmax: Softmax, stores: Sequence[Store], options: ScoreOptions
+    q: Tensor, view: KeyValueView, softmax: Softmax, stores: Sequence[Store], options: ScoreTerms
 ) -> tuple[Tensor, Columns]:
     """The weights (B, H, T, N) of one softmax."""
     if softmax.levels not in view.columns:
@@ -273,7 +273,7 @@ def _weights(
     return options.softmax(score, q.shape[:3]), columns
 
 
-def _alike(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
+def _alike(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
     """``attention`` where all rows are at one position and keys are kept as features: as few operations as possible."""
     batch, heads, tokens = q.shape[:3]
     row, at = view.positions[0]
@@ -320,7 +320,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def attention(q: Tensor, view: KeyValueView, options: ScoreOptions) -> Tensor:
+def attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
     """Attention of the last T tokens, whose keys and values are held already.
 
     Args:

@@ -17,7 +17,6 @@ from structattn.cache.attend import attend, weights
 from structattn.cache.contents import Contents, OtherLatentError, TokenShape
 from structattn.cache.latent import Latent
 from structattn.cache.numbers import Count, new_number
-from structattn.cache.options import ScoreOptions
 from structattn.cache.owner import OfOneLayer
 from structattn.cache.rows import OneLayerCache
 from structattn.cache.store import PAGE_SIZE
@@ -29,6 +28,7 @@ from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.ops import Backend
 from structattn.ops.checks import autocasted
+from structattn.ops.terms import ScoreTerms
 
 _OPTIONS = ("layout", "window", "chunk_size", "max_length", "page_size", "latent", "text")  # of what it keeps
 _SAVED = ("window", "chunk_size", "max_length", "page_size", "left_padding")  # options that a file holds
@@ -217,7 +217,7 @@ class LevelCache(OneLayerCache, OfOneLayer):
             ConfigError: a layout is missing, not needed, or has other levels.
             BackendUnavailableError: the named backend cannot run here; the message says why.
         """
-        terms = ScoreOptions(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
+        terms = ScoreTerms(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
         if backend == "auto" and layout is None and terms.has_scale_only and self._is_known(q, k, v, scale):
             return self._again(q, k, v)
         self._mark()
@@ -313,7 +313,7 @@ class LevelCache(OneLayerCache, OfOneLayer):
 
         Cost: that of ``reference`` with S values per key: 2 B H T S (D + S) FLOPs.
         """
-        terms = ScoreOptions(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
+        terms = ScoreTerms(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
         self._mark()
         try:
             return weights(self._checked(q, k, v, layout, terms), q, k, terms)
@@ -369,7 +369,7 @@ class LevelCache(OneLayerCache, OfOneLayer):
             self._kept.latent = latent
 
     def _checked(
-        self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None, options: ScoreOptions | None = None
+        self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None, options: ScoreTerms | None = None
     ) -> Contents:
         """The contents, if the tokens fit them, made for the first ones; with queries they come with ``options``."""
         if options is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from structattn.cache.options import ScoreOptions
 from structattn.cache.paged import PackedCache
 from structattn.errors import ConfigError
 from structattn.layers.attention import Attention
 from structattn.layers.checks import check_states
 from structattn.layout.text import TextLayout
+from structattn.ops.terms import ScoreTerms
 
 
 def attend_packed(attention: Attention, cache: PackedCache, layer: int, x: Tensor, positions: Tensor) -> Tensor:
@@ -42,6 +42,6 @@ def attend_packed(attention: Attention, cache: PackedCache, layer: int, x: Tenso
     if layout is None:
         q, scale = scoring.scaled(q)
     q, k = q.to(v.dtype), k.to(v.dtype)
-    out = cache.attend(layer, q, k, v, ScoreOptions(scale=scale), layout=layout, window=attention.window)
+    out = cache.attend(layer, q, k, v, ScoreTerms(scale=scale), layout=layout, window=attention.window)
     projected: Tensor = attention.out_proj(out.transpose(1, 2).flatten(-2))
     return projected

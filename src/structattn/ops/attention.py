@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import warnings
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from structattn.checks import check_choice
-from structattn.errors import BackendUnavailableError, StructAttnDeprecationWarning
+from structattn.errors import BackendUnavailableError
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 from structattn.ops import backends, operators, reference
 from structattn.ops.backends import Backend
-from structattn.ops.call import Call, Options
-from structattn.ops.checks import autocasted, check_layout, check_options, check_sinks, check_tensors, checked_terms
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def _options_by_name(function: Function) -> Function:
-    """The function, whose options after ``layout`` may be given by position too for one more version, with a warning."""
-    options = [x.name for x in inspect.signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
-    options = options[: options.index("return_lse") + 1]  # those after it never were given by position
-
-    @functools.wraps(function)
-    def by_name(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None, *values: Any, **named: Any) -> Any:
-        if values:
-            if len(values) > len(options):
-                most, count = 4 + len(options), 4 + len(values)
-                raise TypeError(f"{function.__name__}() takes at most {most} arguments, got {count}")
-            warnings.warn(
-                f"{function.__name__}(): give the options after layout by name, as {options[0]}=...; by position they are "
-                "deprecated, and an error in the next version",
-                StructAttnDeprecationWarning,
-                stacklevel=2,
-            )
-            named |= zip(options, values, strict=False)
-        return function(q, k, v, layout, **named)
-
-    return by_name  # type: ignore[return-value]
+from structattn.ops.call import Call, Options, Pairs
+from structattn.ops.checks import autocasted, check_layout, check_options, check_tensors, checked_pairs
+from structattn.ops.terms import ScoreTerms
 
 
-@_options_by_name
 def explain(
     q: Tensor,
     k: Tensor,
@@ -73,49 +44,45 @@ def explain(
     Args: those of ``structured_attention``; only shapes, dtype and device of the tensors are looked at, so that
         ``torch.empty(..., device="meta")`` is enough.
     """
-    options: Options = {
+    terms = ScoreTerms(
+        scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, attn_bias=attn_bias, alibi_slopes=alibi_slopes
+    )
+    pairs: Pairs = {  # a compiler cannot call the type
         "is_causal": is_causal,
-        "scale": scale,
         "window": window,
-        "attn_bias": attn_bias,
-        "attn_mask": attn_mask,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
         "dropout_p": dropout_p,
         "cu_seqlens": cu_seqlens,
         "cu_seqlens_k": cu_seqlens_k,
         "left_padding": left_padding,
     }
-    v, calls = _read(q, k, v, layout, options, sinks, return_lse)
+    v, calls = _read(q, k, v, layout, terms, pairs, return_lse)
     choices = [backends.choose(query, key, v, call, return_lse) for query, key, call in calls]
-    lines = [f"{choice}: {reason()}" for choice, reason in choices]
+    lines = [f"{row.name}: {reason()}" for row, reason in choices]
     return lines[0] if len(lines) == 1 else "two softmaxes, added: " + "; ".join(lines)
 
 
 def _read(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout | None, options: Options, sinks: Tensor | None, return_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout | None, terms: ScoreTerms, pairs: Pairs, return_lse: bool
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Call]]]:
     """The arguments, checked: v, and the calls whose outputs are added, each with its queries and keys."""
-    check_options(layout, options, return_lse)
+    check_options(layout, terms, pairs, return_lse)
     check_tensors(q, k, v)
-    checked = checked_terms(q, k, options)
-    if sinks is not None:
-        check_sinks(q, sinks)
-    cu_seqlens = checked["cu_seqlens"]
+    terms, pairs = terms.of_call(q, k.shape[2]), checked_pairs(q, k, pairs)
+    cu_seqlens = pairs["cu_seqlens"]
     if layout is not None:
         if cu_seqlens is None:
             check_layout(layout, q.shape[3], v.shape[3], q.shape[0])
         else:
             check_layout(layout, q.shape[3], v.shape[3], cu_seqlens.shape[0] - 1, "packed sequence")
     if isinstance(layout, LevelLayout):
-        checked["window"] = layout.window_of(1, options["window"])
-    call = Call(layout=layout if isinstance(layout, LevelLayout) else _plain(q.shape[3]), sinks=sinks, **checked)
+        pairs["window"] = layout.window_of(1, pairs["window"])
+    call = Call(layout=layout if isinstance(layout, LevelLayout) else _plain(q.shape[3]), terms=terms, **pairs)
     q, k, v = autocasted(q, k, v)
     if not isinstance(layout, GlobalWindowLayout):
         return v, [(q, k, call)]
     (far, near), (far_scale, near_scale) = layout.ranks, layout.scales
-    everywhere = replace(call, layout=_plain(far), scale=far_scale)
-    in_window = replace(call, layout=_plain(near), scale=near_scale, window=layout.window)
+    everywhere = replace(call.with_terms(scale=far_scale), layout=_plain(far))
+    in_window = replace(call.with_terms(scale=near_scale), layout=_plain(near), window=layout.window)
     return v, [(q[..., :far], k[..., :far], everywhere), (q[..., far:], k[..., far:], in_window)]
 
 
@@ -167,7 +134,6 @@ def structured_attention(
     sinks: Tensor | None = None,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@_options_by_name
 def structured_attention(
     q: Tensor,
     k: Tensor,
@@ -255,30 +221,28 @@ def structured_attention(
     check_choice("backend", backend, backends.NAMED)
     if backend != "auto" and (reason := backends.why_not(backend)) is not None:
         raise BackendUnavailableError(f"backend {backend!r} cannot run: {reason}")
-    options: Options = {  # a compiler cannot call the type
+    terms = ScoreTerms(
+        scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, attn_bias=attn_bias, alibi_slopes=alibi_slopes
+    )
+    pairs: Pairs = {  # a compiler cannot call the type
         "is_causal": is_causal,
-        "scale": scale,
         "window": window,
-        "attn_bias": attn_bias,
-        "attn_mask": attn_mask,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
         "dropout_p": dropout_p,
         "cu_seqlens": cu_seqlens,
         "cu_seqlens_k": cu_seqlens_k,
         "left_padding": left_padding,
     }
-    v, calls = _read(q, k, v, layout, options, sinks, return_lse)
+    v, calls = _read(q, k, v, layout, terms, pairs, return_lse)
     out: Tensor | None = None
     for query, key, call in calls:
         if dropout_p > 0:  # from torch's global generator, so that torch.manual_seed governs every backend
             call = replace(call, seed=torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         if backend == "auto":
-            name = backends.choose(query, key, v, call, return_lse)[0]
+            row = backends.choose(query, key, v, call, return_lse)[0]
         else:
-            name = backends.named(backend, query, key, v, call)
-        adds_sinks = sinks is not None and not backends.TABLE[name].takes_sinks
-        found, lse = operators.attention(query, key, v, replace(call, sinks=None) if adds_sinks else call, name)
+            row = backends.named(backend, query, key, v, call)
+        adds_sinks = sinks is not None and not row.takes_sinks
+        found, lse = operators.attention(query, key, v, call.with_terms(sinks=None) if adds_sinks else call, row)
         if adds_sinks:
             assert sinks is not None
             assert lse is not None

@@ -46,6 +46,7 @@ class BackendRow:
     """One backend.
 
     Attributes:
+        name: as ``structured_attention`` and ``explain`` write it.
         forward: the output, and the log-sum-exp where the backend has one.
         backward: the first gradients; ``None`` where PyTorch differentiates ``forward``.
         why_not_here: the reason why it cannot run on this machine, or ``None``.
@@ -53,6 +54,7 @@ class BackendRow:
         takes_sinks: whether ``forward`` counts the sinks in; those of other rows are added to the output, by the log-sum-exp.
     """
 
+    name: str
     forward: Forward
     backward: Backward | None = None
     why_not_here: Callable[[], str | None] = lambda: None
@@ -79,24 +81,21 @@ def _triton() -> ModuleType:
     return backend
 
 
-TABLE: dict[str, BackendRow] = {
-    "reference": BackendRow(forward=derivatives.definition),
-    "scaled_dot_product_attention": BackendRow(forward=sdpa.forward, why_not=sdpa.why_not),
-    "small": BackendRow(forward=small.forward, takes_sinks=True),
-    "blocked": BackendRow(forward=blocked.forward, backward=blocked.backward),
-    "native": BackendRow(
-        forward=native.forward,
-        backward=native.backward,
-        why_not_here=_no_native,
-        why_not=native.why_not,
-    ),
-    "triton": BackendRow(
-        forward=lambda *arguments: _triton().forward(*arguments),
-        backward=lambda *arguments, needs_bias: (*_triton().backward(*arguments), None),
-        why_not_here=_no_triton,
-        why_not=lambda *arguments: _triton().why_not(*arguments),
-    ),
-}
+REFERENCE = BackendRow(name="reference", forward=derivatives.definition)
+SDPA = BackendRow(name="scaled_dot_product_attention", forward=sdpa.forward, why_not=sdpa.why_not)
+SMALL = BackendRow(name="small", forward=small.forward, takes_sinks=True)
+BLOCKED = BackendRow(name="blocked", forward=blocked.forward, backward=blocked.backward)
+NATIVE = BackendRow(
+    name="native", forward=native.forward, backward=native.backward, why_not_here=_no_native, why_not=native.why_not
+)
+TRITON = BackendRow(
+    name="triton",
+    forward=lambda *arguments: _triton().forward(*arguments),
+    backward=lambda *arguments, needs_bias: (*_triton().backward(*arguments), None),
+    why_not_here=_no_triton,
+    why_not=lambda *arguments: _triton().why_not(*arguments),
+)
+TABLE = {row.name: row for row in (REFERENCE, SDPA, SMALL, BLOCKED, NATIVE, TRITON)}
 
 
 def why_not(backend: str) -> str | None:
@@ -109,23 +108,23 @@ def why_not(backend: str) -> str | None:
     return TABLE[backend].why_not_here()
 
 
-def _why_not_call(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-    row = TABLE[backend]
+def _why_not_call(row: BackendRow, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     return row.why_not_here() or row.why_not(q, k, v, call)
 
 
-def named(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
+def named(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> BackendRow:
     """The backend that a user has named.
 
     Raises:
         BackendUnavailableError: it cannot run the call.
     """
-    if (reason := _why_not_call(backend, q, k, v, call)) is not None:
+    row = TABLE[backend]
+    if (reason := _why_not_call(row, q, k, v, call)) is not None:
         raise BackendUnavailableError(f"backend {backend!r} cannot run this call: {reason}")
-    return backend
+    return row
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tuple[str, Callable[[], str]]:
+def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tuple[BackendRow, Callable[[], str]]:
     """What ``backend="auto"`` runs, and a function that says why.
 
     The reason is not made here, since a compiler that puts a length into text fixes the program to this length.
@@ -136,30 +135,30 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
     is_plain = not is_transformed()
     # A compiler can trace no other backend inside of a transform.
     if not is_plain and (torch.compiler.is_compiling() or holds(scores <= DENSE_BATCH_SCORES)):
-        return "reference", lambda: f"{scores} scores inside of a torch.func transform, which needs every derivative"
+        return REFERENCE, lambda: f"{scores} scores inside of a torch.func transform, which needs every derivative"
     if is_plain and _is_native(q, k, v, call, return_lse):
-        return "native", lambda: f"{_levels(call)} in C++ code that was built on this machine"
+        return NATIVE, lambda: f"{_levels(call)} in C++ code that was built on this machine"
     if is_plain and holds(per_head <= small.MOST_SCORES_PER_HEAD) and small.suits(q, k, v, call, return_lse):
-        return "small", lambda: f"{_levels(call)}, {q.shape[2]} x {k.shape[2]} scores per head: all of them are kept"
-    needs_lse = return_lse or call.sinks is not None
+        return SMALL, lambda: f"{_levels(call)}, {q.shape[2]} x {k.shape[2]} scores per head: all of them are kept"
+    needs_lse = return_lse or call.terms.sinks is not None
     if is_plain and len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, needs_lse):
-        return "scaled_dot_product_attention", lambda: "one level, which PyTorch's own kernels compute"
+        return SDPA, lambda: "one level, which PyTorch's own kernels compute"
     if is_onnx_export():
-        return "reference", lambda: "ONNX has no operator for the others"
+        return REFERENCE, lambda: "ONNX has no operator for the others"
     if q.is_cuda:
-        reason = _why_not_call("triton", q, k, v, call)
+        reason = _why_not_call(TRITON, q, k, v, call)
         if reason is None:
-            return "triton", lambda: f"{_levels(call)} in one fused kernel"
+            return TRITON, lambda: f"{_levels(call)} in one fused kernel"
     else:
         reason = "the tensors are not on a CUDA device"
     if len(call.layout.ranks) == 1 and (lacking := sdpa.why_not(q, k, v, call, needs_lse)) is not None:
         reason = f"{reason}, and {lacking}"
-    per_row = scores if call.attn_bias is None and call.attn_mask is None else scores // max(batch, 1)
+    per_row = scores if call.terms.attn_bias is None and call.terms.attn_mask is None else scores // max(batch, 1)
     # Packed sequences together make many hidden pairs, and one after another many small products.
     is_few = call.cu_seqlens is None and holds(per_row <= DENSE_SCORES) and holds(scores <= DENSE_BATCH_SCORES)
     if is_few and _is_dense_fast(q, k, v, call, scores):
-        return "reference", lambda: f"{scores} scores are few enough for dense products (no fused kernel: {reason})"
-    return "blocked", lambda: f"{_levels(call)} in memory linear in the length (no fused kernel: {reason})"
+        return REFERENCE, lambda: f"{scores} scores are few enough for dense products (no fused kernel: {reason})"
+    return BLOCKED, lambda: f"{_levels(call)} in memory linear in the length (no fused kernel: {reason})"
 
 
 def _is_dense_fast(q: Tensor, k: Tensor, v: Tensor, call: Call, scores: int) -> bool:
@@ -180,9 +179,9 @@ def _dense_work(call: Call, scores: int, dim: int, value_dim: int) -> Work:
     )
 
 
-def with_gradients(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
+def with_gradients(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BackendRow:
     """The fastest backend that has a log-sum-exp and a backward pass of its own, for those who join several calls."""
-    return _fused(q) if has_fused(q, k, v, call) else "blocked"
+    return _fused(q) if has_fused(q, k, v, call) else BLOCKED
 
 
 def has_fused(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
@@ -190,20 +189,20 @@ def has_fused(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
     return _why_not_call(_fused(q), q, k, v, call) is None
 
 
-def _fused(q: Tensor) -> str:
-    return "triton" if q.is_cuda else "native"
+def _fused(q: Tensor) -> BackendRow:
+    return TRITON if q.is_cuda else NATIVE
 
 
 def _is_native(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool:
     """Whether the C++ code is there and computes a call: of one level what PyTorch's own kernels do not, and what takes them longer."""
     if not q.is_cpu or torch.compiler.is_exporting():  # an exported program may run on another machine
         return False
-    is_pytorchs = len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, return_lse or call.sinks is not None)
+    is_pytorchs = len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, return_lse or call.terms.sinks is not None)
     if is_pytorchs and not (_is_long(q, k) or _is_masked_twice(call)):
         return False
     if is_pytorchs and _needs_bias_gradient(call):
         return False
-    return _why_not_call("native", q, k, v, call) is None
+    return _why_not_call(NATIVE, q, k, v, call) is None
 
 
 def _is_long(q: Tensor, k: Tensor) -> bool:
@@ -212,17 +211,19 @@ def _is_long(q: Tensor, k: Tensor) -> bool:
 
 def _is_masked_twice(call: Call) -> bool:
     """Whether PyTorch's kernels would need causality written into a mask or bias."""
-    return call.is_causal and (call.attn_mask is not None or call.attn_bias is not None)
+    return call.is_causal and (call.terms.attn_mask is not None or call.terms.attn_bias is not None)
 
 
 def _needs_bias_gradient(call: Call) -> bool:
     """Whether a bias, or a mask of numbers, has a gradient, which the C++ code leaves to ``blocked``."""
-    given = call.attn_mask if call.attn_bias is None else call.attn_bias
+    given = call.terms.attn_mask if call.terms.attn_bias is None else call.terms.attn_bias
     return given is not None and torch.is_grad_enabled() and given.requires_grad
 
 
 def _levels(call: Call) -> str:
     count = len(call.layout.ranks)
     found = f"{count} levels" if count > 1 else "one level"
-    terms = [name for name, x in (("a soft cap", call.softcap), ("ALiBi", call.alibi_slopes)) if x is not None]
+    terms = [
+        name for name, x in (("a soft cap", call.terms.softcap), ("ALiBi", call.terms.alibi_slopes)) if x is not None
+    ]
     return f"{found} with {' and '.join(terms)}" if terms else found

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TypedDict
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
 
 from torch import Tensor
 
 from structattn.layout.levels import LevelLayout
+from structattn.ops.terms import ScoreTerms
+
+_NO_TERMS = ScoreTerms()
+
+
+class Pairs(TypedDict):
+    """Which pairs of a call are visible, as it is given."""
+
+    is_causal: bool
+    window: int | None
+    dropout_p: float
+    cu_seqlens: Tensor | None
+    cu_seqlens_k: Tensor | None
+    left_padding: Tensor | None
 
 
 class Options(TypedDict, total=False):
-    """The options of ``structured_attention`` that each of its backends computes, as they are given."""
+    """The options of ``structured_attention`` that each of its backends computes, by name."""
 
     is_causal: bool
     scale: float | None
@@ -29,29 +43,26 @@ class Options(TypedDict, total=False):
 
 @dataclass(kw_only=True, slots=True)
 class Call:
-    """A layout and ``Options``, checked. Nothing changes one after it is made.
+    """A layout and options, checked. Nothing changes one after it is made.
 
     Attributes:
-        attn_mask: bool; a float one is an ``attn_bias``.
-        alibi_slopes: (1 or B, H), without a gradient.
-        sinks: for a backend that counts them in; see ``backends.BackendRow``.
+        terms: as ``ScoreTerms.of_call`` gives them; sinks for a backend that counts them in, see ``backends.BackendRow``.
         seed: 0-dimensional int64 on the CPU, of the random numbers of dropout; ``None`` without dropout.
     """
 
     layout: LevelLayout
+    terms: ScoreTerms = _NO_TERMS
     is_causal: bool = True
-    scale: float | None = None
     window: int | None = None
-    attn_bias: Tensor | None = None
-    attn_mask: Tensor | None = None
-    softcap: float | None = None
-    alibi_slopes: Tensor | None = None
     dropout_p: float = 0.0
     cu_seqlens: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     left_padding: Tensor | None = None
     seed: Tensor | None = None
-    sinks: Tensor | None = None
+
+    def with_terms(self, **changes: Any) -> Call:
+        """The call with other terms."""
+        return replace(self, terms=replace(self.terms, **changes))
 
     @property
     def key_seqlens(self) -> Tensor | None:
@@ -61,8 +72,8 @@ class Call:
     @property
     def one_level_scale(self) -> float:
         """The scale of a layout with one level, where every scaling is one number."""
-        if self.scale is not None:
-            return self.scale
+        if self.terms.scale is not None:
+            return self.terms.scale
         rank = self.layout.ranks[0]
         match self.layout.scaling:
             case "variance" | "standard":

@@ -17,10 +17,8 @@ from torch.nn import Parameter
 
 from structattn.checks import (
     MAX_LENGTH,
-    MAX_SCALE,
     check_bool,
     check_number,
-    check_scale,
     check_size,
     check_tensor,
     check_type,
@@ -31,9 +29,9 @@ from structattn.errors import ConfigError, ShapeError
 from structattn.layout.checks import check_sum
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
-from structattn.ops.call import Options
+from structattn.ops.call import Pairs
+from structattn.ops.terms import DTYPES, ScoreTerms
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NOTHING = nullcontext()
 _PLAIN = (Tensor, Parameter)  # exactly these, no other subclass
 
@@ -126,36 +124,17 @@ def _check_ints(name: str, x: Any, q: Tensor, remedy: str = "") -> None:
         raise ShapeError(f"{name} has no numbers: it is on the meta device, q on {q.device}")
 
 
-def checked_terms(q: Tensor, k: Tensor, options: Options) -> Options:
-    """The options, whose tensors fit q and k, as ``Call`` has them.
+def checked_pairs(q: Tensor, k: Tensor, pairs: Pairs) -> Pairs:
+    """Which pairs are visible, with boundaries and padding that fit q and k; their numbers are checked at run time where they are not known.
 
     Raises:
         ShapeError: shapes, dtypes, devices or numbers do not fit.
-        ConfigError: two options exclude each other.
+        ConfigError: packed sequences and left padding.
     """
-    checked = options.copy()
-    if options["attn_mask"] is not None:
-        checked["attn_bias"], checked["attn_mask"] = checked_mask(
-            q, k.shape[2], options["attn_bias"], options["attn_mask"]
-        )
-    if checked["attn_bias"] is not None:
-        _check_bias(q, k, checked["attn_bias"])
-    if options["alibi_slopes"] is not None:
-        checked["alibi_slopes"] = checked_slopes(q, options["alibi_slopes"])
-    if any(x is not None for x in (options["cu_seqlens"], options["cu_seqlens_k"], options["left_padding"])):
-        checked.update(_checked_sequences(q, k, options))
-    scale, softcap = options["scale"], options["softcap"]
-    checked["scale"] = (
-        float(scale) if isinstance(scale, int) else scale
-    )  # an int may be larger than any that a tensor takes
-    checked["softcap"] = float(softcap) if isinstance(softcap, int) else softcap
-    return checked
-
-
-def _checked_sequences(q: Tensor, k: Tensor, options: Options) -> Options:
-    """``cu_seqlens``, ``cu_seqlens_k`` and ``left_padding``, which fit q and k; their numbers are checked at run time where they are not known."""
+    of_queries, of_keys, left_padding = pairs["cu_seqlens"], pairs["cu_seqlens_k"], pairs["left_padding"]
+    if of_queries is None and of_keys is None and left_padding is None:
+        return pairs
     batch, num_queries, num_keys = q.shape[0], q.shape[2], k.shape[2]
-    of_queries, of_keys, left_padding = options["cu_seqlens"], options["cu_seqlens_k"], options["left_padding"]
     if of_queries is not None and left_padding is not None:
         raise ConfigError("give cu_seqlens (packed sequences) or left_padding (padded batch), not both")
     if of_queries is None and of_keys is not None:
@@ -184,7 +163,7 @@ def _checked_sequences(q: Tensor, k: Tensor, options: Options) -> Options:
                 f"left_padding needs one count per batch row: expected {batch}, got {left_padding.shape[0]}"
             )
         left_padding = checked_lengths(left_padding, "left_padding", num_keys, are_offsets=False)
-    return {"cu_seqlens": of_queries, "cu_seqlens_k": of_keys, "left_padding": left_padding}
+    return pairs | {"cu_seqlens": of_queries, "cu_seqlens_k": of_keys, "left_padding": left_padding}
 
 
 def check_boundaries(name: str, x: Any, q: Tensor) -> None:
@@ -278,9 +257,9 @@ def check_layout(
         )
 
 
-def check_options(layout: Any, options: Options, return_lse: Any) -> None:
+def check_options(layout: Any, terms: ScoreTerms, pairs: Pairs, return_lse: Any) -> None:
     """Raises ``ConfigError`` unless everything but the tensors is of its type and in its range."""
-    scale, window, softcap, dropout_p = options["scale"], options["window"], options["softcap"], options["dropout_p"]
+    window, dropout_p = pairs["window"], pairs["dropout_p"]
     if isinstance(layout, Tensor):
         raise ConfigError(
             "layout, the fourth argument, must be a layout or None, got a tensor: a mask is attn_mask=..., "
@@ -294,110 +273,15 @@ def check_options(layout: Any, options: Options, return_lse: Any) -> None:
             "a LevelLayout, a GlobalWindowLayout or None",
             "LevelLayout.halving((32, 16), 1024) makes one from ranks, Attention.from_spec takes text, TextLayout.at gives the layout of a text",
         )
-    check_bool("is_causal", options["is_causal"])
+    check_bool("is_causal", pairs["is_causal"])
     check_bool("return_lse", return_lse)
-    if scale is not None:
-        check_scale("scale", scale)
+    terms.check_numbers()
     if window is not None:
         check_size("window", window, MAX_LENGTH)
-    if softcap is not None:
-        check_softcap(softcap)
     if type(dropout_p) is not float or dropout_p != 0.0:
         check_number("dropout_p", dropout_p, minimum=0, below=1)
     if isinstance(layout, GlobalWindowLayout):
         if return_lse:
             raise ConfigError("a global-window layout adds two softmaxes and has no single log-sum-exp")
-        if scale is not None or window is not None:
+        if terms.scale is not None or window is not None:
             raise ConfigError("a global-window layout has its own scale and window: leave scale and window at None")
-
-
-def _check_bias(q: Tensor, k: Tensor, attn_bias: Any) -> None:
-    """Raises ``ShapeError`` unless the bias can be added to the scores."""
-    check_tensor("attn_bias", attn_bias)
-    if attn_bias.dtype not in DTYPES:
-        raise ShapeError(
-            f"attn_bias is added to the scores and must be floating point, got {attn_bias.dtype}; a bool mask is "
-            "attn_mask=..."
-        )
-    _check_per_pair(q, k.shape[2], "attn_bias", attn_bias)
-
-
-def checked_mask(
-    q: Tensor, num_keys: int, attn_bias: Tensor | None, attn_mask: Any
-) -> tuple[Tensor | None, Tensor | None]:
-    """The bias, and the mask where it is bool: a floating point mask is a bias.
-
-    Raises:
-        ShapeError: the mask has another dtype, or does not fit the scores.
-        ConfigError: a floating point mask beside a bias.
-    """
-    check_tensor("attn_mask", attn_mask)
-    if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
-        raise ShapeError(
-            f"attn_mask must be bool, True where a pair may attend, or floating point, added to the scores, got {attn_mask.dtype}; "
-            "a mask of 0 and 1 is mask != 0"
-        )
-    _check_per_pair(q, num_keys, "attn_mask", attn_mask)
-    if attn_mask.dtype == torch.bool:
-        return attn_bias, attn_mask
-    if attn_bias is not None:
-        raise ConfigError("a floating point attn_mask is an attn_bias: give their sum as one of the two")
-    return attn_mask, None
-
-
-def _check_per_pair(q: Tensor, num_keys: int, name: str, x: Tensor) -> None:
-    if x.device != q.device:
-        raise ShapeError(f"{name} must be on the device of q, {q.device}, got {x.device}")
-    target = (q.shape[0], q.shape[1], q.shape[2], num_keys)
-    shape = tuple(x.shape)
-    fits = len(shape) <= 4 and all(a == 1 or a == b for a, b in zip(reversed(shape), reversed(target), strict=False))
-    if not fits:
-        raise ShapeError(f"{name} of shape {shape} does not broadcast to (B, H, T, S) = {target}")
-
-
-def check_softcap(softcap: Any) -> None:
-    """Raises ``ConfigError`` unless scores can be divided by the cap, and multiplied by it, in float32."""
-    check_number("softcap", softcap, minimum=1 / MAX_SCALE, maximum=MAX_SCALE)
-
-
-def check_sinks(q: Tensor, sinks: Any) -> None:
-    """Raises ``ShapeError`` unless there is one logit per query head."""
-    check_tensor("sinks", sinks)
-    if sinks.dtype not in DTYPES or sinks.dim() != 1 or sinks.shape[0] != q.shape[1]:
-        raise ShapeError(
-            f"sinks must have one floating-point logit per query head, shape ({q.shape[1]},), got {sinks.dtype} of shape "
-            f"{tuple(sinks.shape)}"
-        )
-    if sinks.device != q.device:
-        raise ShapeError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
-
-
-def checked_slopes(q: Tensor, alibi_slopes: Any) -> Tensor:
-    """The slopes, (1 or B, H).
-
-    Raises:
-        ShapeError: there is not one per query head.
-        ConfigError: they need a gradient.
-    """
-    check_tensor("alibi_slopes", alibi_slopes)
-    batch, heads = q.shape[:2]
-    if alibi_slopes.dtype not in DTYPES or tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
-        raise ShapeError(
-            f"alibi_slopes must have one floating-point slope per query head, shape ({heads},) or ({batch}, {heads}), got "
-            f"{alibi_slopes.dtype} of shape {tuple(alibi_slopes.shape)}"
-        )
-    if alibi_slopes.device != q.device:
-        raise ShapeError(f"alibi_slopes must be on the device of q, {q.device}, got {alibi_slopes.device}")
-    if _needs_gradient(alibi_slopes):
-        raise ConfigError(
-            "alibi_slopes get no gradient, and these require one: give alibi_slopes.detach(); a bias that is learned is attn_bias"
-        )
-    slopes = alibi_slopes.detach()
-    return slopes if slopes.dim() == 2 else slopes[None]
-
-
-def _needs_gradient(x: Tensor) -> bool:
-    """Whether a derivative by a tensor is asked for, in reverse or forward mode."""
-    if torch.autograd.forward_ad._current_level >= 0 and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
-        return True
-    return x.requires_grad and torch.is_grad_enabled()

@@ -7,7 +7,6 @@ T x S numbers per head: right at every order, and paid for by those who ask.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ def output(call: Call) -> Function:
     """The call as a function of q, k, v and, if it has one, the bias: to output and log-sum-exp."""
 
     def of_inputs(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None = None) -> Tensors:
-        return definition(q, k, v, replace(call, attn_bias=attn_bias))
+        return definition(q, k, v, call.with_terms(attn_bias=attn_bias))
 
     return of_inputs
 
@@ -96,6 +95,6 @@ def with_further_derivatives(out: Tensor, call: Call, q: Tensor, k: Tensor, v: T
     """The output of a kernel whose gradient cannot be differentiated, with gradients at every order."""
     if torch.compiler.is_compiling():
         return out
-    inputs = (q, k, v) if call.attn_bias is None else (q, k, v, call.attn_bias)
+    inputs = (q, k, v) if call.terms.attn_bias is None else (q, k, v, call.terms.attn_bias)
     result: Tensor = _Once.apply(out, call, *inputs)  # type: ignore[no-untyped-call]
     return result

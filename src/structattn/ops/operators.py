@@ -8,7 +8,7 @@ floats and strings, since operators take nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,15 @@ from torch.utils.flop_counter import register_flop_formula
 from structattn.errors import DerivativeError
 from structattn.layout.cost import visible_pairs_per_level
 from structattn.ops import derivatives, flat_layout
-from structattn.ops.backends import TABLE
+from structattn.ops.backends import TABLE, BackendRow
 from structattn.ops.call import Call
 from structattn.ops.checks import is_eager, is_transformed, without_autocast
+from structattn.ops.terms import ScoreTerms
 
 # The options of a ``Call`` in the terms of an operator's schema: the tensors, the one with a gradient first, then the layout, then the others.
 _TENSORS = ("attn_bias", "attn_mask", "alibi_slopes", "cu_seqlens", "cu_seqlens_k", "left_padding", "seed")
 _NUMBERS = {"is_causal": "bool", "scale": "float?", "window": "int?", "dropout_p": "float", "softcap": "float?"}
+_TERMS = {field.name for field in fields(ScoreTerms)}
 _OPTIONS = ", ".join(
     [
         *(f"Tensor? {name}" for name in _TENSORS),
@@ -38,36 +40,47 @@ _FIRST_OPTION = 3 + len(_TENSORS)  # q, k and v are before them
 
 
 def _tensors(call: Call) -> list[Tensor | None]:
-    return [getattr(call, name) for name in _TENSORS]
+    return [_option(call, name) for name in _TENSORS]
+
+
+def _option(call: Call, name: str) -> Any:
+    return getattr(call.terms if name in _TERMS else call, name)
 
 
 def _with_tensors(call: Call, tensors: Sequence[Tensor | None]) -> Call:
-    return replace(call, **dict(zip(_TENSORS, tensors, strict=True)))  # type: ignore[arg-type]
+    return _with(call, dict(zip(_TENSORS, tensors, strict=True)))
 
 
-def _flat(call: Call, backend: str) -> tuple[Any, ...]:
+def _with(call: Call, options: dict[str, Any]) -> Call:
+    """The call with other options."""
+    terms = {name: x for name, x in options.items() if name in _TERMS}
+    others = {name: x for name, x in options.items() if name not in _TERMS}
+    return replace(call, terms=replace(call.terms, **terms), **others)
+
+
+def _flat(call: Call, row: BackendRow) -> tuple[Any, ...]:
     """The arguments of ``_OPTIONS``."""
     return (
         *_tensors(call),
         *flat_layout.flat(call.layout),
-        *[getattr(call, name) for name in _NUMBERS],
-        backend,
+        *[_option(call, name) for name in _NUMBERS],
+        row.name,
     )
 
 
-def _call(options: Sequence[Any]) -> tuple[Call, str]:
+def _call(arguments: Sequence[Any]) -> tuple[Call, BackendRow]:
     """The call and the backend that ``_flat`` wrote."""
-    tensors, rest = options[: len(_TENSORS)], options[len(_TENSORS) :]
+    tensors, rest = arguments[: len(_TENSORS)], arguments[len(_TENSORS) :]
     layout, numbers, backend = rest[: flat_layout.SIZE], rest[flat_layout.SIZE : -1], rest[-1]
-    given = dict(zip((*_TENSORS, *_NUMBERS), (*tensors, *numbers), strict=True))
-    return Call(layout=flat_layout.layout_of(*layout), **given), backend
+    options = dict(zip((*_TENSORS, *_NUMBERS), (*tensors, *numbers), strict=True))
+    return _with(Call(layout=flat_layout.layout_of(*layout)), options), TABLE[backend]
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    call, backend = _call(options)
+    call, row = _call(options)
     derivatives.refuse_forward_mode()
     with without_autocast(q):  # it would turn the products here into 16-bit ones
-        out, lse = TABLE[backend].forward(q, k, v, call)
+        out, lse = row.forward(q, k, v, call)
     assert lse is not None  # the backends of operators have one
     return out.contiguous(), lse  # as the fake results are; a backend may keep the strides of its inputs
 
@@ -97,16 +110,16 @@ def _attention_backward(
     v: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call, backend = _call(options)
+    call, row = _call(options)
     derivatives.refuse_forward_mode()
-    dq, dk, dv, grad_bias = _direct_backward(backend, grad_out, grad_lse, q, k, v, out, lse, call, needs_bias)
+    dq, dk, dv, grad_bias = _direct_backward(row, grad_out, grad_lse, q, k, v, out, lse, call, needs_bias)
     grad_bias = q.new_empty(0) if grad_bias is None else grad_bias
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), grad_bias
 
 
-def _direct_backward(backend: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _direct_backward(row: BackendRow, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     *tensors_and_call, needs_bias = arguments
-    function = TABLE[backend].backward
+    function = row.backward
     assert function is not None
     with without_autocast(tensors_and_call[0]):
         return function(*tensors_and_call, needs_bias=needs_bias)
@@ -288,16 +301,16 @@ class _Eager(torch.autograd.Function):
     # Without setup_context, for which PyTorch reads the signature at every call.
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None, call: Call, backend: str
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None, call: Call, row: BackendRow
     ) -> tuple[Tensor, Tensor]:
         with without_autocast(q):
-            out, lse = TABLE[backend].forward(q, k, v, call)
+            out, lse = row.forward(q, k, v, call)
         assert lse is not None
         tensors = _tensors(call)
         tensors[0] = attn_bias  # as autograd knows it
         ctx.save_for_backward(q, k, v, *tensors, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.backend = call, backend
+        ctx.call, ctx.row = call, row
         if any(x is not None for x in tensors):  # kept once, where autograd sees it when one is changed
             ctx.call = _with_tensors(call, [None] * len(tensors))
         return out, lse
@@ -305,14 +318,14 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, *tensors, out, lse = ctx.saved_tensors
-        call, backend, needs_bias = ctx.call, ctx.backend, ctx.needs_input_grad[3]
+        call, row, needs_bias = ctx.call, ctx.row, ctx.needs_input_grad[3]
         if torch.is_grad_enabled() or not is_eager(q):  # second derivatives, or a counter that was started in between
-            ctx.options = _flat(call, backend)[len(_TENSORS) :]
+            ctx.options = _flat(call, row)[len(_TENSORS) :]
             return *_gradients(ctx, grad_out, grad_lse)[:4], None, None
         if any(x is not None for x in tensors):
             call = _with_tensors(call, tensors)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        found = _direct_backward(backend, grad_out, grad_lse, q, k, v, out, lse, call, needs_bias)
+        found = _direct_backward(row, grad_out, grad_lse, q, k, v, out, lse, call, needs_bias)
         return *found, None, None
 
 
@@ -320,13 +333,13 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
     return any(x is not None and x.requires_grad for x in tensors)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
+def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, row: BackendRow) -> tuple[Tensor, Tensor | None]:
     """Runs a backend, differentiably.
 
     Args:
         q, k, v: as in ``structured_attention``, checked.
         call: the options.
-        backend: a row of ``backends.TABLE`` that can run the call.
+        row: of ``backends.TABLE``, which can run the call.
 
     Returns:
         out (B, H, T, V) and lse (B, H, T), which some backends do not have. First gradients are the backend's; further
@@ -335,22 +348,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tupl
     Raises:
         DerivativeError: a transform of ``torch.func`` is being compiled. Without ``fullgraph`` it is run as it is instead.
     """
-    row = TABLE[backend]
     if row.backward is None:
         return row.forward(q, k, v, call)
     is_traced = torch.compiler.is_compiling()
     if is_traced and is_transformed():
         raise DerivativeError(
-            f"backend {backend!r} cannot be compiled inside of a transform of torch.func (grad, vjp, jvp, vmap): use "
+            f"backend {row.name!r} cannot be compiled inside of a transform of torch.func (grad, vjp, jvp, vmap): use "
             "backend='auto' or 'reference', or compile without fullgraph"
         )
     result: tuple[Tensor, Tensor]
     if is_eager(q) and is_eager(k) and is_eager(v) and not is_transformed():
-        if not (torch.is_grad_enabled() and _needs_gradient(q, k, v, call.attn_bias)):  # a quarter of a short call
+        if not (
+            torch.is_grad_enabled() and _needs_gradient(q, k, v, call.terms.attn_bias)
+        ):  # a quarter of a short call
             with without_autocast(q):
                 return row.forward(q, k, v, call)
-        result = _Eager.apply(q, k, v, call.attn_bias, call, backend)  # type: ignore[no-untyped-call]
+        result = _Eager.apply(q, k, v, call.terms.attn_bias, call, row)  # type: ignore[no-untyped-call]
     else:
         run: Any = torch.ops.structattn.attention if is_traced else _Forward.apply
-        result = run(q, k, v, *_flat(call, backend))
+        result = run(q, k, v, *_flat(call, row))
     return result

@@ -157,8 +157,8 @@ def attention(
     repeats, num_keys = q.shape[1] // k.shape[1] if k.shape[1] else 1, k.shape[-2]
     query = q.to(dtype)
     key, value = (x.to(dtype).repeat_interleave(repeats, dim=1) for x in (k, v))
-    bias = None if call.attn_bias is None else call.attn_bias.to(dtype).expand(*q.shape[:3], num_keys)
-    shown = None if call.attn_mask is None else call.attn_mask.expand(*q.shape[:3], num_keys)
+    bias = None if call.terms.attn_bias is None else call.terms.attn_bias.to(dtype).expand(*q.shape[:3], num_keys)
+    shown = None if call.terms.attn_mask is None else call.terms.attn_mask.expand(*q.shape[:3], num_keys)
     of_queries, of_keys = call.cu_seqlens, call.key_seqlens
     ends = None if of_queries is None or of_keys is None else (of_queries, of_keys)
     position = positions(q.shape[-2], num_keys, ends, call.left_padding, q.shape[0], q.device)
@@ -213,13 +213,13 @@ def _dense(
         unused_query, unused_key = (~mask.any(dim)[:, None, :, None] for dim in (2, 1))
         query = query.masked_fill(unused_query, 0.0)
         key, value = (x.masked_fill(unused_key, 0.0) for x in (key, value))
-    score = scores(query, key, call.layout, call.scale, num_shared)
-    if call.softcap is not None:
-        score = call.softcap * torch.tanh(score / call.softcap)
+    score = scores(query, key, call.layout, call.terms.scale, num_shared)
+    if call.terms.softcap is not None:
+        score = call.terms.softcap * torch.tanh(score / call.terms.softcap)
     if bias is not None:
         score = score + bias
-    if call.alibi_slopes is not None:
-        score = score - call.alibi_slopes.to(score.dtype)[:, :, None, None] * position.distance().abs()[:, None]
+    if call.terms.alibi_slopes is not None:
+        score = score - call.terms.alibi_slopes.to(score.dtype)[:, :, None, None] * position.distance().abs()[:, None]
     if shown is not None:
         score = score.masked_fill(~shown, -torch.inf)
     if mask is not None:

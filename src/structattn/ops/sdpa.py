@@ -21,9 +21,9 @@ def _has_one_query(q: Tensor, call: Call) -> bool:
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool = False) -> str | None:
     """The reason why PyTorch's kernels cannot run a call, or ``None``. Sinks are added by means of the log-sum-exp."""
-    if call.softcap is not None:
+    if call.terms.softcap is not None:
         return "PyTorch's kernels have no soft cap"
-    if call.alibi_slopes is not None:
+    if call.terms.alibi_slopes is not None:
         return "PyTorch's kernels take ALiBi as T x S numbers only"
     return "PyTorch's kernels return no log-sum-exp, which sinks need too" if return_lse else None
 
@@ -34,10 +34,10 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool
         return False
     if call.window is not None or call.cu_seqlens is not None or call.left_padding is not None:
         return False  # only a T x S mask could say so
-    if call.attn_mask is not None:
-        if call.attn_bias is not None:
+    if call.terms.attn_mask is not None:
+        if call.terms.attn_bias is not None:
             return False
-        has_all_pairs = call.attn_mask.dim() > 1 and holds(call.attn_mask.shape[-2] == q.shape[2])
+        has_all_pairs = call.terms.attn_mask.dim() > 1 and holds(call.terms.attn_mask.shape[-2] == q.shape[2])
         if call.is_causal and not has_all_pairs and not _has_one_query(q, call):
             return False  # the kernel takes one mask: of padding and causality it would have T x S numbers
     if call.is_causal and not holds(q.shape[2] == k.shape[2]) and not _has_one_query(q, call):
@@ -88,6 +88,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
 
 def _bias(q: Tensor, call: Call) -> Tensor | None:
     """The bias or the mask, as numbers in its own shape: the kernel would expand a bool one first."""
-    if call.attn_mask is None:
-        return call.attn_bias
-    return torch.zeros(call.attn_mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~call.attn_mask, -torch.inf)
+    if call.terms.attn_mask is None:
+        return call.terms.attn_bias
+    return torch.zeros(call.terms.attn_mask.shape, dtype=q.dtype, device=q.device).masked_fill_(
+        ~call.terms.attn_mask, -torch.inf
+    )

@@ -57,17 +57,19 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool
     has_spans = small_causal.suits(q, k, call)
     if not has_spans and not holds(num_queries * num_keys <= MOST_SCORES_PER_HEAD_AT_ONCE):
         return False
-    has_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, call.sinks))
+    has_gradient = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, call.terms.sinks)
+    )
     if len(layout.ranks) == 1:
-        is_fused = dim == v.shape[3] and sdpa.suits(q, k, v, call, call.sinks is not None)
+        is_fused = dim == v.shape[3] and sdpa.suits(q, k, v, call, call.terms.sinks is not None)
         if (is_fused and not (has_gradient and dim <= NARROW_HEAD)) or not holds(num_queries > 1):
             return False
     elif layout.boundaries is not None or layout.value_ranks is not None or not is_eager(q):
         return False
-    has_terms = call.softcap is not None or call.attn_mask is not None or call.sinks is not None
+    has_terms = call.terms.softcap is not None or call.terms.attn_mask is not None or call.terms.sinks is not None
     if (
-        call.attn_bias is not None
-        or call.alibi_slopes is not None
+        call.terms.attn_bias is not None
+        or call.terms.alibi_slopes is not None
         or call.dropout_p > 0
         or (has_terms and not is_eager(q))
     ):
@@ -77,7 +79,7 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool
     if (call.is_causal or call.window is not None) and not holds(num_queries <= num_keys):
         return False  # the first queries may see no key
     most, has_levels = MOST_SCORES, len(layout.ranks) > 1
-    if call.attn_mask is None and not has_spans and (has_terms or has_levels):
+    if call.terms.attn_mask is None and not has_spans and (has_terms or has_levels):
         most = MOST_SCORES_UNMASKED // (4 if has_levels else 1) // (1 if has_gradient else 4)
     return holds(batch * heads * num_queries * num_keys <= most)
 
@@ -101,7 +103,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
         return small_causal.forward(q, k, v, call), None
     batch, heads, groups = q.shape[0], q.shape[1], k.shape[1]
     repeats, num_queries, num_keys = heads // groups if groups else 1, q.shape[2], k.shape[2]
-    has_sinks = call.sinks is not None
+    has_sinks = call.terms.sinks is not None
     constants = (
         call.layout,
         num_queries,
@@ -109,7 +111,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
         repeats,
         call.is_causal,
         call.window,
-        call.scale,
+        call.terms.scale,
         q.dtype,
         has_sinks,
     )
@@ -129,19 +131,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
         out = _traced(q, k, v, mask, call.one_level_scale)
     else:
         front = (groups, batch) if heads_first else (batch, groups)
-        hidden = _hidden(call.attn_mask, mask, (heads, groups, num_queries, num_keys), heads_first)
+        hidden = _hidden(call.terms.attn_mask, mask, (heads, groups, num_queries, num_keys), heads_first)
         score = _Score(
             mask=mask if hidden is None else None,
             levels=levels,
             scale=1.0 if levels is not None else call.one_level_scale,
-            softcap=call.softcap,
+            softcap=call.terms.softcap,
             hidden=hidden,
             keeps_tanh=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
             shape=(*front, repeats, num_queries, k.shape[1]),
         )
         sinks = None
-        if call.sinks is not None:
-            sinks = call.sinks.to(q.dtype).view((groups, 1, repeats, 1) if heads_first else (1, groups, repeats, 1))
+        if call.terms.sinks is not None:
+            sinks = call.terms.sinks.to(q.dtype).view(
+                (groups, 1, repeats, 1) if heads_first else (1, groups, repeats, 1)
+            )
         out = _SmallAttention.apply(q, k, v, sinks, score)[0]  # type: ignore[no-untyped-call]
     out = out.unflatten(0, (groups, batch)).transpose(0, 1) if heads_first else out.unflatten(0, (batch, groups))
     return (out if repeats == 1 else out.unflatten(2, (repeats, -1)).flatten(1, 2)), None

@@ -169,7 +169,12 @@ def suits(q: Tensor, k: Tensor, call: Call) -> bool:
     layout = call.layout
     if len(layout.ranks) == 1 or not layout.block_sizes or not call.is_causal or not is_eager(q):
         return False
-    if call.window is not None or call.softcap is not None or call.attn_mask is not None or call.sinks is not None:
+    if (
+        call.window is not None
+        or call.terms.softcap is not None
+        or call.terms.attn_mask is not None
+        or call.terms.sinks is not None
+    ):
         return False
     return q.shape[:3] == k.shape[:3] and q.numel() > 0
 
@@ -180,7 +185,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     Cost: the products of the plan; with gradients one number is kept for each pair that is not after a span.
     """
     size = span_size(call.layout, q.shape[2], v.shape[3], q.shape[0] * q.shape[1], costs_here())
-    return attend(q, k, v, call, plan(call.layout, q.shape[2], size, call.scale, q.dtype))
+    return attend(q, k, v, call, plan(call.layout, q.shape[2], size, call.terms.scale, q.dtype))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, found: Plan) -> Tensor:

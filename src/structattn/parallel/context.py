@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from collections.abc import Sequence
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from structattn.errors import ConfigError, ShapeError, StructAttnError
 from structattn.layout.levels import LevelLayout
 from structattn.layout.shards import ORDERS, Order, Shards, checked_shards, divided
 from structattn.ops import checks
-from structattn.ops.call import Call, Options
+from structattn.ops.call import Call, Pairs
 from structattn.ops.reference import with_sinks
+from structattn.ops.terms import ScoreTerms
 from structattn.parallel.agreement import agreed_lengths
 from structattn.parallel.attention import ShardedAttention
 from structattn.parallel.local import constant_scale
@@ -154,14 +155,10 @@ class ContextParallel:
 
         Source: ours; the joining of parts is that of ring attention (Liu et al. 2023).
         """
-        options: Options = {
+        terms = ScoreTerms(scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
+        pairs: Pairs = {
             "is_causal": is_causal,
-            "scale": scale,
             "window": window,
-            "attn_bias": None,
-            "attn_mask": None,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
             "dropout_p": 0.0,
             "cu_seqlens": None,
             "cu_seqlens_k": None,
@@ -170,8 +167,9 @@ class ContextParallel:
         error: StructAttnError | None = None
         description: dict[str, object] = {}
         try:
-            layout, checked = self._checked(q, k, v, options, sinks, cu_seqlens, return_lse)
-            description = {"order": self.order} | _description(q, k, v, layout, checked, sinks, cu_seqlens)
+            call = self._checked(q, k, v, terms, pairs, cu_seqlens, return_lse)
+            layout = call.layout
+            description = {"order": self.order} | _description(q, k, v, call, cu_seqlens)
         except StructAttnError as wrong:
             error = wrong
         length = q.shape[2] if error is None else 0
@@ -180,8 +178,7 @@ class ContextParallel:
         if cu_seqlens is not None:
             ends = checks.checked_lengths(cu_seqlens.cpu(), "cu_seqlens", sum(lengths), are_offsets=True)
             seqlens = tuple(ends.tolist())
-        checked["scale"] = constant_scale(layout, checked["scale"])
-        call = Call(layout=layout, **checked)
+        call = call.with_terms(scale=constant_scale(layout, call.terms.scale), sinks=None)
         parts, holders = divided(lengths, self.order)
         shards = Shards(
             layout=layout,
@@ -190,7 +187,7 @@ class ContextParallel:
             seqlens=seqlens,
             batch=q.shape[0],
             is_causal=is_causal,
-            window=checked["window"],
+            window=call.window,
         )
         q, k, v = checks.autocasted(q, k, v)
         plan = plan_of(shards, layout, v.shape[3], self._processes.index)
@@ -205,52 +202,44 @@ class ContextParallel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        options: Options,
-        sinks: Tensor | None,
+        terms: ScoreTerms,
+        pairs: Pairs,
         cu_seqlens: Tensor | None,
         return_lse: bool,
-    ) -> tuple[LevelLayout, Options]:
-        """The layout and the options, in so far as this process can check them by itself."""
-        checks.check_options(self.layout, options, return_lse)
+    ) -> Call:
+        """The call, in so far as this process can check it by itself."""
+        checks.check_options(self.layout, terms, pairs, return_lse)
         checks.check_tensors(q, k, v)
         if q.shape[2] != k.shape[2]:
             raise ShapeError(f"a process holds queries and keys of the same tokens: got {q.shape[2]} and {k.shape[2]}")
         if q.device.type != self._processes.device_type:
             raise ShapeError(f"the mesh is for tensors on {self._processes.device_type}, got q on {q.device}")
-        checked = checks.checked_terms(q, k, options)
-        if sinks is not None:
-            checks.check_sinks(q, sinks)
+        terms = terms.of_call(q, k.shape[2])
         num_rows, row_name = q.shape[0], "batch row"
         if cu_seqlens is not None:
             checks.check_boundaries("cu_seqlens", cu_seqlens, q)
             num_rows, row_name = cu_seqlens.shape[0] - 1, "packed sequence"
         layout = LevelLayout((q.shape[3],), (2**30,)) if self.layout is None else self.layout
         checks.check_layout(layout, q.shape[3], v.shape[3], num_rows, row_name)
-        checked["window"] = layout.window_of(1, options["window"])
-        return layout, checked
+        return Call(layout=layout, terms=terms, **pairs | {"window": layout.window_of(1, pairs["window"])})
 
 
-def _description(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: LevelLayout,
-    options: Mapping[str, Any],
-    sinks: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> dict[str, object]:
+def _description(q: Tensor, k: Tensor, v: Tensor, call: Call, cu_seqlens: Tensor | None) -> dict[str, object]:
     """What must be the same in all processes, by the names that a user knows."""
     shapes = {
         f"the shape of {name}": [*x.shape[:2], "tokens", x.shape[3]] for name, x in (("q", q), ("k", k), ("v", v))
     }
-    slopes, needs_grad = options["alibi_slopes"], torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    slopes = call.terms.alibi_slopes
     return {
         **shapes,
         "the dtype of q": str(checks.taken_dtype(q)),
-        "layout": str(layout),
-        **{name: options[name] for name in ("is_causal", "scale", "window", "softcap")},
+        "layout": str(call.layout),
+        "is_causal": call.is_causal,
+        "scale": call.terms.scale,
+        "window": call.window,
+        "softcap": call.terms.softcap,
         "alibi_slopes": None if slopes is None else slopes.tolist(),
-        "sinks": sinks is not None,
+        "sinks": call.terms.sinks is not None,
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.tolist(),
-        "whether a backward pass will follow": needs_grad,
+        "whether a backward pass will follow": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
     }

@@ -39,7 +39,7 @@ class Part:
         """Output and log-sum-exp."""
         if self.sequences is not None:
             return blocked.forward(q, k, v, self.call, self.sequences)
-        out, lse = backends.TABLE[backends.with_gradients(q, k, v, self.call)].forward(q, k, v, self.call)
+        out, lse = backends.with_gradients(q, k, v, self.call).forward(q, k, v, self.call)
         assert lse is not None
         return out, lse
 
@@ -50,7 +50,7 @@ class Part:
         arguments = grad_out, grad_lse, q, k, v, out, lse, self.call
         if self.sequences is not None:
             return blocked.backward(*arguments, needs_bias=False, sequences=self.sequences)[:3]
-        backward = backends.TABLE[backends.with_gradients(q, k, v, self.call)].backward
+        backward = backends.with_gradients(q, k, v, self.call).backward
         assert backward is not None
         return backward(*arguments, needs_bias=False)[:3]
 
@@ -95,10 +95,10 @@ def span_parts(plan: Plan, span: KeySpan, call: Call, q: Tensor, k: Tensor, v: T
         q: all queries of the process.
         k, v: the keys and values of the span.
     """
-    slopes = call.alibi_slopes
+    slopes = call.terms.alibi_slopes
     if slopes is not None and slopes.shape[0] > 1:
         slopes = slopes[slice(*span.batch)]
-    per_level, per_count = plan.layout.score_factors(call.scale)
+    per_level, per_count = plan.layout.score_factors(call.terms.scale)
     whole = Piece((0, span.queries[1] - span.queries[0]), (0, span.tokens[1] - span.tokens[0]), span.level, False)
     pieces: tuple[Piece, ...] = (whole,)
     if slopes is None and set(per_level[: span.level]) == {1.0}:
@@ -115,14 +115,14 @@ def span_parts(plan: Plan, span: KeySpan, call: Call, q: Tensor, k: Tensor, v: T
         )
         sequences = tuple(replace(sequence, batch=batch) for batch in range(span.batch[1] - span.batch[0]))
         layout = first_levels(plan.layout, piece.level)
-        found.append((piece, Part(replace(call, layout=layout, alibi_slopes=slopes), sequences)))
+        found.append((piece, Part(replace(call.with_terms(alibi_slopes=slopes), layout=layout), sequences)))
     return found
 
 
 def _dense(plan: Plan, level: int, call: Call, per_count: tuple[float, ...]) -> Call:
     """The options where all pairs are visible and share so many levels."""
     one = LevelLayout((sum(plan.layout.ranks[:level]),), (2**30,))
-    return replace(call, layout=one, scale=per_count[level - 1], is_causal=False, window=None)
+    return replace(call.with_terms(scale=per_count[level - 1]), layout=one, is_causal=False, window=None)
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,13 +12,13 @@ from torch import Tensor
 from structattn.cache import decode
 from structattn.cache.attend import over_dense
 from structattn.cache.decode import KeyValueView
-from structattn.cache.options import ScoreOptions
 from structattn.cache.paged.batch import Batch, Chunk, Singles, Tokens
 from structattn.cache.paged.geometry import LayerShape
 from structattn.cache.paged.pages import PagePool
 from structattn.cache.store import Store
 from structattn.errors import CacheError
 from structattn.layout.global_window import Layout
+from structattn.ops.terms import ScoreTerms
 
 
 class PackedCache(ABC):
@@ -31,7 +31,7 @@ class PackedCache(ABC):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        options: ScoreOptions,
+        options: ScoreTerms,
         *,
         layout: Layout | None,
         window: int | None,
@@ -67,7 +67,7 @@ class ShapeProbe(PackedCache):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        options: ScoreOptions,
+        options: ScoreTerms,
         *,
         layout: Layout | None,
         window: int | None,
@@ -126,7 +126,7 @@ class PagedCache(PackedCache):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        options: ScoreOptions,
+        options: ScoreTerms,
         *,
         layout: Layout | None,
         window: int | None,
@@ -180,7 +180,7 @@ class PagedCache(PackedCache):
             heads = torch.arange(len(numbers), device=numbers.device)[:, None]
             level.view[where.pages, heads, where.slots] = numbers[:, where.tokens].to(level.view.dtype)
 
-    def _over_past(self, layer: int, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions) -> Tensor:
+    def _over_past(self, layer: int, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> Tensor:
         """Attention of several tokens that follow others, over dense keys and values: zero where nothing is kept."""
         shape = self.layers[layer]
         q, k, v = (x[:, :, chunk.tokens] for x in (q, k, v))
@@ -198,7 +198,7 @@ class PagedCache(PackedCache):
                 first += level.rank
         return over_dense(q, dense[0], dense[1], options, layout=shape.layout, window=shape.window)
 
-    def _decoded(self, layer: int, singles: Singles, q: Tensor, options: ScoreOptions) -> Tensor:
+    def _decoded(self, layer: int, singles: Singles, q: Tensor, options: ScoreTerms) -> Tensor:
         """Attention of one token of each of several requests, whose keys and values are in the pages."""
         shape = self.layers[layer]
         stores = []

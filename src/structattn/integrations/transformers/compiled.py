@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from structattn.cache.attend import over_dense
 from structattn.cache.compiled import define, empty_output, needs_gradient, with_past
 from structattn.cache.numbers import numbered
-from structattn.cache.options import ScoreOptions
 from structattn.cache.owner import NumberedLayer
 from structattn.integrations.transformers.cache import LevelCacheLayer, with_left_out
 from structattn.integrations.transformers.masks import StructuredMask
 from structattn.integrations.transformers.variant import Variant
 from structattn.ops import flat_layout
 from structattn.ops.checks import autocasted
+from structattn.ops.terms import ScoreTerms
 
 
 @functools.lru_cache(maxsize=256)
@@ -189,7 +189,7 @@ def attend_compiled(
                 queries,
                 keys,
                 values,
-                ScoreOptions(scale=scale, attn_mask=shown, **terms),
+                ScoreTerms(scale=scale, attn_mask=shown, **terms),
                 layout=variant.layout,
                 window=variant.window,
                 left_padding=None if padding is None else padding.to(q.device),

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from structattn.cache.numbers import is_traced
-from structattn.cache.options import ScoreOptions
 from structattn.cache.paged import PackedCache
 from structattn.checks import check_choice, quoted
 from structattn.errors import CacheError, ConfigError
@@ -41,6 +40,7 @@ from structattn.layers.rotary_order import (
 )
 from structattn.layout.halving import Halving
 from structattn.ops import Backend
+from structattn.ops.terms import ScoreTerms
 
 
 def attend(
@@ -240,7 +240,7 @@ def attend_packed(
     k, q = (reorder(x).to(value.dtype) for x in (key, query))
     q, scale = variant.scaled(q, scaling)
     terms = {own: arguments.get(name) for name, own in TERMS.items()}
-    options = ScoreOptions(scale=scale, **terms)
+    options = ScoreTerms(scale=scale, **terms)
     layer: int = module.layer_idx  # type: ignore[assignment]
     out = cache.attend(layer, q, k, value, options, layout=variant.layout, window=variant.window)
     return out.transpose(1, 2).contiguous(), None

@@ -22,6 +22,7 @@ from structattn.ops.blocked.tiles import ScoreParameters, Tile
 from structattn.ops.call import Call
 from structattn.ops.costs import costs_here
 from structattn.ops.sequences import SequenceSpan, sequences_of
+from structattn.ops.terms import ScoreTerms
 
 _SHORTEST = 32  # shorter sequences are padded to this length
 # Scores at once: per thread of a CPU what a core's second cache holds twice, up to a limit that keeps the buffers small on many cores.
@@ -61,7 +62,7 @@ def forward(
         parameters = _parameters(call, group, q, k, bias)
         queries, keys, values = group.queries.pad(q, repeats), group.keys.pad(k, 1), group.keys.pad(v, 1)
         # For few queries a pass over the scores costs less than one over the keys.
-        is_bounded = bias is None and call.alibi_slopes is None
+        is_bounded = bias is None and call.terms.alibi_slopes is None
         is_safe = is_bounded and q.shape[2] >= _FEW_QUERIES and parameters.are_small(queries, keys, values)
         offset = None if is_safe else online_softmax.row_maxima(group.tiles(), queries, keys, parameters)
         rows_out, rows_lse = online_softmax.forward(group.tiles(), queries, keys, values, offset, parameters)
@@ -95,7 +96,9 @@ def backward(
     """
     if not q.numel() or not k.numel():
         no_bias = (
-            None if call.attn_bias is None else torch.zeros_like(call.attn_bias, memory_format=torch.contiguous_format)
+            None
+            if call.terms.attn_bias is None
+            else torch.zeros_like(call.terms.attn_bias, memory_format=torch.contiguous_format)
         )
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         return dq, dk, dv, no_bias if needs_bias else None
@@ -124,8 +127,8 @@ def backward(
         grad_q = group.queries.unpad(grad_q, rows_q, repeats)
         grad_k, grad_v = group.keys.unpad(grad_k, rows_k, 1), group.keys.unpad(grad_v, rows_v, 1)
     shaped = None
-    if grad_bias is not None and call.attn_bias is not None:
-        shaped = grad_bias.to(call.attn_bias.dtype).view(call.attn_bias.shape)
+    if grad_bias is not None and call.terms.attn_bias is not None:
+        shaped = grad_bias.to(call.terms.attn_bias.dtype).view(call.terms.attn_bias.shape)
     dq, dk, dv = (x.to(kind).contiguous() for x in (grad_q, grad_k, grad_v))
     return dq, dk, dv, shaped
 
@@ -222,7 +225,7 @@ def forward_time(q: Tensor, k: Tensor, v: Tensor, call: Call) -> float | None:
 def _is_even(call: Call) -> bool:
     """Whether all sequences have the same pairs."""
     is_whole = call.cu_seqlens is None and call.left_padding is None and call.layout.boundaries is None
-    return is_whole and call.attn_bias is None and call.attn_mask is None
+    return is_whole and call.terms.attn_bias is None and call.terms.attn_mask is None
 
 
 def _geometry(q: Tensor, k: Tensor, value_dim: int, call: Call, size: tuple[int, int, int]) -> Geometry:
@@ -253,7 +256,7 @@ def _groups(
     q: Tensor, k: Tensor, value_dim: int, call: Call, sequences: Sequence[SequenceSpan] | None
 ) -> Iterator[_Group]:
     heads, repeats = k.shape[1], q.shape[1] // k.shape[1]
-    is_regular = call.attn_bias is None and call.attn_mask is None and call.layout.boundaries is None
+    is_regular = call.terms.attn_bias is None and call.terms.attn_mask is None and call.layout.boundaries is None
     is_placed = sequences is not None  # blocks are then not counted from the first key
     if _is_even(call) and not is_placed:
         geometry = _geometry(q, k, value_dim, call, (q.shape[0], q.shape[2], k.shape[2]))
@@ -319,16 +322,14 @@ def _parameters(call: Call, group: _Group, q: Tensor, k: Tensor, bias: Tensor | 
         budget = min(_SCORES_PER_THREAD * torch.get_num_threads(), _SCORES_ON_CPU)
     else:
         budget = min(_SLIDING_SCORES_PER_THREAD * torch.get_num_threads(), _SLIDING_SCORES_ON_CPU)
-    return ScoreParameters(
-        layout=call.layout,
-        scale=call.scale,
-        softcap=call.softcap,
-        bias=bias,
-        dropout=dropped,
-        budget=budget,
-        mask=_mask(call),
-        slopes=_slopes(call, group, q, k),
+    terms = ScoreTerms(
+        scale=call.terms.scale,
+        softcap=call.terms.softcap,
+        attn_bias=bias,
+        attn_mask=_mask(call),
+        alibi_slopes=_slopes(call, group, q, k),
     )
+    return ScoreParameters(layout=call.layout, terms=terms, dropout=dropped, budget=budget)
 
 
 def _compute_dtype(q: Tensor) -> torch.dtype:
@@ -337,21 +338,21 @@ def _compute_dtype(q: Tensor) -> torch.dtype:
 
 def _bias(call: Call, dtype: torch.dtype) -> Tensor | None:
     """The bias in 4 dimensions, contiguous."""
-    if call.attn_bias is None:
+    if call.terms.attn_bias is None:
         return None
-    bias = call.attn_bias.to(dtype)
+    bias = call.terms.attn_bias.to(dtype)
     return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)).contiguous()
 
 
 def _mask(call: Call) -> Tensor | None:
     """The mask in 4 dimensions: a view."""
-    mask = call.attn_mask
+    mask = call.terms.attn_mask
     return None if mask is None else mask[(None,) * (4 - mask.dim())]
 
 
 def _slopes(call: Call, group: _Group, q: Tensor, k: Tensor) -> Tensor | None:
     """The slope of each query as a group has the queries: as many numbers as the log-sum-exp."""
-    if call.alibi_slopes is None:
+    if call.terms.alibi_slopes is None:
         return None
-    slopes = call.alibi_slopes.to(q.dtype)[:, :, None, None].expand(*q.shape[:3], 1)
+    slopes = call.terms.alibi_slopes.to(q.dtype)[:, :, None, None].expand(*q.shape[:3], 1)
     return group.queries.pad(slopes, q.shape[1] // k.shape[1])

@@ -170,7 +170,7 @@ def forward(
         for grid in _grid(tile, width, levels.budget):
             batch = grid[0][0].batch
             # As a column of the product, unless the copy of the keys that this takes would be used once, or something comes between.
-            is_plain = parameters.softcap is None and parameters.bias is None and not levels.is_mixed
+            is_plain = parameters.terms.softcap is None and parameters.terms.attn_bias is None and not levels.is_mixed
             in_product = shift is not None and len(grid) > 1 and is_plain
             dense_key = _with_column(key[batch], 1.0)[0] if in_product else _dense_rows(key[batch], len(grid))
             dense_value = _dense_rows(value[batch], len(grid))
@@ -278,7 +278,7 @@ def backward(
                         continue
                     shape = tuple(s.stop - s.start for s in (batch, rows, cols))
                     weight, change = weights(*shape), others(*shape)
-                    slope = None if parameters.softcap is None else slopes(*shape)
+                    slope = None if parameters.terms.softcap is None else slopes(*shape)
                     spare = spares(*shape) if levels.is_mixed else None
                     masks, scale = levels.tables(tile, rows, cols) if levels.is_mixed else ([], None)
                     if slope is None and spare is None:
@@ -287,7 +287,9 @@ def backward(
                     else:
                         levels.scores(tile, query[:, rows], key[:, cols], weight, spare, rows, cols)
                         parameters.add_terms(weight, tile, batch, rows, cols, hidden, -shift[batch, rows, None], slope)
-                    if parameters.bias is not None:  # far from 0 a log-sum-exp is rounded, and no weight is above 1
+                    if (
+                        parameters.terms.attn_bias is not None
+                    ):  # far from 0 a log-sum-exp is rounded, and no weight is above 1
                         weight.clamp_(max=0.0)
                     weight.exp2_()
                     without = dropped.of(chunk)

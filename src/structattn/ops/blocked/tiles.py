@@ -19,6 +19,7 @@ from torch import Tensor
 
 from structattn.layout.levels import LevelLayout
 from structattn.ops.dropout import Dropout
+from structattn.ops.terms import ScoreTerms
 
 LOG2_E = math.log2(math.e)
 # A bound of |score| in units of log 2: 2^80 times any length is far from the end of float32, and so is 2^-80.
@@ -88,23 +89,15 @@ class ScoreParameters:
 
     Attributes:
         layout: its ranks, scaling and value ranks are used here; its blocks by the geometry.
-        scale: replaces the layout's scaling.
-        softcap: c, makes a scaled score s to c tanh(s / c); ``None`` without.
-        bias: added to the scaled scores, what the tiles take theirs from; ``None`` without.
-        mask: bool, true where a pair is visible, shaped as the bias; ``None`` without.
-        slopes: (..., 1), the ALiBi slope of each query, as the geometry has the queries; ``None`` without.
+        terms: of the scores; bias and mask have 4 dimensions, and the ALiBi slopes are (..., 1), of each query, as the geometry has the queries.
         dropout: of the weights; ``None`` without.
         budget: scores that are held at once.
     """
 
     layout: LevelLayout
-    scale: float | None
-    softcap: float | None
-    bias: Tensor | None
+    terms: ScoreTerms
     dropout: Dropout | None
     budget: int
-    mask: Tensor | None = None
-    slopes: Tensor | None = None
     _factors: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def rank(self, level: int) -> int:
@@ -119,7 +112,7 @@ class ScoreParameters:
         """(R,) of the ``deepest`` level: times a query, it gives scores in natural units of pairs that share ``level`` levels."""
         key = (level, deepest, like.dtype, like.device)
         if key not in self._factors:
-            per_level, per_count = self.layout.score_factors(self.scale)
+            per_level, per_count = self.layout.score_factors(self.terms.scale)
             values = [
                 per_count[level - 1] * factor
                 for factor, rank in zip(per_level[:deepest], self.layout.ranks[:deepest], strict=True)
@@ -145,22 +138,22 @@ class ScoreParameters:
             offset: (batch, rows, 1), subtracted from the scores. With a soft cap the products must be without it.
             slope: shaped as the scores; the soft cap's derivative is written to it. Default: not needed.
         """
-        if self.softcap is not None:
-            cap = self.softcap * LOG2_E
+        if self.terms.softcap is not None:
+            cap = self.terms.softcap * LOG2_E
             scores.div_(cap).tanh_()
             if slope is not None:
                 torch.mul(scores, scores, out=slope).neg_().add_(1.0)
             scores.mul_(cap)
         # Before the offset, as for the maxima: far from 0 the largest score is then the offset, to the bit.
-        if self.bias is not None:
-            scores.add_(tile.bias_of(self.bias, batch, rows, cols), alpha=LOG2_E)
+        if self.terms.attn_bias is not None:
+            scores.add_(tile.bias_of(self.terms.attn_bias, batch, rows, cols), alpha=LOG2_E)
         if offset is not None:
             scores.sub_(offset)
-        if self.slopes is not None:
-            slopes = tile.rows_of(self.slopes)[batch, rows]
+        if self.terms.alibi_slopes is not None:
+            slopes = tile.rows_of(self.terms.alibi_slopes)[batch, rows]
             scores.addcmul_(slopes, tile.distances(rows, cols, scores.dtype), value=-LOG2_E)
-        if self.mask is not None:
-            scores.masked_fill_(~tile.bias_of(self.mask, batch, rows, cols), -torch.inf)
+        if self.terms.attn_mask is not None:
+            scores.masked_fill_(~tile.bias_of(self.terms.attn_mask, batch, rows, cols), -torch.inf)
         if isinstance(hidden, Tensor):
             scores.masked_fill_(hidden, -torch.inf)
 
@@ -197,9 +190,9 @@ class ScoreParameters:
 
         Cost: one or two passes over q and k and one over v, and waiting for a GPU.
         """
-        per_level, per_count = self.layout.score_factors(self.scale)
+        per_level, per_count = self.layout.score_factors(self.terms.scale)
         most = self._most(v)
-        if self.softcap is not None and self.softcap * LOG2_E <= most:
+        if self.terms.softcap is not None and self.terms.softcap * LOG2_E <= most:
             return True
         # Squares of numbers below 2^-63 vanish in float32: so much may be missing from a norm.
         missing = math.sqrt(q.shape[-1]) * 2.0**-62
@@ -255,7 +248,7 @@ class TileLevels:
         self.factor = parameters.factor(levels[0], levels[-1], like)
         self.is_mixed = len(levels) > 1
         self.budget = max(1, parameters.budget // 2) if self.is_mixed else parameters.budget  # two products are held
-        scales = parameters.layout.score_factors(parameters.scale)[1][levels[0] - 1 : levels[-1]]
+        scales = parameters.layout.score_factors(parameters.terms.scale)[1][levels[0] - 1 : levels[-1]]
         self._scales = None if scales[-1] == scales[0] else [x / scales[0] for x in scales]
         self._pattern: object = None
         self._tables: dict[tuple[int, int, int, int], tuple[list[Tensor], Tensor | None]] = {}  # of the last pattern

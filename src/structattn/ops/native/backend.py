@@ -59,7 +59,7 @@ _Arguments = tuple[Tensor, tuple[int, ...], tuple[int, ...], tuple[float, ...], 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, call: Call) -> _Arguments:
     """What the C++ code is told of a call: sequences, ranks, value ranks, factors, intervals, and the position of their first."""
-    settings = call.layout, call.is_causal, call.scale, call.window, v.shape[3]
+    settings = call.layout, call.is_causal, call.terms.scale, call.window, v.shape[3]
     if call.cu_seqlens is None and call.left_padding is None:
         return _of_equal_rows(q.shape[0], q.shape[2], k.shape[2], *settings)
     return _of_sequences(sequences_of(q, k, call), *settings)
@@ -108,9 +108,9 @@ def _terms(
 ) -> tuple[float, Tensor | None, Tensor | None, Tensor | None]:
     """What is added to scores, as the C++ code takes it: the soft cap (0 for none), slopes, bias and mask."""
     size = (*q.shape[:3], k.shape[2])
-    slopes, bias, mask = call.alibi_slopes, call.attn_bias, call.attn_mask
+    slopes, bias, mask = call.terms.alibi_slopes, call.terms.attn_bias, call.terms.attn_mask
     return (
-        call.softcap or 0.0,
+        call.terms.softcap or 0.0,
         None if slopes is None else slopes.detach().to(dtype),
         None if bias is None else bias.detach().to(dtype).expand(size),
         None if mask is None else mask.expand(size),

@@ -37,7 +37,7 @@ _DECODE_ROWS = 64  # rows of a tile, being the queries of all heads that share a
 
 def _config(q: Tensor, v: Tensor, call: Call, config: KernelConfig | None) -> KernelConfig:
     if config is None:
-        masked, capability = call.attn_mask is not None, capability_of(q.device)
+        masked, capability = call.terms.attn_mask is not None, capability_of(q.device)
         config = default_config(call.layout, q.dtype, v.shape[3], masked, capability)
     if config is None:
         raise AssertionError("no tiles fit this call: why_not says so")
@@ -47,11 +47,11 @@ def _config(q: Tensor, v: Tensor, call: Call, config: KernelConfig | None) -> Ke
 def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     """The reason why these kernels cannot run a call, as a sentence for the user, or ``None`` when they can."""
     layout, value_dim, length = call.layout, v.shape[3], max(q.shape[2], k.shape[2])
-    masked = call.attn_mask is not None
+    masked = call.terms.attn_mask is not None
     if (reason := why_not_on(q.device, q.dtype, layout.ranks, value_dim, length)) is not None:
         return reason
     for name, is_asked in (
-        ("attn_bias", call.attn_bias is not None),
+        ("attn_bias", call.terms.attn_bias is not None),
         ("dropout", call.dropout_p > 0),
         ("left_padding", call.left_padding is not None),
     ):
@@ -79,15 +79,17 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
 
 def _mask(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor | None, int, int, int, int]:
     """The mask as bytes, and its strides: 0 along dimensions that it does not have."""
-    if call.attn_mask is None:
+    if call.terms.attn_mask is None:
         return None, 0, 0, 0, 0
-    mask = call.attn_mask.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
+    mask = call.terms.attn_mask.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
     return mask, *mask.stride()  # type: ignore[return-value]
 
 
 def _slopes(q: Tensor, call: Call) -> Tensor | None:
     """The ALiBi slopes as (B, H) float32 numbers in a row."""
-    return None if call.alibi_slopes is None else call.alibi_slopes.float().expand(*q.shape[:2]).contiguous()
+    return (
+        None if call.terms.alibi_slopes is None else call.terms.alibi_slopes.float().expand(*q.shape[:2]).contiguous()
+    )
 
 
 def _window(call: Call, num_queries: int, num_keys: int) -> int:
@@ -160,7 +162,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Cal
     mask, *mask_strides = _mask(q, k, call)
     while True:
         tiles = replace(config.decode, own=own)
-        plan = make_plan(call.layout, call.scale, value_dim, tiles, num_coarse, call.softcap)
+        plan = make_plan(call.layout, call.terms.scale, value_dim, tiles, num_coarse, call.terms.softcap)
         if (
             own <= config.decode.own
             or shared_memory(plan, tiles, q.itemsize, is_gradient=False, masked=mask is not None) <= SHARED_MEMORY
@@ -218,7 +220,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: KernelConfig | 
             _decode(q, k, v, out, lse, call, config)
             return out, lse
         mask, *mask_strides = _mask(q, k, call)
-        plan = make_plan(call.layout, call.scale, value_dim, config.forward, softcap=call.softcap)
+        plan = make_plan(call.layout, call.terms.scale, value_dim, config.forward, softcap=call.terms.softcap)
         num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, packed)
         forward_kernel[(num_tiles * batch * num_heads,)](
             q, k, v, out, lse, of_queries, of_keys, tile_map, mask, _slopes(q, call),
@@ -280,7 +282,7 @@ def backward(
             *_strides(grad_out), *_strides(out), num_queries, row_tiles, num_heads, value_dim,
             OWN=64, WIDTH=32, HAS_GRAD_LSE=grad_lse is not None, enable_fp_fusion=True,
         )  # fmt: skip
-        plan = make_plan(call.layout, call.scale, value_dim, config.grad_queries, softcap=call.softcap)
+        plan = make_plan(call.layout, call.terms.scale, value_dim, config.grad_queries, softcap=call.terms.softcap)
         num_tiles, first_block, tile_map = _grid(plan, num_keys - num_queries, num_keys, packed)
         gradient_kernel[(num_tiles * batch * num_heads,)](
             q, grad_out, k, v, grad_q, grad_q, base, delta, of_queries, of_keys, tile_map, mask, slopes,
@@ -290,7 +292,7 @@ def backward(
             OWN_IS_KEY=False, WHOLE=packed is None and num_keys % config.grad_queries.walk == 0,
             **_constants(plan, call), **_launch(config.grad_queries),
         )  # fmt: skip
-        plan = make_plan(call.layout, call.scale, value_dim, config.grad_keys, softcap=call.softcap)
+        plan = make_plan(call.layout, call.terms.scale, value_dim, config.grad_keys, softcap=call.terms.softcap)
         num_tiles, first_block, tile_map = _grid(plan, 0, num_keys, packed, own_is_key=True)
         gradient_kernel[(num_tiles * batch * num_groups,)](
             k, v, q, grad_out, grad_k, grad_v, base, delta, of_queries, of_keys, tile_map, mask, slopes,
